@@ -1,0 +1,41 @@
+# One way in. `make help` lists the targets; every target sets up what it needs.
+SHELL := /bin/bash
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One thread per process: a TBE call on CPU runs on one, and the machine is shared.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench pins clean
+
+help: ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## Make .venv with the pinned packages (every other target does this first)
+
+$(STAMP): requirements/cpu.txt pyproject.toml requirements/setup.sh
+	@PYTHON=$(PYTHON) requirements/setup.sh $(VENV)
+	@touch $@
+
+demo: $(STAMP) ## Train on MovieLens, export, serve, look up, and show what happened
+	@$(BIN)/python -m examples.movielens.demo
+
+test: lint ## Everything: ruff, mypy --strict, unit, integration and end-to-end tests
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff and mypy --strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(STAMP) ## Measure, as ratios taken in one run; writes benchmarks/results/latest.json
+	@$(BIN)/python -m benchmarks
+
+pins: ## Resolve requirements/cpu.in anew into requirements/cpu.txt
+	@PYTHON=$(PYTHON) requirements/pin.sh
+
+clean: ## Remove the environment and everything built
+	@rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,174 @@
+"""Write a version beside the repository, then rename it into place: whole or not at all.
+
+Triton takes every folder of a repository for a model, hidden ones too, so a draft must lie outside: beside
+the repository, on the same file system. A draft is locked while its export lives; whoever exports next
+removes the ones that a killed export left.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from export.errors import PublishError
+from export.model_config import CONFIG, check_contract, model_config
+from serving.bundle import Manifest
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A version being written. `path` is where its files go."""
+
+    repository: Path
+    name: str
+    version: int | None
+    manifest: Manifest
+    root: Path
+
+    @property
+    def path(self) -> Path:
+        """The folder that becomes the version."""
+        return self.root / "version"
+
+    def publish(self) -> Path:
+        """Rename the draft to its version; to the next free one where none was asked for.
+
+        Returns:
+            The bundle's path.
+
+        Raises:
+            PublishError: the version exists, or the model's other versions have another contract.
+        """
+        model = self.repository / self.name
+        if not model.exists() and (published := self._publish_model(model)):
+            return published
+        check_contract(model / CONFIG, self.manifest)
+        _sync(self.path)
+        while True:
+            bundle = model / str(self.version or _next_version(model))
+            if _rename(self.path, bundle):
+                _sync_folder(model)
+                return bundle
+            if self.version is not None:
+                raise PublishError(f"{bundle}: exists; published versions are never changed: pick another version")
+
+    def _publish_model(self, model: Path) -> Path | None:
+        """Rename a whole new model into place; None where somebody else just did."""
+        draft = self.root / "model"
+        version = str(self.version or 1)
+        draft.mkdir()
+        (draft / CONFIG).write_text(model_config(self.name, self.manifest))
+        self.path.rename(draft / version)
+        _sync(draft)
+        if not _rename(draft, model):
+            (draft / version).rename(self.path)
+            return None
+        _sync_folder(self.repository)
+        return model / version
+
+
+@contextmanager
+def draft(repository: Path, name: str, version: int | None, manifest: Manifest) -> Iterator[Draft]:
+    """A folder for the files of a new version, gone afterwards unless it was published.
+
+    Args:
+        repository: the model repository; made if it is missing.
+        name: the model's name.
+        version: the version's number, or None for the next free one.
+        manifest: what the version will hold; its parity and files do not matter.
+
+    Raises:
+        PublishError: the name or version cannot be used, the version exists, the model's other versions have
+            another contract, or no draft can be made beside the repository on its file system.
+    """
+    if not _NAME.fullmatch(name):
+        raise PublishError(f"name: expected letters, digits, '_', '-' and '.', not '.' first, got {name!r}")
+    if version is not None and version < 1:
+        raise PublishError(f"version: expected 1 or more, got {version}")
+    repository = repository.absolute()
+    if version is not None and (bundle := repository / name / str(version)).exists():
+        raise PublishError(f"{bundle}: exists; published versions are never changed: pick another version")
+    if (config := repository / name / CONFIG).parent.exists():
+        check_contract(config, manifest)
+    try:
+        repository.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(repository)
+        root = Path(tempfile.mkdtemp(dir=repository.parent, prefix=_prefix(repository)))
+    except OSError as error:
+        raise PublishError(f"{repository}: cannot write in it and beside it: {error.strerror}") from error
+    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.fstat(lock).st_dev != repository.stat().st_dev:
+            raise PublishError(
+                f"{repository}: is the root of a file system, so that nothing beside it can be renamed into it: "
+                "make the repository a folder of it"
+            )
+        new = Draft(repository, name, version, manifest, root)
+        new.path.mkdir()
+        yield new
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+        os.close(lock)
+
+
+def _prefix(repository: Path) -> str:
+    return f".{repository.name}.draft-"
+
+
+def _remove_abandoned(repository: Path) -> None:
+    for root in repository.parent.glob(_prefix(repository) + "*"):
+        try:
+            lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # its own export just removed it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # its export lives
+        else:
+            shutil.rmtree(root, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _next_version(model: Path) -> int:
+    taken = [int(entry.name) for entry in model.iterdir() if entry.name.isdecimal()]
+    return max(taken, default=0) + 1
+
+
+def _rename(source: Path, target: Path) -> bool:
+    """Rename a folder; False where the target is taken."""
+    try:
+        source.rename(target)
+    except (FileExistsError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if target.exists():  # ENOTEMPTY has no exception of its own
+            return False
+        raise PublishError(f"{target}: cannot be published: {error.strerror}") from error
+    return True
+
+
+def _sync(root: Path) -> None:
+    """Push every file and folder under `root` to the disk, so that a rename never outlives its contents."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with (Path(folder) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        _sync_folder(Path(folder))
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

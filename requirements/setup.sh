@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Make the environment at $1 and install the pins and this project into it.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+environment=$1
+python=${PYTHON:-python3.11}
+
+fail() {
+  echo "setup: $*" >&2
+  exit 1
+}
+
+command -v "$python" >/dev/null || fail "$python is not on PATH; install Python 3.11 (Debian: apt install python3.11), or name it: make PYTHON=/path/to/python3.11"
+found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+[ "$found" = 3.11 ] || fail "$python is Python $found; the pins are for 3.11"
+
+if ! [ -x "$environment/bin/pip" ]; then
+  echo "setup: making $environment"
+  rm -rf "$environment"
+  if "$python" -c 'import ensurepip' 2>/dev/null; then
+    "$python" -m venv "$environment"
+  else
+    # Debian keeps ensurepip in a package of its own; virtualenv brings its own pip.
+    bootstrap=$(mktemp -d)
+    trap 'rm -rf "$bootstrap"' EXIT
+    "$python" -m pip install --quiet --target "$bootstrap" virtualenv
+    PYTHONPATH="$bootstrap" "$python" -m virtualenv --quiet "$environment"
+  fi
+fi
+
+echo "setup: installing $(grep -c == requirements/cpu.txt) pinned packages (about 1 GB on disk)"
+"$environment/bin/pip" install --quiet --no-deps --requirement requirements/cpu.txt || fail \
+  "a pin could not be installed. torch==2.13.0+cpu is PyTorch's CPU build: point pip at PyTorch's CPU wheel index (PIP_EXTRA_INDEX_URL) or at a folder that holds the wheel (PIP_FIND_LINKS), then run this again"
+"$environment/bin/pip" install --quiet --no-deps --no-build-isolation --editable .

@@ -1,0 +1,337 @@
+"""The bundle on disk: what export writes and serving loads.
+
+A bundle is one Triton model version::
+
+    model.py             from serving.backend import TritonPythonModel
+    manifest.json        the types below, as JSON
+    program.pt           TorchScript; holds no weights
+    weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
+
+A row is `dim` FP32 or FP16 numbers, or, for the INT types, FBGEMM's fused row: FP16 scale, FP16 bias, then
+`dim` codes, the lower bits first (https://github.com/pytorch/FBGEMM, QuantUtils). value = code × scale + bias.
+"""
+
+import enum
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from serving.errors import BundleError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+PROGRAM = "program.pt"
+MODEL = "model.py"
+# Shards start on a cache line pair, as FBGEMM's own allocator places tables.
+SHARD_ALIGNMENT = 128
+
+_QPARAMS_BYTES = 4
+
+
+class WeightDtype(enum.Enum):
+    """How a row is stored; the names are FBGEMM's SparseType's."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    INT8 = "INT8"
+    INT4 = "INT4"
+    INT2 = "INT2"
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element."""
+        return int(self.value.lstrip("FPINT"))
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a row carries a scale and a bias."""
+        return self.value.startswith("INT")
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row of `dim` elements at row alignment 1, scale and bias included."""
+        return dim * self.bits // 8 + (_QPARAMS_BYTES if self.quantized else 0)
+
+
+class Pooling(enum.Enum):
+    """How the rows of a bag become one; an empty bag gives zeros."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+class IdPolicy(enum.Enum):
+    """What happens to an id outside [0, rows): refuse the request, or let the id contribute nothing."""
+
+    ERROR = "error"
+    ZERO = "zero"
+
+
+class OutputDtype(enum.Enum):
+    """The dtype of the pooled embeddings, by its KServe name."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Feature(_Strict, frozen=True):
+    """A key of the request, and the table its ids index."""
+
+    name: str
+    table: str
+
+
+class Table(_Strict, frozen=True):
+    """One embedding matrix. `weighted`: its ids carry weights."""
+
+    name: str
+    rows: int
+    dim: int
+    pooling: Pooling
+    weighted: bool
+    dtype: WeightDtype
+    id_policy: IdPolicy
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one whole row."""
+        return self.dtype.row_bytes(self.dim)
+
+
+class Rank(_Strict, frozen=True):
+    """One place that holds shards, and the file with their bytes."""
+
+    host: int
+    device: Literal["cpu"]
+    weights: str
+
+
+class Shard(_Strict, frozen=True):
+    """Rows [rows[0], rows[1]) × columns [columns[0], columns[1]) of a table, at a byte offset of a rank's file."""
+
+    table: str
+    rank: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    offset_bytes: int
+
+
+class Plan(_Strict, frozen=True):
+    """Where the tables are: TorchRec's ShardingPlan with byte offsets.
+
+    `sharding` maps each table to its TorchRec sharding type.
+    """
+
+    sharding: dict[str, Literal["table_wise"]]
+    ranks: tuple[Rank, ...]
+    shards: tuple[Shard, ...]
+    row_alignment: int
+
+
+class Parity(_Strict, frozen=True):
+    """How far one table's answers moved at each step of the export.
+
+    `quantized` is max |float − stored| over all elements, at most `limit`; `mean` is its mean. `scripted` is
+    max |numpy − program| over pooled probe requests. `reloaded` is the same between the program and the
+    published files opened by another process.
+    """
+
+    table: str
+    quantized: float
+    mean: float
+    limit: float
+    scripted: float
+    reloaded: float
+
+
+class FileDigest(_Strict, frozen=True):
+    """Size and SHA-256 of a file of the bundle."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(_Strict, frozen=True):
+    """What a bundle holds. `features` is the default order of a request and of its answer."""
+
+    format_version: int
+    features: tuple[Feature, ...]
+    tables: tuple[Table, ...]
+    output_dtype: OutputDtype
+    plan: Plan
+    parity: tuple[Parity, ...]
+    versions: dict[str, str]
+    files: dict[str, FileDigest]
+
+    @property
+    def feature_tables(self) -> tuple[Table, ...]:
+        """The table of each feature, in feature order."""
+        by_name = {table.name: table for table in self.tables}
+        return tuple(by_name[feature.table] for feature in self.features)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether requests carry a weight for each id."""
+        return any(table.weighted for table in self.tables)
+
+    @property
+    def contract(self) -> str:
+        """SHA-256, in hex, of all that a client can see: features, dims, weights and the output's dtype.
+
+        Versions with the same contract can replace one another under a running client.
+        """
+        seen = [
+            [[feature.name, table.dim] for feature, table in zip(self.features, self.feature_tables, strict=True)],
+            self.weighted,
+            self.output_dtype.value,
+        ]
+        return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
+
+    @property
+    def layout(self) -> str:
+        """SHA-256, in hex, of all that a program is compiled for: features, tables and plan."""
+        seen = [self.features, self.tables, self.plan, self.output_dtype]
+        return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle on disk whose manifest was read and found consistent."""
+
+    path: Path
+    manifest: Manifest
+
+    def weights_path(self, rank: int) -> Path:
+        """Where the rows of `rank` lie."""
+        return self.path / self.manifest.plan.ranks[rank].weights
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `manifest` into `directory`, indented for people."""
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    (directory / MANIFEST).write_bytes(text + b"\n")
+
+
+def open_bundle(path: Path) -> Bundle:
+    """Read the manifest of the bundle at `path` and check all that costs no read of the weights.
+
+    Every file must be there with its size; the digests of all files but the weights must agree. The time
+    taken does not depend on the size of the tables; `verify_digests` reads them too.
+
+    Raises:
+        BundleError: naming the file or key that is missing, unknown, inconsistent or too new.
+    """
+    manifest = _read_manifest(path / MANIFEST)
+    _check_consistency(path, manifest)
+    weights = {rank.weights for rank in manifest.plan.ranks}
+    for name, digest in manifest.files.items():
+        _check_size(path / name, digest.size_bytes)
+        if name not in weights:
+            _check_digest(path / name, digest.sha256)
+    return Bundle(path, manifest)
+
+
+def verify_digests(bundle: Bundle) -> None:
+    """Read every file of `bundle` and compare its SHA-256.
+
+    Raises:
+        BundleError: naming the first file that differs.
+    """
+    for name, digest in bundle.manifest.files.items():
+        _check_digest(bundle.path / name, digest.sha256)
+
+
+def digest_file(path: Path) -> FileDigest:
+    """Size and SHA-256 of the file at `path`."""
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileDigest(size_bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
+
+
+class _Header(msgspec.Struct):
+    format_version: int
+
+
+def _read_manifest(path: Path) -> Manifest:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}: is {path.parent} a bundle?") from error
+    try:
+        # The version first: a newer manifest may have keys that this code does not know.
+        found = msgspec.json.decode(text, type=_Header).format_version
+        if found != FORMAT_VERSION:
+            raise BundleError(
+                f"{path}: format_version: expected {FORMAT_VERSION}, got {found}: "
+                "serve it with the tbe-serving that exported it, or export it again"
+            )
+        return msgspec.json.decode(text, type=Manifest)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise BundleError(f"{path}: {error}") from error
+
+
+def _check_consistency(path: Path, manifest: Manifest) -> None:
+    """Refuse a manifest that contradicts itself: nothing after this indexes by a name it has not seen."""
+
+    def expect(condition: bool, message: str) -> None:
+        if not condition:
+            raise BundleError(f"{path / MANIFEST}: {message}")
+
+    plan = manifest.plan
+    tables = {table.name: table for table in manifest.tables}
+    expect(len(tables) == len(manifest.tables), "tables: a name appears twice")
+    names = [feature.name for feature in manifest.features]
+    expect(len(names) > 0, "features: expected at least one")
+    expect(len(set(names)) == len(names), "features: a name appears twice")
+    for feature in manifest.features:
+        expect(feature.table in tables, f"feature {feature.name!r}: no table {feature.table!r}")
+    for table in manifest.tables:
+        expect(table.rows > 0 and table.dim > 0, f"table {table.name!r}: expected rows and dim > 0")
+    expect(plan.row_alignment == 1, f"row_alignment: expected 1 on cpu, got {plan.row_alignment}")
+    expect(plan.sharding.keys() == tables.keys(), "plan: sharding does not name each table once")
+
+    used = {MODEL, PROGRAM, *(rank.weights for rank in plan.ranks)}
+    expect(used == manifest.files.keys(), f"files: expected {sorted(used)}, got {sorted(manifest.files)}")
+    for name in used:
+        expect(name == Path(name).name and name not in (".", ".."), f"files: {name!r} leaves the bundle")
+
+    expect(
+        sorted(shard.table for shard in plan.shards) == sorted(tables),
+        "plan: expected one shard for each table",
+    )
+    for shard in plan.shards:
+        table = tables[shard.table]
+        expect(0 <= shard.rank < len(plan.ranks), f"table {table.name!r}: no rank {shard.rank}")
+        whole = shard.rows == (0, table.rows) and shard.columns == (0, table.dim)
+        expect(whole, f"table {table.name!r}: its shard does not cover it")
+        size = manifest.files[plan.ranks[shard.rank].weights].size_bytes
+        end = shard.offset_bytes + table.rows * table.row_bytes
+        expect(
+            shard.offset_bytes >= 0 and end <= size,
+            f"table {table.name!r}: bytes [{shard.offset_bytes}, {end}) are outside its file of {size} bytes",
+        )
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}: publish the bundle again") from error
+    if found != expected:
+        raise BundleError(f"{path}: expected {expected} bytes, got {found}: publish the bundle again")
+
+
+def _check_digest(path: Path, expected: str) -> None:
+    found = digest_file(path).sha256
+    if found != expected:
+        raise BundleError(
+            f"{path}: expected SHA-256 {expected[:12]}…, got {found[:12]}…: the file changed after export; "
+            "publish the bundle again"
+        )

@@ -1,0 +1,132 @@
+"""What people have (lists, arrays, KJTs) to the tensors of a request, and an answer back to features."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.errors import InvalidRequest
+from serving.kjt import Embeddings, Ids, Lengths, Weights
+
+
+@runtime_checkable
+class Kjt(Protocol):
+    """What we use of a `torchrec.KeyedJaggedTensor`, so that no client needs torchrec."""
+
+    def keys(self) -> list[str]:
+        """Feature names, in order."""
+
+    def values(self) -> Any:
+        """Ids, feature-major [N]."""
+
+    def lengths(self) -> Any:
+        """Bag sizes, feature-major [F·B]."""
+
+    def weights_or_none(self) -> Any:
+        """A weight for each id, or None."""
+
+
+Bags = Sequence[Sequence[int]]
+Jagged = tuple[npt.ArrayLike, npt.ArrayLike]
+WeightedJagged = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
+Features = Mapping[str, Bags | Jagged | WeightedJagged] | Kjt
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A request as it travels: values int64 [N], lengths int32 [F·B], weights float32 [N] or None."""
+
+    features: tuple[str, ...]
+    values: Ids
+    lengths: Lengths
+    weights: Weights | None
+
+
+def encode(features: Features) -> Tensors:
+    """Lay the bags of some features out as one feature-major request.
+
+    Args:
+        features: by feature name, one bag of ids for each sample: a list of lists, or a pair of arrays
+            (values [N_f], lengths [B]), or (values, lengths, weights [N_f]) for weighted models; or a
+            torchrec KeyedJaggedTensor.
+
+    Raises:
+        InvalidRequest: naming the feature whose ids, lengths or number of samples are not as above.
+    """
+    if isinstance(features, Kjt) and not isinstance(features, Mapping):
+        weights = features.weights_or_none()
+        return Tensors(
+            features=tuple(features.keys()),
+            values=_integers("values", features.values(), np.int64),
+            lengths=_integers("lengths", features.lengths(), np.int32),
+            weights=None if weights is None else np.asarray(weights, np.float32),
+        )
+    if not features:
+        raise InvalidRequest("features: expected at least one, got none")
+    columns = [_column(name, bags) for name, bags in features.items()]
+    _expect_equal("samples", features, [len(lengths) for _, lengths, _ in columns])
+    weights = [weights for _, _, weights in columns]
+    _expect_equal("weights", features, ["none" if each is None else "some" for each in weights])
+    return Tensors(
+        features=tuple(features),
+        values=np.concatenate([values for values, _, _ in columns]),
+        lengths=np.concatenate([lengths for _, lengths, _ in columns]),
+        weights=None if weights[0] is None else np.concatenate(weights),
+    )
+
+
+def decode(embeddings: Embeddings, features: Sequence[str], dims: Mapping[str, int]) -> dict[str, Embeddings]:
+    """Cut an answer [B, D] into {feature: [B, dim]}. The arrays are views: nothing is copied."""
+    ends = np.cumsum([dims[name] for name in features])
+    return {name: embeddings[:, end - dims[name] : end] for name, end in zip(features, ends, strict=True)}
+
+
+def _column(name: str, bags: Bags | Jagged | WeightedJagged) -> tuple[Ids, Lengths, Weights | None]:
+    if not isinstance(bags, tuple):
+        try:
+            lengths = np.fromiter((len(bag) for bag in bags), np.int32, len(bags))
+            ids = list(chain.from_iterable(bags))
+        except TypeError as error:
+            raise InvalidRequest(f"feature {name!r}: expected a list of ids for each sample: {error}") from error
+        return _integers(name, ids, np.int64), lengths, None
+    if len(bags) not in (2, 3):
+        raise InvalidRequest(
+            f"feature {name!r}: expected (values, lengths) or (values, lengths, weights), got a tuple of {len(bags)}"
+        )
+    values = _integers(name, bags[0], np.int64)
+    lengths = _integers(name, bags[1], np.int32)
+    if (total := lengths.sum(dtype=np.int64)) != values.size:
+        raise InvalidRequest(f"feature {name!r}: expected {total} ids, the sum of its lengths, got {values.size}")
+    weights = np.asarray(bags[2], np.float32) if len(bags) == 3 else None
+    if weights is not None and weights.shape != values.shape:
+        raise InvalidRequest(f"feature {name!r}: expected {values.size} weights, got shape {list(weights.shape)}")
+    return values, lengths, weights
+
+
+def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]]) -> Any:
+    """`given` as `dtype` [n], refusing what a cast would change: fractions, and numbers that do not fit."""
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"feature {name!r}: expected integers: {error}") from error
+    if array.size == 0:
+        return np.zeros(0, dtype)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise InvalidRequest(
+            f"feature {name!r}: expected integers in 1 dimension, got {array.dtype} {list(array.shape)}"
+        )
+    limits = np.iinfo(dtype)
+    if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
+        raise InvalidRequest(f"feature {name!r}: expected numbers that fit {np.dtype(dtype)}")
+    return array.astype(dtype, copy=False)
+
+
+def _expect_equal(what: str, features: Mapping[str, Any], found: Sequence[object]) -> None:
+    for name, each in zip(features, found, strict=True):
+        if each != found[0]:
+            raise InvalidRequest(
+                f"feature {name!r}: expected as many {what} as {next(iter(features))!r} has, {found[0]}, got {each}"
+            )

@@ -1,0 +1,92 @@
+"""A loaded bundle that answers lookups in this process, no server needed."""
+
+import mmap
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from serving import kjt
+from serving.bundle import PROGRAM, Bundle, open_bundle
+from serving.encoding import Features, decode, encode
+from serving.errors import BundleError
+from serving.kjt import Embeddings, KjtRequest, Schema
+from serving.pins import load_fbgemm
+
+load_fbgemm()
+
+
+class Engine:
+    """The program of a bundle over its memory-mapped weights.
+
+    Engines on one bundle, in any number of processes, share one copy of the weights: the page cache's. Not
+    for use by several threads at once.
+
+    Attributes:
+        bundle: what was loaded.
+        schema: what requests are checked against.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.schema = Schema.of(bundle.manifest)
+        self._features = self.schema.select(None)
+        self._program = _load_program(bundle)
+        self._program.weights_host = _map_weights(bundle.weights_path(0))
+
+    @classmethod
+    def open(cls, path: Path | str) -> "Engine":
+        """Load the bundle at `path`, in a time that does not depend on the size of its tables.
+
+        Raises:
+            BundleError: as `serving.bundle.open_bundle`.
+        """
+        return cls(open_bundle(Path(path)))
+
+    def lookup(self, features: Features) -> dict[str, Embeddings]:
+        """Pooled embeddings {feature: [B, dim]} of the features given, in the order given.
+
+        Args:
+            features: ids by feature, in any form that `serving.encoding.encode` takes.
+
+        Raises:
+            InvalidRequest: naming the feature, what was expected and what came.
+        """
+        tensors = encode(features)
+        request = kjt.check(self.schema, tensors.values, tensors.lengths, tensors.weights, tensors.features)
+        dims = dict(zip(self.schema.names, self.schema.dims.tolist(), strict=True))
+        return decode(self.answer(request), tensors.features, dims)
+
+    def answer(self, request: KjtRequest) -> Embeddings:
+        """One TBE call: [B, D], the features of `request` side by side, in the bundle's output dtype."""
+        offsets = np.empty(request.lengths.size + 1, np.int64)
+        offsets[0] = 0
+        np.cumsum(request.lengths.ravel(), out=offsets[1:])
+        # The default order is compiled in; any other is an argument.
+        features = None if request.features == self._features else torch.tensor(request.features)
+        weights = None if request.weights is None else torch.from_numpy(request.weights)
+        embeddings = self._program(torch.from_numpy(request.values), torch.from_numpy(offsets), weights, features)
+        array: Embeddings = embeddings.numpy()
+        return array
+
+
+def _load_program(bundle: Bundle) -> torch.jit.ScriptModule:
+    path = bundle.path / PROGRAM
+    try:
+        program: torch.jit.ScriptModule = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
+    if program.layout != bundle.manifest.layout:
+        raise BundleError(f"{path}: was compiled for another manifest: publish the bundle again")
+    return program
+
+
+def _map_weights(path: Path) -> torch.Tensor:
+    """The bytes of `path` as uint8, read from the page cache when they are touched, never written."""
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        # torch has no read-only tensors; the program only reads.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -1,0 +1,61 @@
+"""Which versions work together; checked before torch or FBGEMM is used."""
+
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+from serving.errors import EnvironmentMismatch
+
+_INSTALL = "install the pins of requirements/cpu.txt with `pip install --no-deps -r requirements/cpu.txt`"
+
+# Minor versions that were built against one another (FBGEMM's release table) and that our tests run on.
+_TORCH = "2.13"
+_FBGEMM = "1.8"
+_TORCHREC = "1.8"
+
+
+def check_pins() -> None:
+    """Compare the installed torch, fbgemm-gpu and torchrec with the versions that work together.
+
+    torchrec may be absent: serving does without it.
+
+    Raises:
+        EnvironmentMismatch: a package is missing, of another minor version, or both builds of FBGEMM are
+            installed over each other.
+    """
+    found = installed()
+    _expect("torch", found.get("torch"), _TORCH)
+    if "fbgemm-gpu-cpu" in found and "fbgemm-gpu" in found:
+        raise EnvironmentMismatch(
+            "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files: "
+            f"uninstall both, then {_INSTALL}"
+        )
+    name = "fbgemm-gpu" if "fbgemm-gpu" in found else "fbgemm-gpu-cpu"
+    _expect(name, found.get(name), _FBGEMM)
+    if "torchrec" in found:
+        _expect("torchrec", found["torchrec"], _TORCHREC)
+
+
+def installed() -> dict[str, str]:
+    """The versions of the packages that a bundle depends on, as far as they are installed."""
+    versions = {}
+    for name in ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "tbe-serving"):
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+def _expect(name: str, found: str | None, minor: str) -> None:
+    if found is None:
+        raise EnvironmentMismatch(f"{name}: expected {minor}, found none: {_INSTALL}")
+    if not found.startswith(minor + "."):
+        raise EnvironmentMismatch(f"{name}: expected {minor}, found {found}: {_INSTALL}")
+
+
+def load_fbgemm() -> None:
+    """Check the pins, then register FBGEMM's operators with torch.
+
+    Raises:
+        EnvironmentMismatch: as `check_pins`.
+    """
+    check_pins()
+    import fbgemm_gpu  # noqa: F401

@@ -1,0 +1,281 @@
+"""Find and run a real tritonserver.
+
+Production runs the official container, which has `tritonserver` on PATH. Elsewhere the server in the
+nvidia-pytriton wheel does: it needs a backend folder put together from the wheel's parts, and the environment's
+own Python first on PATH, since its backend stub takes the interpreter that it finds there.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from serving.bundle import MANIFEST
+from serving.errors import ServerFailed
+
+LOOPBACK = "127.0.0.1"
+_POLL_S = 0.05
+_HTTP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """A tritonserver on this machine: the program, the environment it needs, and its backends if not its own."""
+
+    program: Path
+    environment: dict[str, str]
+    backends: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """Where a server listens; 0 takes a free port."""
+
+    grpc: int = 8001
+    http: int = 8000
+    metrics: int = 8002
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is ready, and its ready versions."""
+
+    name: str
+    versions: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Server:
+    """A running tritonserver whose models are ready.
+
+    Attributes:
+        grpc, http, metrics: addresses, "host:port".
+    """
+
+    process: subprocess.Popen[bytes]
+    grpc: str
+    http: str
+    metrics: str
+    models: tuple[ServedModel, ...] = ()
+
+    def wait(self) -> int:
+        """Wait until the server ends; its exit code."""
+        return self.process.wait()
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on; nothing happens to a server that has ended."""
+        self.process.send_signal(number)
+
+
+def find_models(repository: Path) -> tuple[str, ...]:
+    """The models of a repository that tbe-export made.
+
+    Raises:
+        ServerFailed: there is no repository, or no exported model in it.
+    """
+    if not repository.is_dir():
+        raise ServerFailed(f"{repository}: expected a model repository, found no folder: tbe-export makes one")
+    models = sorted({path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")})
+    if not models:
+        raise ServerFailed(f"{repository}: expected models made by tbe-export, found none")
+    return tuple(models)
+
+
+@contextlib.contextmanager
+def run_server(
+    repository: Path,
+    ports: Ports,
+    *,
+    host: str = LOOPBACK,
+    ready_timeout_s: float = 120.0,
+    options: Sequence[str] = (),
+) -> Iterator[Server]:
+    """Start a tritonserver on `repository`, wait until its models are ready, and stop it afterwards.
+
+    The server's log goes to stderr. It also ends when this process dies.
+
+    Args:
+        repository: a model repository with models made by tbe-export.
+        ports: where to listen.
+        host: the address to listen on.
+        ready_timeout_s: how long the models may take to load.
+        options: further options of tritonserver, such as "--log-info=true".
+
+    Raises:
+        ServerFailed: no tritonserver was found, a port is taken, a model did not load, or the time is up.
+    """
+    models = find_models(repository)
+    with contextlib.ExitStack() as stack:
+        installation = _find(stack)
+        taken = _take_ports(host, ports)
+        process = subprocess.Popen(
+            _command(installation, repository, models, host, taken, options),
+            env=os.environ | installation.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on, once
+            preexec_fn=_die_with_parent,
+        )
+        try:
+            server = Server(process, f"{host}:{taken.grpc}", f"{host}:{taken.http}", f"{host}:{taken.metrics}")
+            server.models = _wait_until_ready(server, models, ready_timeout_s)
+            yield server
+        finally:
+            _stop(process)
+
+
+def _find(stack: contextlib.ExitStack) -> Installation:
+    if program := shutil.which("tritonserver"):
+        return Installation(Path(program), {}, None)
+    spec = find_spec("pytriton")  # found, not imported: importing it changes the process
+    if spec is None or spec.origin is None:
+        raise ServerFailed(
+            "tritonserver: expected one on PATH or in the nvidia-pytriton wheel, found neither: run in Triton's "
+            "official container, or `pip install nvidia-pytriton==0.7.0`"
+        )
+    package = Path(spec.origin).parent
+    backends = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tbe-serve-")))
+    return _bundled(package, backends)
+
+
+def _bundled(package: Path, backends: Path) -> Installation:
+    if int(version("numpy").partition(".")[0]) >= 2:
+        raise ServerFailed(
+            f"numpy: expected < 2 beside the tritonserver of nvidia-pytriton, found {version('numpy')}: its "
+            "Python backend would hand out empty tensors: `pip install 'numpy<2'`"
+        )
+    triton = package / "tritonserver"
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = triton / "python_backend_stubs" / python / "triton_python_backend_stub"
+    if not stub.is_file():
+        raise ServerFailed(f"{stub}: not found: nvidia-pytriton has no Python backend for Python {python}")
+    backend = backends / "python"
+    shutil.copytree(triton / "backends" / "python", backend)
+    shutil.copy(stub, backend)
+    libraries = [package.parent / "nvidia_pytriton.libs", _libpython_folder(python)]
+    inherited = os.environ.get("LD_LIBRARY_PATH")
+    return Installation(
+        program=triton / "bin" / "tritonserver",
+        environment={
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+            "LD_LIBRARY_PATH": os.pathsep.join([*map(str, libraries), *([inherited] if inherited else [])]),
+        },
+        backends=backends,
+    )
+
+
+def _libpython_folder(python: str) -> Path:
+    name = f"libpython{python}.so.1.0"
+    folders = [Path(folder) for key in ("LIBDIR", "LIBPL") if (folder := sysconfig.get_config_var(key))]
+    if multiarch := sysconfig.get_config_var("MULTIARCH"):
+        folders += [Path("/usr/lib") / multiarch, Path("/usr/local/lib")]
+    for folder in folders:
+        if (folder / name).exists():
+            return folder
+    raise ServerFailed(
+        f"{name}: expected in {' or '.join(map(str, folders))}, found in none: Triton's Python backend needs it "
+        f"(Debian: `apt install libpython{python}`)"
+    )
+
+
+def _take_ports(host: str, ports: Ports) -> Ports:
+    """Check that the ports are free, and choose the ones that were left open (0)."""
+    with contextlib.ExitStack() as stack:
+        chosen = {}
+        for name in ("grpc", "http", "metrics"):
+            asked = getattr(ports, name)
+            listener = stack.enter_context(socket.socket())
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((host, asked))
+            except OSError as error:
+                raise ServerFailed(
+                    f"--{name}-port {asked}: cannot listen on {host}: {error.strerror}: pick another, or 0 for a "
+                    "free one"
+                ) from error
+            chosen[name] = listener.getsockname()[1]
+        return Ports(**chosen)
+
+
+def _command(
+    installation: Installation,
+    repository: Path,
+    models: Sequence[str],
+    host: str,
+    ports: Ports,
+    options: Sequence[str],
+) -> list[str]:
+    command = [
+        str(installation.program),
+        f"--model-repository={repository.absolute()}",
+        # Explicit: a version is loaded when somebody asks for it, never because a file changed.
+        "--model-control-mode=explicit",
+        *(f"--load-model={model}" for model in models),
+        # config.pbtxt says everything; completion would drop what makes ragged inputs merge.
+        "--disable-auto-complete-config",
+        *(f"--{protocol}-address={host}" for protocol in ("grpc", "http", "metrics")),
+        f"--grpc-port={ports.grpc}",
+        f"--http-port={ports.http}",
+        f"--metrics-port={ports.metrics}",
+        "--allow-gpu-metrics=false",
+        "--pinned-memory-pool-byte-size=0",  # for copies to a GPU, which a CPU model never makes
+        "--log-info=false",
+    ]
+    if installation.backends:
+        command.append(f"--backend-directory={installation.backends}")
+    return [*command, *options]
+
+
+def _die_with_parent() -> None:
+    """In the child: ask the kernel for SIGTERM when the parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> tuple[ServedModel, ...]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if (code := server.process.poll()) is not None:
+            raise ServerFailed(f"tritonserver exited with {code} before its models were ready: its log is above")
+        ready = _ready_models(server.http)
+        if {model.name for model in ready} >= set(models):
+            return ready
+        time.sleep(_POLL_S)
+    raise ServerFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: its log is above")
+
+
+def _ready_models(http: str) -> tuple[ServedModel, ...]:
+    """What Triton's repository index calls ready; nothing while the server is still starting."""
+    request = urllib.request.Request(f"http://{http}/v2/repository/index", data=b"{}", method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=_HTTP_TIMEOUT_S) as response:  # noqa: S310
+            index: list[dict[str, Any]] = json.load(response)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return ()
+    versions: dict[str, list[int]] = {}
+    for entry in index:
+        if entry.get("state") == "READY":
+            versions.setdefault(entry["name"], []).append(int(entry["version"]))
+    return tuple(ServedModel(name, tuple(sorted(found))) for name, found in sorted(versions.items()))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server to finish what it has accepted and end; wait until it has."""
+    if process.poll() is None:
+        process.terminate()
+    process.wait()
