@@ -143,22 +143,14 @@ def _progress_bar() -> bars.Progress:
 
 
 def _parity_table(manifest: Manifest) -> Table:
-    table = Table(
-        title="largest error of an element at each step (float ↔ quantized ↔ scripted ↔ reloaded)",
-        title_justify="left",
-    )
+    table = Table(title="largest error of an element, step by step from the float table", title_justify="left")
     table.add_column("table")
-    for name in ("rows", "dim", "dtype", "quantized", "mean", "limit", "scripted", "reloaded"):
-        table.add_column(name, justify="right")
+    for name in ("shape", "dtype", "quantized", "limit", "scripted", "reloaded"):
+        table.add_column(name, justify="right", no_wrap=True)
     for spec, parity in zip(manifest.tables, manifest.parity, strict=True):
-        numbers = (parity.quantized, parity.mean, parity.limit, parity.scripted, parity.reloaded)
-        table.add_row(
-            spec.name,
-            f"{spec.rows:,}",
-            str(spec.dim),
-            spec.dtype.value,
-            *(f"{number:.2g}" for number in numbers),
-        )
+        errors = (parity.quantized, parity.limit, parity.scripted, parity.reloaded)
+        shown = [f"{error:.1e}" if error else "0" for error in errors]
+        table.add_row(spec.name, f"{spec.rows:,} × {spec.dim}", spec.dtype.value, *shown)
     return table
 
 

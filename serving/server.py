@@ -104,17 +104,19 @@ def run_server(
     *,
     host: str = LOOPBACK,
     ready_timeout_s: float = 120.0,
+    log: Path | None = None,
     options: Sequence[str] = (),
 ) -> Iterator[Server]:
     """Start a tritonserver on `repository`, wait until its models are ready, and stop it afterwards.
 
-    The server's log goes to stderr. It also ends when this process dies.
+    The server also ends when this process dies.
 
     Args:
         repository: a model repository with models made by tbe-export.
         ports: where to listen.
         host: the address to listen on.
         ready_timeout_s: how long the models may take to load.
+        log: the file that takes the server's log; stderr where None.
         options: further options of tritonserver, such as "--log-info=true".
 
     Raises:
@@ -124,17 +126,19 @@ def run_server(
     with contextlib.ExitStack() as stack:
         installation = _find(stack)
         taken = _take_ports(host, ports)
+        output = stack.enter_context(log.open("wb")) if log else sys.stderr
         process = subprocess.Popen(
             _command(installation, repository, models, host, taken, options),
             env=os.environ | installation.environment,
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
+            stdout=output.fileno(),
+            stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on, once
             preexec_fn=_die_with_parent,
         )
         try:
             server = Server(process, f"{host}:{taken.grpc}", f"{host}:{taken.http}", f"{host}:{taken.metrics}")
-            server.models = _wait_until_ready(server, models, ready_timeout_s)
+            server.models = _wait_until_ready(server, models, ready_timeout_s, log)
             yield server
         finally:
             _stop(process)
@@ -247,16 +251,26 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> tuple[ServedModel, ...]:
+def _wait_until_ready(
+    server: Server, models: Sequence[str], timeout_s: float, log: Path | None
+) -> tuple[ServedModel, ...]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
-            raise ServerFailed(f"tritonserver exited with {code} before its models were ready: its log is above")
+            raise ServerFailed(f"tritonserver exited with {code} before its models were ready: {_said(log)}")
         ready = _ready_models(server.http)
         if {model.name for model in ready} >= set(models):
             return ready
         time.sleep(_POLL_S)
-    raise ServerFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: its log is above")
+    raise ServerFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {_said(log)}")
+
+
+def _said(log: Path | None) -> str:
+    """The error lines of a log, or where it is."""
+    if log is None:
+        return "its log is above"
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(line for line in lines if line.startswith("E")) or f"see {log}"
 
 
 def _ready_models(http: str) -> tuple[ServedModel, ...]:

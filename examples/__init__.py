@@ -1,0 +1,1 @@
+"""Worked examples: a real model on real data, from training to lookups."""

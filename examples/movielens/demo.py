@@ -1,0 +1,153 @@
+"""`make demo`: train, export, serve, look up, and show what happened."""
+
+import logging
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from examples.movielens import data, train
+from examples.movielens.model import FEATURES, Ranker, to_kjt
+from serving.bundle import Bundle, open_bundle
+from serving.client import LookupClient
+from serving.server import Ports, Server, run_server
+
+FOLDER = Path("build/demo")
+REPOSITORY = FOLDER / "repository"
+CHECKPOINT = FOLDER / "ranker.pt"
+MODELS = {"movielens": "int8", "movielens_int4": "int4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What looking up every test sample of one served model gave. Times in milliseconds."""
+
+    auc: float
+    p50_ms: float
+    p99_ms: float
+    lookups: int
+
+
+def main() -> None:
+    """Run the demo in build/demo, which is emptied first."""
+    # torchrec asks on every forward pass whether it is being traced, and torch warns that the question changed.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    console = Console(highlight=False)
+    began = time.monotonic()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+
+    _step(console, "1", "Train a TorchRec model on MovieLens-100k, on the earlier 80 % of the ratings")
+    samples = data.load()
+    model = train.train(samples, console)
+    train.save(model, CHECKPOINT)
+    float_auc = train.test_auc(samples, lambda batch: model(to_kjt(batch)))
+    console.print(
+        f"  {len(samples.train):,} ratings train, {len(samples.test):,} later ones test: AUC {float_auc:.4f}"
+    )
+
+    _step(console, "2", "Export its tables, twice: as int8 and as int4")
+    for name, dtype in MODELS.items():
+        _run(
+            console,
+            f"tbe-export model --model examples.movielens.model:build --checkpoint {CHECKPOINT} "
+            f"--repository {REPOSITORY} --name {name} --dtype {dtype}",
+        )
+
+    _step(console, "3", "Serve them with tritonserver")
+    with run_server(REPOSITORY, Ports(grpc=0, http=0, metrics=0), log=FOLDER / "tritonserver.log") as server:
+        ready = ", ".join(f"{served.name} {served.versions[-1]}" for served in server.models)
+        console.print(f"  ready on {server.grpc}: {ready}")
+
+        _step(console, "4", "Score the test ratings with embeddings looked up over gRPC")
+        served = {name: _score(console, server, name, model, samples) for name in MODELS}
+
+    console.print(_last_page(float_auc, served, time.monotonic() - began))
+
+
+def _score(console: Console, server: Server, name: str, model: Ranker, samples: data.Samples) -> Served:
+    """AUC of `model` with its pooled embeddings fetched from the server instead of its own tables."""
+    times_ms: list[float] = []
+    progress = iter(
+        track(range(-(-len(samples.test) // train.TEST_BATCH)), f"  {name}", console=console, transient=True)
+    )
+    with LookupClient(server.grpc, name, timeout_s=10) as client:
+
+        def score(batch: data.Batch) -> Tensor:
+            next(progress)
+            start = time.perf_counter()
+            pooled = client.lookup({feature: batch.features[feature] for feature in FEATURES})
+            times_ms.append(1e3 * (time.perf_counter() - start))
+            logits: Tensor = model.dense({feature: torch.tensor(rows) for feature, rows in pooled.items()})
+            return logits
+
+        auc = train.test_auc(samples, score)
+    full = times_ms[1:-1]  # the first call opens the channel, the last batch is short
+    return Served(auc, float(np.percentile(full, 50)), float(np.percentile(full, 99)), len(times_ms))
+
+
+def _last_page(float_auc: float, served: dict[str, Served], seconds: float) -> Panel:
+    bundles = {name: open_bundle(REPOSITORY / name / "1") for name in MODELS}
+    page = Table(box=None, pad_edge=False)
+    page.add_column("")
+    for column in ("test AUC", "− float", "tables", "of float", "p50", "p99"):
+        page.add_column(column, justify="right")
+    before = sum(4 * table.rows * table.dim for table in bundles["movielens"].manifest.tables)
+    page.add_row("float", f"{float_auc:.5f}", "", _kib(before), "100 %", "", "")
+    for name, dtype in MODELS.items():
+        result, after = served[name], _weights_bytes(bundles[name])
+        page.add_row(
+            f"{dtype}, gRPC",
+            f"{result.auc:.5f}",
+            f"{result.auc - float_auc:+.5f}",
+            _kib(after),
+            f"{after / before:.0%}".replace("%", " %"),
+            f"{result.p50_ms:.2f} ms",
+            f"{result.p99_ms:.2f} ms",
+        )
+    notes = Table.grid(padding=(0, 2))
+    notes.add_row("lookups", f"{served['movielens'].lookups} × {train.TEST_BATCH} samples × {len(FEATURES)} features")
+    notes.add_row("bundle", str(bundles["movielens"].path))
+    notes.add_row("took", f"{seconds:.0f} s in all")
+    notes.add_row("next", f".venv/bin/tbe-serve run {REPOSITORY}")
+    notes.add_row("then", """echo '{"genres": [[3, 5], [], [1]]}' | .venv/bin/tbe-serve lookup movielens --table""")
+    both = Table.grid()
+    both.add_row(page)
+    both.add_row("")
+    both.add_row(notes)
+    return Panel(
+        both, title="MovieLens-100k, from training to gRPC", title_align="left", expand=False, padding=(1, 2)
+    )
+
+
+def _weights_bytes(bundle: Bundle) -> int:
+    return sum(bundle.weights_path(rank).stat().st_size for rank in range(len(bundle.manifest.plan.ranks)))
+
+
+def _kib(size_bytes: int) -> str:
+    return f"{size_bytes / 1024:,.0f} KiB"
+
+
+def _step(console: Console, number: str, text: str) -> None:
+    console.print(f"\n[bold]{number}. {text}[/bold]")
+
+
+def _run(console: Console, command: str) -> None:
+    """Show a command as one would type it, and run it."""
+    console.print(f"  $ {command}", soft_wrap=True)
+    program, *arguments = shlex.split(command)
+    subprocess.run([str(Path(sys.executable).with_name(program)), *arguments], check=True)
+
+
+if __name__ == "__main__":
+    main()
