@@ -142,11 +142,13 @@ def pool(directory: Path, manifest: Manifest, probe: Probe) -> Pooled:
     answers, bounds = [], []
     for table, bags, end in zip(manifest.feature_tables, probe.lengths, ends, strict=True):
         here = slice(end - bags.sum(), end)
-        stored = _stored_rows(directory, manifest, shards[table.name], table)
-        rows = dequantize(stored[probe.values[here]], table.dtype).astype(np.float64)
+        stored = _stored_rows(directory, manifest, shards[table.name], table)[probe.values[here]]
+        rows = dequantize(stored, table.dtype).astype(np.float64)
+        sizes = _sizes(rows, stored, table.dtype)
         if probe.weights is not None:
             rows *= probe.weights[here, np.newaxis]
-        answer, bound = _pool_bags(rows, bags, table)
+            sizes *= np.abs(probe.weights[here, np.newaxis])
+        answer, bound = _pool_bags(rows, sizes, bags, table)
         if manifest.output_dtype is OutputDtype.FP16:
             bound += np.abs(answer) * _FP16_ULP + _FP16_SUBNORMAL
         answers.append(answer)
@@ -164,16 +166,23 @@ def _stored_rows(directory: Path, manifest: Manifest, shard: Shard, table: Table
     )
 
 
+def _sizes(rows: npt.NDArray[np.float64], stored: Bytes, dtype: WeightDtype) -> npt.NDArray[np.float64]:
+    """What rounding acts on: |code × scale| + |bias|, which may cancel to a small number [n, dim]."""
+    bias = stored[:, 2:4].copy().view(np.float16).astype(np.float64) if dtype.quantized else 0.0
+    sizes: npt.NDArray[np.float64] = np.abs(rows - bias) + np.abs(bias)
+    return sizes
+
+
 def _pool_bags(
-    rows: npt.NDArray[np.float64], bags: npt.NDArray[np.int32], table: Table
+    rows: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], bags: npt.NDArray[np.int32], table: Table
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     bag_of = np.repeat(np.arange(bags.size), bags)
     answer = np.zeros((bags.size, table.dim))
-    magnitude = np.zeros_like(answer)
+    size = np.zeros_like(answer)
     np.add.at(answer, bag_of, rows)
-    np.add.at(magnitude, bag_of, np.abs(rows))
+    np.add.at(size, bag_of, sizes)
     # Each of the bag's additions, and the arithmetic of a row, may round once.
-    bound = magnitude * ((bags[:, np.newaxis] + 8) * _FP32_ULP)
+    bound = size * ((bags[:, np.newaxis] + 8) * _FP32_ULP)
     if table.pooling is Pooling.MEAN:
         counts = np.maximum(bags, 1)[:, np.newaxis]
         answer, bound = answer / counts, bound / counts

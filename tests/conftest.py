@@ -1,0 +1,40 @@
+"""Bundles and a real server that several tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from export import ExportConfig, IdPolicy, OutputDtype, WeightDtype, export_model
+from serving.server import Ports, Server, run_server
+from tests.models import MIXED, SUM, collection
+
+# Every dtype at once, and both id policies.
+MIXED_CONFIG = ExportConfig(
+    dtype={"user": WeightDtype.INT8, "item": WeightDtype.INT4, "genre": WeightDtype.FP16, "word": WeightDtype.INT2},
+    id_policy={"word": IdPolicy.ZERO},
+)
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository with three models: `mixed`, `weighted` and `half` (FP16 out)."""
+    path = tmp_path_factory.mktemp("served") / "repository"
+    export_model(collection(MIXED), path, "mixed", MIXED_CONFIG)
+    export_model(collection(SUM, weighted=True), path, "weighted")
+    export_model(collection(MIXED), path, "half", ExportConfig(output_dtype=OutputDtype.FP16))
+    return path
+
+
+@pytest.fixture(scope="session")
+def mixed(repository: Path) -> Path:
+    """The bundle of the model `mixed`."""
+    return repository / "mixed" / "1"
+
+
+@pytest.fixture(scope="session")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A tritonserver on `repository`."""
+    log = tmp_path_factory.mktemp("server") / "tritonserver.log"
+    with run_server(repository, Ports(grpc=0, http=0, metrics=0), log=log) as running:
+        yield running

@@ -1,0 +1,87 @@
+"""What people have, as the tensors of a request."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import KeyedJaggedTensor
+
+from serving.encoding import decode, encode
+from serving.errors import InvalidRequest
+
+LISTS = {"a": [[3, 5], [], [1]], "b": [[2], [0], []]}
+VALUES, LENGTHS = [3, 5, 1, 2, 0], [2, 0, 1, 1, 1, 0]
+
+
+def as_arrays(dtype: type[np.integer[Any]]) -> dict[str, Any]:
+    return {
+        "a": (np.array([3, 5, 1], dtype), np.array([2, 0, 1], dtype)),
+        "b": (np.array([2, 0], dtype), np.array([1, 1, 0], dtype)),
+    }
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        pytest.param(LISTS, id="lists"),
+        pytest.param({"a": [np.array([3, 5]), np.array([]), (1,)], "b": [[2], [0], []]}, id="lists of arrays"),
+        pytest.param(as_arrays(np.int64), id="int64 arrays"),
+        pytest.param(as_arrays(np.uint8), id="uint8 arrays"),
+        pytest.param({"a": ([3, 5, 1], [2, 0, 1]), "b": [[2], [0], []]}, id="arrays and lists"),
+        pytest.param(
+            KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor(VALUES), torch.tensor(LENGTHS)), id="KJT"
+        ),
+    ],
+)
+def test_every_form_gives_the_same_tensors(features: Any) -> None:
+    tensors = encode(features)
+    assert tensors.features == ("a", "b")
+    assert tensors.values.dtype == np.int64
+    assert tensors.values.tolist() == VALUES
+    assert tensors.lengths.dtype == np.int32
+    assert tensors.lengths.tolist() == LENGTHS
+    assert tensors.weights is None
+
+
+def test_weights_travel_with_their_ids() -> None:
+    given = {"a": ([3, 5], [2], [0.5, 2.0]), "b": ([1], [1], [3.0])}
+    weights = encode(given).weights
+    assert weights is not None
+    assert weights.tolist() == [0.5, 2.0, 3.0]
+    kjt = KeyedJaggedTensor.from_lengths_sync(
+        ["a", "b"], torch.tensor([3, 5, 1]), torch.tensor([2, 1]), weights=torch.tensor([0.5, 2.0, 3.0])
+    )
+    from_kjt = encode(kjt).weights
+    assert from_kjt is not None
+    assert from_kjt.tolist() == [0.5, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        pytest.param({}, "features: expected at least one", id="nothing"),
+        pytest.param({"a": [[1]], "b": [[1], [2]]}, "feature 'b': expected as many samples as 'a' has, 1, got 2", id="samples"),
+        pytest.param({"a": [1, 2]}, "feature 'a': expected a list of ids for each sample", id="no bags"),
+        pytest.param({"a": 7}, "feature 'a': expected a list of ids for each sample", id="a number"),
+        pytest.param({"a": [[1.5]]}, "feature 'a': expected integers", id="a fraction"),
+        pytest.param({"a": [["x"]]}, "feature 'a': expected integers", id="a string"),
+        pytest.param({"a": [[2**63]]}, "feature 'a': expected numbers that fit int64", id="too large"),
+        pytest.param({"a": ([1, 2], [1])}, "feature 'a': expected 1 ids, the sum of its lengths, got 2", id="sum"),
+        pytest.param({"a": ([1], [1], [1.0, 2.0])}, "feature 'a': expected 1 weights", id="weights"),
+        pytest.param({"a": ([1],)}, "feature 'a': expected .values, lengths.", id="a tuple of one"),
+        pytest.param({"a": ([1], [1], [1.0]), "b": [[1]]}, "feature 'b': expected as many weights", id="weights of some"),
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_refused_by_name(features: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        encode(features)
+
+
+def test_an_answer_is_cut_into_views() -> None:
+    embeddings = np.arange(10, dtype=np.float32).reshape(2, 5)
+    answer = decode(embeddings, ("b", "a"), {"a": 2, "b": 3})
+    assert list(answer) == ["b", "a"]
+    assert answer["b"].tolist() == [[0, 1, 2], [5, 6, 7]]
+    assert answer["a"].tolist() == [[3, 4], [8, 9]]
+    assert all(np.shares_memory(rows, embeddings) for rows in answer.values())

@@ -1,0 +1,151 @@
+"""An engine answers as numpy does, from the bytes that were exported and from the float tables."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec import KeyedJaggedTensor
+
+from export import ExportConfig, WeightDtype, export_model
+from serving.engine import Engine
+from serving.errors import InvalidRequest
+from tests import oracle
+from tests.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
+
+
+@pytest.fixture(scope="module")
+def engine(mixed: Path) -> Engine:
+    return Engine.open(mixed)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    samples=st.integers(0, 20),
+    longest=st.sampled_from([0, 1, 7, 60]),
+    features=st.permutations(list(table_of(MIXED))).flatmap(lambda order: st.integers(1, 5).map(lambda n: order[:n])),
+)
+@settings(max_examples=150, deadline=None)
+def test_answers_are_numpy_s_over_the_exported_bytes(
+    engine: Engine, mixed: Path, seed: int, samples: int, longest: int, features: list[str]
+) -> None:
+    bags = random_bags(np.random.default_rng(seed), MIXED, samples, features, longest)
+    answer = engine.lookup(bags)
+    assert list(answer) == features
+    for feature, rows in answer.items():
+        spec = table_of(MIXED)[feature]
+        assert rows.dtype == np.float32
+        assert rows.shape == (samples, spec.dim)
+        expected = oracle.pool(oracle.exported_table(mixed, spec.name), bags[feature], spec.pooling)
+        np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-6 * (1 + longest))
+
+
+def test_answers_are_numpy_s_over_the_float_tables_within_the_quantization_bound(engine: Engine) -> None:
+    tables = float_tables(collection(MIXED))
+    bags = random_bags(np.random.default_rng(1), MIXED, 200)
+    dtypes = {table.name: table.dtype.value for table in engine.bundle.manifest.tables}
+    for feature, rows in engine.lookup(bags).items():
+        spec = table_of(MIXED)[feature]
+        table = tables[spec.name]
+        bound = oracle.row_range_bound(table, dtypes[spec.name])[:, np.newaxis].repeat(spec.dim, axis=1)
+        error = np.abs(rows - oracle.pool(table, bags[feature], spec.pooling))
+        assert (error <= oracle.pool(bound, bags[feature], spec.pooling) + 1e-5).all()
+        if dtypes[spec.name] != "FP16":
+            assert error.max() > 1e-3  # it is the quantized table that answers
+
+
+@pytest.mark.parametrize("dtype", list(WeightDtype))
+@pytest.mark.parametrize("specs", [pytest.param(SUM, id="SUM"), pytest.param(MEAN, id="MEAN")])
+def test_every_dtype_with_one_pooling(tmp_path: Path, dtype: WeightDtype, specs: tuple[Spec, ...]) -> None:
+    specs = tuple(Spec(spec.name, spec.rows, 16, spec.pooling, spec.features) for spec in specs)
+    bundle = export_model(collection(specs), tmp_path / "r", "m", ExportConfig(dtype={"*": dtype}))
+    bags = random_bags(np.random.default_rng(2), specs, 50)
+    for feature, rows in Engine.open(bundle).lookup(bags).items():
+        spec = table_of(specs)[feature]
+        expected = oracle.pool(oracle.exported_table(bundle, spec.name), bags[feature], spec.pooling)
+        np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=5e-6)
+
+
+def test_torchrec_s_own_quantized_module_answers_the_same(tmp_path: Path) -> None:
+    """Bit for bit where a table's pooling is the kernel's own, which is everywhere in this model."""
+    from torchrec.inference.modules import quantize_inference_model
+
+    module = collection(MIXED)
+    bundle = export_model(module, tmp_path / "r", "m")
+    bags = random_bags(np.random.default_rng(3), MIXED, 64)
+    values, lengths = flat(bags)
+    kjt = KeyedJaggedTensor.from_lengths_sync(list(bags), torch.from_numpy(values), torch.from_numpy(lengths))
+    theirs = quantize_inference_model(torch.nn.Sequential(module))(kjt).to_dict()
+    for feature, rows in Engine.open(bundle).lookup(kjt).items():
+        np.testing.assert_array_equal(rows, theirs[feature].numpy().astype(np.float32))
+
+
+def test_weights_multiply_rows(repository: Path) -> None:
+    bundle = repository / "weighted" / "1"
+    random = np.random.default_rng(4)
+    bags = random_bags(random, SUM, 30)
+    weights = {
+        name: [random.normal(size=len(bag)).astype(np.float32) for bag in column] for name, column in bags.items()
+    }
+    request = {
+        name: (
+            np.concatenate([np.array(bag, np.int64) for bag in column]),
+            np.array([len(bag) for bag in column]),
+            np.concatenate(weights[name]),
+        )
+        for name, column in bags.items()
+    }
+    for feature, rows in Engine.open(bundle).lookup(request).items():
+        spec = table_of(SUM)[feature]
+        expected = oracle.pool(
+            oracle.exported_table(bundle, spec.name),
+            bags[feature],
+            "SUM",
+            [each.tolist() for each in weights[feature]],
+        )
+        np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_fp16_answers_are_rounded_once(repository: Path) -> None:
+    """A mean in FP16 is the FP32 mean rounded, not a rounded sum divided."""
+    bundle = repository / "half" / "1"
+    bags = random_bags(np.random.default_rng(5), MIXED, 100, longest=40)
+    for feature, rows in Engine.open(bundle).lookup(bags).items():
+        spec = table_of(MIXED)[feature]
+        assert rows.dtype == np.float16
+        expected = oracle.pool(oracle.exported_table(bundle, spec.name), bags[feature], spec.pooling)
+        np.testing.assert_allclose(rows, expected, rtol=2**-11 + 1e-5, atol=1e-5)
+
+
+def test_policy_zero_means_the_id_is_not_there(engine: Engine) -> None:
+    with_bad = {"words": [[1, 1000, 2], [-1], [5, 2**40]]}
+    without = {"words": [[1, 2], [], [5]]}
+    np.testing.assert_array_equal(engine.lookup(with_bad)["words"], engine.lookup(without)["words"])
+
+
+def test_a_bag_of_100_000_ids(engine: Engine, mixed: Path) -> None:
+    bags = {"user_id": [np.random.default_rng(6).integers(0, 500, 100_000).tolist(), [3]]}
+    expected = oracle.pool(oracle.exported_table(mixed, "user"), bags["user_id"], "SUM")
+    np.testing.assert_allclose(engine.lookup(bags)["user_id"], expected, rtol=1e-3, atol=0.5)
+
+
+def test_ids_out_of_range_are_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=r"feature 'genres': expected an id in \[0, 20\), got 20"):
+        engine.lookup({"genres": [[20]]})
+
+
+def test_opening_a_bundle_maps_its_weights_and_reads_none(tmp_path: Path) -> None:
+    """A weights file that cannot be read twice is mapped: the engine's pages are the file's."""
+    bundle = export_model(collection((Spec("t", 20_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
+    engine = Engine.open(bundle)
+    maps = Path("/proc/self/smaps").read_text().split(str(bundle / "weights.0.bin"))
+    assert len(maps) == 2
+    fields = dict(line.split(":")[:2] for line in maps[1].splitlines()[1:15] if ":" in line)
+    assert fields["Private_Dirty"].split() == ["0", "kB"]
+    assert int(fields["Rss"].split()[0]) < 200
+    engine.lookup({"x": [list(range(0, 20_000, 10))]})
+    maps = Path("/proc/self/smaps").read_text().split(str(bundle / "weights.0.bin"))
+    fields = dict(line.split(":")[:2] for line in maps[1].splitlines()[1:15] if ":" in line)
+    assert int(fields["Rss"].split()[0]) > 1000

@@ -1,0 +1,443 @@
+"""From a trained module to a published bundle, and everything that stops on the way."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from export import ExportConfig, IdPolicy, WeightDtype, export_model, pipeline
+from export.errors import CheckpointError, ConfigError, ModelError, ParityError, PublishError, QuantizeError
+from export.program import compile_program, save_program
+from export.quantize import quantize
+from serving.bundle import open_bundle
+from serving.engine import Engine
+from tests.models import MIXED, SUM, Spec, collection
+
+SMALL = (Spec("t", 10, 8, "SUM", ("x",)),)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything under `folder`, byte for byte."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_export_publishes_a_whole_version_and_leaves_nothing_else(tmp_path: Path) -> None:
+    bundle = export_model(collection(), tmp_path / "r", "m")
+    assert bundle == tmp_path / "r" / "m" / "1"
+    assert sorted(path.name for path in bundle.iterdir()) == [
+        "manifest.json",
+        "model.py",
+        "program.pt",
+        "weights.0.bin",
+    ]
+    assert sorted(path.name for path in bundle.parent.iterdir()) == ["1", "config.pbtxt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+    assert (bundle / "program.pt").stat().st_size < 100_000
+
+
+def test_the_manifest_says_what_was_exported(mixed: Path) -> None:
+    manifest = open_bundle(mixed).manifest
+    assert [feature.name for feature in manifest.features] == [
+        "user_id",
+        "item_id",
+        "recent_items",
+        "genres",
+        "words",
+    ]
+    assert [table.dtype.value for table in manifest.tables] == ["INT8", "INT4", "FP16", "INT2"]
+    assert [table.id_policy for table in manifest.tables] == [IdPolicy.ERROR] * 3 + [IdPolicy.ZERO]
+    assert manifest.versions.keys() >= {"torch", "torchrec", "fbgemm-gpu-cpu", "tbe-serving"}
+    for parity in manifest.parity:
+        assert 0 < parity.quantized <= parity.limit
+        assert parity.mean < parity.quantized
+        assert parity.scripted < 1e-5
+        assert parity.reloaded == 0
+
+
+def test_rows_are_packed_at_alignment_1(tmp_path: Path) -> None:
+    bundle = export_model(collection((Spec("t", 1000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
+    assert (bundle / "weights.0.bin").stat().st_size == 1000 * 68
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bytes_are_those_of_fbgemm_s_own_op(bits: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(1000, 16).to(dtype)
+    fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
+    stored = quantize("t", 0, rows, WeightDtype(f"INT{bits}"))
+    assert torch.equal(stored[:, 4:], fused[:, :-4])
+    assert torch.equal(stored[:, :4], fused[:, -4:])
+
+
+def test_versions_count_up_and_earlier_ones_stay_as_they_are(tmp_path: Path) -> None:
+    first = export_model(collection(seed=1), tmp_path / "r", "m")
+    before = files(tmp_path)
+    second = export_model(collection(seed=2), tmp_path / "r", "m")
+    ninth = export_model(collection(seed=3), tmp_path / "r", "m", version=9)
+    assert export_model(collection(seed=4), tmp_path / "r", "m").name == "10"
+    assert (first.name, second.name, ninth.name) == ("1", "2", "9")
+    assert before.items() <= files(tmp_path).items()
+
+
+def test_a_version_that_exists_is_never_replaced(tmp_path: Path) -> None:
+    export_model(collection(seed=1), tmp_path / "r", "m")
+    before = files(tmp_path)
+    with pytest.raises(PublishError, match="m/1: exists; published versions are never changed"):
+        export_model(collection(seed=2), tmp_path / "r", "m", version=1)
+    assert files(tmp_path) == before
+
+
+def test_a_version_that_appears_during_the_export_is_never_replaced(tmp_path: Path) -> None:
+    export_model(collection(seed=1), tmp_path / "r", "m")
+
+    def publish_the_same(progress: pipeline.Progress) -> None:
+        if progress.step == "parity":
+            export_model(collection(seed=2), tmp_path / "r", "m", version=2)
+
+    with pytest.raises(PublishError, match="m/2: exists"):
+        export_model(collection(seed=3), tmp_path / "r", "m", version=2, progress=publish_the_same)
+    assert export_model(collection(seed=4), tmp_path / "r", "m", progress=lambda _: None).name == "3"
+
+
+def test_two_first_versions_at_once_both_get_published(tmp_path: Path) -> None:
+    published = []
+
+    def publish_another(progress: pipeline.Progress) -> None:
+        if progress.step == "parity":
+            published.append(export_model(collection(seed=2), tmp_path / "r", "m").name)
+
+    assert export_model(collection(seed=1), tmp_path / "r", "m", progress=publish_another).name == "2"
+    assert published == ["1"]
+
+
+def test_versions_of_a_model_share_a_contract(tmp_path: Path) -> None:
+    export_model(collection(MIXED), tmp_path / "r", "m")
+    before = files(tmp_path)
+    with pytest.raises(PublishError, match=r"expected the contract .*publish under another name"):
+        export_model(collection(SUM), tmp_path / "r", "m")
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "message"),
+    [
+        pytest.param("../m", None, "name: expected letters", id="path"),
+        pytest.param(".m", None, "name: expected letters", id="hidden"),
+        pytest.param("", None, "name: expected letters", id="empty"),
+        pytest.param("m", 0, "version: expected 1 or more, got 0", id="version 0"),
+    ],
+)
+def test_names_and_versions_that_triton_would_not_take(
+    tmp_path: Path, name: str, version: int | None, message: str
+) -> None:
+    with pytest.raises(PublishError, match=message):
+        export_model(collection(), tmp_path / "r", name, version=version)
+    assert files(tmp_path) == {}
+
+
+def test_a_repository_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PublishError, match="cannot write in it and beside it: Not a directory"):
+        export_model(collection(), tmp_path / "file" / "r", "m")
+
+
+EXPORT_SLOWLY = """
+import sys, time
+from export import export_model
+from tests.models import collection
+def wait(progress):
+    print(progress.step, flush=True)
+    time.sleep(60 if progress.step == sys.argv[2] else 0)
+export_model(collection(), sys.argv[1], "m", progress=wait)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("step", ["user", "parity"])
+def test_a_stopped_export_publishes_nothing_and_the_next_one_clears_up(
+    tmp_path: Path, number: signal.Signals, step: str
+) -> None:
+    export_model(collection(seed=1), tmp_path / "r", "m")
+    before = files(tmp_path / "r")
+    command = [sys.executable, "-c", EXPORT_SLOWLY, str(tmp_path / "r"), step]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as export:
+        assert export.stdout is not None
+        assert any(line.strip() == step for line in export.stdout)
+        export.send_signal(number)
+        export.wait()
+    assert files(tmp_path / "r") == before
+    assert export_model(collection(seed=2), tmp_path / "r", "m").name == "2"
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
+def test_a_living_export_s_draft_is_left_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXPORT_SLOWLY, str(tmp_path / "r"), "parity"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as export:
+        assert export.stdout is not None
+        assert any(line.strip() == "parity" for line in export.stdout)
+        export_model(collection(), tmp_path / "r", "m")
+        drafts = [path for path in tmp_path.iterdir() if path.name != "r"]
+        export.kill()
+    assert len(drafts) == 1
+    assert (drafts[0] / "version" / "weights.0.bin").exists()
+
+
+# --- what is asked for
+
+
+def test_the_last_matching_pattern_counts() -> None:
+    config = ExportConfig(dtype={"*": WeightDtype.INT4, "us*": WeightDtype.FP16, "user": WeightDtype.FP32})
+    assert config.dtype_of("user") is WeightDtype.FP32
+    assert config.dtype_of("usual") is WeightDtype.FP16
+    assert config.dtype_of("item") is WeightDtype.INT4
+    assert ExportConfig().dtype_of("item") is WeightDtype.INT8
+
+
+def test_a_pattern_that_matches_no_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dtype 'itme': .* matches none of user, item, genre, word"):
+        export_model(collection(), tmp_path / "r", "m", ExportConfig(dtype={"itme": WeightDtype.INT4}))
+
+
+def test_a_dim_that_cannot_be_packed_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    module = collection((Spec("odd", 10, 6, "SUM", ("x",)),))
+    with pytest.raises(QuantizeError, match="table 'odd': expected a dim that is a multiple of 4 for INT4, got 6"):
+        export_model(module, tmp_path / "r", "m", ExportConfig(dtype={"*": WeightDtype.INT4}))
+    assert files(tmp_path) == {}
+
+
+# --- what was trained
+
+
+class Deep(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*parts)
+
+
+def config(name: str, *features: str, **more: Any) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=8, feature_names=list(features), **more)
+
+
+def test_nested_collections_are_found_and_shared_features_named_as_torchrec_does(tmp_path: Path) -> None:
+    ebc = EmbeddingBagCollection(tables=[config("a", "x"), config("b", "x", "y")])
+    bundle = export_model(
+        Deep(nn.Linear(2, 2), ebc, collection((Spec("t", 10, 8, "SUM", ("z",)),))), tmp_path / "r", "m"
+    )
+    answer = Engine.open(bundle).lookup({"x@a": [[1]], "x@b": [[1]], "y": [[2]], "z": [[3]]})
+    weights = ebc.state_dict()
+    np.testing.assert_allclose(answer["x@a"][0], weights["embedding_bags.a.weight"][1], atol=0.05)
+    np.testing.assert_allclose(answer["x@b"][0], weights["embedding_bags.b.weight"][1], atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        pytest.param(lambda: nn.Linear(2, 2), "Linear: expected an EmbeddingBagCollection in it, found none", id="no tables"),
+        pytest.param(lambda: Deep(collection(SMALL), collection(SMALL)), "table 't': expected once", id="table twice"),
+        pytest.param(lambda: Deep(EmbeddingBagCollection(tables=[config("a", "x")]), EmbeddingBagCollection(tables=[config("b", "x")])), "feature 'x': expected once", id="feature twice"),
+        pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x,y")]), "feature 'x,y': expected a name without a comma", id="comma"),
+        pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x", num_embeddings_post_pruning=5)]), "table 'a': .* pruned", id="pruned"),
+    ],
+)  # fmt: skip
+def test_a_module_that_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, build: Callable[[], nn.Module], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        export_model(build(), tmp_path / "r", "m")
+    assert files(tmp_path) == {}
+
+
+# --- checkpoints
+
+
+def save_state(module: nn.Module, path: Path) -> None:
+    torch.save(module.state_dict(), path)
+
+
+def save_nested(module: nn.Module, path: Path) -> None:
+    wrapped = {"model": {f"module.{key}": tensor for key, tensor in module.state_dict().items()}, "step": 3}
+    torch.save(wrapped, path)
+
+
+def save_safetensors(module: nn.Module, path: Path) -> None:
+    save_file(module.state_dict(), path)
+
+
+def save_half(module: nn.Module, path: Path) -> None:
+    torch.save({key: tensor.half() for key, tensor in module.state_dict().items()}, path)
+
+
+@pytest.mark.parametrize(
+    ("save", "name", "exact"),
+    [
+        pytest.param(save_state, "w.pt", True, id="state dict"),
+        pytest.param(save_nested, "w.pt", True, id="nested, with a wrapper's prefix"),
+        pytest.param(save_safetensors, "w.safetensors", True, id="safetensors"),
+        pytest.param(save_half, "w.pt", False, id="fp16"),
+    ],
+)
+def test_a_checkpoint_gives_the_bytes_that_the_module_gives(
+    tmp_path: Path, save: Callable[[nn.Module, Path], None], name: str, exact: bool
+) -> None:
+    module = collection()
+    save(module, tmp_path / name)
+    with torch.device("meta"):
+        empty = collection()
+    from_checkpoint = export_model(empty, tmp_path / "r", "m", checkpoint=tmp_path / name)
+    from_module = export_model(module, tmp_path / "r", "m")
+    same = (from_checkpoint / "weights.0.bin").read_bytes() == (from_module / "weights.0.bin").read_bytes()
+    assert same == exact
+
+
+def break_shape(module: nn.Module) -> dict[str, Any]:
+    return module.state_dict() | {"embedding_bags.item.weight": torch.zeros(3, 32)}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        pytest.param(lambda _: {}, "table 'user': expected one key 'embedding_bags.user.weight', found nothing", id="empty"),
+        pytest.param(break_shape, r"table 'item': expected shape \[300, 32\], got \[3, 32\]", id="shape"),
+        pytest.param(lambda m: {k: v.to(torch.int32) for k, v in m.state_dict().items()}, "table 'user': expected float32 or float16, got torch.int32", id="dtype"),
+        pytest.param(lambda _: print, "expected a state dict saved by torch.save", id="a pickled function"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_without_the_tables_is_refused_by_name(
+    tmp_path: Path, content: Callable[[nn.Module], Any], message: str
+) -> None:
+    torch.save(content(collection()), tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=message) as refused:
+        export_model(collection(), tmp_path / "r", "m", checkpoint=tmp_path / "w.pt")
+    assert "w.pt" in str(refused.value)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_missing_checkpoint_and_a_module_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"none\.pt: expected a file, found nothing"):
+        export_model(collection(), tmp_path / "r", "m", checkpoint=tmp_path / "none.pt")
+    with torch.device("meta"):
+        empty = collection()
+    with pytest.raises(CheckpointError, match="meta device and has no weights: give a checkpoint"):
+        export_model(empty, tmp_path / "r", "m")
+
+
+# --- rows that cannot be stored, and the gate
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"),
+    [
+        pytest.param(float("nan"), WeightDtype.INT8, "table 'user': row 321 holds NaN or infinity", id="NaN"),
+        pytest.param(float("-inf"), WeightDtype.FP32, "table 'user': row 321 holds NaN or infinity", id="infinity"),
+        pytest.param(-70_000.0, WeightDtype.INT8, "table 'user': row 321 has a scale or bias beyond FP16", id="bias"),
+        pytest.param(7e7, WeightDtype.INT4, "table 'user': row 321 has a scale or bias beyond FP16", id="scale"),
+        pytest.param(70_000.0, WeightDtype.FP16, "table 'user': row 321 is beyond FP16", id="FP16"),
+    ],
+)
+def test_a_row_that_does_not_fit_its_dtype_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, dtype: WeightDtype, message: str
+) -> None:
+    monkeypatch.setattr(pipeline, "_BLOCK_BYTES", 6400)  # the row is not in the first block
+    module = collection()
+    with torch.no_grad():
+        module.embedding_bags["user"].weight[321, 2] = value
+    with pytest.raises(QuantizeError, match=message):
+        export_model(module, tmp_path / "r", "m", ExportConfig(dtype={"user": dtype}))
+    assert list((tmp_path / "r").iterdir()) == []
+
+
+def test_blocks_do_not_change_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = export_model(collection(), tmp_path / "r", "m")
+    monkeypatch.setattr(pipeline, "_BLOCK_BYTES", 1000)
+    blocks = export_model(collection(), tmp_path / "r", "m")
+    assert (whole / "weights.0.bin").read_bytes() == (blocks / "weights.0.bin").read_bytes()
+    parity = [open_bundle(bundle).manifest.parity for bundle in (whole, blocks)]
+    for one, other in zip(*parity, strict=True):
+        assert msgspec.structs.replace(one, mean=0) == msgspec.structs.replace(other, mean=0)
+        assert one.mean == pytest.approx(other.mean)
+
+
+def test_a_table_that_moves_past_its_limit_fails_the_export(tmp_path: Path) -> None:
+    limits = ExportConfig(dtype={"*": WeightDtype.INT4}, max_error={"user": 1e-3})
+    with pytest.raises(ParityError, match=r"table 'user': INT4 moves an element by .*, expected at most 0\.001"):
+        export_model(collection(), tmp_path / "r", "m", limits)
+    assert list((tmp_path / "r").iterdir()) == []
+
+
+def corrupt_codes(table: str, start: int, rows: torch.Tensor, dtype: WeightDtype) -> torch.Tensor:
+    stored = quantize(table, start, rows, dtype)
+    if table == "genre":
+        stored[7, 5] ^= 0x80
+    return stored
+
+
+def test_a_quantizer_that_is_wrong_in_one_code_fails_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "quantize", corrupt_codes)
+    with pytest.raises(ParityError, match="table 'genre': row 7 moved further than rounding explains"):
+        export_model(collection(), tmp_path / "r", "m")
+
+
+def test_a_program_that_is_wrong_for_one_table_fails_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_wrongly(manifest: Any) -> Any:
+        program = compile_program(manifest)
+        program.weights_offsets[3] += 1  # the first byte of `genre`
+        return program
+
+    monkeypatch.setattr(pipeline, "compile_program", compile_wrongly)
+    with pytest.raises(ParityError, match="table 'genre': the program is off by"):
+        export_model(collection(), tmp_path / "r", "m")
+
+
+def test_a_bundle_that_a_fresh_process_cannot_open_fails_the_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_half_of_it(program: Any, path: Path) -> None:
+        save_program(program, path)
+        os.truncate(path, path.stat().st_size // 2)
+
+    monkeypatch.setattr(pipeline, "save_program", save_half_of_it)
+    with pytest.raises(ParityError, match=r"a fresh process could not answer from it:\n(.|\n)*program\.pt"):
+        export_model(collection(), tmp_path / "r", "m")
+    assert list((tmp_path / "r").iterdir()) == []
+
+
+def test_config_pbtxt_is_what_the_design_asks_for(repository: Path) -> None:
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2
+
+    def parse(name: str) -> Any:
+        return text_format.Parse((repository / name / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+
+    config = parse("mixed")
+    assert config.name == "mixed"
+    assert config.max_batch_size > 1
+    assert config.HasField("dynamic_batching")
+    assert [(each.name, each.allow_ragged_batch) for each in config.input] == [("values", True), ("lengths", True)]
+    assert config.parameters["features"].string_value == "user_id,item_id,recent_items,genres,words"
+    assert config.parameters["dims"].string_value == "16,32,32,8,24"
+    assert [each.name for each in parse("weighted").input] == ["values", "lengths", "weights"]
+    assert parse("half").output[0].data_type == model_config_pb2.TYPE_FP16
+
+
+def test_progress_covers_every_byte(tmp_path: Path) -> None:
+    seen: list[pipeline.Progress] = []
+    export_model(collection(), tmp_path / "r", "m", progress=seen.append)
+    total = sum(4 * spec.rows * spec.dim for spec in MIXED)
+    assert [each.step for each in seen] == ["user", "item", "genre", "word", "parity"]
+    assert {each.total for each in seen} == {total}
+    assert seen[-1].done == seen[-2].done == total
