@@ -69,7 +69,7 @@ def test_every_dtype_with_one_pooling(tmp_path: Path, dtype: WeightDtype, specs:
 
 
 def test_torchrec_s_own_quantized_module_answers_the_same(tmp_path: Path) -> None:
-    """Bit for bit where a table's pooling is the kernel's own, which is everywhere in this model."""
+    """Bit for bit, means included: theirs come from two TBE calls, ours from one and a division."""
     from torchrec.inference.modules import quantize_inference_model
 
     module = collection(MIXED)

@@ -5,6 +5,7 @@ so nothing of it is written to this repository. A rating of 4 or 5 is a positive
 """
 
 import csv
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,13 +162,15 @@ def load() -> Samples:
 
 def _recent_items(ratings: Sequence[Mapping[str, str]], known: Catalogue) -> Iterator[list[int]]:
     """The user's last positive items, all rated strictly before the sample's own time: nothing leaks."""
-    past: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
+    items: dict[str, list[int]] = defaultdict(list)
     for rating in ratings:
-        now = float(rating["timestamp"])
-        mine = past[rating["user_id"]]
-        yield [item for time, item in mine[-4 * RECENT_ITEMS :] if time < now][-RECENT_ITEMS:]
+        user, now = rating["user_id"], float(rating["timestamp"])
+        earlier = bisect_left(times[user], now)
+        yield items[user][max(0, earlier - RECENT_ITEMS) : earlier]
         if _positive(rating):
-            mine.append((now, known.items[rating["item_id"]]["item_id"][0]))
+            times[user].append(now)
+            items[user] += known.items[rating["item_id"]]["item_id"]
 
 
 def _positive(rating: Mapping[str, str]) -> bool:

@@ -1,0 +1,56 @@
+"""Who may import whom: the rooms of the design."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXPORT_MAY_IMPORT = {"serving.bundle", "serving.engine", "serving.errors", "serving.pins", "serving.kjt"}
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def package_imports(package: str) -> dict[str, set[str]]:
+    return {path.stem: imports(path) for path in (ROOT / package).glob("*.py")}
+
+
+def uses(modules: set[str], name: str) -> bool:
+    return any(module == name or module.startswith(name + ".") for module in modules)
+
+
+@pytest.mark.parametrize("name", ["torchrec", "export"])
+def test_serving_never_imports(name: str) -> None:
+    assert [file for file, modules in package_imports("serving").items() if uses(modules, name)] == []
+
+
+@pytest.mark.parametrize(("name", "only"), [("tritonclient", "client"), ("triton_python_backend_utils", "backend")])
+def test_one_file_of_serving_imports(name: str, only: str) -> None:
+    assert [file for file, modules in package_imports("serving").items() if uses(modules, name)] == [only]
+
+
+def test_export_crosses_only_where_it_may() -> None:
+    for file, modules in package_imports("export").items():
+        crossed = {module for module in modules if uses({module}, "serving")} - {"serving"}
+        assert {".".join(module.split(".")[:2]) for module in crossed} <= EXPORT_MAY_IMPORT, file
+
+
+@pytest.mark.parametrize(
+    "module", ["serving.client", "serving.kjt", "serving.bundle", "serving.server", "serving.__main__"]
+)
+def test_a_client_needs_no_torch(module: str) -> None:
+    """Even where torch is installed, nothing of it is imported."""
+    code = f"import sys, {module}; print([name for name in sys.modules if name.split('.')[0] in ('torch', 'fbgemm_gpu')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
