@@ -18,7 +18,7 @@ from serving import kjt
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.kjt import Embeddings, KjtRequest
-from serving.metrics import LookupMetrics, triton_counters
+from serving.metrics import LookupMetrics, Publisher, triton_counters
 
 
 class TritonPythonModel:
@@ -31,6 +31,11 @@ class TritonPythonModel:
         self._engine = Engine.open(Path(args["model_repository"]) / args["model_version"])
         labels = {"model": args["model_name"], "version": args["model_version"]}
         self._metrics = LookupMetrics(triton_counters(pb_utils), labels, self._engine.schema)
+        self._publisher = Publisher(self._metrics.publish)
+
+    def finalize(self) -> None:
+        """Publish the last counts."""
+        self._publisher.stop()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer `requests`, each with its embeddings or its own error, with one TBE call."""

@@ -4,7 +4,6 @@ import mmap
 import warnings
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from serving import kjt
@@ -32,8 +31,10 @@ class Engine:
         self.bundle = bundle
         self.schema = Schema.of(bundle.manifest)
         self._features = self.schema.select(None)
-        self._program = _load_program(bundle)
-        self._program.weights_host = _map_weights(bundle.weights_path(0))
+        program = _load_program(bundle)
+        program.weights_host = _map_weights(bundle.weights_path(0))
+        # Past the hooks of nn.Module.__call__, which cost a third of a small lookup.
+        self._lookup = program.forward
 
     @classmethod
     def open(cls, path: Path | str) -> "Engine":
@@ -60,13 +61,11 @@ class Engine:
 
     def answer(self, request: KjtRequest) -> Embeddings:
         """One TBE call: [B, D], the features of `request` side by side, in the bundle's output dtype."""
-        offsets = np.empty(request.lengths.size + 1, np.int64)
-        offsets[0] = 0
-        np.cumsum(request.lengths.ravel(), out=offsets[1:])
         # The default order is compiled in; any other is an argument.
         features = None if request.features == self._features else torch.tensor(request.features)
         weights = None if request.weights is None else torch.from_numpy(request.weights)
-        embeddings = self._program(torch.from_numpy(request.values), torch.from_numpy(offsets), weights, features)
+        values, offsets = torch.from_numpy(request.values), torch.from_numpy(request.offsets)
+        embeddings = self._lookup(values, offsets, weights, features)
         array: Embeddings = embeddings.numpy()
         return array
 

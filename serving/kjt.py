@@ -75,22 +75,27 @@ class KjtRequest:
         features: positions in the schema, in the order of the answer [F].
         values: int64 ids, each in [0, rows) of its table [N].
         lengths: int32 bag sizes [F, B].
+        offsets: int64, where each bag starts in `values`; ends with N [F·B + 1].
         weights: float32 [N], or None where the model takes none.
-        ids: how many ids each feature has, int64 [F].
         dropped: how many ids of each feature were out of range and left out, int64 [F]; None where none was.
     """
 
     features: tuple[int, ...]
     values: Ids
     lengths: Lengths
+    offsets: Ids
     weights: Weights | None
-    ids: Ids
     dropped: Ids | None = None
 
     @property
     def samples(self) -> int:
         """B."""
         return self.lengths.shape[1]
+
+    @property
+    def bounds(self) -> Ids:
+        """Where the ids of each feature start in `values`, int64; ends with N [F + 1]."""
+        return _bounds(self.offsets, self.lengths)
 
 
 def check(
@@ -132,11 +137,13 @@ def check(
             f"feature {schema.names[selected[row]]!r}: expected lengths >= 0, "
             f"got {bags[row, sample]} for sample {sample}"
         )
-    ids = bags.sum(axis=1, dtype=np.int64)
-    if ids.sum() != values.size:
-        _refuse_sum(schema, selected, ids, values.size)
-    request = KjtRequest(selected, values, bags, _checked_weights(schema, selected, ids, weights), ids)  # type: ignore[arg-type]
-    return _in_range(schema, request)
+    offsets = _offsets(bags)
+    bounds = _bounds(offsets, bags)
+    if bounds[-1] != values.size:
+        _refuse_sum(schema, selected, bounds, values.size)
+    checked = _checked_weights(schema, selected, bounds, weights)
+    request = KjtRequest(selected, values, bags, offsets, checked)  # type: ignore[arg-type]
+    return _in_range(schema, request, bounds)
 
 
 def merge(requests: Sequence[KjtRequest]) -> KjtRequest:
@@ -165,7 +172,7 @@ def merge(requests: Sequence[KjtRequest]) -> KjtRequest:
 
     # One segment for each feature of each request, now by request; a stable sort puts them by feature.
     rows = row_of[np.concatenate([request.features for request in requests])]
-    sizes = np.concatenate([request.ids for request in requests])
+    sizes = np.concatenate([np.diff(request.bounds) for request in requests])
     starts = np.cumsum(sizes) - sizes
     order = np.argsort(rows, kind="stable")
     moved = sizes[order]
@@ -176,8 +183,7 @@ def merge(requests: Sequence[KjtRequest]) -> KjtRequest:
     weights = None
     if requests[0].weights is not None:
         weights = np.concatenate([request.weights for request in requests if request.weights is not None])[source]
-    ids = np.bincount(rows, sizes, len(features)).astype(np.int64)
-    return KjtRequest(features, values, lengths, weights, ids)
+    return KjtRequest(features, values, lengths, _offsets(lengths), weights)
 
 
 def split(
@@ -218,6 +224,20 @@ def _columns(features: tuple[int, ...], schema: Schema) -> dict[int, slice]:
     return {feature: slice(end - schema.dims[feature], end) for feature, end in zip(features, ends, strict=True)}
 
 
+def _offsets(lengths: Lengths) -> Ids:
+    """Where each bag starts, and N behind them."""
+    offsets = np.empty(lengths.size + 1, np.int64)
+    offsets[0] = 0
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _bounds(offsets: Ids, lengths: Lengths) -> Ids:
+    """Where each feature starts, and N behind them."""
+    features, samples = lengths.shape
+    return offsets[::samples] if samples else np.zeros(features + 1, np.int64)
+
+
 def _expect_vector(name: str, array: npt.NDArray[np.generic], dtype: type[np.generic]) -> None:
     if array.dtype != dtype:
         raise InvalidRequest(f"{name}: expected dtype {np.dtype(dtype)}, got {array.dtype}")
@@ -226,7 +246,7 @@ def _expect_vector(name: str, array: npt.NDArray[np.generic], dtype: type[np.gen
 
 
 def _checked_weights(
-    schema: Schema, selected: tuple[int, ...], ids: Ids, weights: npt.NDArray[np.generic] | None
+    schema: Schema, selected: tuple[int, ...], bounds: Ids, weights: npt.NDArray[np.generic] | None
 ) -> Weights | None:
     if weights is None:
         if schema.weighted:
@@ -235,59 +255,56 @@ def _checked_weights(
     if not schema.weighted:
         raise InvalidRequest("weights: expected none, got some: this model is not weighted")
     _expect_vector("weights", weights, np.float32)
-    total = int(ids.sum())
-    if weights.size != total:
-        raise InvalidRequest(f"weights: expected {total}, one for each id, got {weights.size}")
+    if weights.size != bounds[-1]:
+        raise InvalidRequest(f"weights: expected {bounds[-1]}, one for each id, got {weights.size}")
     counted = schema.feature_weighted[list(selected)]
     if not counted.all():
-        weights = np.where(np.repeat(counted, ids), weights, np.float32(1))
+        weights = np.where(np.repeat(counted, np.diff(bounds)), weights, np.float32(1))
     return weights  # type: ignore[return-value]
 
 
-def _refuse_sum(schema: Schema, selected: tuple[int, ...], ids: Ids, found: int) -> None:
+def _refuse_sum(schema: Schema, selected: tuple[int, ...], bounds: Ids, found: int) -> None:
     """Name the feature whose bags run past the ids, or the last one where ids are left over."""
-    ends = np.cumsum(ids)
-    total = int(ends[-1])
-    row = int(np.searchsorted(ends, found, side="right")) if total > found else len(selected) - 1
+    total = bounds[-1]
+    row = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(selected) - 1
     raise InvalidRequest(
         f"feature {schema.names[selected[row]]!r}: expected its bags to take ids "
-        f"[{ends[row] - ids[row]}, {ends[row]}) of `values`, got {found} ids for lengths that sum to {total}"
+        f"[{bounds[row]}, {bounds[row + 1]}) of `values`, got {found} ids for lengths that sum to {total}"
     )
 
 
-def _in_range(schema: Schema, request: KjtRequest) -> KjtRequest:
+def _in_range(schema: Schema, request: KjtRequest, bounds: Ids) -> KjtRequest:
     """Compare the largest id of each feature with its table's rows, as unsigned: a negative id is huge."""
-    if not request.values.size:
-        return request
-    selected = list(request.features)
-    rows = schema.rows[selected]
-    filled = request.ids > 0
-    starts = np.cumsum(request.ids) - request.ids
-    largest = np.maximum.reduceat(request.values.view(np.uint64), starts[filled])
-    if not (largest >= rows[filled]).any():
+    starts = bounds[:-1]
+    filled = starts < bounds[1:]
+    rows = schema.rows[list(request.features)]
+    unsigned = request.values.view(np.uint64)
+    # reduceat would give an empty feature the id behind it.
+    if (np.maximum.reduceat(unsigned, starts[filled]) < rows[filled]).all():
         return request
 
-    outside = request.values.view(np.uint64) >= np.repeat(rows, request.ids)
-    feature_of = np.repeat(np.arange(len(selected)), request.ids)
-    refused = outside & ~schema.zero[selected][feature_of]
+    ids = np.diff(bounds)
+    outside = unsigned >= np.repeat(rows, ids)
+    feature_of = np.repeat(np.arange(len(ids)), ids)
+    refused = outside & ~schema.zero[list(request.features)][feature_of]
     bag_of = np.repeat(np.arange(request.lengths.size), request.lengths.ravel())
     if refused.any():
         at = int(np.argmax(refused))
         row, sample = divmod(int(bag_of[at]), request.samples)
         raise InvalidRequest(
-            f"feature {schema.names[selected[row]]!r}: expected an id in [0, {rows[row]}), "
+            f"feature {schema.names[request.features[row]]!r}: expected an id in [0, {rows[row]}), "
             f"got {request.values[at]} for sample {sample} (values[{at}])"
         )
     kept = ~outside
     lost = np.bincount(bag_of[outside], minlength=request.lengths.size).astype(np.int32)
-    dropped = np.bincount(feature_of[outside], minlength=len(selected)).astype(np.int64)
+    lengths = request.lengths - lost.reshape(request.lengths.shape)
     return KjtRequest(
         features=request.features,
         values=request.values[kept],
-        lengths=request.lengths - lost.reshape(request.lengths.shape),
+        lengths=lengths,
+        offsets=_offsets(lengths),
         weights=None if request.weights is None else request.weights[kept],
-        ids=request.ids - dropped,
-        dropped=dropped,
+        dropped=np.bincount(feature_of[outside], minlength=len(ids)).astype(np.int64),
     )
 
 

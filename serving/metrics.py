@@ -1,6 +1,7 @@
 """What operators see on Triton's Prometheus endpoint, beside Triton's own metrics."""
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from serving.kjt import KjtRequest, Schema
@@ -11,6 +12,24 @@ class Counter(Protocol):
 
     def increment(self, value: float) -> None:
         """Add `value`."""
+
+
+class _Total:
+    """A count that is published later: telling Triton takes longer than looking one sample up.
+
+    The thread that counts writes `count`, the thread that publishes writes `_published`: no lock is needed.
+    """
+
+    def __init__(self, counter: Counter) -> None:
+        self.count = 0
+        self._counter = counter
+        self._published = 0
+
+    def publish(self) -> None:
+        count = self.count
+        if count != self._published:
+            self._counter.increment(count - self._published)
+            self._published = count
 
 
 class LookupMetrics:
@@ -27,35 +46,61 @@ class LookupMetrics:
     ) -> None:
         # Triton deletes a family, and with it its metrics, when nothing holds it: `counter` does.
         self._counter = counter
-        self._calls = counter("tbe_calls_total", "TBE calls; each answers one or more requests", labels)
-        self._requests = counter("tbe_requests_total", "Requests answered by TBE calls", labels)
-        self._samples = counter("tbe_samples_total", "Samples looked up", labels)
-        self._ids = counter("tbe_ids_total", "Ids looked up", labels)
-        self._rejected = counter("tbe_rejected_total", "Requests refused as invalid", labels)
-        self._dropped = {
-            table: counter(
-                "tbe_ids_dropped_total",
-                "Ids outside [0, rows), left out by the table's `zero` policy",
-                labels | {"table": table},
-            )
-            for table in schema.tables
-        }
-        self._tables = schema.tables
 
-    def answered(self, requests: Iterable[KjtRequest]) -> None:
+        def total(name: str, description: str, **more: str) -> _Total:
+            return _Total(counter(name, description, labels | more))
+
+        self._calls = total("tbe_calls_total", "TBE calls; each answers one or more requests")
+        self._requests = total("tbe_requests_total", "Requests answered by TBE calls")
+        self._samples = total("tbe_samples_total", "Samples looked up")
+        self._ids = total("tbe_ids_total", "Ids looked up")
+        self._rejected = total("tbe_rejected_total", "Requests refused as invalid")
+        dropped = "Ids outside [0, rows), left out by the table's `zero` policy"
+        by_table = {table: total("tbe_ids_dropped_total", dropped, table=table) for table in schema.tables}
+        self._dropped = [by_table[table] for table in schema.tables]
+        self._all = [self._calls, self._requests, self._samples, self._ids, self._rejected, *by_table.values()]
+
+    def answered(self, requests: Sequence[KjtRequest]) -> None:
         """Count one TBE call that answered `requests`."""
-        self._calls.increment(1)
+        self._calls.count += 1
+        self._requests.count += len(requests)
         for request in requests:
-            self._requests.increment(1)
-            self._samples.increment(request.samples)
-            self._ids.increment(request.values.size)
+            self._samples.count += request.samples
+            self._ids.count += request.values.size
             if request.dropped is not None:
                 for feature, dropped in zip(request.features, request.dropped.tolist(), strict=True):
-                    self._dropped[self._tables[feature]].increment(dropped)
+                    self._dropped[feature].count += dropped
 
     def rejected(self) -> None:
         """Count one request that was refused as invalid."""
-        self._rejected.increment(1)
+        self._rejected.count += 1
+
+    def publish(self) -> None:
+        """Tell Triton what was counted since the last time."""
+        for total in self._all:
+            total.publish()
+
+
+class Publisher:
+    """Calls `publish` on a thread of its own, every `PERIOD_S` seconds and once more when it is stopped."""
+
+    PERIOD_S = 0.25
+
+    def __init__(self, publish: Callable[[], None]) -> None:
+        self._publish = publish
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Publish what is left, and end the thread."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self.PERIOD_S):
+            self._publish()
+        self._publish()
 
 
 def triton_counters(pb_utils: Any) -> Callable[[str, str, dict[str, str]], Counter]:

@@ -102,6 +102,7 @@ def run_server(
     repository: Path,
     ports: Ports,
     *,
+    models: Sequence[str] | None = None,
     host: str = LOOPBACK,
     ready_timeout_s: float = 120.0,
     log: Path | None = None,
@@ -114,6 +115,7 @@ def run_server(
     Args:
         repository: a model repository with models made by tbe-export.
         ports: where to listen.
+        models: the models to load; all that tbe-export made where None.
         host: the address to listen on.
         ready_timeout_s: how long the models may take to load.
         log: the file that takes the server's log; stderr where None.
@@ -122,7 +124,7 @@ def run_server(
     Raises:
         ServerFailed: no tritonserver was found, a port is taken, a model did not load, or the time is up.
     """
-    models = find_models(repository)
+    models = models or find_models(repository)
     with contextlib.ExitStack() as stack:
         installation = _find(stack)
         taken = _take_ports(host, ports)

@@ -45,7 +45,8 @@ def test_a_good_request_is_taken_as_it_is() -> None:
     request = kjt.check(schema(), values, lens(2, 0, 0, 1, 1, 1))
     assert request.features == (0, 1, 2)
     assert request.samples == 2
-    assert request.ids.tolist() == [2, 1, 2]
+    assert request.offsets.tolist() == [0, 2, 2, 2, 3, 4, 5]
+    assert request.bounds.tolist() == [0, 2, 3, 5]
     assert request.values is values
     assert request.dropped is None
 
@@ -102,7 +103,7 @@ def test_policy_zero_leaves_ids_out_and_counts_them() -> None:
     request = kjt.check(schema(zero=(True, False, True)), values, lens(2, 1, 0, 1, 1, 0))
     assert request.values.tolist() == [3, 4]
     assert request.lengths.tolist() == [[1, 0], [0, 1], [0, 0]]
-    assert request.ids.tolist() == [1, 1, 0]
+    assert request.bounds.tolist() == [0, 1, 2, 2]
     assert request.dropped is not None
     assert request.dropped.tolist() == [2, 0, 1]
     assert values.tolist() == [3, 10, -1, 4, 2**40]
@@ -143,7 +144,8 @@ def bags_of(request: KjtRequest) -> dict[int, list[list[tuple[int, float]]]]:
 def test_merging_keeps_every_bag(every: list[KjtRequest]) -> None:
     merged = kjt.merge(every)
     together = bags_of(merged)
-    assert merged.ids.tolist() == [sum(map(len, together[feature])) for feature in merged.features]
+    sizes = [sum(map(len, together[feature])) for feature in merged.features]
+    assert np.diff(merged.bounds).tolist() == sizes
     assert set(merged.features) == {feature for request in every for feature in request.features}
     start = 0
     for request in every:

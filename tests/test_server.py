@@ -31,6 +31,7 @@ from serving.errors import (
     ServerFault,
     ServerUnavailable,
 )
+from serving.metrics import Publisher
 from serving.server import Ports, Server, run_server
 from tests import oracle
 from tests.models import MIXED, SUM, Bags, Spec, collection, flat, float_tables, random_bags, table_of
@@ -45,7 +46,8 @@ def client(server: Server) -> Iterator[LookupClient]:
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
-    """The sum of a metric over everything with these labels."""
+    """The sum of a metric over everything with these labels, once it is published."""
+    time.sleep(2 * Publisher.PERIOD_S)
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()
     wanted = [f'{key}="{value}"' for key, value in labels.items()]

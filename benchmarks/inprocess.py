@@ -1,0 +1,78 @@
+"""What our own code adds to FBGEMM: the engine against the bare TBE module, on the same mapped bytes."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+
+from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.workload import Arrays, Workload
+from serving import kjt
+from serving.engine import Engine
+
+REQUESTS = 16
+ROUNDS = {1: 2000, 128: 400}
+
+
+def run(workload: Workload) -> list[Result]:
+    """Check and lookup of a request in arrays ÷ the TBE call alone, for 1 and 128 samples."""
+    torch.set_num_threads(1)
+    engine = Engine.open(workload.bundle)
+    tbe = bare_tbe(engine)
+    results = []
+    for samples, rounds in ROUNDS.items():
+        requests = [workload.request(samples, seed) for seed in range(REQUESTS)]
+        prepared = [_indices_and_offsets(request) for request in requests]
+        for request, (indices, offsets) in zip(requests, prepared, strict=True):
+            np.testing.assert_array_equal(lookup(engine, request), tbe(indices, offsets).numpy())
+        candidates = _candidates(engine, tbe, requests, prepared)
+        times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
+        results += [Result(f"{name}_p50_b{samples}_s", seconds) for name, seconds in times.items()]
+        results.append(ratio(f"inprocess_over_tbe_b{samples}", times["inprocess"] / times["tbe"]))
+    return results
+
+
+def _candidates(
+    engine: Engine,
+    tbe: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    requests: list[Arrays],
+    prepared: list[tuple[torch.Tensor, torch.Tensor]],
+) -> dict[str, Callable[[], Any]]:
+    ours, theirs = cycle(requests), cycle(prepared)
+    return {"inprocess": lambda: lookup(engine, next(ours)), "tbe": lambda: tbe(*next(theirs))}
+
+
+def lookup(engine: Engine, request: Arrays) -> kjt.Embeddings:
+    """What the backend does for one request, without Triton."""
+    return engine.answer(kjt.check(engine.schema, request.values, request.lengths))
+
+
+def bare_tbe(engine: Engine) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """FBGEMM's inference module over the bundle's own bytes, without a bounds check."""
+    tables = engine.bundle.manifest.tables
+    tbe = IntNBitTableBatchedEmbeddingBagsCodegen(
+        [(table.name, table.rows, table.dim, SparseType.INT8, EmbeddingLocation.HOST) for table in tables],
+        device="cpu",
+        pooling_mode=PoolingMode.SUM,
+        output_dtype=SparseType.FP32,
+        row_alignment=1,
+        bounds_check_mode=BoundsCheckMode.NONE,
+    )
+    tbe.weights_host = torch.from_file(
+        str(engine.bundle.weights_path(0)), size=engine.bundle.weights_path(0).stat().st_size, dtype=torch.uint8
+    )
+    tbe.weights_physical_offsets = [shard.offset_bytes for shard in engine.bundle.manifest.plan.shards]
+    tbe.initialize_logical_weights_placements_and_offsets()
+    tbe.weight_initialized = True
+    return partial(tbe.forward)
+
+
+def _indices_and_offsets(request: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+    offsets = np.concatenate([[0], np.cumsum(request.lengths)])
+    return torch.from_numpy(request.values), torch.from_numpy(offsets)

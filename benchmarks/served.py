@@ -1,0 +1,92 @@
+"""What our backend adds to Triton: our model against one that does nothing but return as many bytes."""
+
+import shutil
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from benchmarks.inprocess import lookup
+from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.workload import DIM, IDS_PER_SAMPLE, NAME, Arrays, Workload
+from serving.engine import Engine
+from serving.server import Ports, run_server
+
+DO_NOTHING = Path(__file__).parent / "donothing.py"
+REQUESTS = 16
+ROUNDS = {1: 1000, 128: 300}
+
+
+def run(workload: Workload) -> list[Result]:
+    """One client, one request at a time; both models behind the same server, called in turn."""
+    repository = workload.bundle.parent.parent
+    for samples in ROUNDS:
+        _publish_do_nothing(repository, samples)
+    engine = Engine.open(workload.bundle)
+    results = []
+    with (
+        run_server(repository, Ports(grpc=0, http=0, metrics=0), models=[NAME, *map(_name, ROUNDS)]) as server,
+        triton.InferenceServerClient(server.grpc) as client,
+    ):
+        for samples, rounds in ROUNDS.items():
+            requests = [workload.request(samples, seed) for seed in range(REQUESTS)]
+            inputs = [_inputs(request) for request in requests]
+            _check(client, engine, requests[0], inputs[0], samples)
+            candidates = _candidates(client, engine, requests, inputs, samples)
+            times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
+            results += [Result(f"{name}_p50_b{samples}_s", times[name]) for name in ("served", "donothing")]
+            results.append(ratio(f"served_over_donothing_p50_b{samples}", times["served"] / times["donothing"]))
+            results.append(
+                ratio(
+                    f"served_minus_donothing_over_inprocess_p50_b{samples}",
+                    (times["served"] - times["donothing"]) / times["inprocess"],
+                )
+            )
+    return results
+
+
+def _candidates(
+    client: Any, engine: Engine, requests: list[Arrays], inputs: list[Any], samples: int
+) -> dict[str, Callable[[], Any]]:
+    ours, theirs, local = cycle(inputs), cycle(inputs), cycle(requests)
+    return {
+        "served": lambda: client.infer(NAME, next(ours)).as_numpy("embeddings"),
+        "donothing": lambda: client.infer(_name(samples), next(theirs)).as_numpy("embeddings"),
+        "inprocess": lambda: lookup(engine, next(local)),
+    }
+
+
+def _check(client: Any, engine: Engine, request: Arrays, inputs: Any, samples: int) -> None:
+    """Ours answers right, and the other returns just as many bytes."""
+    answer = client.infer(NAME, inputs).as_numpy("embeddings")
+    np.testing.assert_array_equal(answer[0], lookup(engine, request))
+    assert client.infer(_name(samples), inputs).as_numpy("embeddings").nbytes == answer.nbytes
+
+
+def _inputs(request: Arrays) -> list[Any]:
+    inputs = []
+    for name, dtype, array in (("values", "INT64", request.values), ("lengths", "INT32", request.lengths)):
+        tensor = triton.InferInput(name, [1, array.size], dtype)
+        tensor.set_data_from_numpy(array[np.newaxis])
+        inputs.append(tensor)
+    return inputs
+
+
+def _name(samples: int) -> str:
+    return f"donothing_b{samples}"
+
+
+def _publish_do_nothing(repository: Path, samples: int) -> None:
+    """A model with our own model's config, but for the name and the model.py."""
+    model = repository / _name(samples)
+    (model / "1").mkdir(parents=True)
+    config = text_format.Parse((repository / NAME / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    config.name = model.name
+    config.parameters["shape"].string_value = f"1,{samples},{DIM * len(IDS_PER_SAMPLE)}"
+    (model / "config.pbtxt").write_text(text_format.MessageToString(config))
+    shutil.copy(DO_NOTHING, model / "1" / "model.py")

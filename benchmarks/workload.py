@@ -1,0 +1,65 @@
+"""Tables and requests shaped like MLPerf's DLRM-v2: 26 tables, 214 ids a sample."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from export import export_model
+
+# https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm: rows (uncapped) and ids a sample.
+ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209,
+    11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+IDS_PER_SAMPLE = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+ROW_CAP = 100_000
+DIM = 64
+NAME = "dlrm"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """A request over all features: values int64 [N], lengths int32 [F·B]."""
+
+    values: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The exported tables, and requests for them."""
+
+    bundle: Path
+
+    @classmethod
+    def export(cls, repository: Path) -> Self:
+        """Export random tables as int8."""
+        torch.manual_seed(0)
+        module = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=f"t{number}",
+                    num_embeddings=min(rows, ROW_CAP),
+                    embedding_dim=DIM,
+                    feature_names=[f"f{number}"],
+                    pooling=PoolingType.SUM,
+                )
+                for number, rows in enumerate(ROWS)
+            ]
+        )
+        return cls(export_model(module, repository, NAME))
+
+    def request(self, samples: int, seed: int = 0) -> Arrays:
+        """Uniform ids: the hardest on caches."""
+        random = np.random.default_rng(seed)
+        values = [
+            random.integers(0, min(rows, ROW_CAP), ids * samples)
+            for rows, ids in zip(ROWS, IDS_PER_SAMPLE, strict=True)
+        ]
+        lengths = np.repeat(np.array(IDS_PER_SAMPLE, np.int32), samples)
+        return Arrays(np.concatenate(values), lengths)
