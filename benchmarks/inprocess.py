@@ -16,6 +16,8 @@ from benchmarks.workload import Arrays, Workload
 from serving import kjt
 from serving.engine import Engine
 
+Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 REQUESTS = 16
 ROUNDS = {1: 2000, 128: 400}
 
@@ -25,27 +27,36 @@ def run(workload: Workload) -> list[Result]:
     torch.set_num_threads(1)
     engine = Engine.open(workload.bundle)
     tbe = bare_tbe(engine)
+    operator = bare_operator(tbe)
     results = []
     for samples, rounds in ROUNDS.items():
         requests = [workload.request(samples, seed) for seed in range(REQUESTS)]
         prepared = [_indices_and_offsets(request) for request in requests]
         for request, (indices, offsets) in zip(requests, prepared, strict=True):
-            np.testing.assert_array_equal(lookup(engine, request), tbe(indices, offsets).numpy())
-        candidates = _candidates(engine, tbe, requests, prepared)
+            for theirs in (tbe, operator):
+                np.testing.assert_array_equal(lookup(engine, request), theirs(indices, offsets).numpy())
+        candidates = _candidates(engine, tbe.forward, operator, requests, prepared)
         times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
         results += [Result(f"{name}_p50_b{samples}_s", seconds) for name, seconds in times.items()]
-        results.append(ratio(f"inprocess_over_tbe_b{samples}", times["inprocess"] / times["tbe"]))
+        for limit in ("tbe", "operator"):
+            results.append(ratio(f"inprocess_over_{limit}_b{samples}", times["inprocess"] / times[limit]))
     return results
 
 
 def _candidates(
     engine: Engine,
-    tbe: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    tbe: Lookup,
+    operator: Lookup,
     requests: list[Arrays],
     prepared: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> dict[str, Callable[[], Any]]:
     ours, theirs = cycle(requests), cycle(prepared)
-    return {"inprocess": lambda: lookup(engine, next(ours)), "tbe": lambda: tbe(*next(theirs))}
+    alone = cycle(prepared)
+    return {
+        "inprocess": lambda: lookup(engine, next(ours)),
+        "tbe": lambda: tbe(*next(theirs)),
+        "operator": lambda: operator(*next(alone)),
+    }
 
 
 def lookup(engine: Engine, request: Arrays) -> kjt.Embeddings:
@@ -53,7 +64,7 @@ def lookup(engine: Engine, request: Arrays) -> kjt.Embeddings:
     return engine.answer(kjt.check(engine.schema, request.values, request.lengths))
 
 
-def bare_tbe(engine: Engine) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def bare_tbe(engine: Engine) -> IntNBitTableBatchedEmbeddingBagsCodegen:
     """FBGEMM's inference module over the bundle's own bytes, without a bounds check."""
     tables = engine.bundle.manifest.tables
     tbe = IntNBitTableBatchedEmbeddingBagsCodegen(
@@ -70,7 +81,26 @@ def bare_tbe(engine: Engine) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
     tbe.weights_physical_offsets = [shard.offset_bytes for shard in engine.bundle.manifest.plan.shards]
     tbe.initialize_logical_weights_placements_and_offsets()
     tbe.weight_initialized = True
-    return partial(tbe.forward)
+    return tbe
+
+
+def bare_operator(tbe: IntNBitTableBatchedEmbeddingBagsCodegen) -> Lookup:
+    """The one operator that the module calls, with its arguments laid out beforehand: the limit."""
+    return partial(
+        _call_operator,
+        (
+            *(tbe.weights_host, tbe.weights_uvm, tbe.weights_placements, tbe.weights_offsets, tbe.weights_tys),
+            *(tbe.D_offsets, tbe.total_D, tbe.max_int2_D, tbe.max_int4_D, tbe.max_int8_D),
+            *(tbe.max_float16_D, tbe.max_float32_D),
+        ),
+    )
+
+
+def _call_operator(fixed: tuple[Any, ...], indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    pooled: torch.Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function.default(
+        *fixed, indices, offsets, int(PoolingMode.SUM), None, SparseType.FP32.as_int(), row_alignment=1
+    )
+    return pooled
 
 
 def _indices_and_offsets(request: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
