@@ -14,7 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.workload import Arrays, Workload
 from serving import kjt
-from serving.engine import Engine
+from serving.engine import Engine, map_weights
 
 Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -75,9 +75,7 @@ def bare_tbe(engine: Engine) -> IntNBitTableBatchedEmbeddingBagsCodegen:
         row_alignment=1,
         bounds_check_mode=BoundsCheckMode.NONE,
     )
-    tbe.weights_host = torch.from_file(
-        str(engine.bundle.weights_path(0)), size=engine.bundle.weights_path(0).stat().st_size, dtype=torch.uint8
-    )
+    tbe.weights_host = map_weights(engine.bundle.weights_path(0))
     tbe.weights_physical_offsets = [shard.offset_bytes for shard in engine.bundle.manifest.plan.shards]
     tbe.initialize_logical_weights_placements_and_offsets()
     tbe.weight_initialized = True

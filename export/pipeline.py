@@ -28,6 +28,7 @@ from serving.bundle import (
     digest_file,
     write_manifest,
 )
+from serving.engine import map_weights
 from serving.pins import installed
 
 # Rows travel in blocks of about this many float bytes.
@@ -159,8 +160,7 @@ def _check_parity(
     write_manifest(directory, manifest)
 
     probe = parity.make_probe(manifest)
-    weights = directory / manifest.plan.ranks[0].weights
-    program.weights_host = torch.from_file(str(weights), size=weights.stat().st_size, dtype=torch.uint8)
+    program.weights_host = map_weights(directory / manifest.plan.ranks[0].weights)
     results = parity.compare(
         manifest,
         errors,

@@ -11,7 +11,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,12 +100,10 @@ def draft(repository: Path, name: str, version: int | None, manifest: Manifest) 
     try:
         repository.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(repository)
-        root = Path(tempfile.mkdtemp(dir=repository.parent, prefix=_prefix(repository)))
+        root, lock = _locked_folder(repository)
     except OSError as error:
         raise PublishError(f"{repository}: cannot write in it and beside it: {error.strerror}") from error
-    lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_dev != repository.stat().st_dev:
             raise PublishError(
                 f"{repository}: is the root of a file system, so that nothing beside it can be renamed into it: "
@@ -121,6 +119,19 @@ def draft(repository: Path, name: str, version: int | None, manifest: Manifest) 
 
 def _prefix(repository: Path) -> str:
     return f".{repository.name}.draft-"
+
+
+def _locked_folder(repository: Path) -> tuple[Path, int]:
+    """A new folder beside the repository, and the descriptor that holds its lock."""
+    while True:
+        root = Path(tempfile.mkdtemp(dir=repository.parent, prefix=_prefix(repository)))
+        with suppress(FileNotFoundError):
+            lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if root.exists():
+                return root, lock
+            os.close(lock)
+        # Another export took it for abandoned before it was locked: once more.
 
 
 def _remove_abandoned(repository: Path) -> None:

@@ -47,6 +47,8 @@ class TritonPythonModel:
             except InvalidRequest as error:
                 self._metrics.rejected()
                 responses[position] = _refusal(str(error), pb_utils.TritonError.INVALID_ARG)
+            except Exception:
+                responses[position] = _failures(1)[0]
         if valid:
             for position, response in zip(valid, self._respond(list(valid.values())), strict=True):
                 responses[position] = response
@@ -65,10 +67,7 @@ class TritonPythonModel:
         try:
             answers = self._answer(requests)
         except Exception:
-            # Nothing the callers sent should get here: the log gets the trace, they get a fixed text.
-            pb_utils.Logger.log_error(f"lookup failed: {traceback.format_exc()}")
-            failed = "lookup failed: the server's log says why"
-            return [_refusal(failed, pb_utils.TritonError.INTERNAL) for _ in requests]
+            return _failures(len(requests))
         return [pb_utils.InferenceResponse([pb_utils.Tensor("embeddings", answer[np.newaxis])]) for answer in answers]
 
     def _answer(self, requests: list[KjtRequest]) -> list[Embeddings]:
@@ -97,6 +96,13 @@ def _features(parameters: str) -> Sequence[str] | None:
     if not isinstance(features, str):
         raise InvalidRequest(f"parameter features: expected comma-separated names, got {features!r}")
     return features.split(",") if features else []
+
+
+def _failures(count: int) -> list[Any]:
+    """Inside `except`, for what no check foresaw: the log gets the trace, each caller a fixed text."""
+    pb_utils.Logger.log_error(f"lookup failed: {traceback.format_exc()}")
+    failed = "lookup failed: the server's log says why"
+    return [_refusal(failed, pb_utils.TritonError.INTERNAL) for _ in range(count)]
 
 
 def _refusal(message: str, code: int) -> Any:

@@ -114,7 +114,7 @@ class LookupClient:
                 parameters={"features": ",".join(tensors.features)},
             )
         except triton.InferenceServerException as error:
-            raise self._error(error) from error
+            raise self._error(error) from None
         embeddings: Embeddings = result.as_numpy("embeddings")
         return embeddings
 
@@ -122,7 +122,7 @@ class LookupClient:
         try:
             config = self._triton.get_model_config(self._model, client_timeout=self._timeout_s).config
         except triton.InferenceServerException as error:
-            raise self._error(error) from error
+            raise self._error(error) from None
         parameters = {key: value.string_value for key, value in config.parameters.items()}
         if not {"features", "dims", "contract"} <= parameters.keys():
             raise ServerFault(f"{self._url}: model {self._model!r} was not made by tbe-export: it names no features")

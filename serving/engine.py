@@ -32,7 +32,7 @@ class Engine:
         self.schema = Schema.of(bundle.manifest)
         self._features = self.schema.select(None)
         program = _load_program(bundle)
-        program.weights_host = _map_weights(bundle.weights_path(0))
+        program.weights_host = map_weights(bundle.weights_path(0))
         # Past the hooks of nn.Module.__call__, which cost a third of a small lookup.
         self._lookup = program.forward
 
@@ -81,7 +81,7 @@ def _load_program(bundle: Bundle) -> torch.jit.ScriptModule:
     return program
 
 
-def _map_weights(path: Path) -> torch.Tensor:
+def map_weights(path: Path) -> torch.Tensor:
     """The bytes of `path` as uint8, read from the page cache when they are touched, never written."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)

@@ -152,6 +152,17 @@ def test_a_repository_that_cannot_be_written(tmp_path: Path) -> None:
         export_model(collection(), tmp_path / "file" / "r", "m")
 
 
+def test_the_root_of_a_file_system_is_no_repository() -> None:
+    """Nothing can be renamed into it from beside it."""
+    assert os.path.ismount("/dev/shm")
+    before = os.listdir("/dev/shm")
+    with pytest.raises(
+        PublishError, match=r"/dev/shm: (is the root of a file system|cannot write in it and beside it)"
+    ):
+        export_model(collection(), "/dev/shm", "m")
+    assert os.listdir("/dev/shm") == before
+
+
 EXPORT_SLOWLY = """
 import sys, time
 from export import export_model

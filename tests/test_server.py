@@ -1,7 +1,10 @@
 """End to end: a real tritonserver, its real Python backend, real gRPC."""
 
+import contextlib
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +25,7 @@ import tritonclient.grpc as triton
 from torchrec import KeyedJaggedTensor
 
 from export import export_model
+from serving import server as server_module
 from serving.client import LookupClient
 from serving.errors import (
     DeadlineExceeded,
@@ -284,6 +288,49 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient) ->
         LookupClient(server.grpc, "mixed", timeout_s=0)
 
 
+BROKEN = """
+from serving.backend import TritonPythonModel as Whole
+
+class TritonPythonModel(Whole):
+    def _decode(self, request):
+        request = super()._decode(request)
+        if 13 in request.values:
+            raise ValueError("secret of decoding")
+        return request
+
+    def _answer(self, requests):
+        if any(14 in request.values for request in requests):
+            raise ValueError("secret of looking up")
+        return super()._answer(requests)
+"""
+
+
+def test_what_no_check_foresaw_is_logged_and_told_to_nobody(tmp_path: Path) -> None:
+    bundle = export_model(collection(SUM), tmp_path / "r", "m")
+    (bundle / "model.py").write_text(BROKEN)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    digest = {"size_bytes": len(BROKEN), "sha256": hashlib.sha256(BROKEN.encode()).hexdigest()}
+    manifest["files"]["model.py"] = digest
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    ports = Ports(grpc=0, http=0, metrics=0)
+    with (
+        run_server(tmp_path / "r", ports, log=tmp_path / "log") as server,
+        LookupClient(server.grpc, "m", timeout_s=30) as client,
+    ):
+        good = client.lookup({"x": [[1]]})["x"]
+        answers = at_once([partial(client.lookup, {"x": [[id_]]}) for id_ in [1, 1, 13, 1, 1]])
+        assert isinstance(answers.pop(2), ServerFault)
+        for answer in answers:
+            np.testing.assert_array_equal(answer["x"], good)
+        for id_ in (13, 14):
+            with pytest.raises(ServerFault, match="m': lookup failed: the server's log says why$"):
+                client.lookup({"x": [[id_]]})
+        np.testing.assert_array_equal(client.lookup({"x": [[1]]})["x"], good)
+    log = (tmp_path / "log").read_text()
+    assert "secret of decoding" in log
+    assert "secret of looking up" in log
+
+
 # --- running servers
 
 
@@ -371,6 +418,35 @@ def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path, se
         pass
 
 
+def test_a_tritonserver_on_the_path_comes_first(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the official container: its own backends, our Python. Here a script that stands where it would."""
+    with contextlib.ExitStack() as stack:
+        bundled = server_module._find(stack)
+        script = tmp_path / "bin" / "tritonserver"
+        script.parent.mkdir()
+        exports = "".join(f"export {key}='{value}'\n" for key, value in bundled.environment.items())
+        script.write_text(
+            f"#!/bin/sh\n{exports}echo started from PATH\n"
+            f'exec {bundled.program} --backend-directory={bundled.backends} "$@"\n'
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+        with run_server(repository, Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
+            assert [model.name for model in server.models] == ["half", "mixed", "weighted"]
+    assert "started from PATH" in (tmp_path / "log").read_text()
+
+
+def test_without_any_tritonserver_it_says_how_to_get_one(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "find_spec", lambda _: None)
+    with (
+        pytest.raises(ServerFailed, match=r"official container, or `pip install nvidia-pytriton==0\.7\.0`"),
+        run_server(repository, Ports(grpc=0, http=0, metrics=0)),
+    ):
+        pass
+
+
 def weights_pss_bytes(process: int, name: str) -> list[int]:
     """Proportional memory of every mapping of a file called `name` in a process and its children."""
     found = []
@@ -394,21 +470,27 @@ def descendants(process: int) -> list[int]:
     return children + [each for child in children for each in descendants(child)]
 
 
-def test_two_servers_on_one_bundle_share_one_copy_of_its_weights(tmp_path: Path) -> None:
+def test_servers_and_instances_on_one_bundle_share_one_copy_of_its_weights(tmp_path: Path) -> None:
+    """Two servers, the second with two instances of the model, on the same file."""
     rows = 400_000
     bundle = export_model(collection((Spec("t", rows, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
     size = (bundle / "weights.0.bin").stat().st_size
+    shutil.copytree(tmp_path / "r", tmp_path / "two", copy_function=os.link)
+    config = tmp_path / "two" / "m" / "config.pbtxt"
+    text = config.read_text()
+    config.unlink()
+    config.write_text(text.replace("count: 1", "count: 2"))
     every_row = {"x": (np.arange(rows), np.array([rows]))}
     ports = Ports(grpc=0, http=0, metrics=0)
     with (
         run_server(tmp_path / "r", ports, log=tmp_path / "log1") as one,
-        run_server(tmp_path / "r", ports, log=tmp_path / "log2") as two,
+        run_server(tmp_path / "two", ports, log=tmp_path / "log2") as two,
     ):
         for server in (one, two):
             with LookupClient(server.grpc, "m", timeout_s=30) as client:
                 client.lookup(every_row)
-        pss = [weights_pss_bytes(server.process.pid, str(bundle / "weights.0.bin")) for server in (one, two)]
-    assert [len(each) for each in pss] == [1, 1]
+        pss = [weights_pss_bytes(server.process.pid, "/m/1/weights.0.bin") for server in (one, two)]
+    assert [len(each) for each in pss] == [1, 2]
     assert 0.9 * size < sum(map(sum, pss)) < 1.1 * size
 
 
