@@ -323,7 +323,7 @@ def test_what_no_check_foresaw_is_logged_and_told_to_nobody(tmp_path: Path) -> N
         for answer in answers:
             np.testing.assert_array_equal(answer["x"], good)
         for id_ in (13, 14):
-            with pytest.raises(ServerFault, match="m': lookup failed: the server's log says why$"):
+            with pytest.raises(ServerFault, match=r"m': lookup failed: the server's log says why$"):
                 client.lookup({"x": [[id_]]})
         np.testing.assert_array_equal(client.lookup({"x": [[1]]})["x"], good)
     log = (tmp_path / "log").read_text()
