@@ -44,7 +44,10 @@ def model(
     name: Annotated[str, typer.Option(help="The model's name in the repository.")],
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="State dict saved by torch.save, or a .safetensors file; else the module's own weights."),
+        typer.Option(
+            help="A state dict of torch.save, safetensors, or a torch.distributed.checkpoint folder; "
+            "else the module's own weights."
+        ),
     ] = None,
     version: Annotated[int | None, typer.Option(help="The version's number; else the next free one.")] = None,
     dtype: Annotated[

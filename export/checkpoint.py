@@ -1,33 +1,39 @@
 """Trained weights, read table by table in blocks of rows, never all at once."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from export import dcp
+from export.archive import locate_tensors
 from export.errors import CheckpointError
+from export.stored import InMemory, InSafetensors, StoredTable
 from export.tables import TrainedTable
+
+# What Hugging Face's tools write beside the files of a sharded set: {"weight_map": {key: file name}}.
+_SAFETENSORS_INDEX = "*.safetensors.index.json"
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 class Checkpoint:
-    """Weights by state-dict key, sliced when they are read.
+    """Tables by state-dict key.
 
     Args:
         source: what the weights came from, for messages.
-        tensors: anything with `shape` that gives a Tensor [n, dim] for `[start:stop]`.
+        stored: everything that might be a table.
     """
 
-    def __init__(self, source: str, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, stored: Mapping[str, StoredTable]) -> None:
         self._source = source
-        self._tensors = tensors
+        self._stored = stored
 
     def rows(self, table: TrainedTable, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of `table`, fp32 or fp16 [stop − start, dim], on the CPU."""
-        rows: Tensor = self._find(table)[start:stop]
-        return rows.detach().cpu()
+        return self._find(table).read(start, stop)
 
     def check(self, table: TrainedTable) -> None:
         """Compare the shape and dtype of `table` with what its config says.
@@ -36,68 +42,93 @@ class Checkpoint:
             CheckpointError: it is missing, ambiguous, of another shape, or not fp32 or fp16.
         """
         where = f"{self._source}: table {table.name!r}"
-        found = list(self._shape(table))
-        if found != [table.rows, table.dim]:
-            raise CheckpointError(f"{where}: expected shape {[table.rows, table.dim]}, got {found}")
-        sample = self._find(table)[:1]
-        if sample.is_meta:
-            raise CheckpointError(f"{where}: the module is on the meta device and has no weights: give a checkpoint")
-        if sample.dtype not in (torch.float32, torch.float16):
-            raise CheckpointError(f"{where}: expected float32 or float16, got {sample.dtype}")
+        stored = self._find(table)
+        if stored.shape != (table.rows, table.dim):
+            raise CheckpointError(f"{where}: expected shape {[table.rows, table.dim]}, got {list(stored.shape)}")
+        if stored.dtype not in (torch.float32, torch.float16):
+            raise CheckpointError(f"{where}: expected float32 or float16, got {stored.dtype}")
 
-    def _shape(self, table: TrainedTable) -> list[int]:
-        tensor = self._find(table)
-        shape = tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape()
-        return list(shape)
-
-    def _find(self, table: TrainedTable) -> Any:
-        """The tensor of `table`: its own key, or the one key that ends in it (a wrapper's prefix before it)."""
-        if table.key in self._tensors:
-            return self._tensors[table.key]
-        matches = [key for key in self._tensors if key.endswith("." + table.key)]
+    def _find(self, table: TrainedTable) -> StoredTable:
+        """The tensor under the key of `table`, or under the one key that ends in it, behind a wrapper's prefix."""
+        if table.key in self._stored:
+            return self._stored[table.key]
+        matches = [key for key in self._stored if key.endswith("." + table.key)]
         if len(matches) != 1:
-            found = ", ".join(matches or sorted(self._tensors)[:8]) or "nothing"
+            found = ", ".join(matches or sorted(self._stored)[:8]) or "nothing"
             raise CheckpointError(
                 f"{self._source}: table {table.name!r}: expected one key {table.key!r}, found {found}"
             )
-        return self._tensors[matches[0]]
+        return self._stored[matches[0]]
 
 
-def module_weights(module: nn.Module) -> Checkpoint:
-    """The weights that `module` itself holds."""
-    return Checkpoint(type(module).__name__, module.state_dict())
+def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpoint:
+    """The weights of `tables` that `module` itself holds.
+
+    Raises:
+        CheckpointError: they are on the meta device, or sharded over several processes.
+    """
+    source = type(module).__name__
+    state = module.state_dict()
+    stored = {}
+    for table in tables:
+        tensor = state[table.key]
+        if type(tensor) is not Tensor:
+            raise CheckpointError(
+                f"{source}: table {table.name!r}: expected a plain tensor, found {type(tensor).__name__}: save the "
+                "model with torch.distributed.checkpoint and give the folder as checkpoint"
+            )
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{source}: table {table.name!r}: is on the meta device and has no weights: give a checkpoint"
+            )
+        stored[table.key] = InMemory(tensor)
+    return Checkpoint(source, stored)
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open a state dict saved by `torch.save` (read with `weights_only`) or a safetensors file.
+    """Open trained weights without reading them.
 
-    The file is memory-mapped. State dicts may be nested in other dicts.
+    Args:
+        path: a state dict saved by `torch.save`, which may be nested in other dicts; a .safetensors file; a
+            folder with a sharded set of them and its index, or the index; or a folder of
+            torch.distributed.checkpoint, saved by any number of processes.
 
     Raises:
-        CheckpointError: there is no such file, or it is neither.
+        CheckpointError: it is none of these, or holds something that only running code could read.
     """
     path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: expected a file, found {'a folder' if path.is_dir() else 'nothing'}")
+    if path.is_dir() and (path / dcp.METADATA).exists():
+        return Checkpoint(str(path), dcp.open_folder(path))
+    if path.is_dir() and len(indexes := list(path.glob(_SAFETENSORS_INDEX))) == 1:
+        return Checkpoint(str(path), _open_safetensors_set(indexes[0]))
+    if path.is_file() and path.match(_SAFETENSORS_INDEX):
+        return Checkpoint(str(path), _open_safetensors_set(path))
+    if path.is_file():
+        return Checkpoint(
+            str(path), _open_safetensors(path) if path.suffix == ".safetensors" else locate_tensors(path)
+        )
+    found = "a folder with neither" if path.is_dir() else "nothing"
+    raise CheckpointError(
+        f"{path}: expected a file, or a folder with a {dcp.METADATA} or a {_SAFETENSORS_INDEX}, found {found}"
+    )
+
+
+def _open_safetensors_set(index: Path) -> dict[str, InSafetensors]:
     try:
-        if path.suffix == ".safetensors":
-            file: Any = safe_open(path, framework="pt")
-            return Checkpoint(str(path), {key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # each reader has errors of its own, and none of them names the file
-        raise CheckpointError(
-            f"{path}: expected a state dict saved by torch.save, or a .safetensors file: {error}"
-        ) from error
-    return Checkpoint(str(path), _flatten(loaded))
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index}: expected an index of safetensors files: {error!r}") from error
+    return {key: table for name in sorted(names) for key, table in _open_safetensors(index.parent / name).items()}
 
 
-def _flatten(loaded: object, prefix: str = "") -> dict[str, Tensor]:
-    if isinstance(loaded, Tensor):
-        return {prefix: loaded}
-    if not isinstance(loaded, Mapping):
-        return {}
-    return {
-        name: tensor
-        for key, value in loaded.items()
-        for name, tensor in _flatten(value, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
+def _open_safetensors(path: Path) -> dict[str, InSafetensors]:
+    stored = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                slice_ = file.get_slice(key)
+                dtype = _SAFETENSORS_DTYPES.get(slice_.get_dtype(), torch.uint8)
+                stored[key] = InSafetensors(path, key, tuple(slice_.get_shape()), dtype)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: expected a safetensors file: {error}") from error
+    return stored

@@ -80,7 +80,7 @@ def export_model(
     config = config or ExportConfig()
     trained = collect_tables(module)
     config.check_patterns(table.name for table in trained)
-    weights = open_checkpoint(checkpoint) if checkpoint is not None else module_weights(module)
+    weights = open_checkpoint(checkpoint) if checkpoint is not None else module_weights(module, trained)
     for table in trained:
         check_dim(table.name, table.dim, config.dtype_of(table.name))
         weights.check(table)

@@ -100,7 +100,7 @@ def test_model_exports_by_name_and_pattern(tmp_path: Path) -> None:
         pytest.param(["--dtype", "itme=int4"], "dtype 'itme': expected the name of a table", id="pattern"),
         pytest.param(["--max-error", "small"], "--max-error: expected a number, got 'small'", id="number"),
         pytest.param(["--max-error", "user=1e-9"], "table 'user': INT8 moves an element by", id="limit"),
-        pytest.param(["--checkpoint", "nowhere.pt"], "nowhere.pt: expected a file, found nothing", id="checkpoint"),
+        pytest.param(["--checkpoint", "nowhere.pt"], "nowhere.pt: expected a file, or a folder with", id="checkpoint"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -12,12 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model, pipeline
-from export.errors import CheckpointError, ConfigError, ModelError, ParityError, PublishError, QuantizeError
+from export.errors import ConfigError, ModelError, ParityError, PublishError, QuantizeError
 from export.program import compile_program, save_program
 from export.quantize import quantize
 from serving.bundle import open_bundle
@@ -267,80 +266,6 @@ def test_a_module_that_cannot_be_served_is_refused_by_name(
     with pytest.raises(ModelError, match=message):
         export_model(build(), tmp_path / "r", "m")
     assert files(tmp_path) == {}
-
-
-# --- checkpoints
-
-
-def save_state(module: nn.Module, path: Path) -> None:
-    torch.save(module.state_dict(), path)
-
-
-def save_nested(module: nn.Module, path: Path) -> None:
-    wrapped = {"model": {f"module.{key}": tensor for key, tensor in module.state_dict().items()}, "step": 3}
-    torch.save(wrapped, path)
-
-
-def save_safetensors(module: nn.Module, path: Path) -> None:
-    save_file(module.state_dict(), path)
-
-
-def save_half(module: nn.Module, path: Path) -> None:
-    torch.save({key: tensor.half() for key, tensor in module.state_dict().items()}, path)
-
-
-@pytest.mark.parametrize(
-    ("save", "name", "exact"),
-    [
-        pytest.param(save_state, "w.pt", True, id="state dict"),
-        pytest.param(save_nested, "w.pt", True, id="nested, with a wrapper's prefix"),
-        pytest.param(save_safetensors, "w.safetensors", True, id="safetensors"),
-        pytest.param(save_half, "w.pt", False, id="fp16"),
-    ],
-)
-def test_a_checkpoint_gives_the_bytes_that_the_module_gives(
-    tmp_path: Path, save: Callable[[nn.Module, Path], None], name: str, exact: bool
-) -> None:
-    module = collection()
-    save(module, tmp_path / name)
-    with torch.device("meta"):
-        empty = collection()
-    from_checkpoint = export_model(empty, tmp_path / "r", "m", checkpoint=tmp_path / name)
-    from_module = export_model(module, tmp_path / "r", "m")
-    same = (from_checkpoint / "weights.0.bin").read_bytes() == (from_module / "weights.0.bin").read_bytes()
-    assert same == exact
-
-
-def break_shape(module: nn.Module) -> dict[str, Any]:
-    return module.state_dict() | {"embedding_bags.item.weight": torch.zeros(3, 32)}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        pytest.param(lambda _: {}, "table 'user': expected one key 'embedding_bags.user.weight', found nothing", id="empty"),
-        pytest.param(break_shape, r"table 'item': expected shape \[300, 32\], got \[3, 32\]", id="shape"),
-        pytest.param(lambda m: {k: v.to(torch.int32) for k, v in m.state_dict().items()}, "table 'user': expected float32 or float16, got torch.int32", id="dtype"),
-        pytest.param(lambda _: print, "expected a state dict saved by torch.save", id="a pickled function"),
-    ],
-)  # fmt: skip
-def test_a_checkpoint_without_the_tables_is_refused_by_name(
-    tmp_path: Path, content: Callable[[nn.Module], Any], message: str
-) -> None:
-    torch.save(content(collection()), tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=message) as refused:
-        export_model(collection(), tmp_path / "r", "m", checkpoint=tmp_path / "w.pt")
-    assert "w.pt" in str(refused.value)
-    assert not (tmp_path / "r").exists()
-
-
-def test_a_missing_checkpoint_and_a_module_without_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"none\.pt: expected a file, found nothing"):
-        export_model(collection(), tmp_path / "r", "m", checkpoint=tmp_path / "none.pt")
-    with torch.device("meta"):
-        empty = collection()
-    with pytest.raises(CheckpointError, match="meta device and has no weights: give a checkpoint"):
-        export_model(empty, tmp_path / "r", "m")
 
 
 # --- rows that cannot be stored, and the gate

@@ -1,0 +1,61 @@
+"""Archives of `torch.save`: which tensors they hold and where their numbers lie, without reading the numbers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from export.errors import CheckpointError
+from export.stored import InFile
+
+
+def locate_tensors(path: Path, start: int = 0, length: int | None = None) -> dict[str, InFile]:
+    """The tensors of the archive at bytes [start, start + length) of `path`, to the end where None.
+
+    Nothing but tensors and plain containers is unpickled (`weights_only`).
+
+    Returns:
+        Tensors by key; "outer.inner" in nested dicts, "" where the archive is one tensor.
+
+    Raises:
+        CheckpointError: it is no such archive, or holds something else.
+    """
+    length = path.stat().st_size - start if length is None else length
+    try:
+        # Fake tensors know their shape, and where in the archive their storage lies, and have no numbers.
+        with path.open("rb") as file, FakeTensorMode():
+            archive: Any = _create_file_view(file, start, length)
+            loaded = torch.load(archive, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle and torch have errors of their own, and none names the file
+        raise CheckpointError(f"{path}: expected an archive of torch.save at byte {start}: {error}") from error
+    return {key: _locate(path, start, tensor) for key, tensor in _flatten(loaded).items()}
+
+
+def _locate(path: Path, start: int, tensor: Tensor) -> InFile:
+    size = tensor.element_size()
+    archived = tensor.untyped_storage()._checkpoint_offset
+    if archived is None:
+        raise CheckpointError(f"{path}: holds a tensor whose numbers are not in it: save it with torch.save")
+    return InFile(
+        path=path,
+        offset=start + archived + int(tensor.storage_offset()) * size,
+        shape=tuple(tensor.shape),
+        strides=tuple(stride * size for stride in tensor.stride()),
+        dtype=tensor.dtype,
+    )
+
+
+def _flatten(loaded: object, prefix: str = "") -> dict[str, Tensor]:
+    if isinstance(loaded, Tensor):
+        return {prefix: loaded}
+    if not isinstance(loaded, Mapping):
+        return {}
+    return {
+        name: tensor
+        for key, value in loaded.items()
+        for name, tensor in _flatten(value, f"{prefix}.{key}" if prefix else str(key)).items()
+    }

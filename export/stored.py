@@ -1,0 +1,83 @@
+"""Tables that are somewhere else, read in blocks of rows without keeping what was read in memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+
+class StoredTable(Protocol):
+    """A matrix [rows, dim] in a module or a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, dim)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) on the CPU [stop − start, dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A tensor that a module holds, on any device."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, dim)."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.tensor.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A view, or a copy where the tensor is not on the CPU."""
+        return self.tensor[start:stop].detach().cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """Numbers in a file: element (r, c) lies at byte `offset` + r·strides[0] + c·strides[1]."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy. The file is mapped for as long as it takes: what was read does not stay in memory."""
+        mapped = np.memmap(self.path, np.uint8, mode="r")
+        kind = torch.empty(0, dtype=self.dtype).numpy().dtype
+        begin = self.offset + start * self.strides[0]
+        rows: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = np.ndarray(
+            (stop - start, *self.shape[1:]), kind, mapped, begin, self.strides
+        )
+        return torch.from_numpy(rows.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class InSafetensors:
+    """A tensor of a safetensors file."""
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A copy. The file is opened anew: closing it is the way to unmap what was read."""
+        with safe_open(self.path, framework="pt") as file:
+            rows: Tensor = file.get_slice(self.key)[start:stop]
+        return rows
