@@ -87,7 +87,8 @@ class TableError:
 
     def add(self, start: int, rows: Floats, stored: Bytes) -> None:
         """Compare float `rows` [n, dim], the first of which is row `start`, with what was stored for them."""
-        error = np.abs(rows - dequantize(stored, self.dtype))
+        error = rows - dequantize(stored, self.dtype)
+        np.abs(error, out=error)
         worst = error.max(axis=1)
         bounds = rounding_bounds(rows, stored, self.dtype)
         self.quantized = max(self.quantized, float(worst.max()))

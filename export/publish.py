@@ -5,6 +5,7 @@ the repository, on the same file system. A draft is locked while its export live
 removes the ones that a killed export left.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -19,6 +20,7 @@ from export.errors import PublishError
 from export.model_config import CONFIG, check_contract, model_config
 from serving.bundle import Manifest
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -86,7 +88,7 @@ def draft(repository: Path, name: str, version: int | None, manifest: Manifest) 
 
     Raises:
         PublishError: the name or version cannot be used, the version exists, the model's other versions have
-            another contract, or no draft can be made beside the repository on its file system.
+            another contract, no draft can be made beside the repository on its file system, or the disk is full.
     """
     if not _NAME.fullmatch(name):
         raise PublishError(f"name: expected letters, digits, '_', '-' and '.', not '.' first, got {name!r}")
@@ -112,6 +114,12 @@ def draft(repository: Path, name: str, version: int | None, manifest: Manifest) 
         new = Draft(repository, name, version, manifest, root)
         new.path.mkdir()
         yield new
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise PublishError(
+            f"{root}: the draft cannot be written: {error.strerror}: make room beside the repository"
+        ) from error
     finally:
         shutil.rmtree(root, ignore_errors=True)
         os.close(lock)

@@ -57,13 +57,15 @@ class InFile:
     dtype: torch.dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A copy. The file is mapped for as long as it takes: what was read does not stay in memory."""
-        mapped = np.memmap(self.path, np.uint8, mode="r")
+        """A copy. Nothing of the file stays in memory."""
         kind = torch.empty(0, dtype=self.dtype).numpy().dtype
         begin = self.offset + start * self.strides[0]
-        rows: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = np.ndarray(
-            (stop - start, *self.shape[1:]), kind, mapped, begin, self.strides
-        )
+        shape = (stop - start, self.shape[1])
+        if self.strides == (self.shape[1] * kind.itemsize, kind.itemsize):
+            return torch.from_numpy(np.fromfile(self.path, kind, shape[0] * shape[1], offset=begin).reshape(shape))
+        # A view of something larger: mapped for as long as it takes to copy.
+        mapped = np.memmap(self.path, np.uint8, mode="r")
+        rows: np.ndarray[tuple[int, int], np.dtype[np.generic]] = np.ndarray(shape, kind, mapped, begin, self.strides)
         return torch.from_numpy(rows.copy())
 
 

@@ -203,6 +203,52 @@ def test_a_living_export_s_draft_is_left_alone(tmp_path: Path) -> None:
     assert (drafts[0] / "version" / "weights.0.bin").exists()
 
 
+EXPORT_CHECKPOINT = """
+import resource, sys
+from export import export_model
+from export.errors import PublishError
+from tests.test_export import on_meta
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if len(sys.argv) > 3:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
+try:
+    export_model(on_meta(), sys.argv[1], "m", checkpoint=sys.argv[2])
+except PublishError as error:
+    sys.exit(str(error))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+LARGE = (Spec("t", 3_000_000, 64, "SUM", ("x",)),)
+
+
+def on_meta() -> EmbeddingBagCollection:
+    with torch.device("meta"):
+        return collection(LARGE)
+
+
+@pytest.fixture(scope="module")
+def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table of 732 MiB."""
+    path = tmp_path_factory.mktemp("large") / "w.pt"
+    torch.save({"embedding_bags.t.weight": torch.linspace(-1, 1, 3_000_000 * 64).view(-1, 64)}, path)
+    return path
+
+
+def test_memory_does_not_grow_with_the_table(tmp_path: Path, large_checkpoint: Path) -> None:
+    command = [sys.executable, "-c", EXPORT_CHECKPOINT, str(tmp_path / "r"), str(large_checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) / 1024 < 200  # MiB
+    assert (tmp_path / "r" / "m" / "1" / "weights.0.bin").stat().st_size == 3_000_000 * 68
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, large_checkpoint: Path) -> None:
+    """A limit on the size of files stands in for the disk: the kernel refuses the write in the same way."""
+    command = [sys.executable, "-c", EXPORT_CHECKPOINT, str(tmp_path / "r"), str(large_checkpoint), str(50 << 20)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "the draft cannot be written: File too large: make room beside the repository" in done.stderr
+    assert files(tmp_path) == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
 # --- what is asked for
 
 
