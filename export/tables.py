@@ -1,26 +1,29 @@
 """The embedding tables of a trained module, as TorchRec's configs describe them."""
 
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from export.errors import ModelError
 from serving.bundle import Pooling
 
+_COLLECTIONS = (EmbeddingBagCollection, FusedEmbeddingBagCollection)
 _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTable:
-    """One table of an EmbeddingBagCollection.
+    """One table of a collection of embedding bags.
 
     Attributes:
+        name: its name in the config; `path.name` where two collections of the module have a table of that name.
         key: its weights in the module's state dict.
-        features: the names under which TorchRec returns its pooled embeddings: the KJT key, or `key@table`
-            for a key that several tables read.
+        features: the KJT keys that read it; `key@name` for a key that several tables read, as TorchRec calls
+            the embeddings it returns for them.
     """
 
     name: str
@@ -33,39 +36,46 @@ class TrainedTable:
 
 
 def collect_tables(module: nn.Module) -> tuple[TrainedTable, ...]:
-    """The tables of every EmbeddingBagCollection in `module`, in the order TorchRec returns them.
+    """The tables of every (Fused)EmbeddingBagCollection in `module`, in the order TorchRec returns them.
 
     Raises:
-        ModelError: there is no collection, two tables or features share a name, or a table is pruned,
-            virtual or position-weighted.
+        ModelError: there is no collection, a table is pruned, virtual or position-weighted, or a feature has a
+            name that requests cannot carry.
     """
-    tables = [
-        table
-        for path, child in module.named_modules()
-        if isinstance(child, EmbeddingBagCollection)
-        for table in _tables_of(path, child)
+    found = [
+        (path, config, collection.is_weighted())
+        for path, collection in module.named_modules()
+        if isinstance(collection, _COLLECTIONS)
+        for config in collection.embedding_bag_configs()
     ]
-    if not tables:
+    if not found:
         raise ModelError(f"{type(module).__name__}: expected an EmbeddingBagCollection in it, found none")
-    _expect_unique("table", (table.name for table in tables))
-    _expect_unique("feature", (feature for table in tables for feature in table.features))
-    return tuple(tables)
+    tables = Counter(config.name for _, config, _ in found)
+    readers = Counter(feature for _, config, _ in found for feature in config.feature_names)
+    return tuple(
+        _trained_table(path, _servable(config), weighted, tables[config.name] > 1, readers)
+        for path, config, weighted in found
+    )
 
 
-def _tables_of(path: str, collection: EmbeddingBagCollection) -> list[TrainedTable]:
-    configs = collection.embedding_bag_configs()
-    return [
-        TrainedTable(
-            name=config.name,
-            key=".".join(filter(None, (path, "embedding_bags", config.name, "weight"))),
-            rows=config.num_embeddings,
-            dim=config.embedding_dim,
-            pooling=_POOLING[config.pooling],
-            weighted=collection.is_weighted(),
-            features=tuple(map(_checked, names)),
-        )
-        for config, names in zip(map(_servable, configs), get_embedding_names_by_table(configs), strict=True)
-    ]
+def _trained_table(
+    path: str, config: EmbeddingBagConfig, weighted: bool, qualified: bool, readers: Counter[str]
+) -> TrainedTable:
+    name = _dotted(path, config.name) if qualified else config.name
+    features = (f"{each}@{name}" if readers[each] > 1 else each for each in config.feature_names)
+    return TrainedTable(
+        name=name,
+        key=_dotted(path, "embedding_bags", config.name, "weight"),
+        rows=config.num_embeddings,
+        dim=config.embedding_dim,
+        pooling=_POOLING[config.pooling],
+        weighted=weighted,
+        features=tuple(map(_checked, features)),
+    )
+
+
+def _dotted(*parts: str) -> str:
+    return ".".join(filter(None, parts))
 
 
 def _servable(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
@@ -84,11 +94,3 @@ def _checked(feature: str) -> str:
     if not feature or "," in feature:
         raise ModelError(f"feature {feature!r}: expected a name without a comma: requests list names with commas")
     return feature
-
-
-def _expect_unique(what: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise ModelError(f"{what} {name!r}: expected once, found in two places: rename one of them")
-        seen.add(name)

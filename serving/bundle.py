@@ -187,11 +187,8 @@ class Manifest(_Strict, frozen=True):
 
         Versions with the same contract can replace one another under a running client.
         """
-        seen = [
-            [[feature.name, table.dim] for feature, table in zip(self.features, self.feature_tables, strict=True)],
-            self.weighted,
-            self.output_dtype.value,
-        ]
+        tables = zip(self.features, self.feature_tables, strict=True)
+        seen = [[[feature.name, table.dim, table.weighted] for feature, table in tables], self.output_dtype.value]
         return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
 
     @property

@@ -27,12 +27,12 @@ class ModelInfo:
 
     Attributes:
         dims: width of each feature's embedding, in the model's default order.
-        weighted: whether each id comes with a weight.
+        weighted: the features whose ids carry weights.
         contract: equal for versions that answer the same features with the same dims and dtype.
     """
 
     dims: dict[str, int]
-    weighted: bool
+    weighted: tuple[str, ...]
     contract: str
 
 
@@ -83,8 +83,8 @@ class LookupClient:
             ServerUnavailable: nobody listens at the address, or the model is not ready.
             ServingError: any other of `serving.errors`.
         """
-        tensors = encode(features)
         dims = self.info.dims
+        tensors = encode(features, self.info.weighted)
         for name in tensors.features:
             if name not in dims:
                 raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, dims))}")
@@ -124,13 +124,13 @@ class LookupClient:
         except triton.InferenceServerException as error:
             raise self._error(error) from None
         parameters = {key: value.string_value for key, value in config.parameters.items()}
-        if not {"features", "dims", "contract"} <= parameters.keys():
+        if not {"features", "dims", "weighted", "contract"} <= parameters.keys():
             raise ServerFault(f"{self._url}: model {self._model!r} was not made by tbe-export: it names no features")
         names = parameters["features"].split(",")
         dims = [int(dim) for dim in parameters["dims"].split(",")]
         return ModelInfo(
             dims=dict(zip(names, dims, strict=True)),
-            weighted=any(each.name == "weights" for each in config.input),
+            weighted=tuple(filter(None, parameters["weighted"].split(","))),
             contract=parameters["contract"],
         )
 

@@ -1,6 +1,6 @@
 """What people have (lists, arrays, KJTs) to the tensors of a request, and an answer back to features."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
@@ -45,36 +45,47 @@ class Tensors:
     weights: Weights | None
 
 
-def encode(features: Features) -> Tensors:
+def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     """Lay the bags of some features out as one feature-major request.
 
     Args:
         features: by feature name, one bag of ids for each sample: a list of lists, or a pair of arrays
             (values [N_f], lengths [B]), or (values, lengths, weights [N_f]) for weighted models; or a
             torchrec KeyedJaggedTensor.
+        weighted: the model's features whose ids carry weights. In a model that has some, ids of the others
+            travel with a weight of 1.
 
     Raises:
-        InvalidRequest: naming the feature whose ids, lengths or number of samples are not as above.
+        InvalidRequest: naming the feature whose ids, lengths, weights or number of samples are not as above.
     """
     if isinstance(features, Kjt) and not isinstance(features, Mapping):
-        weights = features.weights_or_none()
-        return Tensors(
-            features=tuple(features.keys()),
-            values=_integers("values", features.values(), np.int64),
-            lengths=_integers("lengths", features.lengths(), np.int32),
-            weights=None if weights is None else np.asarray(weights, np.float32),
-        )
+        names = tuple(features.keys())
+        values = _integers("values", features.values(), np.int64)
+        lengths = _integers("lengths", features.lengths(), np.int32)
+        given = features.weights_or_none()
+        weights = None if given is None else np.asarray(given, np.float32)
+        if all(_expects_weights(name, weights is not None, weighted) for name in names) and weights is None:
+            weights = np.ones(values.size, np.float32)
+        return Tensors(names, values, lengths, weights)
     if not features:
         raise InvalidRequest("features: expected at least one, got none")
     columns = [_column(name, bags) for name, bags in features.items()]
-    _expect_equal("samples", features, [len(lengths) for _, lengths, _ in columns])
-    weights = [weights for _, _, weights in columns]
-    _expect_equal("weights", features, ["none" if each is None else "some" for each in weights])
+    first, samples = next(iter(features)), len(columns[0][1])
+    for name, (_, lengths, _) in zip(features, columns, strict=True):
+        if len(lengths) != samples:
+            raise InvalidRequest(
+                f"feature {name!r}: expected as many samples as {first!r} has, {samples}, got {len(lengths)}"
+            )
+    travelling = [
+        np.ones(values.size, np.float32) if weights is None else weights
+        for name, (values, _, weights) in zip(features, columns, strict=True)
+        if _expects_weights(name, weights is not None, weighted)
+    ]
     return Tensors(
         features=tuple(features),
         values=np.concatenate([values for values, _, _ in columns]),
         lengths=np.concatenate([lengths for _, lengths, _ in columns]),
-        weights=None if weights[0] is None else np.concatenate(weights),
+        weights=np.concatenate(travelling) if travelling else None,
     )
 
 
@@ -82,6 +93,15 @@ def decode(embeddings: Embeddings, features: Sequence[str], dims: Mapping[str, i
     """Cut an answer [B, D] into {feature: [B, dim]}. The arrays are views: nothing is copied."""
     ends = np.cumsum([dims[name] for name in features])
     return {name: embeddings[:, end - dims[name] : end] for name, end in zip(features, ends, strict=True)}
+
+
+def _expects_weights(name: str, given: bool, weighted: Collection[str]) -> bool:
+    """Whether the ids of a feature travel with weights: all do in a model that has any weighted feature."""
+    if given and not weighted:
+        raise InvalidRequest(f"feature {name!r}: expected no weights: this model is not weighted")
+    if name in weighted and not given:
+        raise InvalidRequest(f"feature {name!r}: expected a weight for each id: give (values, lengths, weights)")
+    return bool(weighted)
 
 
 def _column(name: str, bags: Bags | Jagged | WeightedJagged) -> tuple[Ids, Lengths, Weights | None]:
@@ -122,11 +142,3 @@ def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]]) -> Any:
     if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
         raise InvalidRequest(f"feature {name!r}: expected numbers that fit {np.dtype(dtype)}")
     return array.astype(dtype, copy=False)
-
-
-def _expect_equal(what: str, features: Mapping[str, Any], found: Sequence[object]) -> None:
-    for name, each in zip(features, found, strict=True):
-        if each != found[0]:
-            raise InvalidRequest(
-                f"feature {name!r}: expected as many {what} as {next(iter(features))!r} has, {found[0]}, got {each}"
-            )

@@ -54,7 +54,10 @@ class Engine:
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
         """
-        tensors = encode(features)
+        weighted = [
+            name for name, counts in zip(self.schema.names, self.schema.feature_weighted, strict=True) if counts
+        ]
+        tensors = encode(features, weighted)
         request = kjt.check(self.schema, tensors.values, tensors.lengths, tensors.weights, tensors.features)
         dims = dict(zip(self.schema.names, self.schema.dims.tolist(), strict=True))
         return decode(self.answer(request), tensors.features, dims)

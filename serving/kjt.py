@@ -57,7 +57,7 @@ class Schema:
             return tuple(range(len(self.names)))
         for name in names:
             if name not in self.positions:
-                raise InvalidRequest(f"feature {name!r}: expected one of {_listed(self.names)}")
+                raise InvalidRequest(f"feature {_shortened(name)!r}: expected one of {_listed(self.names)}")
         if not names:
             raise InvalidRequest(f"features: expected at least one of {_listed(self.names)}, got none")
         selected = tuple(self.positions[name] for name in names)
@@ -306,6 +306,11 @@ def _in_range(schema: Schema, request: KjtRequest, bounds: Ids) -> KjtRequest:
         weights=None if request.weights is None else request.weights[kept],
         dropped=np.bincount(feature_of[outside], minlength=len(ids)).astype(np.int64),
     )
+
+
+def _shortened(name: str) -> str:
+    """A name that a caller sent: gRPC carries messages as metadata, and drops the stream at 16 KiB of it."""
+    return name if len(name) <= 64 else name[:64] + "…"
 
 
 def _listed(names: Sequence[str]) -> str:

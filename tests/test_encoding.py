@@ -44,17 +44,41 @@ def test_every_form_gives_the_same_tensors(features: Any) -> None:
     assert tensors.weights is None
 
 
-def test_weights_travel_with_their_ids() -> None:
-    given = {"a": ([3, 5], [2], [0.5, 2.0]), "b": ([1], [1], [3.0])}
-    weights = encode(given).weights
+AB_KJT = KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor([3, 5, 1]), torch.tensor([2, 1]))
+WEIGHTED_KJT = KeyedJaggedTensor.from_lengths_sync(
+    ["a", "b"], torch.tensor([3, 5, 1]), torch.tensor([2, 1]), weights=torch.tensor([0.5, 2.0, 3.0])
+)
+
+
+@pytest.mark.parametrize(
+    ("features", "weighted", "expected"),
+    [
+        pytest.param({"a": ([3, 5], [2], [0.5, 2.0]), "b": ([1], [1], [3.0])}, "ab", [0.5, 2.0, 3.0], id="arrays"),
+        pytest.param(WEIGHTED_KJT, "ab", [0.5, 2.0, 3.0], id="KJT"),
+        pytest.param({"a": ([3, 5], [2], [0.5, 2.0]), "b": [[1]]}, "a", [0.5, 2.0, 1.0], id="a feature without"),
+        pytest.param({"b": [[1], [2]]}, "a", [1.0, 1.0], id="only features without"),
+        pytest.param(AB_KJT, "c", [1.0, 1.0, 1.0], id="KJT of features without"),
+    ],
+)
+def test_weights_travel_with_their_ids(features: Any, weighted: str, expected: list[float]) -> None:
+    weights = encode(features, weighted).weights
     assert weights is not None
-    assert weights.tolist() == [0.5, 2.0, 3.0]
-    kjt = KeyedJaggedTensor.from_lengths_sync(
-        ["a", "b"], torch.tensor([3, 5, 1]), torch.tensor([2, 1]), weights=torch.tensor([0.5, 2.0, 3.0])
-    )
-    from_kjt = encode(kjt).weights
-    assert from_kjt is not None
-    assert from_kjt.tolist() == [0.5, 2.0, 3.0]
+    assert weights.dtype == np.float32
+    assert weights.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("features", "weighted", "message"),
+    [
+        pytest.param({"a": ([1], [1], [1.0])}, "", "feature 'a': expected no weights", id="not weighted"),
+        pytest.param(WEIGHTED_KJT, "", "feature 'a': expected no weights", id="not weighted, KJT"),
+        pytest.param({"b": [[1]], "a": [[1]]}, "a", "feature 'a': expected a weight for each id", id="missing"),
+        pytest.param(AB_KJT, "b", "feature 'b': expected a weight for each id", id="missing, KJT"),
+    ],
+)
+def test_weights_that_do_not_fit_the_model_are_refused(features: Any, weighted: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        encode(features, weighted)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +94,6 @@ def test_weights_travel_with_their_ids() -> None:
         pytest.param({"a": ([1, 2], [1])}, "feature 'a': expected 1 ids, the sum of its lengths, got 2", id="sum"),
         pytest.param({"a": ([1], [1], [1.0, 2.0])}, "feature 'a': expected 1 weights", id="weights"),
         pytest.param({"a": ([1],)}, "feature 'a': expected .values, lengths.", id="a tuple of one"),
-        pytest.param({"a": ([1], [1], [1.0]), "b": [[1]]}, "feature 'b': expected as many weights", id="weights of some"),
     ],
 )  # fmt: skip
 def test_what_is_no_request_is_refused_by_name(features: Any, message: str) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model, pipeline
 from export.errors import ConfigError, ModelError, ParityError, PublishError, QuantizeError
@@ -22,8 +24,6 @@ from export.quantize import quantize
 from serving.bundle import open_bundle
 from serving.engine import Engine
 from tests.models import MIXED, SUM, Spec, collection
-
-SMALL = (Spec("t", 10, 8, "SUM", ("x",)),)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -285,23 +285,56 @@ def config(name: str, *features: str, **more: Any) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(name=name, num_embeddings=10, embedding_dim=8, feature_names=list(features), **more)
 
 
-def test_nested_collections_are_found_and_shared_features_named_as_torchrec_does(tmp_path: Path) -> None:
-    ebc = EmbeddingBagCollection(tables=[config("a", "x"), config("b", "x", "y")])
-    bundle = export_model(
-        Deep(nn.Linear(2, 2), ebc, collection((Spec("t", 10, 8, "SUM", ("z",)),))), tmp_path / "r", "m"
+def one_row(module: nn.Module, table: str, row: int) -> npt.NDArray[np.float32]:
+    """A row of the one table whose key ends in `table`."""
+    (key,) = [key for key in module.state_dict() if key.endswith(f"{table}.weight")]
+    weights: npt.NDArray[np.float32] = module.state_dict()[key][row].numpy()
+    return weights
+
+
+def test_every_collection_of_a_module_is_served_under_names_that_differ(tmp_path: Path) -> None:
+    """Nested, with a table and a feature of the same name in two of them, one of them fused, one weighted."""
+    fused = FusedEmbeddingBagCollection(
+        [config("same", "x")], torch.optim.SGD, {"lr": 0.1}, device=torch.device("cpu")
     )
-    answer = Engine.open(bundle).lookup({"x@a": [[1]], "x@b": [[1]], "y": [[2]], "z": [[3]]})
-    weights = ebc.state_dict()
-    np.testing.assert_allclose(answer["x@a"][0], weights["embedding_bags.a.weight"][1], atol=0.05)
-    np.testing.assert_allclose(answer["x@b"][0], weights["embedding_bags.b.weight"][1], atol=0.05)
+    module = nn.ModuleDict(
+        {
+            "one": Deep(
+                nn.Linear(2, 2), EmbeddingBagCollection(tables=[config("same", "x"), config("two", "x", "y")])
+            ),
+            "fused": fused,
+            "weighted": EmbeddingBagCollection(tables=[config("third", "z")], is_weighted=True),
+        }
+    )
+    exact = ExportConfig(dtype={"*": WeightDtype.FP32, "fused.*": WeightDtype.FP16})
+    answer = Engine.open(export_model(module, tmp_path / "r", "m", exact)).lookup(
+        {
+            "x@one.inner.1.same": [[1]],
+            "x@two": [[2]],
+            "x@fused.same": [[3]],
+            "y": [[4]],
+            "z": ([5, 6], [2], [0.5, -2.0]),
+        }
+    )
+    np.testing.assert_array_equal(answer["x@one.inner.1.same"][0], one_row(module["one"], "same", 1))
+    np.testing.assert_array_equal(answer["x@two"][0], one_row(module, "two", 2))
+    np.testing.assert_allclose(answer["x@fused.same"][0], one_row(fused, "same", 3), rtol=2**-10)
+    np.testing.assert_array_equal(answer["y"][0], one_row(module, "two", 4))
+    expected = 0.5 * one_row(module, "third", 5) - 2 * one_row(module, "third", 6)
+    np.testing.assert_allclose(answer["z"][0], expected, rtol=1e-6)
+
+
+def test_one_collection_names_a_shared_feature_as_torchrec_does(tmp_path: Path) -> None:
+    ebc = EmbeddingBagCollection(tables=[config("a", "x"), config("b", "x", "y")])
+    bundle = export_model(ebc, tmp_path / "r", "m")
+    kjt = KeyedJaggedTensor.from_lengths_sync(["x", "y"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+    assert [feature.name for feature in open_bundle(bundle).manifest.features] == ebc(kjt).keys()
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         pytest.param(lambda: nn.Linear(2, 2), "Linear: expected an EmbeddingBagCollection in it, found none", id="no tables"),
-        pytest.param(lambda: Deep(collection(SMALL), collection(SMALL)), "table 't': expected once", id="table twice"),
-        pytest.param(lambda: Deep(EmbeddingBagCollection(tables=[config("a", "x")]), EmbeddingBagCollection(tables=[config("b", "x")])), "feature 'x': expected once", id="feature twice"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x,y")]), "feature 'x,y': expected a name without a comma", id="comma"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x", num_embeddings_post_pruning=5)]), "table 'a': .* pruned", id="pruned"),
     ],

@@ -64,6 +64,7 @@ def test_a_good_request_is_taken_as_it_is() -> None:
         pytest.param(ints(), lens(2**31 - 1, 2**31 - 1, 2), None, r"feature 'a': .* got 0 ids for lengths that sum to 4294967296", id="lengths that would wrap"),
         pytest.param(ints(1), lens(1, 0), None, r"lengths: expected a multiple of 3, .*'a', 'b', 'c'.* got 2", id="not divisible"),
         pytest.param(ints(1), lens(1), ("d",), r"feature 'd': expected one of 'a', 'b', 'c'", id="unknown feature"),
+        pytest.param(ints(1), lens(1), ("d" * 10**6,), r"^feature 'd{64}…': expected one of 'a', 'b', 'c'$", id="endless feature"),
         pytest.param(ints(1, 1), lens(1, 1), ("b", "b"), r"feature 'b': expected each feature once", id="feature twice"),
         pytest.param(ints(), lens(), (), r"features: expected at least one", id="no feature"),
         pytest.param(np.array([1], np.int32), lens(1, 0, 0), None, r"values: expected dtype int64, got int32", id="values dtype"),

@@ -136,7 +136,7 @@ def test_a_large_request(client: LookupClient, mixed: Path) -> None:
 
 def test_the_client_knows_features_and_dims_from_the_server(client: LookupClient) -> None:
     assert client.info.dims == {name: table_of(MIXED)[name].dim for name in FEATURES}
-    assert not client.info.weighted
+    assert client.info.weighted == ()
 
 
 # --- many at once
@@ -282,7 +282,10 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient) ->
         nowhere.lookup({"genres": [[1]]})
     with LookupClient(server.grpc, "mixed", timeout_s=1e-6) as hasty, pytest.raises(DeadlineExceeded):
         hasty.lookup({"genres": [[1]]})
-    with LookupClient(server.grpc, "weighted") as weighted, pytest.raises(InvalidRequest, match="weights"):
+    with (
+        LookupClient(server.grpc, "weighted") as weighted,
+        pytest.raises(InvalidRequest, match="feature 'x': expected a weight for each id"),
+    ):
         weighted.lookup({"x": [[1]]})
     with pytest.raises(InvalidRequest, match="timeout_s: expected > 0, got 0"):
         LookupClient(server.grpc, "mixed", timeout_s=0)
