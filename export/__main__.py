@@ -9,14 +9,18 @@ from typing import Annotated, NoReturn, TypeVar
 
 import torch
 import typer
+from rich import box
 from rich import progress as bars
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from torch import nn
 
 from export import ExportConfig, ExportError, export_model, pipeline
 from export.errors import ConfigError, ModelError
-from serving.bundle import IdPolicy, Manifest, OutputDtype, WeightDtype, open_bundle
+from export.verify import verify_bundle
+from serving.bundle import MANIFEST, IdPolicy, Manifest, OutputDtype, WeightDtype, open_bundle
+from serving.errors import BundleError
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
@@ -30,11 +34,6 @@ app = typer.Typer(
 )
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
-
-
-@app.callback()
-def _commands() -> None:
-    """Keep `model` a sub-command while it is the only one."""
 
 
 @app.command()
@@ -86,10 +85,44 @@ def model(
 
             path = export_model(module, repository, name, config, version, checkpoint=checkpoint, progress=show)
     except ExportError as error:
+        _err.print("Nothing was published.")
         _fail(error)
     _out.print(_parity_table(open_bundle(path).manifest))
     _out.print(f"published {path}", soft_wrap=True)
     _out.print(f"next: tbe-serve run {repository}", soft_wrap=True)
+
+
+@app.command()
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest itself.")] = False,
+) -> None:
+    """Show what a bundle holds: tables, dtypes, bytes before and after, features, versions, parity."""
+    try:
+        manifest = open_bundle(bundle).manifest
+    except BundleError as error:
+        _fail(error)
+    if as_json:
+        print((bundle / MANIFEST).read_text(), end="")
+        return
+    _out.print(_tables_table(manifest))
+    _out.print(_parity_table(manifest))
+    _out.print("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+
+
+@app.command()
+def verify(bundle: Annotated[Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION.")]) -> None:
+    """Read every byte of a bundle and check what it answers; exits with 1 if anything differs."""
+    try:
+        manifest = verify_bundle(bundle).manifest
+    except (BundleError, ExportError) as error:
+        _fail(error)
+    size = sum(file.size_bytes for file in manifest.files.values())
+    _out.print(
+        f"{bundle}: {len(manifest.files)} files ({size:,} bytes) and the answers of "
+        f"{len(manifest.tables)} tables are as exported",
+        soft_wrap=True,
+    )
 
 
 def _build(spec: str, *, meta: bool) -> nn.Module:
@@ -145,6 +178,27 @@ def _progress_bar() -> bars.Progress:
     )
 
 
+def _tables_table(manifest: Manifest) -> Table:
+    table = Table(title="tables", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("table", no_wrap=True)
+    table.add_column("features")
+    for name in ("shape", "pooling", "dtype", "bad ids", "float", "stored"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for spec in manifest.tables:
+        features = ", ".join(feature.name for feature in manifest.features if feature.table == spec.name)
+        table.add_row(
+            spec.name,
+            features,
+            f"{spec.rows:,} × {spec.dim}",
+            spec.pooling.value + (" weighted" if spec.weighted else ""),
+            spec.dtype.value,
+            spec.id_policy.value,
+            decimal(4 * spec.rows * spec.dim),
+            decimal(spec.rows * spec.row_bytes),
+        )
+    return table
+
+
 def _parity_table(manifest: Manifest) -> Table:
     table = Table(title="largest error of an element, step by step from the float table", title_justify="left")
     table.add_column("table")
@@ -157,9 +211,8 @@ def _parity_table(manifest: Manifest) -> Table:
     return table
 
 
-def _fail(error: ExportError) -> NoReturn:
+def _fail(error: ExportError | BundleError) -> NoReturn:
     _err.print(f"tbe-export: {error}", markup=False, soft_wrap=True)
-    _err.print("Nothing was published.")
     raise typer.Exit(1) from error
 
 

@@ -1,57 +1,16 @@
-"""How far each table's answers move: float ↔ quantized ↔ scripted ↔ reloaded. The gate of an export.
+"""How far each table's answers move: float ↔ quantized ↔ scripted ↔ reloaded. The gate of an export."""
 
-The oracle is numpy: it reads the stored bytes by their published format and shares no code with the program.
-"""
-
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from export.dequantize import FP16_SUBNORMAL, FP16_UNIT, FP32_UNIT, Bytes, Floats, dequantize
 from export.errors import ParityError
-from serving.bundle import Manifest, OutputDtype, Parity, Pooling, Shard, Table, WeightDtype
-
-Floats = npt.NDArray[np.float32]
-Bytes = npt.NDArray[np.uint8]
-
-_PROBE_SEED = 20_451
-_PROBE_SAMPLES = 64
-_LONGEST_BAG = 100
-_FP16_ULP = 2.0**-11
-_FP16_SUBNORMAL = 2.0**-25
-_FP32_ULP = 2.0**-24
-
-
-def dequantize(rows: Bytes, dtype: WeightDtype) -> Floats:
-    """The numbers that stored rows stand for.
-
-    Args:
-        rows: uint8 [n, row bytes], in the format of `serving.bundle`.
-
-    Returns:
-        float32 [n, dim].
-    """
-    if dtype is WeightDtype.FP32:
-        return rows.view(np.float32)
-    if dtype is WeightDtype.FP16:
-        return rows.view(np.float16).astype(np.float32)
-    qparams = rows[:, :4].copy().view(np.float16).astype(np.float32)
-    codes = rows[:, 4:]
-    if dtype is not WeightDtype.INT8:
-        shifts = np.arange(0, 8, dtype.bits, dtype=np.uint8)
-        codes = (codes[:, :, np.newaxis] >> shifts) & np.uint8(2**dtype.bits - 1)
-        codes = codes.reshape(len(rows), -1)
-    numbers: Floats = codes.astype(np.float32)
-    numbers *= qparams[:, :1]
-    numbers += qparams[:, 1:]
-    return numbers
+from export.probe import Pooled
+from serving.bundle import Manifest, Parity, Table, WeightDtype
 
 
 def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> npt.NDArray[np.float64]:
@@ -63,14 +22,14 @@ def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> npt.NDAr
     if dtype is WeightDtype.FP32:
         return np.zeros(len(rows))
     if dtype is WeightDtype.FP16:
-        bound: npt.NDArray[np.float64] = np.abs(rows).max(axis=1) * _FP16_ULP + _FP16_SUBNORMAL
+        bound: npt.NDArray[np.float64] = np.abs(rows).max(axis=1) * FP16_UNIT + FP16_SUBNORMAL
         return bound
     qparams = stored[:, :4].copy().view(np.float16).astype(np.float64)
     scale, bias = qparams[:, 0], np.abs(qparams[:, 1])
     steps = 2**dtype.bits - 1
-    step: npt.NDArray[np.float64] = scale * (0.5 + steps * _FP16_ULP) + (steps + 1) * _FP16_SUBNORMAL
+    step: npt.NDArray[np.float64] = scale * (0.5 + steps * FP16_UNIT) + (steps + 1) * FP16_SUBNORMAL
     # The op computes in FP32: a few of its units of the largest number in the row.
-    step += bias * _FP16_ULP + 4 * _FP32_ULP * (bias + steps * scale)
+    step += bias * FP16_UNIT + 4 * FP32_UNIT * (bias + steps * scale)
     return step
 
 
@@ -99,130 +58,10 @@ class TableError:
             self.unexplained_row = start + int(np.argmax(worst > bounds))
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One request over all features: values int64 [N], lengths int32 [F, B], weights float32 [N] or None."""
-
-    values: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int32]
-    weights: Floats | None
-
-
-def make_probe(manifest: Manifest) -> Probe:
-    """A seeded request with empty bags, a long bag, and the first and last row of every table."""
-    random = np.random.default_rng(_PROBE_SEED)
-    tables = manifest.feature_tables
-    lengths = random.integers(0, 9, (len(tables), _PROBE_SAMPLES)).astype(np.int32)
-    lengths[:, 0] = _LONGEST_BAG
-    lengths[:, 1] = 0
-    columns = []
-    for table, bags in zip(tables, lengths, strict=True):
-        ids = random.integers(0, table.rows, bags.sum())
-        ids[:2] = 0, table.rows - 1
-        columns.append(ids)
-    values = np.concatenate(columns)
-    weights = random.normal(size=values.size).astype(np.float32) if manifest.weighted else None
-    if weights is not None:
-        counted = np.repeat([table.weighted for table in tables], lengths.sum(axis=1))
-        weights[~counted] = 1
-    return Probe(values, lengths, weights)
-
-
-@dataclass(frozen=True, slots=True)
-class Pooled:
-    """What numpy says a probe's answer is, and how far FP32 summation may be from it, by feature [B, dim]."""
-
-    answers: Sequence[npt.NDArray[np.float64]]
-    bounds: Sequence[npt.NDArray[np.float64]]
-
-
-def pool(directory: Path, manifest: Manifest, probe: Probe) -> Pooled:
-    """Answer `probe` in float64 from the stored bytes."""
-    shards = {shard.table: shard for shard in manifest.plan.shards}
-    ends = np.cumsum(probe.lengths.sum(axis=1))
-    answers, bounds = [], []
-    for table, bags, end in zip(manifest.feature_tables, probe.lengths, ends, strict=True):
-        here = slice(end - bags.sum(), end)
-        stored = _stored_rows(directory, manifest, shards[table.name], table)[probe.values[here]]
-        rows = dequantize(stored, table.dtype).astype(np.float64)
-        sizes = _sizes(rows, stored, table.dtype)
-        if probe.weights is not None:
-            rows *= probe.weights[here, np.newaxis]
-            sizes *= np.abs(probe.weights[here, np.newaxis])
-        answer, bound = _pool_bags(rows, sizes, bags, table)
-        if manifest.output_dtype is OutputDtype.FP16:
-            bound += np.abs(answer) * _FP16_ULP + _FP16_SUBNORMAL
-        answers.append(answer)
-        bounds.append(bound)
-    return Pooled(answers, bounds)
-
-
-def _stored_rows(directory: Path, manifest: Manifest, shard: Shard, table: Table) -> Bytes:
-    return np.memmap(
-        directory / manifest.plan.ranks[shard.rank].weights,
-        np.uint8,
-        mode="r",
-        offset=shard.offset_bytes,
-        shape=(table.rows, table.row_bytes),
-    )
-
-
-def _sizes(rows: npt.NDArray[np.float64], stored: Bytes, dtype: WeightDtype) -> npt.NDArray[np.float64]:
-    """What rounding acts on: |code × scale| + |bias|, which may cancel to a small number [n, dim]."""
-    bias = stored[:, 2:4].copy().view(np.float16).astype(np.float64) if dtype.quantized else 0.0
-    sizes: npt.NDArray[np.float64] = np.abs(rows - bias) + np.abs(bias)
-    return sizes
-
-
-def _pool_bags(
-    rows: npt.NDArray[np.float64], sizes: npt.NDArray[np.float64], bags: npt.NDArray[np.int32], table: Table
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    bag_of = np.repeat(np.arange(bags.size), bags)
-    answer = np.zeros((bags.size, table.dim))
-    size = np.zeros_like(answer)
-    np.add.at(answer, bag_of, rows)
-    np.add.at(size, bag_of, sizes)
-    # Each of the bag's additions, and the arithmetic of a row, may round once.
-    bound = size * ((bags[:, np.newaxis] + 8) * _FP32_ULP)
-    if table.pooling is Pooling.MEAN:
-        counts = np.maximum(bags, 1)[:, np.newaxis]
-        answer, bound = answer / counts, bound / counts
-    return answer, bound
-
-
-def run_program(program: torch.jit.ScriptModule, probe: Probe) -> npt.NDArray[Any]:
-    """The program's own answer to `probe`, [B, D]."""
-    offsets = np.concatenate([[0], np.cumsum(probe.lengths)])
-    weights = None if probe.weights is None else torch.from_numpy(probe.weights)
-    answer: npt.NDArray[Any] = program(
-        torch.from_numpy(probe.values), torch.from_numpy(offsets), weights, None
-    ).numpy()
-    return answer
-
-
-def run_reloaded(directory: Path, probe: Probe) -> npt.NDArray[Any]:
-    """The answer of a fresh process that opens the bundle at `directory` as serving does, [B, D].
-
-    Raises:
-        ParityError: it cannot open the bundle, or refuses the probe.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        arrays: dict[str, npt.NDArray[Any]] = {"values": probe.values, "lengths": probe.lengths.ravel()}
-        if probe.weights is not None:
-            arrays["weights"] = probe.weights
-        np.savez(Path(folder) / "probe.npz", **arrays)
-        command = [sys.executable, "-P", str(Path(__file__).with_name("reload.py")), str(directory), folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ParityError(f"{directory}: a fresh process could not answer from it:\n{done.stderr.strip()}")
-        answer: npt.NDArray[Any] = np.load(Path(folder) / "answer.npy", allow_pickle=False)
-        return answer
-
-
 def compare(
     manifest: Manifest,
-    errors: dict[str, TableError],
-    limits: dict[str, float | None],
+    errors: Mapping[str, TableError],
+    limits: Mapping[str, float | None],
     pooled: Pooled,
     scripted: npt.NDArray[Any],
     reloaded: npt.NDArray[Any],
@@ -239,43 +78,46 @@ def compare(
     Raises:
         ParityError: naming each table that moved further than its limit, and the step at which it did.
     """
-    failures = []
-    moved = {name: [0.0, 0.0] for name in errors}
-    ends = np.cumsum([table.dim for table in manifest.feature_tables])
-    for position, table in enumerate(manifest.feature_tables):
-        here = slice(ends[position] - table.dim, ends[position])
-        step = np.abs(scripted[:, here].astype(np.float64) - pooled.answers[position])
-        again = np.abs(reloaded[:, here].astype(np.float64) - scripted[:, here].astype(np.float64))
-        moved[table.name] = [
-            max(moved[table.name][0], float(step.max())),
-            max(moved[table.name][1], float(again.max())),
-        ]
-        feature = manifest.features[position].name
-        if not (step <= pooled.bounds[position]).all():
-            failures.append(f"table {table.name!r}: the program is off by {step.max():.3g} for feature {feature!r}")
-        if not np.array_equal(reloaded[:, here], scripted[:, here]):
-            failures.append(f"table {table.name!r}: a fresh process answers differently for feature {feature!r}")
-
+    failures = pooled.refusals(manifest, scripted)
+    program_errors = pooled.errors(manifest, scripted)
     parity = []
-    for name, error in errors.items():
-        limit = error.bound if (chosen := limits[name]) is None else chosen
-        if error.unexplained_row is not None:
-            failures.append(f"table {name!r}: row {error.unexplained_row} moved further than rounding explains")
-        if error.quantized > limit:
-            failures.append(
-                f"table {name!r}: {error.dtype.value} moves an element by {error.quantized:.3g}, "
-                f"expected at most {limit:.3g}: store it as a wider dtype"
-            )
+    for table in manifest.tables:
+        error = errors[table.name]
+        limit = error.bound if (chosen := limits[table.name]) is None else chosen
+        failures += _refusals(table, error, limit)
+        moved = np.abs(_columns(manifest, table, reloaded) - _columns(manifest, table, scripted))
+        if moved.any():
+            failures.append(f"table {table.name!r}: a fresh process answers differently, by {moved.max():.3g}")
         parity.append(
             Parity(
-                table=name,
+                table=table.name,
                 quantized=error.quantized,
                 mean=error.total / error.elements,
                 limit=limit,
-                scripted=moved[name][0],
-                reloaded=moved[name][1],
+                scripted=program_errors[table.name],
+                reloaded=float(moved.max()),
             )
         )
     if failures:
         raise ParityError("\n".join(failures))
     return tuple(parity)
+
+
+def _refusals(table: Table, error: TableError, limit: float) -> list[str]:
+    refusals = []
+    if error.unexplained_row is not None:
+        refusals.append(f"table {table.name!r}: row {error.unexplained_row} moved further than rounding explains")
+    if error.quantized > limit:
+        refusals.append(
+            f"table {table.name!r}: {table.dtype.value} moves an element by {error.quantized:.3g}, "
+            f"expected at most {limit:.3g}: store it as a wider dtype"
+        )
+    return refusals
+
+
+def _columns(manifest: Manifest, table: Table, answer: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The columns of `answer` that came from `table`, of all features that read it."""
+    of_feature = [feature.table == table.name for feature in manifest.features]
+    dims = [each.dim for each in manifest.feature_tables]
+    columns: npt.NDArray[np.float64] = answer[:, np.repeat(of_feature, dims)].astype(np.float64)
+    return columns

@@ -8,11 +8,12 @@ import msgspec
 import torch
 from torch import nn
 
-from export import parity
 from export.checkpoint import Checkpoint, module_weights, open_checkpoint
 from export.config import ExportConfig
 from export.model_config import model_py
+from export.parity import TableError, compare
 from export.planner import plan_one_rank
+from export.probe import make_probe, pool, run_program, run_reloaded
 from export.program import compile_program, save_program
 from export.publish import draft
 from export.quantize import check_dim, quantize
@@ -125,15 +126,15 @@ def _store_rows(
     manifest: Manifest,
     weights: Checkpoint,
     progress: Callable[[Progress], None],
-) -> dict[str, parity.TableError]:
+) -> dict[str, TableError]:
     """Write the rank's file block by block, comparing each block with its float rows on the way."""
-    errors: dict[str, parity.TableError] = {}
+    errors: dict[str, TableError] = {}
     total = sum(_float_bytes(table) for table in trained)
     done = 0
     with (directory / manifest.plan.ranks[0].weights).open("wb") as file:
         for table, stored, shard in zip(trained, manifest.tables, manifest.plan.shards, strict=True):
             file.seek(shard.offset_bytes)
-            error = errors[table.name] = parity.TableError(stored.dtype)
+            error = errors[table.name] = TableError(stored.dtype)
             block = max(1, _BLOCK_BYTES // (4 * table.dim))
             for start in range(0, table.rows, block):
                 rows = weights.rows(table, start, min(start + block, table.rows))
@@ -149,7 +150,7 @@ def _check_parity(
     directory: Path,
     manifest: Manifest,
     program: torch.jit.ScriptModule,
-    errors: dict[str, parity.TableError],
+    errors: dict[str, TableError],
     config: ExportConfig,
 ) -> None:
     """Write the rest of the draft, answer a probe in three ways, and record how they agree."""
@@ -159,15 +160,15 @@ def _check_parity(
     manifest = msgspec.structs.replace(manifest, files=files)
     write_manifest(directory, manifest)
 
-    probe = parity.make_probe(manifest)
+    probe = make_probe(manifest)
     program.weights_host = map_weights(directory / manifest.plan.ranks[0].weights)
-    results = parity.compare(
+    results = compare(
         manifest,
         errors,
         {table.name: config.max_error_of(table.name) for table in manifest.tables},
-        parity.pool(directory, manifest, probe),
-        parity.run_program(program, probe),
-        parity.run_reloaded(directory, probe),
+        pool(directory, manifest, probe),
+        run_program(program, probe),
+        run_reloaded(directory, probe),
     )
     write_manifest(directory, msgspec.structs.replace(manifest, parity=results))
 

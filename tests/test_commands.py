@@ -1,6 +1,7 @@
 """The commands, as one types them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,7 +115,36 @@ def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: 
     assert not (tmp_path / "r" / "m").exists()
 
 
+def test_inspect_shows_what_a_bundle_holds(mixed: Path) -> None:
+    shown = tbe_export("inspect", str(mixed)).stdout
+    for words in (("user", "user_id", "32.0 kB", "10.0 kB"), ("genre", "genres", "640 bytes", "320 bytes")):
+        assert any(all(word in line for word in words) for line in shown.splitlines()), (words, shown)
+    assert "torchrec 1.8.0" in shown
+    done = tbe_export("inspect", str(mixed), "--json")
+    assert json.loads(done.stdout) == json.loads((mixed / "manifest.json").read_text())
+    done = tbe_export("inspect", str(mixed.parent))
+    assert done.exit_code == 1
+    assert "manifest.json: cannot be read: No such file or directory" in done.stderr
+
+
+def test_verify_reads_every_byte_and_asks_every_table(mixed: Path, tmp_path: Path) -> None:
+    done = tbe_export("verify", str(mixed))
+    assert done.exit_code == 0, done.stderr
+    assert "3 files" in done.stdout
+    assert "4 tables are as exported" in done.stdout
+    copy = Path(shutil.copytree(mixed, tmp_path / "1"))
+    weights = copy / "weights.0.bin"
+    content = bytearray(weights.read_bytes())
+    content[1000] ^= 1
+    weights.write_bytes(content)
+    done = tbe_export("verify", str(copy))
+    assert done.exit_code == 1
+    assert "weights.0.bin: expected SHA-256" in done.stderr
+
+
 @pytest.mark.parametrize("package", ["serving", "export"])
 def test_help_names_every_command(package: str) -> None:
     done = subprocess.run([sys.executable, "-m", package, "--help"], capture_output=True, text=True, check=True)
-    assert {"serving": {"run", "lookup"}, "export": {"model"}}[package] <= set(done.stdout.split())
+    assert {"serving": {"run", "lookup"}, "export": {"model", "inspect", "verify"}}[package] <= set(
+        done.stdout.split()
+    )

@@ -163,9 +163,10 @@ def test_the_root_of_a_file_system_is_no_repository() -> None:
 
 
 EXPORT_SLOWLY = """
-import sys, time
+import signal, sys, time
 from export import export_model
 from tests.models import collection
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
 def wait(progress):
     print(progress.step, flush=True)
     time.sleep(60 if progress.step == sys.argv[2] else 0)
