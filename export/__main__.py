@@ -179,10 +179,10 @@ def _progress_bar() -> bars.Progress:
 
 
 def _tables_table(manifest: Manifest) -> Table:
-    table = Table(title="tables", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="tables", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("table", no_wrap=True)
-    table.add_column("features")
-    for name in ("shape", "pooling", "dtype", "bad ids", "float", "stored"):
+    table.add_column("features", min_width=12, overflow="fold")
+    for name in ("shape", "pooling", "dtype", "ids out", "float", "stored"):
         table.add_column(name, justify="right", no_wrap=True)
     for spec in manifest.tables:
         features = ", ".join(feature.name for feature in manifest.features if feature.table == spec.name)
