@@ -193,10 +193,14 @@ def _tables_table(manifest: Manifest) -> Table:
             spec.pooling.value + (" weighted" if spec.weighted else ""),
             spec.dtype.value,
             spec.id_policy.value,
-            decimal(4 * spec.rows * spec.dim),
-            decimal(spec.rows * spec.row_bytes),
+            _size(4 * spec.rows * spec.dim),
+            _size(spec.rows * spec.row_bytes),
         )
     return table
+
+
+def _size(size_bytes: int) -> str:
+    return decimal(size_bytes).replace("bytes", "B")
 
 
 def _parity_table(manifest: Manifest) -> Table:

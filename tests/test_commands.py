@@ -117,7 +117,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: 
 
 def test_inspect_shows_what_a_bundle_holds(mixed: Path) -> None:
     shown = tbe_export("inspect", str(mixed)).stdout
-    for words in (("user", "user_id", "32.0 kB", "10.0 kB"), ("genre", "genres", "640 bytes", "320 bytes")):
+    for words in (("user", "user_id", "32.0 kB", "10.0 kB"), ("genre", "genres", "640 B", "320 B")):
         assert any(all(word in line for word in words) for line in shown.splitlines()), (words, shown)
     assert "torchrec 1.8.0" in shown
     done = tbe_export("inspect", str(mixed), "--json")
