@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -131,21 +132,20 @@ def run_server(
         installation = _find(stack)
         taken = _take_ports(host, ports)
         output = stack.enter_context(log.open("wb")) if log else sys.stderr
-        process = subprocess.Popen(
-            _command(installation, repository, models, host, taken, options),
-            env=os.environ | installation.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output.fileno(),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on, once
-            preexec_fn=_die_with_parent,
-        )
-        try:
-            server = Server(process, f"{host}:{taken.grpc}", f"{host}:{taken.http}", f"{host}:{taken.metrics}")
-            server.models = _wait_until_ready(server, models, ready_timeout_s, log)
-            yield server
-        finally:
-            _stop(process)
+        with _signals_deferred():
+            process = subprocess.Popen(
+                _command(installation, repository, models, host, taken, options),
+                env=os.environ | installation.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output.fileno(),
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on, once
+                preexec_fn=_die_with_parent,
+            )
+            stack.callback(_stop, process)
+        server = Server(process, f"{host}:{taken.grpc}", f"{host}:{taken.http}", f"{host}:{taken.metrics}")
+        server.models = _wait_until_ready(server, models, ready_timeout_s, log)
+        yield server
 
 
 def _find(stack: contextlib.ExitStack) -> Installation:
@@ -248,6 +248,26 @@ def _command(
     if installation.backends:
         command.append(f"--backend-directory={installation.backends}")
     return [*command, *options]
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM at the end: a handler that raises would lose a process that is just starting."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread alone
+        return
+    came: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
 
 
 def _die_with_parent() -> None:
