@@ -75,7 +75,7 @@ def bare_tbe(engine: Engine) -> IntNBitTableBatchedEmbeddingBagsCodegen:
         row_alignment=1,
         bounds_check_mode=BoundsCheckMode.NONE,
     )
-    tbe.weights_host = map_weights(engine.bundle.weights_path(0))
+    (tbe.weights_host,) = map_weights(engine.bundle.path, engine.bundle.manifest.plan)
     tbe.weights_physical_offsets = [shard.offset_bytes for shard in engine.bundle.manifest.plan.shards]
     tbe.initialize_logical_weights_placements_and_offsets()
     tbe.weight_initialized = True

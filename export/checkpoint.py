@@ -1,7 +1,7 @@
 """Trained weights, read table by table in blocks of rows, never all at once."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,6 +17,9 @@ from export.tables import TrainedTable
 # What Hugging Face's tools write beside the files of a sharded set: {"weight_map": {key: file name}}.
 _SAFETENSORS_INDEX = "*.safetensors.index.json"
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+# Rows travel in blocks of about this many float bytes: few enough to stay in a core's cache on the way.
+_BLOCK_BYTES = 1 << 20
 
 
 class Checkpoint:
@@ -59,6 +62,13 @@ class Checkpoint:
                 f"{self._source}: table {table.name!r}: expected one key {table.key!r}, found {found}"
             )
         return self._stored[matches[0]]
+
+
+def blocks(table: TrainedTable, weights: Checkpoint) -> Iterator[tuple[int, Tensor]]:
+    """The rows of `table` from first to last, in blocks [n, dim], each with the number of its first row."""
+    step = max(1, _BLOCK_BYTES // (4 * table.dim))
+    for start in range(0, table.rows, step):
+        yield start, weights.rows(table, start, min(start + step, table.rows))
 
 
 def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpoint:

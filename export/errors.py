@@ -21,6 +21,10 @@ class QuantizeError(ExportError):
     """A row cannot be stored in the dtype asked for; names table and row."""
 
 
+class PlanError(ExportError):
+    """The tables do not fit the ranks; names a table, and by how much."""
+
+
 class ParityError(ExportError):
     """A table's answers moved further than its limit; names the tables and the step."""
 

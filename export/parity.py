@@ -1,16 +1,21 @@
-"""How far each table's answers move: float ↔ quantized ↔ scripted ↔ reloaded. The gate of an export."""
+"""How far each table's numbers move: float ↔ quantized ↔ sharded ↔ scripted ↔ reloaded. The gate of an export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import nn
 
+from export.agreement import Tally
 from export.dequantize import FP16_SUBNORMAL, FP16_UNIT, FP32_UNIT, Bytes, Floats, dequantize
 from export.errors import ParityError
-from export.probe import Pooled
-from serving.bundle import Manifest, Parity, Table, WeightDtype
+from export.probe import Pooled, make_probe, pool, run_program, run_reloaded
+from export.program import build_program
+from serving.bundle import Agreement, Manifest, Parity, Table, WeightDtype
+from serving.engine import map_weights
 
 
 def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> npt.NDArray[np.float64]:
@@ -38,66 +43,103 @@ class TableError:
     """The error of one table's stored rows, gathered block by block."""
 
     dtype: WeightDtype
-    quantized: float = 0.0
-    total: float = 0.0
-    elements: int = 0
+    tally: Tally = field(default_factory=Tally)
     bound: float = 0.0
-    unexplained_row: int | None = field(default=None)
+    unexplained_row: int | None = None
 
     def add(self, start: int, rows: Floats, stored: Bytes) -> None:
         """Compare float `rows` [n, dim], the first of which is row `start`, with what was stored for them."""
-        error = rows - dequantize(stored, self.dtype)
-        np.abs(error, out=error)
-        worst = error.max(axis=1)
+        worst = self.tally.add(start, rows, dequantize(stored, self.dtype))
         bounds = rounding_bounds(rows, stored, self.dtype)
-        self.quantized = max(self.quantized, float(worst.max()))
-        self.total += float(error.sum(dtype=np.float64))
-        self.elements += error.size
         self.bound = max(self.bound, float(bounds.max()))
         if self.unexplained_row is None and (worst > bounds).any():
             self.unexplained_row = start + int(np.argmax(worst > bounds))
 
 
-def compare(
-    manifest: Manifest,
-    errors: Mapping[str, TableError],
-    limits: Mapping[str, float | None],
-    pooled: Pooled,
-    scripted: npt.NDArray[Any],
-    reloaded: npt.NDArray[Any],
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """A probe's answers [B, D] on the way from the stored rows to a served model."""
+
+    pooled: Pooled
+    sharded: npt.NDArray[Any]
+    scripted: npt.NDArray[Any]
+    reloaded: npt.NDArray[Any]
+
+    def refusals(self, manifest: Manifest) -> list[str]:
+        """A line for each table that moved where it may not: anywhere, or further than FP32 summation explains."""
+        refusals = self.pooled.refusals(manifest, self.sharded)
+        for what, before, after in (
+            ("the compiled program", self.sharded, self.scripted),
+            ("a fresh process", self.scripted, self.reloaded),
+        ):
+            for table in manifest.tables:
+                moved = _of_table(manifest, table, after) - _of_table(manifest, table, before)
+                if moved.any():
+                    largest = np.abs(moved).max()
+                    refusals.append(f"table {table.name!r}: {what} answers differently, by {largest:.3g}")
+        return refusals
+
+    def parity(self, manifest: Manifest, table: Table, quantized: Agreement, limit: float) -> Parity:
+        """All steps of one table."""
+
+        def step(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> Agreement:
+            tally = Tally()
+            tally.add(0, _of_table(manifest, table, before), _of_table(manifest, table, after))
+            return tally.agreement
+
+        return Parity(
+            table=table.name,
+            limit=limit,
+            quantized=quantized,
+            sharded=step(self.pooled.answer, self.sharded),
+            scripted=step(self.sharded, self.scripted),
+            reloaded=step(self.scripted, self.reloaded),
+        )
+
+
+def answer_probe(directory: Path, manifest: Manifest, program: nn.Module) -> Answers:
+    """Answer a probe at each step.
+
+    Args:
+        directory: of a bundle, published or not, with a manifest.
+        manifest: its manifest.
+        program: the compiled one.
+
+    Raises:
+        ParityError: a fresh process cannot answer from the directory.
+    """
+    probe = make_probe(manifest)
+    built = build_program(manifest)
+    for each in (built, program):
+        each.weights_host = map_weights(directory, manifest.plan)  # type: ignore[assignment]
+    return Answers(
+        pooled=pool(directory, manifest, probe),
+        sharded=run_program(built, probe),
+        scripted=run_program(program, probe),
+        reloaded=run_reloaded(directory, probe),
+    )
+
+
+def check_parity(
+    manifest: Manifest, errors: Mapping[str, TableError], limits: Mapping[str, float | None], answers: Answers
 ) -> tuple[Parity, ...]:
     """The parity of every table.
 
     Args:
         errors: float ↔ quantized, by table.
         limits: `ExportConfig.max_error`, by table.
-        pooled: numpy's answers to the probe.
-        scripted: the program's answer in this process [B, D].
-        reloaded: the answer of a fresh process [B, D].
+        answers: to one probe.
 
     Raises:
         ParityError: naming each table that moved further than its limit, and the step at which it did.
     """
-    failures = pooled.refusals(manifest, scripted)
-    program_errors = pooled.errors(manifest, scripted)
+    failures = answers.refusals(manifest)
     parity = []
     for table in manifest.tables:
         error = errors[table.name]
         limit = error.bound if (chosen := limits[table.name]) is None else chosen
         failures += _refusals(table, error, limit)
-        moved = np.abs(_columns(manifest, table, reloaded) - _columns(manifest, table, scripted))
-        if moved.any():
-            failures.append(f"table {table.name!r}: a fresh process answers differently, by {moved.max():.3g}")
-        parity.append(
-            Parity(
-                table=table.name,
-                quantized=error.quantized,
-                mean=error.total / error.elements,
-                limit=limit,
-                scripted=program_errors[table.name],
-                reloaded=float(moved.max()),
-            )
-        )
+        parity.append(answers.parity(manifest, table, error.tally.agreement, limit))
     if failures:
         raise ParityError("\n".join(failures))
     return tuple(parity)
@@ -107,15 +149,15 @@ def _refusals(table: Table, error: TableError, limit: float) -> list[str]:
     refusals = []
     if error.unexplained_row is not None:
         refusals.append(f"table {table.name!r}: row {error.unexplained_row} moved further than rounding explains")
-    if error.quantized > limit:
+    if error.tally.largest > limit:
         refusals.append(
-            f"table {table.name!r}: {table.dtype.value} moves an element by {error.quantized:.3g}, "
+            f"table {table.name!r}: {table.dtype.value} moves an element by {error.tally.largest:.3g}, "
             f"expected at most {limit:.3g}: store it as a wider dtype"
         )
     return refusals
 
 
-def _columns(manifest: Manifest, table: Table, answer: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _of_table(manifest: Manifest, table: Table, answer: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """The columns of `answer` that came from `table`, of all features that read it."""
     of_feature = [feature.table == table.name for feature in manifest.features]
     dims = [each.dim for each in manifest.feature_tables]

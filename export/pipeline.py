@@ -1,6 +1,7 @@
 """The whole way from a trained module to a published bundle."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,15 +9,16 @@ import msgspec
 import torch
 from torch import nn
 
-from export.checkpoint import Checkpoint, module_weights, open_checkpoint
+from export.checkpoint import Checkpoint, blocks, module_weights, open_checkpoint
+from export.choose import smallest_dtype
 from export.config import ExportConfig
 from export.model_config import model_py
-from export.parity import TableError, compare
-from export.planner import plan_one_rank
-from export.probe import make_probe, pool, run_program, run_reloaded
+from export.parity import TableError, answer_probe, check_parity
+from export.planner import plan_shards
 from export.program import compile_program, save_program
 from export.publish import draft
 from export.quantize import check_dim, quantize
+from export.shards import write_rows
 from export.tables import TrainedTable, collect_tables
 from serving.bundle import (
     FORMAT_VERSION,
@@ -26,14 +28,11 @@ from serving.bundle import (
     Feature,
     Manifest,
     Table,
+    WeightDtype,
     digest_file,
     write_manifest,
 )
-from serving.engine import map_weights
 from serving.pins import installed
-
-# Rows travel in blocks of about this many float bytes: few enough to stay in a core's cache on the way.
-_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,7 @@ def export_model(
         ModelError: the module's tables cannot be served.
         CheckpointError: the checkpoint does not hold them.
         QuantizeError: a row does not fit its dtype.
+        PlanError: the tables do not fit the ranks.
         ParityError: a table's answers moved further than its limit.
         PublishError: the repository cannot take the bundle.
 
@@ -80,22 +80,48 @@ def export_model(
     """
     config = config or ExportConfig()
     trained = collect_tables(module)
-    config.check_patterns(table.name for table in trained)
-    weights = open_checkpoint(checkpoint) if checkpoint is not None else module_weights(module, trained)
+    weights = _open_weights(module, trained, checkpoint)
     for table in trained:
-        check_dim(table.name, table.dim, config.dtype_of(table.name))
         weights.check(table)
-
-    manifest = _manifest(trained, config)
+    manifest = _manifest(trained, config, lambda: weights, progress)
     program = compile_program(manifest)
     with draft(Path(repository), name, version, manifest) as new:
         errors = _store_rows(new.path, trained, manifest, weights, progress)
-        progress(Progress("parity", *[sum(_float_bytes(table) for table in trained)] * 2))
+        progress(Progress("parity", *[_float_bytes(*trained)] * 2))
         _check_parity(new.path, manifest, program, errors, config)
         return new.publish()
 
 
-def _manifest(trained: Sequence[TrainedTable], config: ExportConfig) -> Manifest:
+def plan_model(
+    module: nn.Module,
+    config: ExportConfig,
+    *,
+    checkpoint: Path | str | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Manifest:
+    """What `export_model` would write, as far as it is known before: dtypes, plan, byte offsets.
+
+    Weights are read only where `max_error` leaves a dtype to be chosen.
+
+    Raises:
+        ModelError, ConfigError, CheckpointError, QuantizeError, PlanError: as `export_model`.
+    """
+    trained = collect_tables(module)
+    return _manifest(trained, config, lambda: _open_weights(module, trained, checkpoint), progress)
+
+
+def _open_weights(module: nn.Module, trained: Sequence[TrainedTable], checkpoint: Path | str | None) -> Checkpoint:
+    return module_weights(module, trained) if checkpoint is None else open_checkpoint(checkpoint)
+
+
+def _manifest(
+    trained: Sequence[TrainedTable],
+    config: ExportConfig,
+    weights: Callable[[], Checkpoint],
+    progress: Callable[[Progress], None],
+) -> Manifest:
+    config.check_patterns(table.name for table in trained)
+    dtypes = _dtypes(trained, config, weights, progress)
     tables = tuple(
         Table(
             name=table.name,
@@ -103,21 +129,48 @@ def _manifest(trained: Sequence[TrainedTable], config: ExportConfig) -> Manifest
             dim=table.dim,
             pooling=table.pooling,
             weighted=table.weighted,
-            dtype=config.dtype_of(table.name),
+            dtype=dtypes[table.name],
             id_policy=config.id_policy_of(table.name),
         )
         for table in trained
     )
+    features = tuple(Feature(name=name, table=table.name) for table in trained for name in table.features)
     return Manifest(
         format_version=FORMAT_VERSION,
-        features=tuple(Feature(name=name, table=table.name) for table in trained for name in table.features),
+        features=features,
         tables=tables,
         output_dtype=config.output_dtype,
-        plan=plan_one_rank(tables),
+        plan=plan_shards(tables, features, config.sharding),
         parity=(),
         versions=installed(),
         files={},
     )
+
+
+def _dtypes(
+    trained: Sequence[TrainedTable],
+    config: ExportConfig,
+    weights: Callable[[], Checkpoint],
+    progress: Callable[[Progress], None],
+) -> dict[str, WeightDtype]:
+    """Each table's dtype as asked; the smallest within its limit where only a limit was asked."""
+    limits = {t.name: config.max_error_of(t.name) for t in trained if config.dtype_of(t.name) is None}
+    total = _float_bytes(*(table for table in trained if limits.get(table.name) is not None))
+    done = 0
+
+    def count(elements: int) -> None:
+        nonlocal done
+        done += 4 * elements
+        progress(Progress("choosing dtypes", done, total))
+
+    dtypes = {}
+    for table in trained:
+        dtype = config.dtype_of(table.name) or WeightDtype.INT8
+        if (limit := limits.get(table.name)) is not None:
+            dtype = smallest_dtype(table, weights(), limit, count)
+        check_dim(table.name, table.dim, dtype)
+        dtypes[table.name] = dtype
+    return dtypes
 
 
 def _store_rows(
@@ -127,19 +180,21 @@ def _store_rows(
     weights: Checkpoint,
     progress: Callable[[Progress], None],
 ) -> dict[str, TableError]:
-    """Write the rank's file block by block, comparing each block with its float rows on the way."""
+    """Write the ranks' files block by block, comparing each block with its float rows on the way."""
     errors: dict[str, TableError] = {}
-    total = sum(_float_bytes(table) for table in trained)
+    shards = manifest.plan.shards_by_table
+    total = _float_bytes(*trained)
     done = 0
-    with (directory / manifest.plan.ranks[0].weights).open("wb") as file:
-        for table, stored, shard in zip(trained, manifest.tables, manifest.plan.shards, strict=True):
-            file.seek(shard.offset_bytes)
+    with ExitStack() as stack:
+        files = {
+            number: stack.enter_context((directory / rank.weights).open("wb")).fileno()
+            for number, rank in enumerate(manifest.plan.ranks)
+        }
+        for table, stored in zip(trained, manifest.tables, strict=True):
             error = errors[table.name] = TableError(stored.dtype)
-            block = max(1, _BLOCK_BYTES // (4 * table.dim))
-            for start in range(0, table.rows, block):
-                rows = weights.rows(table, start, min(start + block, table.rows))
+            for start, rows in blocks(table, weights):
                 bytes_ = quantize(table.name, start, rows, stored.dtype).numpy()
-                file.write(bytes_.data)
+                write_rows(files, stored, shards[table.name], start, bytes_)
                 error.add(start, rows.float().numpy(), bytes_)
                 done += 4 * rows.numel()
                 progress(Progress(table.name, done, total))
@@ -153,25 +208,17 @@ def _check_parity(
     errors: dict[str, TableError],
     config: ExportConfig,
 ) -> None:
-    """Write the rest of the draft, answer a probe in three ways, and record how they agree."""
+    """Write the rest of the draft, answer a probe at each step, and record how they agree."""
     (directory / MODEL).write_text(model_py())
     save_program(program, directory / PROGRAM)
     files = {path.name: digest_file(path) for path in sorted(directory.iterdir()) if path.name != MANIFEST}
     manifest = msgspec.structs.replace(manifest, files=files)
     write_manifest(directory, manifest)
 
-    probe = make_probe(manifest)
-    program.weights_host = map_weights(directory / manifest.plan.ranks[0].weights)
-    results = compare(
-        manifest,
-        errors,
-        {table.name: config.max_error_of(table.name) for table in manifest.tables},
-        pool(directory, manifest, probe),
-        run_program(program, probe),
-        run_reloaded(directory, probe),
-    )
-    write_manifest(directory, msgspec.structs.replace(manifest, parity=results))
+    limits = {table.name: config.max_error_of(table.name) for table in manifest.tables}
+    parity = check_parity(manifest, errors, limits, answer_probe(directory, manifest, program))
+    write_manifest(directory, msgspec.structs.replace(manifest, parity=parity))
 
 
-def _float_bytes(table: TrainedTable) -> int:
-    return 4 * table.rows * table.dim
+def _float_bytes(*tables: TrainedTable) -> int:
+    return sum(4 * table.rows * table.dim for table in tables)

@@ -1,4 +1,4 @@
-"""One request that asks every table, and its answer in three ways: numpy, the program here, a fresh process."""
+"""One request that asks every table, and its answer: by numpy, by a program here, by a fresh process."""
 
 import subprocess
 import sys
@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
-from export.dequantize import FP16_SUBNORMAL, FP16_UNIT, FP32_UNIT, Bytes, Floats, dequantize
+from export.dequantize import FP16_SUBNORMAL, FP16_UNIT, FP32_UNIT, Floats
 from export.errors import ParityError
-from serving.bundle import Manifest, OutputDtype, Pooling, Shard, Table, WeightDtype
+from export.shards import read_rows
+from serving.bundle import Manifest, OutputDtype, Pooling, Table
 
 _SEED = 20_451
 _SAMPLES = 64
@@ -57,39 +59,33 @@ class Pooled:
     answers: Sequence[npt.NDArray[np.float64]]
     bounds: Sequence[npt.NDArray[np.float64]]
 
-    def errors(self, manifest: Manifest, answer: npt.NDArray[Any]) -> dict[str, float]:
-        """The largest difference between `answer` [B, D] and numpy's, by table."""
-        errors = {table.name: 0.0 for table in manifest.tables}
-        for feature, step in zip(manifest.features, self._steps(answer), strict=True):
-            errors[feature.table] = max(errors[feature.table], float(step.max()))
-        return errors
+    @property
+    def answer(self) -> npt.NDArray[np.float64]:
+        """All features side by side [B, D]."""
+        return np.concatenate(self.answers, axis=1)
 
     def refusals(self, manifest: Manifest, answer: npt.NDArray[Any]) -> list[str]:
         """A line for each feature whose columns of `answer` [B, D] are further off than rounding explains."""
-        return [
-            f"table {feature.table!r}: the program is off by {step.max():.3g} for feature {feature.name!r}"
-            for feature, step, bound in zip(manifest.features, self._steps(answer), self.bounds, strict=True)
-            if not (step <= bound).all()
-        ]
-
-    def _steps(self, answer: npt.NDArray[Any]) -> list[npt.NDArray[np.float64]]:
-        ends = np.cumsum([expected.shape[1] for expected in self.answers])
-        return [
-            np.abs(answer[:, end - expected.shape[1] : end].astype(np.float64) - expected)
-            for expected, end in zip(self.answers, ends, strict=True)
-        ]
+        errors = np.abs(answer.astype(np.float64) - self.answer)
+        ends = np.cumsum([table.dim for table in manifest.feature_tables])
+        refusals = []
+        for feature, bound, end in zip(manifest.features, self.bounds, ends, strict=True):
+            error = errors[:, end - bound.shape[1] : end]
+            if not (error <= bound).all():
+                refusals.append(
+                    f"table {feature.table!r}: the program is off by {error.max():.3g} for feature {feature.name!r}"
+                )
+        return refusals
 
 
 def pool(directory: Path, manifest: Manifest, probe: Probe) -> Pooled:
     """Answer `probe` in float64 from the stored bytes."""
-    shards = {shard.table: shard for shard in manifest.plan.shards}
+    pieces = manifest.plan.pieces_by_table
     ends = np.cumsum(probe.lengths.sum(axis=1))
     answers, bounds = [], []
     for table, bags, end in zip(manifest.feature_tables, probe.lengths, ends, strict=True):
         here = slice(end - bags.sum(), end)
-        stored = _stored_rows(directory, manifest, shards[table.name], table)[probe.values[here]]
-        rows = dequantize(stored, table.dtype).astype(np.float64)
-        sizes = _sizes(rows, stored, table.dtype)
+        rows, sizes = read_rows(directory, manifest, pieces[table.name], table, probe.values[here])
         if probe.weights is not None:
             rows *= probe.weights[here, np.newaxis]
             sizes *= np.abs(probe.weights[here, np.newaxis])
@@ -99,23 +95,6 @@ def pool(directory: Path, manifest: Manifest, probe: Probe) -> Pooled:
         answers.append(answer)
         bounds.append(bound)
     return Pooled(answers, bounds)
-
-
-def _stored_rows(directory: Path, manifest: Manifest, shard: Shard, table: Table) -> Bytes:
-    return np.memmap(
-        directory / manifest.plan.ranks[shard.rank].weights,
-        np.uint8,
-        mode="r",
-        offset=shard.offset_bytes,
-        shape=(table.rows, table.row_bytes),
-    )
-
-
-def _sizes(rows: npt.NDArray[np.float64], stored: Bytes, dtype: WeightDtype) -> npt.NDArray[np.float64]:
-    """What rounding acts on: |code × scale| + |bias|, which may cancel to a small number [n, dim]."""
-    bias = stored[:, 2:4].copy().view(np.float16).astype(np.float64) if dtype.quantized else 0.0
-    sizes: npt.NDArray[np.float64] = np.abs(rows - bias) + np.abs(bias)
-    return sizes
 
 
 def _pool_bags(
@@ -134,8 +113,8 @@ def _pool_bags(
     return answer, bound
 
 
-def run_program(program: torch.jit.ScriptModule, probe: Probe) -> npt.NDArray[Any]:
-    """The program's own answer to `probe`, [B, D]."""
+def run_program(program: nn.Module, probe: Probe) -> npt.NDArray[Any]:
+    """A program's answer to `probe`, [B, D]; compiled or not."""
     offsets = np.concatenate([[0], np.cumsum(probe.lengths)])
     weights = None if probe.weights is None else torch.from_numpy(probe.weights)
     answer: npt.NDArray[Any] = program(

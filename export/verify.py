@@ -1,23 +1,97 @@
-"""Is a published bundle what was exported? Its files, and its answers."""
+"""Is a published bundle what was exported? Its files, its answers, and, beside the trained weights, its rows."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from export.errors import ParityError
-from export.probe import make_probe, pool, run_reloaded
-from serving.bundle import Bundle, open_bundle, verify_digests
+import msgspec
+import numpy as np
+import torch
+
+from export.agreement import Tally
+from export.checkpoint import Checkpoint, blocks
+from export.errors import ModelError
+from export.parity import answer_probe
+from export.shards import read_rows
+from export.tables import TrainedTable
+from serving.bundle import Agreement, Bundle, Parity, open_bundle, verify_digests
+from serving.engine import load_program
 
 
-def verify_bundle(path: Path) -> Bundle:
-    """Read every byte of the bundle at `path`, and compare what it answers in a fresh process with numpy's answers.
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found. `measured`: `quantized` was measured anew, else it is as the export recorded it."""
+
+    bundle: Bundle
+    parity: tuple[Parity, ...]
+    failures: tuple[str, ...]
+    measured: bool
+
+
+def verify_bundle(
+    path: Path, trained: tuple[TrainedTable, ...] | None = None, weights: Checkpoint | None = None
+) -> Verification:
+    """Read every byte of a bundle, and answer a probe by numpy, uncompiled, compiled and in a fresh process.
+
+    Args:
+        path: the bundle.
+        trained: the tables that it was exported from; with `weights`, every row is compared with its float one.
+        weights: of `trained`.
 
     Raises:
         BundleError: a file differs from its digest, or the bundle cannot be opened.
-        ParityError: a table's answers are further from numpy's than rounding explains.
+        ModelError: the bundle holds other tables than `trained`.
+        CheckpointError: `weights` does not hold them.
+        ParityError: a fresh process cannot answer from it.
     """
     bundle = open_bundle(path)
     verify_digests(bundle)
-    probe = make_probe(bundle.manifest)
-    pooled = pool(path, bundle.manifest, probe)
-    if refusals := pooled.refusals(bundle.manifest, run_reloaded(path, probe)):
-        raise ParityError("\n".join(refusals))
-    return bundle
+    manifest = bundle.manifest
+    quantized = {parity.table: parity.quantized for parity in manifest.parity}
+    if trained is not None and weights is not None:
+        quantized = _compare_rows(bundle, trained, weights)
+    limits = {parity.table: parity.limit for parity in manifest.parity}
+    answers = answer_probe(path, manifest, load_program(bundle))
+    failures = answers.refusals(manifest)
+    failures += [
+        f"table {name!r}: row {agreement.worst_row} differs by {agreement.largest:.3g} from the weights given, "
+        f"expected at most {limits[name]:.3g}: is this what it was exported from?"
+        for name, agreement in quantized.items()
+        if not agreement.largest <= limits[name]
+    ]
+    parity = tuple(
+        answers.parity(manifest, table, quantized[table.name], limits[table.name]) for table in manifest.tables
+    )
+    return Verification(bundle, parity, tuple(failures), trained is not None)
+
+
+def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Checkpoint) -> dict[str, Agreement]:
+    manifest = bundle.manifest
+    found = {table.name: (table.rows, table.dim) for table in trained}
+    expected = {table.name: (table.rows, table.dim) for table in manifest.tables}
+    if found != expected:
+        raise ModelError(f"{bundle.path}: expected a model with tables {expected}, got {found}")
+    by_name = {table.name: table for table in trained}
+    pieces = manifest.plan.pieces_by_table
+    agreements = {}
+    for stored in manifest.tables:
+        tally = Tally()
+        table = by_name[stored.name]
+        weights.check(table)
+        for start, rows in blocks(table, weights):
+            ids = np.arange(start, start + len(rows))
+            numbers, _ = read_rows(bundle.path, manifest, pieces[stored.name], stored, ids)
+            tally.add(start, rows.to(torch.float64).numpy(), numbers)
+        agreements[stored.name] = tally.agreement
+    return agreements
+
+
+def as_json(verification: Verification) -> str:
+    """For machines: {bundle, ok, failures, quantized_measured, tables: [parity of each]}."""
+    seen = {
+        "bundle": str(verification.bundle.path),
+        "ok": not verification.failures,
+        "failures": verification.failures,
+        "quantized_measured": verification.measured,
+        "tables": verification.parity,
+    }
+    return msgspec.json.format(msgspec.json.encode(seen), indent=1).decode()

@@ -12,6 +12,7 @@ from serving.encoding import Features, decode, encode
 from serving.errors import BundleError
 from serving.kjt import Embeddings, KjtRequest, Schema
 from serving.pins import load_fbgemm
+from serving.plan import Plan
 
 load_fbgemm()
 
@@ -31,8 +32,8 @@ class Engine:
         self.bundle = bundle
         self.schema = Schema.of(bundle.manifest)
         self._features = self.schema.select(None)
-        program = _load_program(bundle)
-        program.weights_host = map_weights(bundle.weights_path(0))
+        program = load_program(bundle)
+        program.weights_host = map_weights(bundle.path, bundle.manifest.plan)
         # Past the hooks of nn.Module.__call__, which cost a third of a small lookup.
         self._lookup = program.forward
 
@@ -73,7 +74,12 @@ class Engine:
         return array
 
 
-def _load_program(bundle: Bundle) -> torch.jit.ScriptModule:
+def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
+    """The program of `bundle`, without weights.
+
+    Raises:
+        BundleError: torch cannot load it, or it was compiled for another manifest.
+    """
     path = bundle.path / PROGRAM
     try:
         program: torch.jit.ScriptModule = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
@@ -84,8 +90,14 @@ def _load_program(bundle: Bundle) -> torch.jit.ScriptModule:
     return program
 
 
-def map_weights(path: Path) -> torch.Tensor:
-    """The bytes of `path` as uint8, read from the page cache when they are touched, never written."""
+def map_weights(directory: Path, plan: Plan) -> list[torch.Tensor]:
+    """The bytes of each rank as uint8, read from the page cache when they are touched, never written."""
+    return [_map(directory / rank.weights) for rank in plan.ranks]
+
+
+def _map(path: Path) -> torch.Tensor:
+    if path.stat().st_size == 0:  # a rank without shards; nothing cannot be mapped
+        return torch.empty(0, dtype=torch.uint8)
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     with warnings.catch_warnings():

@@ -264,8 +264,8 @@ def _signals_deferred() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
     for number in came:
         signal.raise_signal(number)
 

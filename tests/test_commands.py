@@ -97,10 +97,10 @@ def test_model_exports_by_name_and_pattern(tmp_path: Path) -> None:
         pytest.param(["--model", "tests.models:nothing"], "--model tests.models:nothing: expected package.module:function", id="no function"),
         pytest.param(["--model", "nowhere:build"], "--model nowhere:build: expected package.module:function", id="no module"),
         pytest.param(["--model", "builtins:dict"], "--model builtins:dict: expected a torch.nn.Module, got dict", id="no nn.Module"),
-        pytest.param(["--dtype", "int3"], "--dtype: expected one of fp32, fp16, int8, int4, int2, got 'int3'", id="dtype"),
+        pytest.param(["--dtype", "int3"], "dtype: expected one of fp32, fp16, int8, int4, int2, got 'int3'", id="dtype"),
         pytest.param(["--dtype", "itme=int4"], "dtype 'itme': expected the name of a table", id="pattern"),
-        pytest.param(["--max-error", "small"], "--max-error: expected a number, got 'small'", id="number"),
-        pytest.param(["--max-error", "user=1e-9"], "table 'user': INT8 moves an element by", id="limit"),
+        pytest.param(["--max-error", "small"], "max-error: expected a number, got 'small'", id="number"),
+        pytest.param(["--dtype", "int8", "--max-error", "user=1e-9"], "table 'user': INT8 moves an element by", id="limit"),
         pytest.param(["--checkpoint", "nowhere.pt"], "nowhere.pt: expected a file, or a folder with", id="checkpoint"),
     ],
 )  # fmt: skip

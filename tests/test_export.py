@@ -58,10 +58,12 @@ def test_the_manifest_says_what_was_exported(mixed: Path) -> None:
     assert [table.id_policy for table in manifest.tables] == [IdPolicy.ERROR] * 3 + [IdPolicy.ZERO]
     assert manifest.versions.keys() >= {"torch", "torchrec", "fbgemm-gpu-cpu", "tbe-serving"}
     for parity in manifest.parity:
-        assert 0 < parity.quantized <= parity.limit
-        assert parity.mean < parity.quantized
-        assert parity.scripted < 1e-5
-        assert parity.reloaded == 0
+        assert 0 < parity.quantized.mean < parity.quantized.largest <= parity.limit
+        assert 0.8 < parity.quantized.cosine < 1
+        assert parity.sharded.largest < 1e-5
+        assert parity.sharded.cosine == pytest.approx(1, abs=1e-9)
+        assert parity.scripted.largest == parity.reloaded.largest == 0
+        assert parity.scripted.cosine == parity.reloaded.cosine == 1
 
 
 def test_rows_are_packed_at_alignment_1(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def _last_page(float_auc: float, served: dict[str, Served], seconds: float) -> P
 
 
 def _weights_bytes(bundle: Bundle) -> int:
-    return sum(bundle.weights_path(rank).stat().st_size for rank in range(len(bundle.manifest.plan.ranks)))
+    return sum((bundle.path / rank.weights).stat().st_size for rank in bundle.manifest.plan.ranks)
 
 
 def _kib(size_bytes: int) -> str:

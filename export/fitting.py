@@ -1,0 +1,51 @@
+"""Do the tables fit the ranks? If not: which table, and by how much."""
+
+from collections.abc import Sequence
+
+from export.errors import PlanError
+from serving.bundle import Table
+from serving.plan import Plan
+
+
+def shard_bytes(tables: Sequence[Table], plan: Plan) -> list[tuple[int, str, int]]:
+    """(rank, table, bytes) of each shard, in the plan's order."""
+    dtypes = {table.name: table.dtype for table in tables}
+    return [
+        (shard.rank, shard.table, shard.height * dtypes[shard.table].row_bytes(shard.width)) for shard in plan.shards
+    ]
+
+
+def check_fits(tables: Sequence[Table], plan: Plan, memory_bytes: int | None) -> None:
+    """Compare what each rank holds with what it can.
+
+    Raises:
+        PlanError: naming the rank, the bytes that are too many, and the largest table there.
+    """
+    if memory_bytes is None:
+        return
+    shards = shard_bytes(tables, plan)
+    for rank in range(len(plan.ranks)):
+        here = [(size, name) for number, name, size in shards if number == rank]
+        total = sum(size for size, _ in here)
+        if total > memory_bytes:
+            size, name = max(here)
+            raise PlanError(
+                f"rank {rank} would hold {total:,} bytes, {total - memory_bytes:,} more than its {memory_bytes:,}: "
+                f"its largest shard is {size:,} bytes of table {name!r}"
+            )
+
+
+def overflow_of(pieces: Sequence[tuple[int, str]], ranks: int, memory_bytes: int) -> str | None:
+    """The first of `pieces` (bytes, table) that finds no room, largest first, each on the emptiest rank."""
+    free = [memory_bytes] * ranks
+    total = sum(size for size, _ in pieces)
+    for size, name in sorted(pieces, reverse=True):
+        rank = free.index(max(free))
+        if size > free[rank]:
+            return (
+                f"table {name!r}: a shard of it takes {size:,} bytes, {size - free[rank]:,} more than any of {ranks} "
+                f"ranks has left of its {memory_bytes:,}: all tables take {total:,} bytes: give more memory or "
+                "ranks, allow types that cut smaller, or store narrower dtypes"
+            )
+        free[rank] -= size
+    return None

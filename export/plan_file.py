@@ -1,0 +1,60 @@
+"""An explicit plan, as JSON::
+
+    {"ranks": [{"host": 0}, {"host": 0}],
+     "tables": {"item": {"sharding_type": "row_wise",
+                         "shards": [{"rank": 0, "rows": [0, 500], "columns": [0, 64]},
+                                    {"rank": 1, "rows": [500, 1000], "columns": [0, 64]}]}}}
+
+`tbe-export plan --json` prints one, with more keys beside these, which reading passes over.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from export.errors import ConfigError
+from serving.plan import Block, Shard, ShardingType
+
+
+class _Rank(msgspec.Struct):
+    host: int
+
+
+class _Shard(msgspec.Struct):
+    rank: int
+    rows: Block
+    columns: Block
+
+
+class _Table(msgspec.Struct):
+    sharding_type: ShardingType
+    shards: list[_Shard]
+
+
+class _PlanFile(msgspec.Struct):
+    ranks: list[_Rank]
+    tables: dict[str, _Table]
+
+
+def read_plan(path: Path) -> tuple[list[int], dict[str, ShardingType], dict[str, list[Shard]]]:
+    """The host of each rank, and the sharding type and shards of each table; offsets are still 0.
+
+    Raises:
+        ConfigError: the file is not such a plan.
+    """
+    try:
+        plan = msgspec.json.decode(path.read_bytes(), type=_PlanFile)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not plan.ranks:
+        raise ConfigError(f"{path}: ranks: expected at least one")
+    shards = {
+        name: [
+            Shard(table=name, rank=shard.rank, rows=shard.rows, columns=shard.columns, offset_bytes=0)
+            for shard in table.shards
+        ]
+        for name, table in plan.tables.items()
+    }
+    return [rank.host for rank in plan.ranks], {name: t.sharding_type for name, t in plan.tables.items()}, shards

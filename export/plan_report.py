@@ -1,0 +1,127 @@
+"""What a plan comes to: bytes of each rank and table, and what a request moves to and from the ranks.
+
+As JSON it is a plan file too (`export.plan_file`).
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import msgspec
+
+from export.sharding import Sharding
+from serving.bundle import Manifest, WeightDtype
+from serving.plan import Block, Shard, ShardingType
+
+_ID_BYTES = 8
+_LENGTH_BYTES = 8
+_WEIGHT_BYTES = 4
+_SUM_BYTES = 4
+
+
+class ShardReport(msgspec.Struct, frozen=True):
+    """A shard and its stored bytes."""
+
+    rank: int
+    rows: Block
+    columns: Block
+    bytes: int
+
+
+class TableReport(msgspec.Struct, frozen=True):
+    """A table, how it is placed, and the bytes of all its shards, copies included."""
+
+    sharding_type: ShardingType
+    rows: int
+    dim: int
+    dtype: WeightDtype
+    bytes: int
+    shards: list[ShardReport]
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """A rank: its stored bytes in all and by table, its share of all ranks' bytes, and a request's traffic.
+
+    `bytes_in` are the ids, lengths and weights of a request that the rank is sent, on average over ids spread evenly
+    over rows; `bytes_out` are the FP32 sums that it answers.
+    """
+
+    host: int
+    bytes: int
+    share: float
+    bytes_in: int
+    bytes_out: int
+    shards: int
+    tables: dict[str, int]
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """Ranks, tables by name, the batch size that the traffic is for, and what a rank can hold if that was said."""
+
+    batch_size: int
+    bytes: int
+    memory_bytes: int | None
+    ranks: list[RankReport]
+    tables: dict[str, TableReport]
+
+
+def report_plan(manifest: Manifest, sharding: Sharding) -> PlanReport:
+    """Add up the plan of `manifest`, for requests as `sharding` expects them."""
+    plan = manifest.plan
+    specs = {table.name: table for table in manifest.tables}
+    tables = {}
+    by_rank: list[dict[str, int]] = [defaultdict(int) for _ in plan.ranks]
+    counts = [0] * len(plan.ranks)
+    for name, shards in plan.shards_by_table.items():
+        spec = specs[name]
+        sizes = [shard.height * spec.dtype.row_bytes(shard.width) for shard in shards]
+        for shard, size in zip(shards, sizes, strict=True):
+            by_rank[shard.rank][name] += size
+            counts[shard.rank] += 1
+        tables[name] = TableReport(
+            sharding_type=plan.sharding[name],
+            rows=spec.rows,
+            dim=spec.dim,
+            dtype=spec.dtype,
+            bytes=sum(sizes),
+            shards=[
+                ShardReport(rank=shard.rank, rows=shard.rows, columns=shard.columns, bytes=size)
+                for shard, size in zip(shards, sizes, strict=True)
+            ],
+        )
+    total = sum(table.bytes for table in tables.values())
+    bytes_in, bytes_out = _traffic(manifest, sharding)
+    ranks = [
+        RankReport(
+            host=rank.host,
+            bytes=sum(sizes.values()),
+            share=sum(sizes.values()) / total,
+            bytes_in=round(bytes_in[number]),
+            bytes_out=bytes_out[number],
+            shards=counts[number],
+            tables=dict(sizes),
+        )
+        for number, (rank, sizes) in enumerate(zip(plan.ranks, by_rank, strict=True))
+    ]
+    return PlanReport(
+        batch_size=sharding.batch_size,
+        bytes=total,
+        memory_bytes=sharding.memory_bytes,
+        ranks=ranks,
+        tables=tables,
+    )
+
+
+def _traffic(manifest: Manifest, sharding: Sharding) -> tuple[Mapping[int, float], Mapping[int, int]]:
+    """Bytes to and from each rank for one request over all features."""
+    bytes_in: dict[int, float] = defaultdict(float)
+    bytes_out: dict[int, int] = defaultdict(int)
+    pieces: dict[str, tuple[Shard, ...]] = manifest.plan.pieces_by_table
+    id_bytes = _ID_BYTES + (_WEIGHT_BYTES if manifest.weighted else 0)
+    samples = sharding.batch_size
+    for table in manifest.tables:
+        readers = sum(feature.table == table.name for feature in manifest.features)
+        ids = samples * sum(sharding.pooling_factors_of(table.name, readers))
+        for shard in pieces[table.name]:
+            bytes_in[shard.rank] += ids * shard.height / table.rows * id_bytes + readers * samples * _LENGTH_BYTES
+            bytes_out[shard.rank] += readers * samples * shard.width * _SUM_BYTES
+    return bytes_in, bytes_out
