@@ -32,12 +32,12 @@ from serving.bundle import IdPolicy, OutputDtype, WeightDtype
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
 # One setting for all tables, or settings by table; numbers may be written as text.
-ByTable = str | float | dict[str, str | float]
+ByTable = str | int | float | dict[str, str | int | float]
 
-_UNITS = {"": 1, "B": 1} | {
+_UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("", 1000), ("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
 }
 
 
@@ -84,7 +84,7 @@ def by_table(given: Sequence[str] | None) -> ByTable | None:
     """Options of the form [TABLE=]X: ["int8", "item*=fp16"] to {"*": "int8", "item*": "fp16"}."""
     if not given:
         return None
-    settings: dict[str, str | float] = {}
+    settings: dict[str, str | int | float] = {}
     for each in given:
         pattern, _, text = each.rpartition("=")
         settings.pop(pattern or "*", None)  # a pattern given again counts where it is given last
@@ -135,9 +135,9 @@ def size_bytes(text: str | int) -> int:
         ConfigError: it is none of these.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", str(text).strip())
-    if match is None or match[2] not in _UNITS:
+    if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"memory-per-rank: expected a size such as 16GB or 16GiB, got {str(text)!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _merge(first: Any, then: Any) -> Any:

@@ -1,12 +1,15 @@
 """Bundles and a real server that several tests share."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from export import ExportConfig, IdPolicy, OutputDtype, WeightDtype, export_model
+from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.server import Ports, Server, run_server
+from tests.answering_here import answer
 from tests.models import MIXED, SUM, collection
 
 # Every dtype at once, and both id policies.
@@ -16,13 +19,22 @@ MIXED_CONFIG = ExportConfig(
 )
 
 
+@pytest.fixture(scope="module")
+def _answering_here() -> Iterator[None]:
+    """For modules with many exports that are about something else than an export's last check."""
+    with mock.patch("export.parity.run_reloaded", answer):
+        yield
+
+
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with three models: `mixed`, `weighted` and `half` (FP16 out)."""
+    """A repository with four models: `mixed`, `weighted`, `half` (FP16 out) and `sharded`, `mixed` on four ranks."""
     path = tmp_path_factory.mktemp("served") / "repository"
     export_model(collection(MIXED), path, "mixed", MIXED_CONFIG)
     export_model(collection(SUM, weighted=True), path, "weighted")
     export_model(collection(MIXED), path, "half", ExportConfig(output_dtype=OutputDtype.FP16))
+    sharding = Sharding(ranks=4, ranks_per_host=2, types={"*": "grid_shard", "genre": "data_parallel"})
+    export_model(collection(MIXED), path, "sharded", replace(MIXED_CONFIG, sharding=sharding))
     return path
 
 

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchrec import EmbeddingBagCollection
 from typer.testing import CliRunner
 
 from export.__main__ import app as export_app
 from serving.bundle import open_bundle
 from serving.engine import Engine
 from serving.server import Server
-from tests.models import collection
+from tests import oracle
+from tests.models import SUM, collection, float_tables
 
 
 def tbe_serve(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -131,7 +133,11 @@ def test_verify_reads_every_byte_and_asks_every_table(mixed: Path, tmp_path: Pat
     done = tbe_export("verify", str(mixed))
     assert done.exit_code == 0, done.stderr
     assert "3 files" in done.stdout
-    assert "4 tables are as exported" in done.stdout
+    assert "as recorded at export" in done.stdout
+    steps = ("float ↔ quantized", "quantized ↔ sharded", "sharded ↔ scripted", "scripted ↔ reloaded")
+    for table in ("user", "item", "genre", "word"):
+        for step in steps:
+            assert any(line.split()[:1] == [table] and step in line for line in done.stdout.splitlines())
     copy = Path(shutil.copytree(mixed, tmp_path / "1"))
     weights = copy / "weights.0.bin"
     content = bytearray(weights.read_bytes())
@@ -142,9 +148,157 @@ def test_verify_reads_every_byte_and_asks_every_table(mixed: Path, tmp_path: Pat
     assert "weights.0.bin: expected SHA-256" in done.stderr
 
 
+def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_path: Path) -> None:
+    """The numbers are numpy's own, worst row included; weights that have moved on since are noticed."""
+    module = collection()
+    torch.save(module.state_dict(), tmp_path / "w.pt")
+    given = ("--model", "tests.models:collection", "--checkpoint", str(tmp_path / "w.pt"))
+    done = tbe_export("verify", str(mixed), *given, "--json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["failures"], report["quantized_measured"]) == (True, [], True)
+    for parity in report["tables"]:
+        trained = float_tables(module)[parity["table"]].astype(np.float64)
+        stored = oracle.exported_table(mixed, parity["table"]).astype(np.float64)
+        error = np.abs(trained - stored)
+        cosine = (trained * stored).sum() / np.linalg.norm(trained) / np.linalg.norm(stored)
+        assert parity["quantized"]["worst_row"] == error.max(axis=1).argmax()
+        found = [parity["quantized"][name] for name in ("largest", "mean", "cosine")]
+        assert found == pytest.approx([error.max(), error.mean(), cosine], rel=1e-5)
+
+    with torch.no_grad():
+        module.state_dict()["embedding_bags.item.weight"][17, 3] += 5
+    torch.save(module.state_dict(), tmp_path / "w.pt")
+    done = tbe_export("verify", str(mixed), *given)
+    assert done.exit_code == 1
+    assert "table 'item': row 17 differs by 4.9" in done.stderr
+    assert "table 'user'" not in done.stderr
+    done = tbe_export("verify", str(mixed), *given, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["ok"]) == (1, False)
+
+
+def test_verify_with_another_model_names_what_differs(mixed: Path) -> None:
+    done = tbe_export("verify", str(mixed), "--model", "tests.test_commands:another")
+    assert done.exit_code == 1
+    assert "expected a model with tables {'user': (500, 16)" in done.stderr
+    done = tbe_export("verify", str(mixed), "--checkpoint", "w.pt")
+    assert done.exit_code == 1
+    assert "--checkpoint: expected --model too" in done.stderr
+
+
+def another() -> EmbeddingBagCollection:
+    return collection(SUM)
+
+
+PLAN = ("plan", "--model", "tests.models:collection", "--ranks", "4", "--ranks-per-host", "2")
+
+
+def test_plan_shows_bytes_and_traffic_and_writes_nothing(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    arguments = ("--sharding", "row_wise", "--sharding", "word=data_parallel", "--batch-size", "100")
+    done = tbe_export(*PLAN, *arguments, "--pooling-factor", "user=10", "--picture", str(picture))
+    assert done.exit_code == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["user", "500", "×", "16", "INT8", "row_wise", "4", "2.5", "kB", "0–3"] in lines
+    assert ["word", "1,000", "×", "24", "INT8", "data_parallel", "4", "28.0", "kB", "0–3"] in lines
+    # Rank 1, by hand: a quarter of each table cut by rows and all of `word`, which rank 0 answers for.
+    stored = (500 * 20 + 300 * 36 + 20 * 12) // 4 + 1000 * 28
+    ids, lengths = 100 * (10 + 1 + 1 + 1) / 4 * 8, 4 * 100 * 8
+    sums = 100 * (16 + 32 + 32 + 8) * 4
+    report = json.loads(tbe_export(*PLAN, *arguments, "--pooling-factor", "user=10", "--json").stdout)
+    rank = report["ranks"][1]
+    assert (rank["bytes"], rank["bytes_in"], rank["bytes_out"]) == (stored, ids + lengths, sums)
+    assert [each["host"] for each in report["ranks"]] == [0, 0, 1, 1]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
+
+
+def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path) -> None:
+    planned = tbe_export(*PLAN, "--sharding", "grid_shard", "--json").stdout
+    (tmp_path / "plan.json").write_text(planned)
+    done = tbe_export(
+        "model", "--model", "tests.models:collection", "--repository", str(tmp_path / "r"), "--name", "m",
+        "--plan", str(tmp_path / "plan.json"),
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    bundle = tmp_path / "r" / "m" / "1"
+    report = json.loads(planned)
+    assert [path.stat().st_size for path in sorted(bundle.glob("weights.*"))] == pytest.approx(
+        [rank["bytes"] for rank in report["ranks"]], abs=128 * 4
+    )
+    shown = tbe_export("inspect", str(bundle)).stdout
+    assert any(line.split()[:1] == ["user"] and "grid_shard" in line for line in shown.splitlines())
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["--memory-per-rank", "1kB"], "table 'word': a shard of it takes ", id="does not fit"),
+        pytest.param(["--memory-per-rank", "1 parsec"], "memory-per-rank: expected a size such as 16GB", id="size"),
+        pytest.param(["--sharding", "rowwise"], "sharding '*': expected one of auto, auto-simple, data_parallel", id="type"),
+        pytest.param(["--ranks", "4", "--ranks-per-host", "3"], "ranks_per_host: expected a divisor of 4 ranks", id="hosts"),
+        pytest.param(["--picture", "plan.xyz"], "--picture plan.xyz: Format 'xyz' is not supported", id="picture"),
+        pytest.param(["--config", "nowhere.toml"], "nowhere.toml: cannot be read", id="no file"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_made_is_said_in_one_line(arguments: list[str], message: str) -> None:
+    done = tbe_export(*PLAN, *arguments)
+    assert done.exit_code == 1
+    assert f"tbe-export: {message}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+SETTINGS = """
+dtype = { "*" = "int4", user = "fp16" }
+id_policy = "zero"
+output_dtype = "fp16"
+
+[sharding]
+ranks = 4
+memory_per_rank = "1 GiB"
+types = "column_wise"
+min_partition = { item = 16 }
+"""
+
+
+def test_a_file_says_it_all_and_options_count_after_it(tmp_path: Path) -> None:
+    (tmp_path / "export.toml").write_text(SETTINGS)
+    done = tbe_export(
+        "model", "--model", "tests.models:collection", "--repository", str(tmp_path / "r"), "--name", "m",
+        "--config", str(tmp_path / "export.toml"), "--dtype", "us*=int8", "--ranks", "2", "--sharding", "word=row_wise",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    manifest = open_bundle(tmp_path / "r" / "m" / "1").manifest
+    assert [table.dtype.value for table in manifest.tables] == ["INT8", "INT4", "INT4", "INT4"]
+    assert {table.id_policy.value for table in manifest.tables} == {"zero"}
+    assert manifest.output_dtype.value == "FP16"
+    assert len(manifest.plan.ranks) == 2
+    assert [kind.value for kind in manifest.plan.sharding.values()] == ["column_wise"] * 3 + ["row_wise"]
+    assert {shard.width for shard in manifest.plan.shards_by_table["item"]} == {16}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param('dtpye = "int8"', "unknown field `dtpye`", id="unknown key"),
+        pytest.param(
+            "[sharding]\nranks = 'two'", "Expected `int | null`, got `str` - at `$.sharding.ranks`", id="type"
+        ),
+        pytest.param("dtype = ", "Invalid value (at end of document)", id="not TOML"),
+        pytest.param('dtype = "int3"', "dtype: expected one of fp32", id="value"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_key(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "export.toml").write_text(text)
+    done = tbe_export(*PLAN, "--config", str(tmp_path / "export.toml"))
+    assert done.exit_code == 1
+    assert message in done.stderr
+
+
 @pytest.mark.parametrize("package", ["serving", "export"])
 def test_help_names_every_command(package: str) -> None:
     done = subprocess.run([sys.executable, "-m", package, "--help"], capture_output=True, text=True, check=True)
-    assert {"serving": {"run", "lookup"}, "export": {"model", "inspect", "verify"}}[package] <= set(
+    assert {"serving": {"run", "lookup"}, "export": {"model", "plan", "inspect", "verify"}}[package] <= set(
         done.stdout.split()
     )

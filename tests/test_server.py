@@ -95,6 +95,16 @@ def test_served_answers_are_the_float_tables_within_the_quantization_bound(serve
         assert (error <= 0.5 * oracle.pool(bound, bags[name], "SUM") + 1e-5).all()
 
 
+def test_a_model_on_four_ranks_answers_what_it_answers_on_one(client: LookupClient, server: Server) -> None:
+    random = np.random.default_rng(8)
+    with LookupClient(server.grpc, "sharded") as sharded:
+        for features in (None, ["words", "genres"], ["recent_items"]):
+            bags = random_bags(random, MIXED, 20, features, longest=30)
+            expected = client.lookup(bags)
+            for feature, rows in sharded.lookup(bags).items():
+                np.testing.assert_allclose(rows, expected[feature], rtol=1e-5, atol=1e-5)
+
+
 def test_lists_arrays_and_kjts_get_the_same_answer(client: LookupClient) -> None:
     bags = random_bags(np.random.default_rng(2), MIXED, 7)
     values, lengths = flat(bags)
@@ -353,6 +363,7 @@ def test_the_command_says_where_and_stops_when_it_is_told_to(repository: Path, n
         assert {model["name"]: model["versions"] for model in where["models"]} == {
             "half": [1],
             "mixed": [1],
+            "sharded": [1],
             "weighted": [1],
         }
         with LookupClient(where["grpc"], "mixed") as client:
@@ -437,7 +448,7 @@ def test_a_tritonserver_on_the_path_comes_first(
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
         with run_server(repository, Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
-            assert [model.name for model in server.models] == ["half", "mixed", "weighted"]
+            assert [model.name for model in server.models] == ["half", "mixed", "sharded", "weighted"]
     assert "started from PATH" in (tmp_path / "log").read_text()
 
 

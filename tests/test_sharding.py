@@ -1,11 +1,9 @@
 """Tables cut and copied over ranks every way there is answer as numpy does, and as one rank does."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -17,13 +15,14 @@ from torchrec.distributed.planner import ParameterConstraints
 
 from export import ExportConfig, ExportError, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from export.errors import ConfigError, PlanError
-from export.probe import Probe
 from export.sharding import CHOICES
 from serving import kjt
 from serving.engine import Engine, load_program
 from serving.plan import ShardingType
 from tests import oracle
 from tests.models import MIXED, Spec, collection, random_bags, table_of
+
+pytestmark = pytest.mark.usefixtures("_answering_here")
 
 DTYPES = {
     "user": WeightDtype.INT8,
@@ -32,18 +31,6 @@ DTYPES = {
     "word": WeightDtype.INT2,
 }
 CUTS_ROWS = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD}
-
-
-@pytest.fixture
-def _answering_here() -> Iterator[None]:
-    """Let an export's last check, which starts a Python, run in this one: 500 of them would take half an hour."""
-
-    def answer(directory: Path, probe: Probe) -> npt.NDArray[Any]:
-        engine = Engine.open(directory)
-        return engine.answer(kjt.check(engine.schema, probe.values, probe.lengths.ravel(), probe.weights))
-
-    with mock.patch("export.parity.run_reloaded", answer):
-        yield
 
 
 @dataclass(frozen=True)
@@ -95,13 +82,12 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.mark.usefixtures("_answering_here")
 @pytest.mark.timeout(900)
 @given(case=cases())
 @settings(
     max_examples=500,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 def test_any_tables_under_any_plan_answer_as_numpy(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
     module = collection(case.specs, weighted=case.weighted, seed=case.seed % 1000)
@@ -112,10 +98,10 @@ def test_any_tables_under_any_plan_answer_as_numpy(tmp_path_factory: pytest.Temp
     request: dict[str, Any] = {name: _arrays(bags[name], weights[name] if case.weighted else None) for name in bags}
     half = case.config.output_dtype is OutputDtype.FP16
 
-    answer = Engine.open(bundle).lookup(request)
+    answers = Engine.open(bundle).lookup(request)
 
-    assert tuple(answer) == case.features
-    for feature, rows in answer.items():
+    assert tuple(answers) == case.features
+    for feature, rows in answers.items():
         spec = table_of(case.specs)[feature]
         expected = oracle.pool(
             oracle.exported_table(bundle, spec.name),
