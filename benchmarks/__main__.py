@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import inprocess, loading, served
+from benchmarks import exporting, inprocess, loading, served, sharding
 from benchmarks.measure import Result, machine
 from benchmarks.workload import Workload
 
@@ -26,8 +26,12 @@ def main() -> None:
         results += inprocess.run(workload)
         console.print("served …")
         results += served.run(workload)
+        console.print("tables cut over ranks, beside TorchRec's …")
+        results += sharding.run(workload, Path(folder) / "sharding")
         console.print("load time, 2 MB against 2 GB …")
         results += loading.run(Path(folder) / "loading")
+        console.print("exporting a table larger than a quarter of memory …")
+        results += exporting.run(Path(folder) / "exporting")
     console.print(_table(results))
     _write(results)
     console.print(f"written to {LATEST.relative_to(Path.cwd())}")

@@ -16,17 +16,20 @@ from serving.pins import installed
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One number of a run: seconds, or the ratio of two of them."""
+    """One number of a run, in seconds unless `unit` says otherwise, or the ratio of two."""
 
     name: str
     value: float
     is_ratio: bool = False
+    unit: str = "s"
 
     @property
     def shown(self) -> str:
         """The number as people read it."""
         if self.is_ratio:
-            return f"{self.value:.2f}"
+            return f"{self.value:.3f}"
+        if self.unit != "s":
+            return f"{self.value / 1e6:,.0f} M{self.unit}"
         return f"{1e3 * self.value:.3f} ms" if self.value < 1 else f"{self.value:.2f} s"
 
 

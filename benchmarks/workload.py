@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from export import export_model
+from export import ExportConfig, export_model
 
 # https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm: rows (uncapped) and ids a sample.
 ROWS = (
@@ -30,6 +30,23 @@ class Arrays:
     lengths: npt.NDArray[np.int32]
 
 
+def module() -> EmbeddingBagCollection:
+    """Random tables, the same ones every time."""
+    torch.manual_seed(0)
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=f"t{number}",
+                num_embeddings=min(rows, ROW_CAP),
+                embedding_dim=DIM,
+                feature_names=[f"f{number}"],
+                pooling=PoolingType.SUM,
+            )
+            for number, rows in enumerate(ROWS)
+        ]
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """The exported tables, and requests for them."""
@@ -37,22 +54,9 @@ class Workload:
     bundle: Path
 
     @classmethod
-    def export(cls, repository: Path) -> Self:
-        """Export random tables as int8."""
-        torch.manual_seed(0)
-        module = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=f"t{number}",
-                    num_embeddings=min(rows, ROW_CAP),
-                    embedding_dim=DIM,
-                    feature_names=[f"f{number}"],
-                    pooling=PoolingType.SUM,
-                )
-                for number, rows in enumerate(ROWS)
-            ]
-        )
-        return cls(export_model(module, repository, NAME))
+    def export(cls, repository: Path, config: ExportConfig | None = None) -> Self:
+        """Export the tables, as int8 on one rank unless `config` says otherwise."""
+        return cls(export_model(module(), repository, NAME, config))
 
     def request(self, samples: int, seed: int = 0) -> Arrays:
         """Uniform ids: the hardest on caches."""

@@ -61,8 +61,11 @@ class RankLookup(nn.Module):
             WeightDtype.FP32,
             row_alignment,
         )
+        self.run = run
         features = torch.arange(len(widths))
         self.register_buffer("all_targets", self.targets(features, features))
+        # All columns of all features, in order: sums that look like the answer.
+        self.holds_all = self.all_targets.equal(torch.arange(sum(widths)))
 
     def _constant(self, name: str, values: Sequence[int]) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=torch.int64))
@@ -102,6 +105,21 @@ class RankLookup(nn.Module):
         pooled: Tensor = self.tbe(weights_host, values, offsets, per_sample_weights, segments)
         return pooled
 
+    @torch.jit.export
+    def add_to(self, sums: Tensor | None, part: Tensor, features: Tensor | None, rows: Tensor | None) -> Tensor:
+        """Add this rank's partial sums, which may be overwritten, to those of the ranks before it [B, D]."""
+        if self.holds_all and features is None:
+            return part if sums is None else sums.add_(part)
+        targets, widths = self.all_targets, self.widths
+        if features is not None and rows is not None:
+            targets, widths = self.targets(features, rows), widths.index_select(0, features)
+        samples, runs = part.size(0), int(widths.sum())
+        if sums is None:
+            sums = torch.zeros([samples, runs * self.run])
+        part = part.view(samples, targets.size(0), self.run)
+        sums.view(samples, runs, self.run).index_add_(1, targets, part)
+        return sums
+
 
 class ShardedProgram(nn.Module):
     """Tables cut or copied over ranks, every way that a plan can.
@@ -117,7 +135,6 @@ class ShardedProgram(nn.Module):
     weights_host: list[Tensor]
     row_bounds: list[Tensor]
     order: Tensor
-    widths: Tensor
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__()
@@ -133,7 +150,6 @@ class ShardedProgram(nn.Module):
             RankLookup(segments, widths, self.run, manifest.plan.row_alignment) for segments in by_rank
         )
         self.finish = Finish(manifest)
-        self.register_buffer("widths", torch.tensor(widths))
 
         pieces = manifest.plan.pieces_by_table
         blocks = [row_blocks(pieces[table.name]) for table in tables]
@@ -141,8 +157,9 @@ class ShardedProgram(nn.Module):
         self.most_blocks = max(map(len, blocks))
         everything = torch.arange(len(tables))
         self.register_buffer("order", self.split_order(everything, everything))
-        # Where all tables are cut row-wise alike, cutting the ids already puts them rank by rank.
-        self.is_cut_in_order = self.order.equal(torch.arange(self.most_blocks * len(tables)).int())
+        # Where all tables are cut row-wise alike, cutting the ids already puts them rank by rank: blocks that a
+        # short table does not have are left out, and have no ids.
+        self.is_cut_in_order = bool((torch.diff(self.order) > 0).all())
 
     @torch.jit.export
     def rows_of(self, features: Tensor) -> Tensor:
@@ -188,7 +205,9 @@ class ShardedProgram(nn.Module):
             )
             rows *= self.most_blocks
         lengths = lengths.view(rows, samples)
-        if features is not None or not self.is_cut_in_order:
+        if features is None and self.is_cut_in_order:
+            lengths = lengths.index_select(0, order)
+        else:
             lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights)
         return self._by_rank(values, lengths, weights, features)
 
@@ -232,17 +251,16 @@ class ShardedProgram(nn.Module):
 
     @torch.jit.export
     def merge(self, pooled: list[Tensor], offsets: Tensor, features: Tensor | None) -> Tensor:
-        """The answer [B, D] from the partial sums of all ranks; `offsets` and `features` are the request's."""
+        """The answer [B, D] from the partial sums of all ranks, which it may overwrite.
+
+        `offsets` and `features` are the request's.
+        """
         rows = None if features is None else self.rows_of(features)
-        widths = self.widths if features is None else self.widths.index_select(0, features)
-        samples, runs = pooled[0].size(0), int(widths.sum())
-        sums = torch.zeros([samples, runs, self.run])
+        sums: Tensor | None = None
         for number, rank in enumerate(self.ranks):
-            targets: Tensor = rank.all_targets  # type: ignore[assignment]
-            if features is not None and rows is not None:
-                targets = rank.targets(features, rows)  # type: ignore[operator]
-            sums.index_add_(1, targets, pooled[number].view(samples, targets.size(0), self.run))
-        return self.finish(sums.view(samples, runs * self.run), offsets, features)  # type: ignore[no-any-return]
+            sums = rank.add_to(sums, pooled[number], features, rows)  # type: ignore[operator]
+        assert sums is not None  # noqa: S101  for TorchScript: there is a rank
+        return self.finish(sums, offsets, features)  # type: ignore[no-any-return]
 
     def forward(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
@@ -260,11 +278,13 @@ class ShardedProgram(nn.Module):
         """
         requests = self.split(values, offsets, per_sample_weights, features)
         rows = None if features is None else self.rows_of(features)
-        pooled: list[Tensor] = []
+        sums: Tensor | None = None
         for number, rank in enumerate(self.ranks):
             ids, lengths, weights = requests[number]
-            pooled.append(rank(self.weights_host[number], ids, lengths, weights, rows))
-        return self.merge(pooled, offsets, features)
+            # Added at once, so that the next rank's sums take the memory that this one's leave.
+            sums = rank.add_to(sums, rank(self.weights_host[number], ids, lengths, weights, rows), features, rows)  # type: ignore[operator]
+        assert sums is not None  # noqa: S101
+        return self.finish(sums, offsets, features)  # type: ignore[no-any-return]
 
 
 def _place(manifest: Manifest) -> list[list[_Placed]]:

@@ -34,8 +34,8 @@ class Engine:
         self._features = self.schema.select(None)
         program = load_program(bundle)
         program.weights_host = map_weights(bundle.path, bundle.manifest.plan)
-        # Past the hooks of nn.Module.__call__, which cost a third of a small lookup.
-        self._lookup = program.forward
+        # Constants folded in, and past the hooks of nn.Module.__call__, which cost a third of a small lookup.
+        self._lookup = torch.jit.freeze(program.eval()).forward
 
     @classmethod
     def open(cls, path: Path | str) -> "Engine":
@@ -82,7 +82,10 @@ def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
     """
     path = bundle.path / PROGRAM
     try:
-        program: torch.jit.ScriptModule = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # Deprecated, and what there is (export.program).
+            warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
+            program: torch.jit.ScriptModule = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
     if program.layout != bundle.manifest.layout:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
-from export import ExportConfig, WeightDtype, export_model
+from export import ExportConfig, Sharding, WeightDtype, export_model
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests import oracle
@@ -70,18 +70,36 @@ def test_every_dtype_with_one_pooling(tmp_path: Path, dtype: WeightDtype, specs:
         np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=5e-6)
 
 
-def test_torchrec_s_own_quantized_module_answers_the_same(tmp_path: Path) -> None:
-    """Bit for bit, means included: theirs come from two TBE calls, ours from one and a division."""
+TORCH_DTYPES = {
+    WeightDtype.FP32: torch.float32,
+    WeightDtype.FP16: torch.float16,
+    WeightDtype.INT8: torch.qint8,
+    WeightDtype.INT4: torch.quint4x2,
+    WeightDtype.INT2: torch.quint2x4,
+}
+
+
+@pytest.mark.parametrize("dtype", list(WeightDtype))
+@pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])
+def test_torchrec_s_own_quantized_module_answers_the_same(tmp_path: Path, dtype: WeightDtype, sharding: str) -> None:
+    """Bit for bit where rows stay whole, means included: theirs come from two TBE calls, ours from one and a division."""
     from torchrec.inference.modules import quantize_inference_model
 
     module = collection(MIXED)
-    bundle = export_model(module, tmp_path / "r", "m")
+    ranks = 1 if sharding == "table_wise" else 3
+    config = ExportConfig(dtype={"*": dtype}, sharding=Sharding(ranks=ranks, types={"*": sharding}))
+    bundle = export_model(module, tmp_path / "r", "m", config)
     bags = random_bags(np.random.default_rng(3), MIXED, 64)
     values, lengths = flat(bags)
     kjt = KeyedJaggedTensor.from_lengths_sync(list(bags), torch.from_numpy(values), torch.from_numpy(lengths))
-    theirs = quantize_inference_model(torch.nn.Sequential(module))(kjt).to_dict()
+    dtypes = {spec.name: TORCH_DTYPES[dtype] for spec in MIXED}
+    theirs = quantize_inference_model(torch.nn.Sequential(module), per_table_weight_dtype=dtypes)(kjt).to_dict()
     for feature, rows in Engine.open(bundle).lookup(kjt).items():
-        np.testing.assert_array_equal(rows, theirs[feature].numpy().astype(np.float32))
+        expected = theirs[feature].numpy().astype(np.float32)
+        if sharding == "row_wise":
+            np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(rows, expected)
 
 
 def test_weights_multiply_rows(repository: Path) -> None:

@@ -1,0 +1,98 @@
+"""Export of a table larger than a quarter of this machine's memory: its rate beside the quantize op's, its peak.
+
+Run as a script (`python -m benchmarks.exporting CHECKPOINT REPOSITORY ROWS`) it exports in a process of its own, so
+that the peak is the export's.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from benchmarks.measure import Result, ratio
+from export import export_model
+from export.pipeline import Progress
+
+DIM = 64
+BLOCK_ROWS = 4096  # 1 MiB, as an export takes them
+KEY = "embedding_bags.t.weight"
+OP_BYTES = 2_000_000_000
+
+
+def run(folder: Path) -> list[Result]:
+    """Write a checkpoint of random rows, and export it as int8 while it is in the page cache as far as it fits."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rows = int(0.26 * memory) // (4 * DIM)
+    folder.mkdir(parents=True)
+    checkpoint = folder / "w.safetensors"
+    for command in (["--write", str(checkpoint)], [str(checkpoint), str(folder / "repository")]):
+        done = subprocess.run(
+            [sys.executable, "-m", "benchmarks.exporting", *command, str(rows)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    found = json.loads(done.stdout.splitlines()[-1])
+    checkpoint.unlink()
+    size = rows * DIM * 4
+    return [
+        Result("export_bytes", size, unit="B"),
+        Result("export_s", found["seconds"]),
+        Result("export_rate", size / found["seconds"], unit="B/s"),
+        Result("export_storing_rate", size / found["storing_s"], unit="B/s"),
+        Result("quantize_op_rate", found["op_rate"], unit="B/s"),
+        Result("export_peak_above_start", found["peak_bytes"], unit="B"),
+        ratio("export_over_quantize_op", size / found["seconds"] / found["op_rate"]),
+        ratio("export_storing_over_quantize_op", size / found["storing_s"] / found["op_rate"]),
+        ratio("export_peak_over_table", found["peak_bytes"] / size),
+    ]
+
+
+def _write(checkpoint: Path, rows: int) -> None:
+    save_file({KEY: torch.empty(rows, DIM).normal_()}, checkpoint)
+
+
+def _export(checkpoint: Path, repository: Path, rows: int) -> None:
+    with torch.device("meta"):
+        table = EmbeddingBagConfig(name="t", num_embeddings=rows, embedding_dim=DIM, feature_names=["x"])
+        module = EmbeddingBagCollection(tables=[table])
+    before = _peak_bytes()
+    stored = start = time.perf_counter()
+
+    def watch(progress: Progress) -> None:
+        nonlocal stored
+        if progress.step == "parity":
+            stored = time.perf_counter()
+
+    export_model(module, repository, "m", checkpoint=checkpoint, progress=watch)
+    seconds = time.perf_counter() - start
+    found = {"seconds": seconds, "storing_s": stored - start, "peak_bytes": _peak_bytes() - before}
+    print(json.dumps(found | {"op_rate": _op_rate()}))
+
+
+def _op_rate() -> float:
+    """Bytes of float rows a second, over and over the same block: what no export can beat."""
+    block = torch.randn(BLOCK_ROWS, DIM)
+    calls = OP_BYTES // block.nbytes
+    start = time.perf_counter()
+    for _ in range(calls):
+        torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(block, 8)
+    return calls * block.nbytes / (time.perf_counter() - start)
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--write":
+        _write(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        _export(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
