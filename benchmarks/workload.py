@@ -30,21 +30,26 @@ class Arrays:
     lengths: npt.NDArray[np.int32]
 
 
-def module() -> EmbeddingBagCollection:
+def module(row_cap: int = ROW_CAP, dim: int = DIM) -> EmbeddingBagCollection:
     """Random tables, the same ones every time."""
     torch.manual_seed(0)
     return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
                 name=f"t{number}",
-                num_embeddings=min(rows, ROW_CAP),
-                embedding_dim=DIM,
+                num_embeddings=min(rows, row_cap),
+                embedding_dim=dim,
                 feature_names=[f"f{number}"],
                 pooling=PoolingType.SUM,
             )
             for number, rows in enumerate(ROWS)
         ]
     )
+
+
+def whole() -> EmbeddingBagCollection:
+    """The tables as they are, 104 GB of FP32: to plan with, which builds them on the meta device."""
+    return module(row_cap=max(ROWS), dim=128)
 
 
 @dataclass(frozen=True, slots=True)

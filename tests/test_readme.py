@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from serving.bundle import open_bundle
 from serving.server import Ports, run_server
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,7 @@ def run(text: str, cwd: Path) -> str:
 def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    export, lookup, in_process = blocks("python")
+    export, lookup, in_process, sharded = blocks("python")
     (serve,) = blocks("", "tbe-serve run")
     (from_shell,) = blocks("", "echo")
 
@@ -47,6 +48,8 @@ def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monkey
         assert table.count("genres") == 3
     exec(in_process, names)
     assert names["answer"]["genres"].shape == (3, 16)
+    exec(sharded, names)
+    assert len(open_bundle(names["bundle"]).manifest.plan.ranks) == 2
 
 
 def test_the_shell_export_of_the_readme_runs(tmp_path: Path) -> None:
@@ -57,6 +60,14 @@ def test_the_shell_export_of_the_readme_runs(tmp_path: Path) -> None:
     environment = f"export PYTHONPATH={shlex.quote(str(ROOT))}\n"
     out = run(f"{environment}{shlex.quote(sys.executable)} -c {shlex.quote(save)}\n{command}", tmp_path)
     assert f"published {tmp_path / 'repository' / 'movies' / '1'}" in out
+
+
+def test_the_plan_of_the_readme_is_drawn(tmp_path: Path) -> None:
+    (command,) = blocks("", "tbe-export plan")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text("from tests.models import collection as build\n")
+    run(f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{command}", tmp_path)
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_every_link_of_the_docs_leads_somewhere() -> None:

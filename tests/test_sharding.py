@@ -30,6 +30,14 @@ DTYPES = {
     "genre": WeightDtype.FP16,
     "word": WeightDtype.INT2,
 }
+# Dims that FBGEMM can pack, ones that no block of columns divides among them.
+DIMS = {
+    WeightDtype.FP32: [1, 4, 7, 10, 16, 40],
+    WeightDtype.FP16: [2, 4, 7, 10, 16, 40],
+    WeightDtype.INT8: [2, 4, 10, 16, 22, 40],
+    WeightDtype.INT4: [4, 8, 12, 20, 40],
+    WeightDtype.INT2: [8, 16, 24, 40],
+}
 CUTS_ROWS = {ShardingType.ROW_WISE, ShardingType.TABLE_ROW_WISE, ShardingType.GRID_SHARD}
 
 
@@ -47,11 +55,12 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     names = [f"t{number}" for number in range(draw(st.integers(1, 5)))]
+    dtypes = {name: draw(st.sampled_from(WeightDtype)) for name in names}
     specs = tuple(
         Spec(
             name,
             draw(st.sampled_from([1, 2, 3, 7, 8, 20, 100])),
-            draw(st.sampled_from([8, 16, 24, 40])),
+            draw(st.sampled_from(DIMS[dtypes[name]])),
             draw(st.sampled_from(["SUM", "MEAN"])),
             tuple(f"{name}_{reader}" for reader in range(draw(st.integers(1, 2)))),
         )
@@ -71,7 +80,7 @@ def cases(draw: st.DrawFn) -> Case:
         specs=specs,
         weighted=draw(st.booleans()),
         config=ExportConfig(
-            dtype={name: draw(st.sampled_from(WeightDtype)) for name in names},
+            dtype=dtypes,
             output_dtype=draw(st.sampled_from(OutputDtype)),
             sharding=sharding,
         ),
