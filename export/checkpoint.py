@@ -64,11 +64,17 @@ class Checkpoint:
         return self._stored[matches[0]]
 
 
-def blocks(table: TrainedTable, weights: Checkpoint) -> Iterator[tuple[int, Tensor]]:
-    """The rows of `table` from first to last, in blocks [n, dim], each with the number of its first row."""
+def block_bounds(table: TrainedTable) -> Iterator[tuple[int, int]]:
+    """The rows of `table` from first to last in blocks [start, stop)."""
     step = max(1, _BLOCK_BYTES // (4 * table.dim))
     for start in range(0, table.rows, step):
-        yield start, weights.rows(table, start, min(start + step, table.rows))
+        yield start, min(start + step, table.rows)
+
+
+def blocks(table: TrainedTable, weights: Checkpoint) -> Iterator[tuple[int, Tensor]]:
+    """Those blocks [n, dim], each with the number of its first row."""
+    for start, stop in block_bounds(table):
+        yield start, weights.rows(table, start, stop)
 
 
 def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpoint:

@@ -55,6 +55,13 @@ class TableError:
         if self.unexplained_row is None and (worst > bounds).any():
             self.unexplained_row = start + int(np.argmax(worst > bounds))
 
+    def join(self, later: "TableError") -> None:
+        """Take in what was found in rows behind these."""
+        self.tally.join(later.tally)
+        self.bound = max(self.bound, later.bound)
+        if self.unexplained_row is None:
+            self.unexplained_row = later.unexplained_row
+
 
 @dataclass(frozen=True, slots=True)
 class Answers:

@@ -1,7 +1,6 @@
 """The whole way from a trained module to a published bundle."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import msgspec
 import torch
 from torch import nn
 
-from export.checkpoint import Checkpoint, blocks, module_weights, open_checkpoint
+from export.checkpoint import Checkpoint, module_weights, open_checkpoint
 from export.choose import smallest_dtype
 from export.config import ExportConfig
 from export.model_config import model_py
@@ -17,8 +16,8 @@ from export.parity import TableError, answer_probe, check_parity
 from export.planner import plan_shards
 from export.program import compile_program, save_program
 from export.publish import draft
-from export.quantize import check_dim, quantize
-from export.shards import write_rows
+from export.quantize import check_dim
+from export.store import store_rows
 from export.tables import TrainedTable, collect_tables
 from serving.bundle import (
     FORMAT_VERSION,
@@ -86,7 +85,7 @@ def export_model(
     manifest = _manifest(trained, config, lambda: weights, progress)
     program = compile_program(manifest)
     with draft(Path(repository), name, version, manifest) as new:
-        errors = _store_rows(new.path, trained, manifest, weights, progress)
+        errors = _store(new.path, trained, manifest, weights, progress)
         progress(Progress("parity", *[_float_bytes(*trained)] * 2))
         _check_parity(new.path, manifest, program, errors, config)
         return new.publish()
@@ -173,31 +172,21 @@ def _dtypes(
     return dtypes
 
 
-def _store_rows(
+def _store(
     directory: Path,
     trained: Sequence[TrainedTable],
     manifest: Manifest,
     weights: Checkpoint,
     progress: Callable[[Progress], None],
 ) -> dict[str, TableError]:
-    """Write the ranks' files block by block, comparing each block with its float rows on the way."""
+    """Write the ranks' files; how far each table's rows moved."""
     errors: dict[str, TableError] = {}
-    shards = manifest.plan.shards_by_table
     total = _float_bytes(*trained)
     done = 0
-    with ExitStack() as stack:
-        files = {
-            number: stack.enter_context((directory / rank.weights).open("wb")).fileno()
-            for number, rank in enumerate(manifest.plan.ranks)
-        }
-        for table, stored in zip(trained, manifest.tables, strict=True):
-            error = errors[table.name] = TableError(stored.dtype)
-            for start, rows in blocks(table, weights):
-                bytes_ = quantize(table.name, start, rows, stored.dtype).numpy()
-                write_rows(files, stored, shards[table.name], start, bytes_)
-                error.add(start, rows.float().numpy(), bytes_)
-                done += 4 * rows.numel()
-                progress(Progress(table.name, done, total))
+    for name, error, elements in store_rows(directory, trained, manifest, weights):
+        errors[name] = error
+        done += 4 * elements
+        progress(Progress(name, done, total))
     return errors
 
 

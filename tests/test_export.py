@@ -222,14 +222,16 @@ import resource, sys
 from export import export_model
 from export.errors import PublishError
 from tests.test_export import on_meta
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():  # what getrusage says would be the parent's, if that was larger
+    return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
+before = peak()
 if len(sys.argv) > 3:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), int(sys.argv[3])))
 try:
     export_model(on_meta(), sys.argv[1], "m", checkpoint=sys.argv[2])
 except PublishError as error:
     sys.exit(str(error))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak() - before)
 """
 LARGE = (Spec("t", 3_000_000, 64, "SUM", ("x",)),)
 
@@ -250,7 +252,7 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_does_not_grow_with_the_table(tmp_path: Path, large_checkpoint: Path) -> None:
     command = [sys.executable, "-c", EXPORT_CHECKPOINT, str(tmp_path / "r"), str(large_checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) / 1024 < 200  # MiB
+    assert 1 < int(done.stdout) / 1024 < 200  # MiB
     assert (tmp_path / "r" / "m" / "1" / "weights.0.bin").stat().st_size == 3_000_000 * 68
 
 
