@@ -18,7 +18,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from export import ExportConfig, IdPolicy, WeightDtype, checkpoint, export_model, pipeline
+from export import ExportConfig, IdPolicy, WeightDtype, checkpoint, export_model, pipeline, store
 from export.errors import ConfigError, ModelError, ParityError, PublishError, QuantizeError
 from export.program import compile_program, save_program
 from export.quantize import quantize
@@ -429,7 +429,7 @@ def test_a_limit_with_a_dtype_is_a_gate_and_without_one_a_choice(tmp_path: Path)
 def test_a_quantizer_that_is_wrong_in_one_code_fails_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "quantize", corrupt_codes)
+    monkeypatch.setattr(store, "quantize", corrupt_codes)
     with pytest.raises(ParityError, match="table 'genre': row 7 moved further than rounding explains"):
         export_model(collection(), tmp_path / "r", "m")
 
