@@ -93,7 +93,7 @@ def plan(
         return
     _out.print(shown.placement_table(report))
     _out.print(shown.ranks_table(report, traffic=True))
-    _out.print(f"{len(report.tables)} tables, {report.bytes:,} bytes on {len(report.ranks)} ranks")
+    _out.print(f"tables: {len(report.tables)}, bytes: {report.bytes:,}, ranks: {len(report.ranks)}")
     if picture is not None:
         _out.print(f"drawn {picture}", soft_wrap=True)
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
         ConfigError: a constraint or an explicit plan does not fit the tables.
         PlanError: the tables do not fit the ranks; names a table, and by how much.
     """
-    sharding.check_patterns([table.name for table in tables])
+    sharding.check_tables({table.name: [f.name for f in features if f.table == table.name] for table in tables})
     if sharding.plan is not None:
-        hosts, kinds, shards = read_plan(sharding.plan)
+        hosts, kinds, shards = read_plan(Path(sharding.plan))
     else:
         hosts = [rank // sharding.local_ranks for rank in range(sharding.ranks)]
         kinds, shards = _plan_one_rank(tables, sharding) if sharding.ranks == 1 else _plan(tables, features, sharding)

@@ -1,6 +1,6 @@
 """How tables are to be placed on ranks: what a person asks of the planner."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class Sharding:
     batch_size: int = 512
     row_wise_over: int = 1_000_000
     column_wise_over: int = 256
-    plan: Path | None = None
+    plan: Path | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "ranks_per_host", "memory_bytes", "batch_size"):
@@ -86,11 +86,19 @@ class Sharding:
         given = self.constraints.get(table, _OPEN).pooling_factors
         return [last_match(self.pooling_factors, table, 1.0)] * readers if given == _OPEN.pooling_factors else given
 
-    def check_patterns(self, tables: list[str]) -> None:
-        """Refuse a pattern that matches no table.
+    def check_tables(self, readers: Mapping[str, Sequence[str]]) -> None:
+        """Compare what is set by table with the tables there are, and the features that read them.
 
         Raises:
-            ConfigError: naming the pattern and the tables there are.
+            ConfigError: a pattern matches no table, or a constraint has another number of pooling factors than its
+                table has features.
         """
         for setting in ("types", "constraints", "pooling_factors", "min_partition"):
-            check_patterns(setting, getattr(self, setting), tables)
+            check_patterns(setting, getattr(self, setting), readers)
+        for table, features in readers.items():
+            factors = self.pooling_factors_of(table, len(features))
+            if len(factors) != len(features):
+                raise ConfigError(
+                    f"constraints {table!r}: expected pooling_factors for its {len(features)} features "
+                    f"({', '.join(features)}), got {len(factors)}"
+                )

@@ -396,6 +396,12 @@ def test_a_sharding_that_contradicts_itself_is_refused_where_it_is_made(make: An
         make()
 
 
+def test_pooling_factors_for_other_features_than_there_are_are_refused(tmp_path: Path) -> None:
+    constraints = {"item": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}
+    with pytest.raises(ConfigError, match=r"pooling_factors for its 2 features \(item_id, recent_items\), got 3"):
+        sharded(tmp_path, Sharding(ranks=2, constraints=constraints))
+
+
 def test_settings_of_no_table_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="types 'usr': expected the name of a table or a glob"):
         sharded(tmp_path, Sharding(ranks=2, types={"usr": "row_wise"}))
