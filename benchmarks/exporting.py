@@ -20,7 +20,7 @@ from export import export_model
 from export.pipeline import Progress
 
 DIM = 64
-BLOCK_ROWS = 4096  # 1 MiB, as an export takes them
+BLOCK_ROWS = 4096  # 1 MiB: fits a core's cache
 KEY = "embedding_bags.t.weight"
 OP_BYTES = 2_000_000_000
 
@@ -56,6 +56,8 @@ def run(folder: Path) -> list[Result]:
 
 def _write(checkpoint: Path, rows: int) -> None:
     save_file({KEY: torch.empty(rows, DIM).normal_()}, checkpoint)
+    with checkpoint.open("rb") as file:
+        os.fsync(file.fileno())  # else the disk would still be at it during the export
 
 
 def _export(checkpoint: Path, repository: Path, rows: int) -> None:

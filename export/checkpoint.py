@@ -18,8 +18,9 @@ from export.tables import TrainedTable
 _SAFETENSORS_INDEX = "*.safetensors.index.json"
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
-# Rows travel in blocks of about this many float bytes: few enough to stay in a core's cache on the way.
-_BLOCK_BYTES = 1 << 20
+# Rows travel in blocks of about this many float bytes: enough that threads which work side by side rarely wait
+# for one another's Python, few enough that memory does not matter.
+_BLOCK_BYTES = 1 << 21
 
 
 class Checkpoint:

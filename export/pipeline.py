@@ -87,7 +87,8 @@ def export_model(
     with draft(Path(repository), name, version, manifest) as new:
         errors = _store(new.path, trained, manifest, weights, progress)
         progress(Progress("parity", *[_float_bytes(*trained)] * 2))
-        _check_parity(new.path, manifest, program, errors, config)
+        with new.syncing():
+            _check_parity(new.path, manifest, program, errors, config)
         return new.publish()
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,14 @@ class Draft:
     def path(self) -> Path:
         """The folder that becomes the version."""
         return self.root / "version"
+
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Push what is already written to the disk while something else is done."""
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.submit(_sync, self.path)
+            yield
+            synced.result()
 
     def publish(self) -> Path:
         """Rename the draft to its version; to the next free one where none was asked for.

@@ -22,6 +22,9 @@ from serving.plan import Shard
 T = TypeVar("T")
 R = TypeVar("R")
 
+# Each holds a block and a few copies of it, about 30 MB; the disk is the limit long before this.
+_MOST_THREADS = 8
+
 
 def store_rows(
     directory: Path, trained: Sequence[TrainedTable], manifest: Manifest, weights: Checkpoint
@@ -39,7 +42,7 @@ def store_rows(
         OSError: a file cannot be written.
     """
     shards = manifest.plan.shards_by_table
-    cores = len(os.sched_getaffinity(0))
+    cores = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     with ExitStack() as stack:
         files = {
             number: stack.enter_context((directory / rank.weights).open("wb")).fileno()

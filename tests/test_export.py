@@ -252,7 +252,7 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_does_not_grow_with_the_table(tmp_path: Path, large_checkpoint: Path) -> None:
     command = [sys.executable, "-c", EXPORT_CHECKPOINT, str(tmp_path / "r"), str(large_checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert 1 < int(done.stdout) / 1024 < 200  # MiB
+    assert 1 < int(done.stdout) / 1024 < 300  # MiB, of 732
     assert (tmp_path / "r" / "m" / "1" / "weights.0.bin").stat().st_size == 3_000_000 * 68
 
 
