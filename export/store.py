@@ -50,7 +50,8 @@ def store_rows(
         }
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # of each of ours: theirs on top would get into one another's way
-        pool = stack.enter_context(ThreadPoolExecutor(cores))
+        # One more than cores: now and then each waits for a file, or for another's Python.
+        pool = stack.enter_context(ThreadPoolExecutor(cores + 1))
         for table, stored in zip(trained, manifest.tables, strict=True):
             error = TableError(stored.dtype)
             store = partial(_store_block, files, table, stored, shards[table.name], weights)
