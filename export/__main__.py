@@ -11,7 +11,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from export import ExportConfig, ExportError, export_model, shown
-from export.checkpoint import module_weights, open_checkpoint
+from export.checkpoint import open_weights
 from export.options import CheckpointOption, ModelOption, build_module, takes_settings
 from export.pipeline import Progress, plan_model
 from export.plan_picture import draw_plan
@@ -137,7 +137,7 @@ def verify(
         if model is not None:
             module = build_module(model, meta=checkpoint is not None)
             trained = collect_tables(module)
-            weights = module_weights(module, trained) if checkpoint is None else open_checkpoint(checkpoint)
+            weights = open_weights(module, trained, checkpoint)
         verification = verify_bundle(bundle, trained, weights)
     except (BundleError, ExportError) as error:
         _fail(error)

@@ -102,6 +102,15 @@ def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpo
     return Checkpoint(source, stored)
 
 
+def open_weights(module: nn.Module, tables: Iterable[TrainedTable], checkpoint: Path | str | None) -> Checkpoint:
+    """The weights of `tables`, in `checkpoint` or, where that is None, in `module` itself.
+
+    Raises:
+        CheckpointError: as `open_checkpoint` and `module_weights`.
+    """
+    return module_weights(module, tables) if checkpoint is None else open_checkpoint(checkpoint)
+
+
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Open trained weights without reading them.
 

@@ -7,14 +7,6 @@ from serving.bundle import Table
 from serving.plan import Plan
 
 
-def shard_bytes(tables: Sequence[Table], plan: Plan) -> list[tuple[int, str, int]]:
-    """(rank, table, bytes) of each shard, in the plan's order."""
-    dtypes = {table.name: table.dtype for table in tables}
-    return [
-        (shard.rank, shard.table, shard.height * dtypes[shard.table].row_bytes(shard.width)) for shard in plan.shards
-    ]
-
-
 def check_fits(tables: Sequence[Table], plan: Plan, memory_bytes: int | None) -> None:
     """Compare what each rank holds with what it can.
 
@@ -23,9 +15,9 @@ def check_fits(tables: Sequence[Table], plan: Plan, memory_bytes: int | None) ->
     """
     if memory_bytes is None:
         return
-    shards = shard_bytes(tables, plan)
+    by_name = {table.name: table for table in tables}
     for rank in range(len(plan.ranks)):
-        here = [(size, name) for number, name, size in shards if number == rank]
+        here = [(by_name[each.table].shard_bytes(each), each.table) for each in plan.shards if each.rank == rank]
         total = sum(size for size, _ in here)
         if total > memory_bytes:
             size, name = max(here)

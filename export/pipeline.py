@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import nn
 
-from export.checkpoint import Checkpoint, module_weights, open_checkpoint
+from export.checkpoint import Checkpoint, open_weights
 from export.choose import smallest_dtype
 from export.config import ExportConfig
 from export.model_config import model_py
@@ -79,7 +79,7 @@ def export_model(
     """
     config = config or ExportConfig()
     trained = collect_tables(module)
-    weights = _open_weights(module, trained, checkpoint)
+    weights = open_weights(module, trained, checkpoint)
     for table in trained:
         weights.check(table)
     manifest = _manifest(trained, config, lambda: weights, progress)
@@ -107,11 +107,7 @@ def plan_model(
         ModelError, ConfigError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
     trained = collect_tables(module)
-    return _manifest(trained, config, lambda: _open_weights(module, trained, checkpoint), progress)
-
-
-def _open_weights(module: nn.Module, trained: Sequence[TrainedTable], checkpoint: Path | str | None) -> Checkpoint:
-    return module_weights(module, trained) if checkpoint is None else open_checkpoint(checkpoint)
+    return _manifest(trained, config, lambda: open_weights(module, trained, checkpoint), progress)
 
 
 def _manifest(

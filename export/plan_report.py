@@ -73,7 +73,7 @@ def report_plan(manifest: Manifest, sharding: Sharding) -> PlanReport:
     counts = [0] * len(plan.ranks)
     for name, shards in plan.shards_by_table.items():
         spec = specs[name]
-        sizes = [shard.height * spec.dtype.row_bytes(shard.width) for shard in shards]
+        sizes = [spec.shard_bytes(shard) for shard in shards]
         for shard, size in zip(shards, sizes, strict=True):
             by_rank[shard.rank][name] += size
             counts[shard.rank] += 1

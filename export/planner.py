@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -57,12 +58,13 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
         ConfigError: a constraint or an explicit plan does not fit the tables.
         PlanError: the tables do not fit the ranks; names a table, and by how much.
     """
-    sharding.check_tables({table.name: [f.name for f in features if f.table == table.name] for table in tables})
+    readers = {table.name: [each.name for each in features if each.table == table.name] for table in tables}
+    sharding.check_tables(readers)
     if sharding.plan is not None:
         hosts, kinds, shards = read_plan(Path(sharding.plan))
     else:
         hosts = [rank // sharding.local_ranks for rank in range(sharding.ranks)]
-        kinds, shards = _plan_one_rank(tables, sharding) if sharding.ranks == 1 else _plan(tables, features, sharding)
+        kinds, shards = _plan_one_rank(tables, sharding) if sharding.ranks == 1 else _plan(tables, readers, sharding)
     _check(tables, kinds, shards, len(hosts))
     plan = Plan(
         sharding={table.name: kinds[table.name] for table in tables},
@@ -85,12 +87,11 @@ def _plan_one_rank(
 
 
 def _plan(
-    tables: Sequence[Table], features: Sequence[Feature], sharding: Sharding
+    tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sharding: Sharding
 ) -> tuple[dict[str, ShardingType], dict[str, list[Shard]]]:
-    """Ask TorchRec's planner."""
+    """Ask TorchRec's planner; `readers` are the features of each table."""
     # Names of its own: a table's may have dots, which modules do not take.
     names = {table.name: f"t{number}" for number, table in enumerate(tables)}
-    readers = {table.name: [each.name for each in features if each.table == table.name] for table in tables}
     constraints = {names[table.name]: _constraints(table, len(readers[table.name]), sharding) for table in tables}
     module = EmbeddingBagCollection(
         device=torch.device("meta"),
@@ -99,7 +100,7 @@ def _plan(
                 name=names[table.name],
                 num_embeddings=table.rows,
                 embedding_dim=table.dim,
-                feature_names=readers[table.name],
+                feature_names=list(readers[table.name]),
             )
             for table in tables
         ],
@@ -295,16 +296,8 @@ def _with_offsets(tables: Sequence[Table], shards: Mapping[str, Sequence[Shard]]
     for table in tables:
         for shard in shards[table.name]:
             offset = ends.get(shard.rank, 0)
-            ends[shard.rank] = offset + _aligned(shard.height * table.dtype.row_bytes(shard.width))
-            placed.append(
-                Shard(
-                    table=shard.table,
-                    rank=shard.rank,
-                    rows=shard.rows,
-                    columns=shard.columns,
-                    offset_bytes=offset,
-                )
-            )
+            ends[shard.rank] = offset + _aligned(table.shard_bytes(shard))
+            placed.append(msgspec.structs.replace(shard, offset_bytes=offset))
     return tuple(placed)
 
 

@@ -185,8 +185,10 @@ class ShardedProgram(nn.Module):
         """
         bounds = self.row_bounds
         order = self.order
+        rows_of: Tensor | None = None
         if features is not None:
-            order = self.split_order(features, self.rows_of(features))
+            rows_of = self.rows_of(features)
+            order = self.split_order(features, rows_of)
             positions: list[int] = features.tolist()
             bounds = [self.row_bounds[position] for position in positions]
         rows = len(bounds)
@@ -209,13 +211,12 @@ class ShardedProgram(nn.Module):
             lengths = lengths.index_select(0, order)
         else:
             lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights)
-        return self._by_rank(values, lengths, weights, features)
+        return self._by_rank(values, lengths, weights, rows_of)
 
     def _by_rank(
-        self, values: Tensor, lengths: Tensor, weights: Tensor | None, features: Tensor | None
+        self, values: Tensor, lengths: Tensor, weights: Tensor | None, rows: Tensor | None
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         requests: list[tuple[Tensor, Tensor, Tensor | None]] = []
-        rows = None if features is None else self.rows_of(features)
         segment, id_ = 0, 0
         for rank in self.ranks:
             feature: Tensor = rank.feature  # type: ignore[assignment]
@@ -265,17 +266,7 @@ class ShardedProgram(nn.Module):
     def forward(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
     ) -> Tensor:
-        """Look up and pool.
-
-        Args:
-            values: int64 ids, feature-major, each in [0, rows) [N].
-            offsets: int64, where each bag starts in `values`; ends with N [F·B + 1].
-            per_sample_weights: float32 [N], or None.
-            features: int64 positions of the F features, or None for all in the manifest's order.
-
-        Returns:
-            [B, D], FP32 or FP16.
-        """
+        """Look up and pool, as `export.program.OneRankProgram.forward` says."""
         requests = self.split(values, offsets, per_sample_weights, features)
         rows = None if features is None else self.rows_of(features)
         sums: Tensor | None = None

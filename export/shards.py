@@ -11,8 +11,6 @@ from export.dequantize import Bytes, dequantize
 from serving.bundle import Manifest, Table, WeightDtype
 from serving.plan import Shard
 
-_QPARAMS_BYTES = 4
-
 
 def write_rows(files: Mapping[int, int], table: Table, shards: Sequence[Shard], start: int, stored: Bytes) -> None:
     """Write the rows `start`, `start` + 1, … of `table` wherever its shards have them.
@@ -56,8 +54,8 @@ def read_rows(
 def _columns(stored: Bytes, table: Table, shard: Shard) -> Bytes:
     if shard.width == table.dim:
         return stored
-    header = _QPARAMS_BYTES if table.dtype.quantized else 0
-    first, last = (header + column * table.dtype.bits // 8 for column in shard.columns)
+    # Where a column lies is where a row that ended before it would end; a row of no columns is scale and bias.
+    header, first, last = map(table.dtype.row_bytes, (0, *shard.columns))
     return np.concatenate((stored[:, :header], stored[:, first:last]), axis=1)
 
 

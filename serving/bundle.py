@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from serving.errors import BundleError
-from serving.plan import Plan, tiling_error
+from serving.plan import Plan, Shard, tiling_error
 from serving.strict import Strict
 
 FORMAT_VERSION = 2
@@ -100,6 +100,10 @@ class Table(Strict, frozen=True):
     def row_bytes(self) -> int:
         """Bytes of one whole row."""
         return self.dtype.row_bytes(self.dim)
+
+    def shard_bytes(self, shard: Shard) -> int:
+        """Bytes of a shard of this table; every block of columns has a scale and a bias of its own."""
+        return shard.height * self.dtype.row_bytes(shard.width)
 
 
 class Agreement(Strict, frozen=True):
@@ -281,7 +285,7 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
         expect(wrong is None, f"table {name!r}: {wrong}")
         for shard in shards:
             size = manifest.files[plan.ranks[shard.rank].weights].size_bytes
-            end = shard.offset_bytes + shard.height * table.dtype.row_bytes(shard.width)
+            end = shard.offset_bytes + table.shard_bytes(shard)
             expect(
                 shard.offset_bytes >= 0 and end <= size,
                 f"table {name!r}: bytes [{shard.offset_bytes}, {end}) are outside a file of {size} bytes",

@@ -20,7 +20,7 @@ from serving import kjt
 from serving.engine import Engine, load_program
 from serving.plan import ShardingType
 from tests import oracle
-from tests.models import MIXED, Spec, collection, random_bags, table_of
+from tests.models import MIXED, Spec, collection, flat, random_bags, table_of
 
 pytestmark = pytest.mark.usefixtures("_answering_here")
 
@@ -126,8 +126,7 @@ def test_any_tables_under_any_plan_answer_as_numpy(tmp_path_factory: pytest.Temp
 
 
 def _arrays(bags: list[list[int]], weights: list[npt.NDArray[np.float32]] | None) -> tuple[npt.NDArray[Any], ...]:
-    values = np.array([id_ for bag in bags for id_ in bag], np.int64)
-    lengths = np.array([len(bag) for bag in bags], np.int32)
+    values, lengths = flat({"": bags})
     return (values, lengths) if weights is None else (values, lengths, np.concatenate([np.empty(0, "f4"), *weights]))
 
 
@@ -174,8 +173,7 @@ def test_merging_requests_does_not_change_an_answer_from_many_ranks(tmp_path: Pa
     requests = []
     for features in (None, ["genres", "user_id"], ["words"], None, ["recent_items", "item_id"]):
         bags = random_bags(random, MIXED, 3, features, longest=20)
-        arrays = [_arrays(each, None) for each in bags.values()]
-        values, lengths = (np.concatenate(each) for each in zip(*arrays, strict=True))
+        values, lengths = flat(bags)
         requests.append(kjt.check(engine.schema, values, lengths, None, list(bags)))
     merged = kjt.merge(requests)
     together = kjt.split(engine.answer(merged), merged, requests, engine.schema)
@@ -195,7 +193,7 @@ def test_split_lookup_and_merge_are_methods_of_the_saved_program(tmp_path: Path,
         if (size := (engine.bundle.path / rank.weights).stat().st_size)
     ]
     bags = random_bags(np.random.default_rng(2), MIXED, 5)
-    values, lengths = (np.concatenate(each) for each in zip(*(_arrays(b, None) for b in bags.values()), strict=True))
+    values, lengths = flat(bags)
     request = kjt.check(engine.schema, values, lengths)
     offsets = torch.from_numpy(request.offsets)
     parts = program.split(torch.from_numpy(request.values), offsets, None, None)
