@@ -3,7 +3,6 @@
 This is the one file that knows how a program is compiled and saved.
 """
 
-import warnings
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from export.finish import Finish
 from export.sharded import ShardedProgram
 from export.tbe import Segment, TbeCall
 from serving.bundle import Manifest, OutputDtype, Pooling, WeightDtype
+from serving.engine import torchscript
 
 
 class OneRankProgram(nn.Module):
@@ -75,9 +75,7 @@ def build_program(manifest: Manifest) -> nn.Module:
 
 def compile_program(manifest: Manifest) -> torch.jit.ScriptModule:
     """The lookup of `manifest` as TorchScript."""
-    with warnings.catch_warnings():
-        # Deprecated, and what there is: torch.export takes its place here when it can call FBGEMM in a server.
-        warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
+    with torchscript():
         program: torch.jit.ScriptModule = torch.jit.script(build_program(manifest))
     return program
 

@@ -2,6 +2,8 @@
 
 import mmap
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,6 +34,9 @@ class Engine:
         self.bundle = bundle
         self.schema = Schema.of(bundle.manifest)
         self._features = self.schema.select(None)
+        self._dims = dict(zip(self.schema.names, self.schema.dims.tolist(), strict=True))
+        names = zip(self.schema.names, self.schema.feature_weighted, strict=True)
+        self._weighted = tuple(name for name, counts in names if counts)
         program = load_program(bundle)
         program.weights_host = map_weights(bundle.path, bundle.manifest.plan)
         # Constants folded in, and past the hooks of nn.Module.__call__, which cost a third of a small lookup.
@@ -55,13 +60,9 @@ class Engine:
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
         """
-        weighted = [
-            name for name, counts in zip(self.schema.names, self.schema.feature_weighted, strict=True) if counts
-        ]
-        tensors = encode(features, weighted)
+        tensors = encode(features, self._weighted)
         request = kjt.check(self.schema, tensors.values, tensors.lengths, tensors.weights, tensors.features)
-        dims = dict(zip(self.schema.names, self.schema.dims.tolist(), strict=True))
-        return decode(self.answer(request), tensors.features, dims)
+        return decode(self.answer(request), tensors.features, self._dims)
 
     def answer(self, request: KjtRequest) -> Embeddings:
         """One TBE call: [B, D], the features of `request` side by side, in the bundle's output dtype."""
@@ -74,6 +75,14 @@ class Engine:
         return array
 
 
+@contextmanager
+def torchscript() -> Iterator[None]:
+    """Without its warnings: deprecated, and what there is until torch.export can call FBGEMM in a server."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
+        yield
+
+
 def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
     """The program of `bundle`, without weights.
 
@@ -82,9 +91,7 @@ def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
     """
     path = bundle.path / PROGRAM
     try:
-        with warnings.catch_warnings():
-            # Deprecated, and what there is (export.program).
-            warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
+        with torchscript():
             program: torch.jit.ScriptModule = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
