@@ -8,6 +8,15 @@ from export.config import ExportConfig  # noqa: E402
 from export.errors import ExportError  # noqa: E402
 from export.pipeline import export_model  # noqa: E402
 from export.sharding import Sharding  # noqa: E402
-from serving.bundle import IdPolicy, OutputDtype, WeightDtype  # noqa: E402
+from serving.bundle import DefaultRow, IdPolicy, OutputDtype, WeightDtype  # noqa: E402
 
-__all__ = ["ExportConfig", "ExportError", "IdPolicy", "OutputDtype", "Sharding", "WeightDtype", "export_model"]
+__all__ = [
+    "DefaultRow",
+    "ExportConfig",
+    "ExportError",
+    "IdPolicy",
+    "OutputDtype",
+    "Sharding",
+    "WeightDtype",
+    "export_model",
+]

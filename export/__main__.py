@@ -16,6 +16,7 @@ from export.options import CheckpointOption, ModelOption, build_module, takes_se
 from export.pipeline import Progress, plan_model
 from export.plan_picture import draw_plan
 from export.plan_report import report_plan
+from export.prune import prune as prune_versions
 from export.sharding import Sharding
 from export.tables import collect_tables
 from export.verify import as_json, verify_bundle
@@ -153,6 +154,21 @@ def verify(
     for failure in verification.failures:
         _err.print(f"tbe-export: {failure}", markup=False, soft_wrap=True)
     raise typer.Exit(bool(verification.failures))
+
+
+@app.command()
+def prune(
+    model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
+    keep: Annotated[int, typer.Option(help="How many of the newest versions stay, whatever happens.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+) -> None:
+    """Remove old versions of a model; never one that a server on this host has open or config.pbtxt asks for."""
+    try:
+        for fate in prune_versions(model, keep, dry_run=dry_run):
+            removed = "would be removed" if dry_run else "removed"
+            _out.print(f"{model / str(fate.version)}: {fate.kept or removed}", soft_wrap=True)
+    except ExportError as error:
+        _fail(error)
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from export.errors import ConfigError
 from export.matching import check_patterns, last_match
 from export.sharding import Sharding
-from serving.bundle import IdPolicy, OutputDtype, WeightDtype
+from serving.bundle import DefaultRow, IdPolicy, OutputDtype, WeightDtype
+from serving.settings import ServingSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,13 +24,16 @@ class ExportConfig:
             alone is always bounded; this bounds it further.
         output_dtype: dtype of the pooled embeddings.
         sharding: the ranks, and how tables are placed on them; one rank by default.
+        serving: how the model is served, all its versions alike. None takes the defaults for a new model, and
+            leaves one that is there as it is.
     """
 
     dtype: Mapping[str, WeightDtype] = field(default_factory=dict)
-    id_policy: Mapping[str, IdPolicy] = field(default_factory=dict)
+    id_policy: Mapping[str, IdPolicy | DefaultRow] = field(default_factory=dict)
     max_error: Mapping[str, float] = field(default_factory=dict)
     output_dtype: OutputDtype = OutputDtype.FP32
     sharding: Sharding = field(default_factory=Sharding)
+    serving: ServingSettings | None = None
 
     def __post_init__(self) -> None:
         for pattern, limit in self.max_error.items():
@@ -40,9 +44,9 @@ class ExportConfig:
         """How the rows of `table` are stored, if that was said."""
         return last_match(dict[str, WeightDtype | None](self.dtype), table, None)
 
-    def id_policy_of(self, table: str) -> IdPolicy:
+    def id_policy_of(self, table: str) -> IdPolicy | DefaultRow:
         """What happens to ids outside `table`."""
-        return last_match(self.id_policy, table, IdPolicy.ERROR)
+        return last_match(dict[str, IdPolicy | DefaultRow](self.id_policy), table, IdPolicy.ERROR)
 
     def max_error_of(self, table: str) -> float | None:
         """The limit set for `table`, if any."""

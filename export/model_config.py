@@ -1,4 +1,4 @@
-"""config.pbtxt: the template in `model_repository/lookup`, filled through Triton's own protobuf."""
+"""config.pbtxt of a new model: the template in `model_repository/lookup`, filled through Triton's own protobuf."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -8,8 +8,10 @@ from tritonclient.grpc import model_config_pb2
 
 from export.errors import PublishError
 from serving.bundle import Manifest, OutputDtype
+from serving.config_file import CONFIG, apply_settings, parameters_of, read_config, settings_of
+from serving.errors import ConfigurationError
+from serving.settings import ServingSettings
 
-CONFIG = "config.pbtxt"
 _TEMPLATE = files("model_repository").joinpath("lookup")
 _DATA_TYPE = {
     OutputDtype.FP32: model_config_pb2.TYPE_FP32,
@@ -17,7 +19,7 @@ _DATA_TYPE = {
 }
 
 
-def model_config(name: str, manifest: Manifest) -> str:
+def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> str:
     """The text of config.pbtxt for a model that serves `manifest`."""
     config = text_format.Parse(_TEMPLATE.joinpath(CONFIG).read_text(), model_config_pb2.ModelConfig())
     config.name = name
@@ -33,6 +35,7 @@ def model_config(name: str, manifest: Manifest) -> str:
     }
     for key, value in parameters.items():
         config.parameters[key].string_value = value
+    apply_settings(config, settings)
     text: str = text_format.MessageToString(config)
     return text
 
@@ -42,22 +45,30 @@ def model_py() -> str:
     return _TEMPLATE.joinpath("1", "model.py").read_text()
 
 
-def check_contract(path: Path, manifest: Manifest) -> None:
-    """Compare a published config.pbtxt with `manifest`: all versions of a model share one contract.
+def check_model(model: Path, manifest: Manifest, settings: ServingSettings | None) -> None:
+    """Compare a published model with a new version: all versions share one contract and one config.pbtxt.
 
     Raises:
-        PublishError: the features, dims, weights or output dtype differ, or the file cannot be parsed.
+        PublishError: the features, dims, weights or output dtype differ, or other settings were asked for than it
+            has, or its config.pbtxt cannot be read.
     """
     try:
-        config = text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
-    except (OSError, text_format.ParseError) as error:
-        raise PublishError(f"{path}: cannot be read: {error}") from error
-    if config.parameters["contract"].string_value != manifest.contract:
+        config = read_config(model)
+        served = settings_of(config)
+    except ConfigurationError as error:
+        raise PublishError(str(error)) from error
+    parameters = parameters_of(config)
+    if parameters.get("contract") != manifest.contract:
         features = ",".join(feature.name for feature in manifest.features)
         raise PublishError(
-            f"{path}: expected the contract of the versions already there (features "
-            f"{config.parameters['features'].string_value}, dims {config.parameters['dims'].string_value}), "
+            f"{model / CONFIG}: expected the contract of the versions already there (features "
+            f"{parameters.get('features')}, dims {parameters.get('dims')}), "
             f"got features {features}, dims {','.join(str(t.dim) for t in manifest.feature_tables)}, "
             f"{manifest.output_dtype.value} out, {'weighted' if manifest.weighted else 'unweighted'}: "
             "clients would break; publish under another name"
+        )
+    if settings is not None and settings != served:
+        raise PublishError(
+            f"{model / CONFIG}: expected the settings that the model is served with, {served}, got {settings}: "
+            f"publish without them, then `tbe-serve configure {model}`"
         )

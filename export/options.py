@@ -42,7 +42,8 @@ def _settings(
     id_policy: Annotated[
         _Tables,
         typer.Option(
-            metavar="[TABLE=]POLICY", help="error (default) refuses ids outside the table, zero skips them."
+            metavar="[TABLE=]POLICY",
+            help="error (default) refuses ids outside the table, zero skips them, default_row:N reads row N instead.",
         ),
     ] = None,
     max_error: Annotated[

@@ -1,5 +1,6 @@
 """The whole way from a trained module to a published bundle."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 from export.checkpoint import Checkpoint, open_weights
 from export.choose import smallest_dtype
 from export.config import ExportConfig
+from export.errors import ConfigError
 from export.model_config import model_py
 from export.parity import TableError, answer_probe, check_parity
 from export.planner import plan_shards
@@ -24,6 +26,7 @@ from serving.bundle import (
     MANIFEST,
     MODEL,
     PROGRAM,
+    DefaultRow,
     Feature,
     Manifest,
     Table,
@@ -84,7 +87,7 @@ def export_model(
         weights.check(table)
     manifest = _manifest(trained, config, lambda: weights, progress)
     program = compile_program(manifest)
-    with draft(Path(repository), name, version, manifest) as new:
+    with draft(Path(repository), name, version, manifest, config.serving) as new:
         errors = _store(new.path, trained, manifest, weights, progress)
         progress(Progress("parity", *[_float_bytes(*trained)] * 2))
         with new.syncing():
@@ -130,6 +133,12 @@ def _manifest(
         )
         for table in trained
     )
+    for table in tables:
+        if isinstance(policy := table.id_policy, DefaultRow) and not 0 <= policy.default_row < table.rows:
+            raise ConfigError(
+                f"table {table.name!r}: id policy default_row: expected a row in [0, {table.rows}), "
+                f"got {policy.default_row}"
+            )
     features = tuple(Feature(name=name, table=table.name) for table in trained for name in table.features)
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -138,6 +147,7 @@ def _manifest(
         output_dtype=config.output_dtype,
         plan=plan_shards(tables, features, config.sharding),
         parity=(),
+        exported_at=time.time(),
         versions=installed(),
         files={},
     )

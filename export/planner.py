@@ -35,7 +35,7 @@ from export.fitting import check_fits, overflow_of
 from export.matching import last_match
 from export.plan_file import read_plan
 from export.sharding import AUTO, AUTO_SIMPLE, Sharding
-from serving.bundle import SHARD_ALIGNMENT, Feature, Table, WeightDtype
+from serving.bundle import DEVICE, SHARD_ALIGNMENT, Feature, Table, WeightDtype
 from serving.plan import COLUMN_MULTIPLE, Plan, Rank, Shard, ShardingType, tiling_error
 
 # More than any machine has: TorchRec's planner wants a number.
@@ -69,7 +69,7 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
     plan = Plan(
         sharding={table.name: kinds[table.name] for table in tables},
         ranks=tuple(
-            Rank(host=host, device="cpu", weights=f"weights.{number}.bin") for number, host in enumerate(hosts)
+            Rank(host=host, device=DEVICE, weights=f"weights.{number}.bin") for number, host in enumerate(hosts)
         ),
         shards=_with_offsets(tables, shards),
         row_alignment=1,

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import PublishError
-from export.model_config import CONFIG, check_contract, model_config
+from export.model_config import check_model, model_config
 from serving.bundle import Manifest
+from serving.config_file import CONFIG
+from serving.settings import ServingSettings
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -33,6 +35,7 @@ class Draft:
     name: str
     version: int | None
     manifest: Manifest
+    settings: ServingSettings | None
     root: Path
 
     @property
@@ -60,7 +63,7 @@ class Draft:
         model = self.repository / self.name
         if not model.exists() and (published := self._publish_model(model)):
             return published
-        check_contract(model / CONFIG, self.manifest)
+        check_model(model, self.manifest, self.settings)
         _sync(self.path)
         while True:
             bundle = model / str(self.version or _next_version(model))
@@ -75,7 +78,8 @@ class Draft:
         draft = self.root / "model"
         version = str(self.version or 1)
         draft.mkdir()
-        (draft / CONFIG).write_text(model_config(self.name, self.manifest))
+        settings = self.settings or ServingSettings()
+        (draft / CONFIG).write_text(model_config(self.name, self.manifest, settings))
         self.path.rename(draft / version)
         _sync(draft)
         if not _rename(draft, model):
@@ -86,7 +90,9 @@ class Draft:
 
 
 @contextmanager
-def draft(repository: Path, name: str, version: int | None, manifest: Manifest) -> Iterator[Draft]:
+def draft(
+    repository: Path, name: str, version: int | None, manifest: Manifest, settings: ServingSettings | None
+) -> Iterator[Draft]:
     """A folder for the files of a new version, gone afterwards unless it was published.
 
     Args:
@@ -94,10 +100,12 @@ def draft(repository: Path, name: str, version: int | None, manifest: Manifest) 
         name: the model's name.
         version: the version's number, or None for the next free one.
         manifest: what the version will hold; its parity and files do not matter.
+        settings: how the model is to be served; as it is, or by default, where None.
 
     Raises:
         PublishError: the name or version cannot be used, the version exists, the model's other versions have
-            another contract, no draft can be made beside the repository on its file system, or the disk is full.
+            another contract or settings, no draft can be made beside the repository on its file system, or the
+            disk is full.
     """
     if not _NAME.fullmatch(name):
         raise PublishError(f"name: expected letters, digits, '_', '-' and '.', not '.' first, got {name!r}")
@@ -106,8 +114,8 @@ def draft(repository: Path, name: str, version: int | None, manifest: Manifest) 
     repository = repository.absolute()
     if version is not None and (bundle := repository / name / str(version)).exists():
         raise PublishError(f"{bundle}: exists; published versions are never changed: pick another version")
-    if (config := repository / name / CONFIG).parent.exists():
-        check_contract(config, manifest)
+    if (model := repository / name).exists():
+        check_model(model, manifest, settings)
     try:
         repository.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(repository)
@@ -120,7 +128,7 @@ def draft(repository: Path, name: str, version: int | None, manifest: Manifest) 
                 f"{repository}: is the root of a file system, so that nothing beside it can be renamed into it: "
                 "make the repository a folder of it"
             )
-        new = Draft(repository, name, version, manifest, root)
+        new = Draft(repository, name, version, manifest, settings, root)
         new.path.mkdir()
         yield new
     except OSError as error:

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from serving import kjt
 from serving.engine import Engine
+from serving.kjt import Tensors
 
 
 def main(bundle: Path, folder: Path) -> None:
     """Answer `folder`/probe.npz."""
     engine = Engine.open(bundle)
     probe = np.load(folder / "probe.npz", allow_pickle=False)
-    request = kjt.check(engine.schema, probe["values"], probe["lengths"], probe.get("weights"))
-    np.save(folder / "answer.npy", engine.answer(request), allow_pickle=False)
+    tensors = Tensors(None, probe["values"], probe["lengths"], probe.get("weights"))
+    np.save(folder / "answer.npy", engine.answer(tensors), allow_pickle=False)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     output_dtype = "fp16"
     dtype = { "*" = "int4", user = "fp16" }     # or for all tables: dtype = "int4"
-    id_policy = "zero"
+    id_policy = { "*" = "zero", user = "default_row:0" }
     max_error = { "item*" = 0.01 }
 
     [sharding]
@@ -12,9 +12,14 @@
     types = { "*" = "auto", user = "row_wise" }
     pooling_factors = { words = 20 }
 
+    [serving]                                   # as `tbe-serve configure`
+    instances = 2
+    queue_timeout_ms = 50
+
 What the command line says comes after the file, and counts where both speak of a table.
 """
 
+import dataclasses
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +32,9 @@ import msgspec
 from export.config import ExportConfig
 from export.errors import ConfigError
 from export.sharding import Sharding
-from serving.bundle import IdPolicy, OutputDtype, WeightDtype
+from serving.bundle import DefaultRow, IdPolicy, OutputDtype, WeightDtype
+from serving.errors import ConfigurationError
+from serving.settings import ServingSettings
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
@@ -64,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_error: ByTable | None = None
     output_dtype: str | None = None
     sharding: ShardingSettings = ShardingSettings()
+    serving: dict[str, Any] | None = None
 
 
 def read_settings(path: Path) -> Settings:
@@ -116,7 +124,7 @@ def export_config(settings: Settings) -> ExportConfig:
     }
     return ExportConfig(
         dtype=_parsed(settings.dtype, lambda text: _member("dtype", WeightDtype, text.upper())),
-        id_policy=_parsed(settings.id_policy, lambda text: _member("id-policy", IdPolicy, text.lower())),
+        id_policy=_parsed(settings.id_policy, _id_policy),
         max_error=_parsed(settings.max_error, lambda text: _number("max-error", float, text)),
         output_dtype=_member("output-dtype", OutputDtype, (settings.output_dtype or "fp32").upper()),
         sharding=Sharding(
@@ -125,6 +133,7 @@ def export_config(settings: Settings) -> ExportConfig:
             min_partition=_parsed(sharding.min_partition, lambda text: _number("min-partition", int, text)),
             **{name: value for name, value in said.items() if value is not None},
         ),
+        serving=None if settings.serving is None else _serving(settings.serving),
     )
 
 
@@ -156,6 +165,25 @@ def _parsed(given: ByTable | None, parse: Callable[[str], T]) -> Mapping[str, T]
         return {}
     settings = given if isinstance(given, dict) else {"*": given}
     return {pattern: parse(str(value)) for pattern, value in settings.items()}
+
+
+def _id_policy(text: str) -> IdPolicy | DefaultRow:
+    name, _, row = text.lower().partition(":")
+    if name == "default_row":
+        return DefaultRow(default_row=_number("id-policy default_row", int, row))
+    try:
+        return IdPolicy(text.lower())
+    except ValueError as error:
+        raise ConfigError(f"id-policy: expected error, zero or default_row:ROW, got {text!r}") from error
+
+
+def _serving(said: Mapping[str, Any]) -> ServingSettings:
+    if unknown := said.keys() - {each.name for each in dataclasses.fields(ServingSettings)}:
+        raise ConfigError(f"serving: unknown setting {min(unknown)!r}")
+    try:
+        return msgspec.convert(said, ServingSettings)
+    except (ConfigurationError, msgspec.ValidationError) as error:
+        raise ConfigError(f"serving: {error}") from error
 
 
 def _member(option: str, kind: type[E], text: str) -> E:

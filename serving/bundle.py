@@ -12,8 +12,11 @@ A row is `dim` FP32 or FP16 numbers, or, for the INT types, FBGEMM's fused row: 
 """
 
 import enum
+import fcntl
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +26,12 @@ from serving.errors import BundleError
 from serving.plan import Plan, Shard, tiling_error
 from serving.strict import Strict
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
+# What kernels read the rows; other devices pack them otherwise.
+DEVICE = "cpu"
 # Shards start on a cache line pair, as FBGEMM's own allocator places tables.
 SHARD_ALIGNMENT = 128
 
@@ -71,6 +76,17 @@ class IdPolicy(enum.Enum):
     ZERO = "zero"
 
 
+class DefaultRow(Strict, frozen=True):
+    """The third id policy: an id outside [0, rows) reads this row instead, and MEAN counts it."""
+
+    default_row: int
+
+    @property
+    def value(self) -> str:
+        """As `--id-policy` takes it."""
+        return f"default_row:{self.default_row}"
+
+
 class OutputDtype(enum.Enum):
     """The dtype of the pooled embeddings, by its KServe name."""
 
@@ -94,7 +110,7 @@ class Table(Strict, frozen=True):
     pooling: Pooling
     weighted: bool
     dtype: WeightDtype
-    id_policy: IdPolicy
+    id_policy: IdPolicy | DefaultRow
 
     @property
     def row_bytes(self) -> int:
@@ -140,7 +156,10 @@ class FileDigest(Strict, frozen=True):
 
 
 class Manifest(Strict, frozen=True):
-    """What a bundle holds. `features` is the default order of a request and of its answer."""
+    """What a bundle holds. `features` is the default order of a request and of its answer.
+
+    `exported_at` is in seconds of Unix time.
+    """
 
     format_version: int
     features: tuple[Feature, ...]
@@ -148,6 +167,7 @@ class Manifest(Strict, frozen=True):
     output_dtype: OutputDtype
     plan: Plan
     parity: tuple[Parity, ...]
+    exported_at: float
     versions: dict[str, str]
     files: dict[str, FileDigest]
 
@@ -212,6 +232,37 @@ def open_bundle(path: Path) -> Bundle:
     return Bundle(path, manifest)
 
 
+def hold(path: Path) -> int:
+    """Mark the bundle at `path` as in use until the descriptor returned is closed, or the process ends.
+
+    Raises:
+        BundleError: there is no bundle.
+    """
+    try:
+        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise BundleError(f"{path / MANIFEST}: cannot be read: {error.strerror}: is {path} a bundle?") from error
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+@contextmanager
+def in_use(path: Path) -> Iterator[bool]:
+    """Whether a process holds the bundle at `path`; where none does, none can begin to inside the block."""
+    try:
+        file = (path / MANIFEST).open("rb")
+    except FileNotFoundError:
+        yield False  # no bundle: nobody can have opened it
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield True
+        else:
+            yield False
+
+
 def verify_digests(bundle: Bundle) -> None:
     """Read every file of `bundle` and compare its SHA-256.
 
@@ -268,6 +319,14 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
         expect(feature.table in tables, f"feature {feature.name!r}: no table {feature.table!r}")
     for table in manifest.tables:
         expect(table.rows > 0 and table.dim > 0, f"table {table.name!r}: expected rows and dim > 0")
+        if isinstance(policy := table.id_policy, DefaultRow):
+            inside = 0 <= policy.default_row < table.rows
+            expect(inside, f"table {table.name!r}: default_row {policy.default_row} is outside [0, {table.rows})")
+    for number, rank in enumerate(plan.ranks):
+        expect(
+            rank.device == DEVICE,
+            f"rank {number}: was made for device {rank.device!r}, this is for {DEVICE!r}: export it again for that",
+        )
     expect(plan.row_alignment == 1, f"row_alignment: expected 1 on cpu, got {plan.row_alignment}")
     expect(plan.sharding.keys() == tables.keys(), "plan: sharding does not name each table once")
 

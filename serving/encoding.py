@@ -1,7 +1,6 @@
 """What people have (lists, arrays, KJTs) to the tensors of a request, and an answer back to features."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import InvalidRequest
-from serving.kjt import Embeddings, Ids, Lengths, Weights
+from serving.kjt import Embeddings, Ids, Lengths, Tensors, Weights
 
 
 @runtime_checkable
@@ -33,16 +32,6 @@ Bags = Sequence[Sequence[int]]
 Jagged = tuple[npt.ArrayLike, npt.ArrayLike]
 WeightedJagged = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
 Features = Mapping[str, Bags | Jagged | WeightedJagged] | Kjt
-
-
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """A request as it travels: values int64 [N], lengths int32 [F·B], weights float32 [N] or None."""
-
-    features: tuple[str, ...]
-    values: Ids
-    lengths: Lengths
-    weights: Weights | None
 
 
 def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
@@ -89,8 +78,9 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     )
 
 
-def decode(embeddings: Embeddings, features: Sequence[str], dims: Mapping[str, int]) -> dict[str, Embeddings]:
-    """Cut an answer [B, D] into {feature: [B, dim]}. The arrays are views: nothing is copied."""
+def decode(embeddings: Embeddings, tensors: Tensors, dims: Mapping[str, int]) -> dict[str, Embeddings]:
+    """Cut the answer [B, D] to `tensors` into {feature: [B, dim]}. The arrays are views: nothing is copied."""
+    features = list(dims) if tensors.features is None else tensors.features
     ends = np.cumsum([dims[name] for name in features])
     return {name: embeddings[:, end - dims[name] : end] for name, end in zip(features, ends, strict=True)}
 

@@ -1,7 +1,9 @@
 """A loaded bundle that answers lookups in this process, no server needed."""
 
 import mmap
+import os
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,14 +11,13 @@ from pathlib import Path
 import torch
 
 from serving import kjt
-from serving.bundle import PROGRAM, Bundle, open_bundle
+from serving.bundle import PROGRAM, Bundle, hold, open_bundle
 from serving.encoding import Features, decode, encode
-from serving.errors import BundleError
-from serving.kjt import Embeddings, KjtRequest, Schema
+from serving.errors import BundleError, InvalidRequest
+from serving.kjt import Batch, Embeddings, Tensors
 from serving.pins import load_fbgemm
 from serving.plan import Plan
-
-load_fbgemm()
+from serving.schema import Schema
 
 
 class Engine:
@@ -30,10 +31,10 @@ class Engine:
         schema: what requests are checked against.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
-        self.bundle = bundle
+    def __init__(self, path: Path) -> None:
+        self.bundle = bundle = open_bundle(path)
+        weakref.finalize(self, os.close, hold(path))
         self.schema = Schema.of(bundle.manifest)
-        self._features = self.schema.select(None)
         self._dims = dict(zip(self.schema.names, self.schema.dims.tolist(), strict=True))
         names = zip(self.schema.names, self.schema.feature_weighted, strict=True)
         self._weighted = tuple(name for name, counts in names if counts)
@@ -46,10 +47,13 @@ class Engine:
     def open(cls, path: Path | str) -> "Engine":
         """Load the bundle at `path`, in a time that does not depend on the size of its tables.
 
+        `tbe-export prune` leaves it alone while the engine lives.
+
         Raises:
-            BundleError: as `serving.bundle.open_bundle`.
+            BundleError: as `serving.bundle.open_bundle`, or it cannot be mapped.
+            EnvironmentMismatch: torch and FBGEMM do not work together.
         """
-        return cls(open_bundle(Path(path)))
+        return cls(Path(path))
 
     def lookup(self, features: Features) -> dict[str, Embeddings]:
         """Pooled embeddings {feature: [B, dim]} of the features given, in the order given.
@@ -61,15 +65,28 @@ class Engine:
             InvalidRequest: naming the feature, what was expected and what came.
         """
         tensors = encode(features, self._weighted)
-        request = kjt.check(self.schema, tensors.values, tensors.lengths, tensors.weights, tensors.features)
-        return decode(self.answer(request), tensors.features, self._dims)
+        return decode(self.answer(tensors), tensors, self._dims)
 
-    def answer(self, request: KjtRequest) -> Embeddings:
-        """One TBE call: [B, D], the features of `request` side by side, in the bundle's output dtype."""
+    def answer(self, tensors: Tensors) -> Embeddings:
+        """The answer to one request: [B, D], its features side by side, in the bundle's output dtype.
+
+        Raises:
+            InvalidRequest: naming the feature, what was expected and what came.
+        """
+        request = kjt.accept(self.schema, tensors)
+        try:
+            checked = kjt.check([request])
+        except InvalidRequest:
+            mended, _ = kjt.mend(request)
+            checked = kjt.check([mended])
+        return self.run(kjt.merge(self.schema, checked))
+
+    def run(self, batch: Batch) -> Embeddings:
+        """One TBE call: [B, D], the features of `batch` side by side, in the bundle's output dtype."""
         # The default order is compiled in; any other is an argument.
-        features = None if request.features == self._features else torch.tensor(request.features)
-        weights = None if request.weights is None else torch.from_numpy(request.weights)
-        values, offsets = torch.from_numpy(request.values), torch.from_numpy(request.offsets)
+        features = None if batch.selection.default else torch.from_numpy(batch.selection.positions)
+        weights = None if batch.weights is None else torch.from_numpy(batch.weights)
+        values, offsets = torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)
         embeddings = self._lookup(values, offsets, weights, features)
         array: Embeddings = embeddings.numpy()
         return array
@@ -87,8 +104,10 @@ def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
     """The program of `bundle`, without weights.
 
     Raises:
+        EnvironmentMismatch: torch and FBGEMM do not work together.
         BundleError: torch cannot load it, or it was compiled for another manifest.
     """
+    load_fbgemm()
     path = bundle.path / PROGRAM
     try:
         with torchscript():
@@ -101,15 +120,25 @@ def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
 
 
 def map_weights(directory: Path, plan: Plan) -> list[torch.Tensor]:
-    """The bytes of each rank as uint8, read from the page cache when they are touched, never written."""
+    """The bytes of each rank as uint8, read from the page cache when they are touched, never written.
+
+    Raises:
+        BundleError: a file cannot be mapped.
+    """
     return [_map(directory / rank.weights) for rank in plan.ranks]
 
 
 def _map(path: Path) -> torch.Tensor:
     if path.stat().st_size == 0:  # a rank without shards; nothing cannot be mapped
         return torch.empty(0, dtype=torch.uint8)
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise BundleError(
+            f"{path}: cannot be mapped: {error.strerror}: it takes address space, and memory only as it is read: "
+            "look at `ulimit -v` and the limits of the container"
+        ) from error
     with warnings.catch_warnings():
         # torch has no read-only tensors; the program only reads.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

@@ -1,5 +1,7 @@
 """Everything that can go wrong on the serving side, under one root."""
 
+import enum
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -14,14 +16,43 @@ class ServingError(Exception):
     retryable: ClassVar[bool] = False
 
 
+class Reason(enum.Enum):
+    """What is wrong with a request, as metrics tell it."""
+
+    FEATURES = "features"
+    SHAPE = "shape"
+    LENGTHS = "lengths"
+    WEIGHTS = "weights"
+    IDS = "ids"
+    SIZE = "size"
+
+
 class InvalidRequest(ServingError):
     """The caller sent ids, lengths, weights or feature names this model cannot answer."""
 
     code = "INVALID_ARGUMENT"
 
+    def __init__(self, message: str, reason: Reason = Reason.SHAPE) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class IdsOutside(InvalidRequest):
+    """Ids are outside [0, rows) of a table that refuses them. `counts`: how many, by table."""
+
+    def __init__(self, message: str, counts: Mapping[str, int]) -> None:
+        super().__init__(message, Reason.IDS)
+        self.counts = counts
+
 
 class BundleError(ServingError):
     """A bundle cannot be loaded: damaged, incomplete, of another format, or made for another device."""
+
+    code = "FAILED_PRECONDITION"
+
+
+class ConfigurationError(ServingError):
+    """A setting of a served model cannot be used; the message names it."""
 
     code = "FAILED_PRECONDITION"
 
@@ -52,17 +83,16 @@ class DeadlineExceeded(ServingError):
 
 
 class ServerUnavailable(ServingError):
-    """The server cannot be reached, or has not loaded the model yet."""
+    """The server cannot be reached, has not loaded the model yet, or its queue is full."""
 
     code = "UNAVAILABLE"
     retryable = True
 
 
-class ServerOverloaded(ServingError):
-    """The server's queue is full, or a message is larger than its limit."""
+class LimitExceeded(ServingError):
+    """A message is larger than the other side takes, or a quota is used up: the same call would meet the same."""
 
     code = "RESOURCE_EXHAUSTED"
-    retryable = True
 
 
 class RequestCancelled(ServingError):
@@ -98,7 +128,7 @@ _BY_CODE: dict[str, type[ServingError]] = {
     "NOT_FOUND": ModelNotFound,
     "ALREADY_EXISTS": ServerFault,
     "PERMISSION_DENIED": AccessDenied,
-    "RESOURCE_EXHAUSTED": ServerOverloaded,
+    "RESOURCE_EXHAUSTED": LimitExceeded,
     "FAILED_PRECONDITION": ServerFault,
     "ABORTED": ServerUnavailable,
     "OUT_OF_RANGE": InvalidRequest,

@@ -1,319 +1,367 @@
-"""KeyedJaggedTensor requests as arrays: check, merge, split. numpy only: no Triton, no torch.
+"""KeyedJaggedTensor requests as arrays: accept, check, merge, split. numpy only: no Triton, no torch.
 
-A KJT is feature-major: all bags of the first feature, then all bags of the second, and so on.
+A KJT is feature-major: all bags of the first feature, then all bags of the second, and so on. Requests that wait
+together are checked together and become one batch, so that what numpy costs is paid for once:
+
+    accept  a request's tensors have the right dtypes, shapes and sizes
+    check   lengths and ids of all requests at once: are all of them good?
+    mend    one request, when not: say what is wrong with it, or do what its tables' id policies say
+    merge   the batch that one TBE call answers
+    split   its answer, by request
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle import IdPolicy, Manifest
-from serving.errors import InvalidRequest
+from serving.errors import IdsOutside, InvalidRequest, Reason
+from serving.schema import Schema, Selection, listed
 
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
+Array = npt.NDArray[np.generic]
+
+_INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """What a request is checked against. Arrays have one entry for each feature, in the manifest's order."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How much one request may ask for, and how much is answered by one TBE call.
 
-    names: tuple[str, ...]
-    tables: tuple[str, ...]
-    rows: npt.NDArray[np.uint64]
-    dims: npt.NDArray[np.int64]
-    zero: npt.NDArray[np.bool_]
-    feature_weighted: npt.NDArray[np.bool_]
-    weighted: bool
-    positions: dict[str, int]
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "Schema":
-        """The schema of a bundle."""
-        names = tuple(feature.name for feature in manifest.features)
-        tables = manifest.feature_tables
-        return cls(
-            names=names,
-            tables=tuple(table.name for table in tables),
-            rows=np.array([table.rows for table in tables], np.uint64),
-            dims=np.array([table.dim for table in tables], np.int64),
-            zero=np.array([table.id_policy is IdPolicy.ZERO for table in tables]),
-            feature_weighted=np.array([table.weighted for table in tables]),
-            weighted=manifest.weighted,
-            positions={name: position for position, name in enumerate(names)},
-        )
-
-    def select(self, names: Sequence[str] | None) -> tuple[int, ...]:
-        """The positions of `names`; of all features where it is None.
-
-        Raises:
-            InvalidRequest: a name is unknown or comes twice, or there is none.
-        """
-        if names is None:
-            return tuple(range(len(self.names)))
-        for name in names:
-            if name not in self.positions:
-                raise InvalidRequest(f"feature {_shortened(name)!r}: expected one of {_listed(self.names)}")
-        if not names:
-            raise InvalidRequest(f"features: expected at least one of {_listed(self.names)}, got none")
-        selected = tuple(self.positions[name] for name in names)
-        if len(set(selected)) < len(selected):
-            twice = next(name for name in names if list(names).count(name) > 1)
-            raise InvalidRequest(f"feature {twice!r}: expected each feature once, got it twice")
-        return selected
-
-
-@dataclass(frozen=True, slots=True)
-class KjtRequest:
-    """A checked request over F features and B samples.
-
-    Attributes:
-        features: positions in the schema, in the order of the answer [F].
-        values: int64 ids, each in [0, rows) of its table [N].
-        lengths: int32 bag sizes [F, B].
-        offsets: int64, where each bag starts in `values`; ends with N [F·B + 1].
-        weights: float32 [N], or None where the model takes none.
-        dropped: how many ids of each feature were out of range and left out, int64 [F]; None where none was.
+    A request is never refused for what it was merged with: requests that are too much together take several calls.
     """
 
-    features: tuple[int, ...]
+    request_ids: int = 4 << 20
+    request_samples: int = 64 << 10
+    call_ids: int = 1 << 20
+    call_samples: int = 16 << 10
+
+
+@dataclass(eq=False, slots=True)
+class Tensors:
+    """A request as it travels.
+
+    Attributes:
+        features: the features asked for, in the order of the answer; all of the model's where None.
+        values: ids, feature-major; int64 [N] if the sender does it right, as all of these.
+        lengths: bag sizes, feature-major; int32 [F·B].
+        weights: a weight for each id; float32 [N], for weighted models and only for them.
+        trace: the W3C `traceparent` that came with it.
+    """
+
+    features: Sequence[str] | None
+    values: Array
+    lengths: Array
+    weights: Array | None = None
+    trace: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class KjtRequest:
+    """A request over F features and B samples; lengths and ids are as they came.
+
+    Attributes:
+        selection: the features, in the order of the answer.
+        values: int64 ids, feature-major [N].
+        lengths: int32 bag sizes, feature-major [F·B].
+        weights: float32 [N], or None where the model takes none.
+    """
+
+    selection: Selection
     values: Ids
     lengths: Lengths
+    weights: Weights | None
+    samples: int
+
+
+@dataclass(eq=False, slots=True)
+class Checked:
+    """R requests, one behind the other, whose lengths and ids are right. A segment is a feature of a request [S].
+
+    Attributes:
+        values, weights, lengths: those of the requests, concatenated.
+        offsets: int64, where each bag starts in `values`; ends with N [bags + 1].
+        bags: int64, where each segment's bags start in `lengths`; ends with their number [S + 1].
+        ids: int64, where each segment's ids start in `values`; ends with N [S + 1].
+    """
+
+    requests: Sequence[KjtRequest]
+    values: Ids
+    weights: Weights | None
+    lengths: Lengths
+    offsets: Ids
+    bags: Ids
+    ids: Ids
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """What one TBE call answers: requests side by side, sample after sample, feature-major.
+
+    Attributes:
+        selection: every feature that anyone asked for.
+        offsets: int64, where each bag starts in `values`; ends with N [F·B + 1].
+    """
+
+    requests: Sequence[KjtRequest]
+    selection: Selection
+    values: Ids
     offsets: Ids
     weights: Weights | None
-    dropped: Ids | None = None
-
-    @property
-    def samples(self) -> int:
-        """B."""
-        return self.lengths.shape[1]
-
-    @property
-    def bounds(self) -> Ids:
-        """Where the ids of each feature start in `values`, int64; ends with N [F + 1]."""
-        return _bounds(self.offsets, self.lengths)
 
 
-def check(
-    schema: Schema,
-    values: npt.NDArray[np.generic],
-    lengths: npt.NDArray[np.generic],
-    weights: npt.NDArray[np.generic] | None = None,
-    features: Sequence[str] | None = None,
-) -> KjtRequest:
-    """Check the tensors of one request; nothing that fails here reaches FBGEMM.
+def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
+    """Take the tensors of one request, if they are of the right kind and size. Nothing is copied.
 
     Args:
         schema: what the model holds.
-        values: int64 [N], feature-major.
-        lengths: int32 [F·B], feature-major.
-        weights: float32 [N]; for weighted models, and only for them.
-        features: the features asked for, in the order of the answer; all of the schema's where None.
+        tensors: the request.
+        limits: how large it may be; no limit where None.
+
+    Raises:
+        InvalidRequest: naming the feature or tensor, what was expected and what came.
+    """
+    values, lengths, weights = tensors.values, tensors.lengths, tensors.weights
+    selection = schema.select(tensors.features)
+    _expect_vector("values", values, _INT64)
+    _expect_vector("lengths", lengths, _INT32)
+    samples, left_over = divmod(lengths.size, len(selection.names))
+    if left_over:
+        raise InvalidRequest(
+            f"lengths: expected a multiple of {len(selection.names)}, one length for each sample of each feature "
+            f"({listed(selection.names)}), got {lengths.size}",
+            Reason.LENGTHS,
+        )
+    if limits is not None:
+        _expect_at_most("ids", values.size, limits.request_ids)
+        _expect_at_most("samples", samples, limits.request_samples)
+    if (weights is not None) != schema.weighted:
+        expected = "one for each id, got none: this" if schema.weighted else "none, got some: this"
+        kind = "weighted" if schema.weighted else "not weighted"
+        raise InvalidRequest(f"weights: expected {expected} model is {kind}", Reason.WEIGHTS)
+    if weights is not None:
+        _expect_vector("weights", weights, _FLOAT32)
+        if weights.size != values.size:
+            raise InvalidRequest(
+                f"weights: expected {values.size}, one for each id, got {weights.size}", Reason.WEIGHTS
+            )
+    return KjtRequest(selection, values, lengths, weights, samples)  # type: ignore[arg-type]
+
+
+def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int]]:
+    """Positions of requests, in order, in groups that one TBE call may answer; one too large for that is alone."""
+    group: list[int] = []
+    ids = samples = 0
+    for position, request in enumerate(requests):
+        ids += request.values.size
+        samples += request.samples
+        if group and (ids > limits.call_ids or samples > limits.call_samples):
+            yield group
+            group, ids, samples = [], request.values.size, request.samples
+        group.append(position)
+    if group:
+        yield group
+
+
+def check(requests: Sequence[KjtRequest]) -> Checked:
+    """Check lengths and ids of all requests at once. Nothing that fails here reaches FBGEMM.
 
     Returns:
-        The request. It shares memory with the arguments, except where ids were left out by a table's `zero`
-        policy or an unweighted table sits in a weighted model.
+        The requests one behind the other; arrays are shared with the request where there is one.
+
+    Raises:
+        InvalidRequest: lengths or ids of at least one of them are not right; `mend` says which and what.
+    """
+    values = _joined([request.values for request in requests])
+    lengths = _joined([request.lengths for request in requests])
+    offsets = _offsets(lengths)
+    # A bag's negative length counts as 2³¹ ids or more, so that it can never add up.
+    ends = offsets[list(accumulate(request.lengths.size for request in requests))]
+    if ends.tolist() != list(accumulate(request.values.size for request in requests)):
+        raise InvalidRequest("lengths: expected them to add up to the number of ids", Reason.LENGTHS)
+
+    rows = _joined([request.selection.rows for request in requests])
+    bags = _bags(requests)
+    ids = offsets[bags]
+    starts = ids[:-1]
+    filled = starts < ids[1:]  # reduceat would give an empty segment the id behind it
+    # As unsigned: a negative id is huge.
+    if (np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]).any():
+        raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
+    return Checked(requests, values, _weights(requests, ids), lengths, offsets, bags, ids)
+
+
+def mend(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
+    """Do to one request what its tables' id policies say of ids outside [0, rows).
+
+    Returns:
+        A request that `check` takes, and how many ids were outside, by table.
 
     Raises:
         InvalidRequest: naming the feature, what was expected and what came.
+        IdsOutside: the same, where ids are outside a table whose policy is `error`.
     """
-    selected = schema.select(features)
-    _expect_vector("values", values, np.int64)
-    _expect_vector("lengths", lengths, np.int32)
-    if lengths.size % len(selected):
-        names = _listed([schema.names[position] for position in selected])
-        raise InvalidRequest(
-            f"lengths: expected a multiple of {len(selected)}, one length for each sample of each feature "
-            f"({names}), got {lengths.size}"
-        )
-    bags: Lengths = lengths.reshape(len(selected), -1)  # type: ignore[assignment]
+    selection = request.selection
+    bags = request.lengths.reshape(len(selection.names), -1)
     if bags.size and bags.min() < 0:
         row, sample = np.argwhere(bags < 0)[0]
         raise InvalidRequest(
-            f"feature {schema.names[selected[row]]!r}: expected lengths >= 0, "
-            f"got {bags[row, sample]} for sample {sample}"
+            f"feature {selection.names[row]!r}: expected lengths >= 0, got {bags[row, sample]} for sample {sample}",
+            Reason.LENGTHS,
         )
-    offsets = _offsets(bags)
-    bounds = _bounds(offsets, bags)
-    if bounds[-1] != values.size:
-        _refuse_sum(schema, selected, bounds, values.size)
-    checked = _checked_weights(schema, selected, bounds, weights)
-    request = KjtRequest(selected, values, bags, offsets, checked)  # type: ignore[arg-type]
-    return _in_range(schema, request, bounds)
+    bounds = _offsets(request.lengths)[np.arange(len(bags) + 1) * request.samples]
+    if bounds[-1] != request.values.size:
+        _refuse_sum(selection, bounds, request.values.size)
+
+    ids = np.diff(bounds)
+    outside = request.values.view(np.uint64) >= np.repeat(selection.rows, ids)
+    feature_of = np.repeat(np.arange(len(ids)), ids)
+    counted: dict[str, int] = {}
+    for table, count in zip(selection.tables, np.bincount(feature_of[outside], minlength=len(ids)), strict=True):
+        if count:
+            counted[table] = counted.get(table, 0) + int(count)
+    bag_of = np.repeat(np.arange(request.lengths.size), request.lengths)
+    refused = outside & ~(selection.zero | (selection.default_rows >= 0))[feature_of]
+    if refused.any():
+        at = int(np.argmax(refused))
+        row, sample = divmod(int(bag_of[at]), request.samples)
+        raise IdsOutside(
+            f"feature {selection.names[row]!r}: expected an id in [0, {selection.rows[row]}), "
+            f"got {request.values[at]} for sample {sample} (values[{at}])",
+            counted,
+        )
+    dropped = outside & selection.zero[feature_of]
+    values = np.where(outside & ~dropped, selection.default_rows[feature_of], request.values)
+    lost = np.bincount(bag_of[dropped], minlength=request.lengths.size).astype(np.int32)
+    mended = replace(
+        request,
+        values=values[~dropped],
+        lengths=request.lengths - lost,
+        weights=None if request.weights is None else request.weights[~dropped],
+    )
+    return mended, counted
 
 
-def merge(requests: Sequence[KjtRequest]) -> KjtRequest:
+def merge(schema: Schema, checked: Checked) -> Batch:
     """Join requests so that one TBE call answers them all.
 
     KJT is feature-major, so this interleaves per feature; it is not a concatenation. Requests may ask for
-    different features in different orders: the result has each feature that anyone asked for, and empty bags
-    where a request did not ask.
-
-    Args:
-        requests: R requests, all with weights or all without.
-
-    Returns:
-        Samples side by side in the order of `requests`. With R = 1 the request itself: nothing is copied.
+    different features in different orders: the batch has each feature that anyone asked for, and empty bags
+    where a request did not ask. With one request it is that request: nothing is copied.
     """
+    requests = checked.requests
+    selection = requests[0].selection
     if len(requests) == 1:
-        return requests[0]
-    features = _merged_features(requests)
-    row_of = np.empty(max(features) + 1, np.intp)
-    row_of[list(features)] = np.arange(len(features))
-    ends = np.cumsum([request.samples for request in requests])
+        return Batch(requests, selection, checked.values, checked.offsets, checked.weights)
+    if any(request.selection is not selection for request in requests):
+        selection = schema.at(np.unique(_joined([request.selection.positions for request in requests])))
+    samples = [request.samples for request in requests]
+    total = sum(samples)
 
-    lengths = np.zeros((len(features), ends[-1]), np.int32)
-    for request, end in zip(requests, ends, strict=True):
-        lengths[row_of[list(request.features)], end - request.samples : end] = request.lengths
+    # The row of each segment in the batch. Segments are by request; a stable sort puts them by feature.
+    row_of = np.empty(len(schema.names), np.int64)
+    row_of[selection.positions] = selection.index[:-1]
+    rows = row_of[_joined([request.selection.positions for request in requests])]
+    order = rows.argsort(kind="stable")
+    source = _ranges(checked.ids[:-1][order], (checked.ids[1:] - checked.ids[:-1])[order])
 
-    # One segment for each feature of each request, now by request; a stable sort puts them by feature.
-    rows = row_of[np.concatenate([request.features for request in requests])]
-    sizes = np.concatenate([np.diff(request.bounds) for request in requests])
-    starts = np.cumsum(sizes) - sizes
-    order = np.argsort(rows, kind="stable")
-    moved = sizes[order]
-    source = np.repeat(starts[order] - (np.cumsum(moved) - moved), moved)
-    source += np.arange(source.size)
-
-    values = np.concatenate([request.values for request in requests])[source]
-    weights = None
-    if requests[0].weights is not None:
-        weights = np.concatenate([request.weights for request in requests if request.weights is not None])[source]
-    return KjtRequest(features, values, lengths, _offsets(lengths), weights)
+    features = [len(request.selection.names) for request in requests]
+    first_sample = np.repeat(np.array(list(accumulate(samples, initial=0))[:-1]), features)
+    lengths = np.zeros(len(selection.names) * total, np.int32)
+    lengths[_ranges(rows * total + first_sample, checked.bags[1:] - checked.bags[:-1])] = checked.lengths
+    weights = None if checked.weights is None else checked.weights.take(source)
+    return Batch(requests, selection, checked.values.take(source), _offsets(lengths), weights)
 
 
-def split(
-    embeddings: Embeddings, merged: KjtRequest, requests: Sequence[KjtRequest], schema: Schema
-) -> list[Embeddings]:
-    """Cut the answer to `merged` into the answers to `requests`.
-
-    Args:
-        embeddings: [B, D] for `merged`, which is `merge(requests)`.
-        merged: the request that `embeddings` answers.
-        requests: the requests that were merged.
-        schema: what the model holds.
+def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
+    """Cut the answer to a batch, [B, D], into those of its requests.
 
     Returns:
         One array [B_r, D_r] for each request: a view of `embeddings`, or a copy where the request's features
-        or their order differ from the merged ones.
+        or their order differ from the batch's.
     """
     answers: list[Embeddings] = []
-    ends = np.cumsum([request.samples for request in requests])
-    columns = _columns(merged.features, schema)
-    for request, end in zip(requests, ends, strict=True):
-        answer = embeddings[end - request.samples : end]
-        if request.features != merged.features:
-            answer = np.concatenate([answer[:, columns[feature]] for feature in request.features], axis=1)
+    end = 0
+    for request in batch.requests:
+        start, end = end, end + request.samples
+        answer = embeddings[start:end]
+        if request.selection is not batch.selection:
+            answer = answer[:, batch.selection.columns(request.selection.positions.tolist())]
         answers.append(answer)
     return answers
 
 
-def _merged_features(requests: Sequence[KjtRequest]) -> tuple[int, ...]:
-    orders = {request.features for request in requests}
-    if len(orders) == 1:
-        return orders.pop()
-    return tuple(sorted(set().union(*orders)))
-
-
-def _columns(features: tuple[int, ...], schema: Schema) -> dict[int, slice]:
-    ends = np.cumsum(schema.dims[list(features)])
-    return {feature: slice(end - schema.dims[feature], end) for feature, end in zip(features, ends, strict=True)}
+def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """One array behind the other; the array itself where there is one."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _offsets(lengths: Lengths) -> Ids:
-    """Where each bag starts, and N behind them."""
+    """Where each bag starts, and N behind them. Negative lengths count as the huge numbers they are unsigned."""
     offsets = np.empty(lengths.size + 1, np.int64)
     offsets[0] = 0
-    np.cumsum(lengths, out=offsets[1:])
+    lengths.view(np.uint32).cumsum(out=offsets[1:])
     return offsets
 
 
-def _bounds(offsets: Ids, lengths: Lengths) -> Ids:
-    """Where each feature starts, and N behind them."""
-    features, samples = lengths.shape
-    return offsets[::samples] if samples else np.zeros(features + 1, np.int64)
+def _bags(requests: Sequence[KjtRequest]) -> Ids:
+    """Where the bags of each segment start in the lengths of all requests; ends with their number [S + 1]."""
+    if len(requests) == 1:
+        return requests[0].selection.index * requests[0].samples
+    sizes = np.repeat([request.samples for request in requests], [len(r.selection.names) for r in requests])
+    bags = np.empty(sizes.size + 1, np.int64)
+    bags[0] = 0
+    sizes.cumsum(out=bags[1:])
+    return bags
 
 
-def _expect_vector(name: str, array: npt.NDArray[np.generic], dtype: type[np.generic]) -> None:
-    if array.dtype != dtype:
-        raise InvalidRequest(f"{name}: expected dtype {np.dtype(dtype)}, got {array.dtype}")
-    if array.ndim != 1:
-        raise InvalidRequest(f"{name}: expected 1 dimension, got shape {list(array.shape)}")
+def _ranges(starts: Ids, sizes: Ids) -> Ids:
+    """The ranges [start, start + size), one behind the other."""
+    ends = sizes.cumsum()
+    ranges: Ids = (starts - ends + sizes).repeat(sizes)
+    ranges += np.arange(ranges.size)
+    return ranges
 
 
-def _checked_weights(
-    schema: Schema, selected: tuple[int, ...], bounds: Ids, weights: npt.NDArray[np.generic] | None
-) -> Weights | None:
-    if weights is None:
-        if schema.weighted:
-            raise InvalidRequest("weights: expected one for each id, got none: this model is weighted")
+def _weights(requests: Sequence[KjtRequest], ids: Ids) -> Weights | None:
+    """The weights of all requests; 1 for the ids of tables that take none."""
+    if requests[0].weights is None:
         return None
-    if not schema.weighted:
-        raise InvalidRequest("weights: expected none, got some: this model is not weighted")
-    _expect_vector("weights", weights, np.float32)
-    if weights.size != bounds[-1]:
-        raise InvalidRequest(f"weights: expected {bounds[-1]}, one for each id, got {weights.size}")
-    counted = schema.feature_weighted[list(selected)]
-    if not counted.all():
-        weights = np.where(np.repeat(counted, np.diff(bounds)), weights, np.float32(1))
-    return weights  # type: ignore[return-value]
+    weights = np.concatenate([request.weights for request in requests if request.weights is not None])
+    counted = np.concatenate([request.selection.weighted for request in requests])
+    if counted.all():
+        return weights
+    return np.where(np.repeat(counted, np.diff(ids)), weights, np.float32(1))
 
 
-def _refuse_sum(schema: Schema, selected: tuple[int, ...], bounds: Ids, found: int) -> None:
+def _expect_vector(name: str, array: Array, dtype: np.dtype[Any]) -> None:
+    if array.dtype is not dtype and array.dtype != dtype:
+        raise InvalidRequest(f"{name}: expected dtype {dtype}, got {array.dtype}", Reason.SHAPE)
+    if array.ndim != 1:
+        raise InvalidRequest(f"{name}: expected 1 dimension, got shape {list(array.shape)}", Reason.SHAPE)
+
+
+def _expect_at_most(what: str, found: int, limit: int) -> None:
+    if found > limit:
+        raise InvalidRequest(
+            f"{what}: expected at most {limit} in a request, got {found}: send several requests, or have the "
+            f"server's limit raised (`tbe-serve configure --max-request-{what}`)",
+            Reason.SIZE,
+        )
+
+
+def _refuse_sum(selection: Selection, bounds: Ids, found: int) -> None:
     """Name the feature whose bags run past the ids, or the last one where ids are left over."""
     total = bounds[-1]
-    row = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(selected) - 1
+    row = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(selection.names) - 1
     raise InvalidRequest(
-        f"feature {schema.names[selected[row]]!r}: expected its bags to take ids "
-        f"[{bounds[row]}, {bounds[row + 1]}) of `values`, got {found} ids for lengths that sum to {total}"
+        f"feature {selection.names[row]!r}: expected its bags to take ids "
+        f"[{bounds[row]}, {bounds[row + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
+        Reason.LENGTHS,
     )
-
-
-def _in_range(schema: Schema, request: KjtRequest, bounds: Ids) -> KjtRequest:
-    """Compare the largest id of each feature with its table's rows, as unsigned: a negative id is huge."""
-    starts = bounds[:-1]
-    filled = starts < bounds[1:]
-    rows = schema.rows[list(request.features)]
-    unsigned = request.values.view(np.uint64)
-    # reduceat would give an empty feature the id behind it.
-    if (np.maximum.reduceat(unsigned, starts[filled]) < rows[filled]).all():
-        return request
-
-    ids = np.diff(bounds)
-    outside = unsigned >= np.repeat(rows, ids)
-    feature_of = np.repeat(np.arange(len(ids)), ids)
-    refused = outside & ~schema.zero[list(request.features)][feature_of]
-    bag_of = np.repeat(np.arange(request.lengths.size), request.lengths.ravel())
-    if refused.any():
-        at = int(np.argmax(refused))
-        row, sample = divmod(int(bag_of[at]), request.samples)
-        raise InvalidRequest(
-            f"feature {schema.names[request.features[row]]!r}: expected an id in [0, {rows[row]}), "
-            f"got {request.values[at]} for sample {sample} (values[{at}])"
-        )
-    kept = ~outside
-    lost = np.bincount(bag_of[outside], minlength=request.lengths.size).astype(np.int32)
-    lengths = request.lengths - lost.reshape(request.lengths.shape)
-    return KjtRequest(
-        features=request.features,
-        values=request.values[kept],
-        lengths=lengths,
-        offsets=_offsets(lengths),
-        weights=None if request.weights is None else request.weights[kept],
-        dropped=np.bincount(feature_of[outside], minlength=len(ids)).astype(np.int64),
-    )
-
-
-def _shortened(name: str) -> str:
-    """A name that a caller sent: gRPC carries messages as metadata, and drops the stream at 16 KiB of it."""
-    return name if len(name) <= 64 else name[:64] + "…"
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Names for a message; the first eight of many."""
-    shown = ", ".join(repr(name) for name in names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"

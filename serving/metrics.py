@@ -1,79 +1,138 @@
-"""What operators see on Triton's Prometheus endpoint, beside Triton's own metrics."""
+"""What operators see on Triton's Prometheus endpoint, beside Triton's own metrics (docs/operating.md)."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
-from serving.kjt import KjtRequest, Schema
+import numpy as np
+
+from serving.errors import IdsOutside, InvalidRequest, Reason
+from serving.kjt import Checked
+
+STAGES = ("check", "merge", "lookup", "split")
+# Upper bounds of the histogram of requests in a call.
+MERGED = (1, 2, 4, 8, 16, 32, 64)
 
 
-class Counter(Protocol):
-    """A counter with its labels filled in, such as a Triton `Metric`."""
+class Metric(Protocol):
+    """A metric with its labels filled in, such as a Triton `Metric`."""
 
     def increment(self, value: float) -> None:
         """Add `value`."""
 
 
+class Family(Protocol):
+    """All metrics of one name."""
+
+    def Metric(self, labels: Mapping[str, str]) -> Metric:  # noqa: N802 - Triton's name
+        """The one with these labels."""
+
+
+Families = Callable[[str, str, bool], Family]
+
+
 class _Total:
-    """A count that is published later: telling Triton takes longer than looking one sample up.
+    """A number that is published later: telling Triton takes longer than looking one sample up.
 
     The thread that counts writes `count`, the thread that publishes writes `_published`: no lock is needed.
     """
 
-    def __init__(self, counter: Counter) -> None:
-        self.count = 0
-        self._counter = counter
-        self._published = 0
+    def __init__(self, metric: Metric) -> None:
+        self.count: float = 0
+        self._metric = metric
+        self._published: float = 0
 
     def publish(self) -> None:
         count = self.count
         if count != self._published:
-            self._counter.increment(count - self._published)
+            self._metric.increment(count - self._published)
             self._published = count
 
 
 class LookupMetrics:
-    """Counters of one model instance; Triton adds instances of one model and version together.
+    """What one model instance counts.
 
     Args:
-        counter: makes a counter from its name, help text and labels.
+        families: makes a family from its name, its help text and whether it is a gauge.
         labels: model and version.
-        schema: names the tables.
+        tables: names of the tables.
     """
 
-    def __init__(
-        self, counter: Callable[[str, str, dict[str, str]], Counter], labels: dict[str, str], schema: Schema
-    ) -> None:
-        # Triton deletes a family, and with it its metrics, when nothing holds it: `counter` does.
-        self._counter = counter
+    def __init__(self, families: Families, labels: Mapping[str, str], tables: Sequence[str]) -> None:
+        # Triton deletes a family, and with it its metrics, when nothing holds it.
+        self._families: list[Family] = []
+        self._all: list[_Total] = []
 
-        def total(name: str, description: str, **more: str) -> _Total:
-            return _Total(counter(name, description, labels | more))
+        def totals(name: str, description: str, label: str, values: Sequence[str]) -> dict[str, _Total]:
+            family = families(name, description, name.endswith(("_seconds", "_info")))
+            self._families.append(family)
+            made = {value: _Total(family.Metric({**labels, label: value} if label else labels)) for value in values}
+            self._all.extend(made.values())
+            return made
+
+        def total(name: str, description: str) -> _Total:
+            return totals(name, description, "", [""])[""]
 
         self._calls = total("tbe_calls_total", "TBE calls; each answers one or more requests")
         self._requests = total("tbe_requests_total", "Requests answered by TBE calls")
         self._samples = total("tbe_samples_total", "Samples looked up")
         self._ids = total("tbe_ids_total", "Ids looked up")
-        self._rejected = total("tbe_rejected_total", "Requests refused as invalid")
-        dropped = "Ids outside [0, rows), left out by the table's `zero` policy"
-        by_table = {table: total("tbe_ids_dropped_total", dropped, table=table) for table in schema.tables}
-        self._dropped = [by_table[table] for table in schema.tables]
-        self._all = [self._calls, self._requests, self._samples, self._ids, self._rejected, *by_table.values()]
+        self._empty = total("tbe_empty_bags_total", "Bags without ids, which are answered with zeros")
+        self._failed = total("tbe_failed_total", "Requests that failed by a fault of the server; its log says why")
+        self._captured = total("tbe_captured_total", "Requests written to the capture file")
+        self._rejected = totals(
+            "tbe_rejected_total", "Requests refused as invalid, by what is wrong", "reason", [r.value for r in Reason]
+        )
+        self._outside = totals(
+            "tbe_ids_outside_total", "Ids outside [0, rows), whatever the table's id policy", "table", tables
+        )
+        self._seconds = totals(
+            "tbe_stage_seconds_total", "Time that TBE calls took, by stage of the request path", "stage", STAGES
+        )
+        merged = "TBE calls that answered at most `le` requests together"
+        self._merged = totals("tbe_call_requests_bucket", merged, "le", [*map(str, MERGED), "+Inf"])
+        self.exported_at = total("tbe_bundle_exported_timestamp_seconds", "When the bundle was exported, Unix time")
+        self.recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model anew after it died")
 
-    def answered(self, requests: Sequence[KjtRequest]) -> None:
-        """Count one TBE call that answered `requests`."""
+    def answered(self, checked: Checked, times: Sequence[float]) -> None:
+        """Count one TBE call.
+
+        Args:
+            checked: the requests that it answered.
+            times: of `perf_counter`, at the start of the first stage and the end of each.
+        """
+        requests = len(checked.requests)
         self._calls.count += 1
-        self._requests.count += len(requests)
-        for request in requests:
-            self._samples.count += request.samples
-            self._ids.count += request.values.size
-            if request.dropped is not None:
-                for feature, dropped in zip(request.features, request.dropped.tolist(), strict=True):
-                    self._dropped[feature].count += dropped
+        self._requests.count += requests
+        self._samples.count += sum(request.samples for request in checked.requests)
+        self._ids.count += checked.values.size
+        self._empty.count += checked.lengths.size - np.count_nonzero(checked.lengths)
+        for stage, (start, end) in zip(STAGES, pairwise(times), strict=True):
+            self._seconds[stage].count += end - start
+        for bound in MERGED:
+            if requests <= bound:
+                self._merged[str(bound)].count += 1
+        self._merged["+Inf"].count += 1
 
-    def rejected(self) -> None:
+    def rejected(self, error: InvalidRequest) -> None:
         """Count one request that was refused as invalid."""
-        self._rejected.count += 1
+        self._rejected[error.reason.value].count += 1
+        if isinstance(error, IdsOutside):
+            self.outside(error.counts)
+
+    def outside(self, counts: Mapping[str, int]) -> None:
+        """Count ids outside their tables, by table."""
+        for table, count in counts.items():
+            self._outside[table].count += count
+
+    def failed(self, requests: int) -> None:
+        """Count requests that failed by a fault of ours."""
+        self._failed.count += requests
+
+    def captured(self) -> None:
+        """Count one request that was written to the capture file."""
+        self._captured.count += 1
 
     def publish(self) -> None:
         """Tell Triton what was counted since the last time."""
@@ -84,7 +143,7 @@ class LookupMetrics:
 class Publisher:
     """Calls `publish` on a thread of its own, every `PERIOD_S` seconds and once more when it is stopped."""
 
-    PERIOD_S = 0.25
+    PERIOD_S = 0.5
 
     def __init__(self, publish: Callable[[], None]) -> None:
         self._publish = publish
@@ -103,20 +162,16 @@ class Publisher:
         self._publish()
 
 
-def triton_counters(pb_utils: Any) -> Callable[[str, str, dict[str, str]], Counter]:
-    """Make Triton counters: one family for each name, shared by all its labels.
+def triton_families(pb_utils: Any) -> Families:
+    """Make families of Triton metrics.
 
     Args:
         pb_utils: the module `triton_python_backend_utils` of a running backend.
     """
-    families: dict[str, Any] = {}
 
-    def counter(name: str, description: str, labels: dict[str, str]) -> Counter:
-        if name not in families:
-            families[name] = pb_utils.MetricFamily(
-                name=name, description=description, kind=pb_utils.MetricFamily.COUNTER
-            )
-        metric: Counter = families[name].Metric(labels=labels)
-        return metric
+    def family(name: str, description: str, gauge: bool) -> Family:
+        kinds = pb_utils.MetricFamily
+        made: Family = kinds(name=name, description=description, kind=kinds.GAUGE if gauge else kinds.COUNTER)
+        return made
 
-    return counter
+    return family

@@ -6,7 +6,6 @@ same rows. Cutting columns leaves each block its own copy of a row's scale and b
 
 import enum
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from serving.strict import Strict
 
@@ -32,7 +31,7 @@ class Rank(Strict, frozen=True):
     """One place that holds shards, and the file with their bytes."""
 
     host: int
-    device: Literal["cpu"]
+    device: str
     weights: str
 
 

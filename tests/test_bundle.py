@@ -31,8 +31,8 @@ def test_a_published_bundle_opens_and_its_digests_agree(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(lambda m: m.update(format_version=3), "format_version: expected 2, got 3", id="newer format"),
-        pytest.param(lambda m: m.update(format_version=3, more={}), "format_version: expected 2, got 3", id="newer format, new key"),
+        pytest.param(lambda m: m.update(format_version=4), "format_version: expected 3, got 4", id="newer format"),
+        pytest.param(lambda m: m.update(format_version=4, more={}), "format_version: expected 3, got 4", id="newer format, new key"),
         pytest.param(lambda m: m.update(more=1), "unknown field `more`", id="unknown key"),
         pytest.param(lambda m: m["tables"][0].update(more=1), r"unknown field `more` - at `\$.tables\[0\]`", id="unknown key in a table"),
         pytest.param(lambda m: m.pop("plan"), "missing required field `plan`", id="missing key"),

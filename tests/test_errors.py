@@ -12,8 +12,8 @@ def test_every_grpc_status_maps_to_an_error(status: grpc.StatusCode) -> None:
     assert isinstance(error, ServingError)
     assert type(error) is not ServingError
     assert str(error) == "said so"
-    if status in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLINE_EXCEEDED):
-        assert error.retryable
+    retryable = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED, grpc.StatusCode.DEADLINE_EXCEEDED)
+    assert error.retryable == (status in retryable)
     if status in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL):
         assert not error.retryable
         assert error.code == status.name

@@ -18,6 +18,7 @@ from export.errors import ConfigError, PlanError
 from export.sharding import CHOICES
 from serving import kjt
 from serving.engine import Engine, load_program
+from serving.kjt import Tensors
 from serving.plan import ShardingType
 from tests import oracle
 from tests.models import MIXED, Spec, collection, flat, random_bags, table_of
@@ -174,9 +175,9 @@ def test_merging_requests_does_not_change_an_answer_from_many_ranks(tmp_path: Pa
     for features in (None, ["genres", "user_id"], ["words"], None, ["recent_items", "item_id"]):
         bags = random_bags(random, MIXED, 3, features, longest=20)
         values, lengths = flat(bags)
-        requests.append(kjt.check(engine.schema, values, lengths, None, list(bags)))
-    merged = kjt.merge(requests)
-    together = kjt.split(engine.answer(merged), merged, requests, engine.schema)
+        requests.append(Tensors(list(bags), values, lengths))
+    merged = kjt.merge(engine.schema, kjt.check([kjt.accept(engine.schema, request) for request in requests]))
+    together = kjt.split(engine.run(merged), merged)
     for request, rows in zip(requests, together, strict=True):
         np.testing.assert_array_equal(engine.answer(request).view(np.uint32), rows.view(np.uint32))
 
@@ -194,13 +195,15 @@ def test_split_lookup_and_merge_are_methods_of_the_saved_program(tmp_path: Path,
     ]
     bags = random_bags(np.random.default_rng(2), MIXED, 5)
     values, lengths = flat(bags)
-    request = kjt.check(engine.schema, values, lengths)
-    offsets = torch.from_numpy(request.offsets)
-    parts = program.split(torch.from_numpy(request.values), offsets, None, None)
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]))
+    parts = program.split(torch.from_numpy(values), offsets, None, None)
     assert sum(ids.numel() for ids, _, _ in parts) == values.size
     pooled = [program.lookup(rank, *part, None) for rank, part in enumerate(parts)]
     np.testing.assert_allclose(
-        program.merge(pooled, offsets, None).numpy(), one_rank.answer(request), rtol=1e-5, atol=1e-5
+        program.merge(pooled, offsets, None).numpy(),
+        one_rank.answer(Tensors(None, values, lengths)),
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 

@@ -1,49 +1,31 @@
-"""Find and run a real tritonserver.
-
-Production runs the official container, which has `tritonserver` on PATH. Elsewhere the server in the
-nvidia-pytriton wheel does: it needs a backend folder put together from the wheel's parts, and the environment's
-own Python first on PATH, since its backend stub takes the interpreter that it finds there.
-"""
+"""Run a real tritonserver: start it, wait until its models are ready, stop it."""
 
 import contextlib
 import ctypes
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import sysconfig
-import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from serving.bundle import MANIFEST
 from serving.errors import ServerFailed
+from serving.server.installation import Installation, find_tritonserver
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
 _HTTP_TIMEOUT_S = 5.0
 # The server is on this machine: no proxy that the environment names knows it.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-@dataclass(frozen=True, slots=True)
-class Installation:
-    """A tritonserver on this machine: the program, the environment it needs, and its backends if not its own."""
-
-    program: Path
-    environment: dict[str, str]
-    backends: Path | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +111,7 @@ def run_server(
     """
     models = models or find_models(repository)
     with contextlib.ExitStack() as stack:
-        installation = _find(stack)
+        installation = find_tritonserver(stack)
         taken = _take_ports(host, ports)
         output = stack.enter_context(log.open("wb")) if log else sys.stderr
         with _signals_deferred():
@@ -146,60 +128,6 @@ def run_server(
         server = Server(process, f"{host}:{taken.grpc}", f"{host}:{taken.http}", f"{host}:{taken.metrics}")
         server.models = _wait_until_ready(server, models, ready_timeout_s, log)
         yield server
-
-
-def _find(stack: contextlib.ExitStack) -> Installation:
-    if program := shutil.which("tritonserver"):
-        return Installation(Path(program), {}, None)
-    spec = find_spec("pytriton")  # found, not imported: importing it changes the process
-    if spec is None or spec.origin is None:
-        raise ServerFailed(
-            "tritonserver: expected one on PATH or in the nvidia-pytriton wheel, found neither: run in Triton's "
-            "official container, or `pip install nvidia-pytriton==0.7.0`"
-        )
-    package = Path(spec.origin).parent
-    backends = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tbe-serve-")))
-    return _bundled(package, backends)
-
-
-def _bundled(package: Path, backends: Path) -> Installation:
-    if int(version("numpy").partition(".")[0]) >= 2:
-        raise ServerFailed(
-            f"numpy: expected < 2 beside the tritonserver of nvidia-pytriton, found {version('numpy')}: its "
-            "Python backend would hand out empty tensors: `pip install 'numpy<2'`"
-        )
-    triton = package / "tritonserver"
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    stub = triton / "python_backend_stubs" / python / "triton_python_backend_stub"
-    if not stub.is_file():
-        raise ServerFailed(f"{stub}: not found: nvidia-pytriton has no Python backend for Python {python}")
-    backend = backends / "python"
-    shutil.copytree(triton / "backends" / "python", backend)
-    shutil.copy(stub, backend)
-    libraries = [package.parent / "nvidia_pytriton.libs", _libpython_folder(python)]
-    inherited = os.environ.get("LD_LIBRARY_PATH")
-    return Installation(
-        program=triton / "bin" / "tritonserver",
-        environment={
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-            "LD_LIBRARY_PATH": os.pathsep.join([*map(str, libraries), *([inherited] if inherited else [])]),
-        },
-        backends=backends,
-    )
-
-
-def _libpython_folder(python: str) -> Path:
-    name = f"libpython{python}.so.1.0"
-    folders = [Path(folder) for key in ("LIBDIR", "LIBPL") if (folder := sysconfig.get_config_var(key))]
-    if multiarch := sysconfig.get_config_var("MULTIARCH"):
-        folders += [Path("/usr/lib") / multiarch, Path("/usr/local/lib")]
-    for folder in folders:
-        if (folder / name).exists():
-            return folder
-    raise ServerFailed(
-        f"{name}: expected in {' or '.join(map(str, folders))}, found in none: Triton's Python backend needs it "
-        f"(Debian: `apt install libpython{python}`)"
-    )
 
 
 def _take_ports(host: str, ports: Ports) -> Ports:
@@ -244,6 +172,9 @@ def _command(
         "--allow-gpu-metrics=false",
         "--pinned-memory-pool-byte-size=0",  # for copies to a GPU, which a CPU model never makes
         "--log-info=false",
+        # Of the headers only the trace context is the backend's business.
+        "--grpc-header-forward-pattern=(?i)traceparent",
+        "--http-header-forward-pattern=(?i)traceparent",
     ]
     if installation.backends:
         command.append(f"--backend-directory={installation.backends}")

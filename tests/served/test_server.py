@@ -6,9 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,7 +22,6 @@ import tritonclient.grpc as triton
 from torchrec import KeyedJaggedTensor
 
 from export import export_model
-from serving import server as server_module
 from serving.client import LookupClient
 from serving.errors import (
     DeadlineExceeded,
@@ -35,10 +31,21 @@ from serving.errors import (
     ServerFault,
     ServerUnavailable,
 )
-from serving.metrics import Publisher
-from serving.server import Ports, Server, run_server
+from serving.server import Ports, Server, installation, run_server
 from tests import oracle
 from tests.models import MIXED, SUM, Bags, Spec, collection, flat, float_tables, random_bags, table_of
+from tests.served.tools import (
+    FREE,
+    FREE_PORTS,
+    at_once,
+    held,
+    lens,
+    metric,
+    raw_request,
+    row,
+    start_tbe_serve,
+    wait_for_pending,
+)
 
 FEATURES = list(table_of(MIXED))
 
@@ -47,19 +54,6 @@ FEATURES = list(table_of(MIXED))
 def client(server: Server) -> Iterator[LookupClient]:
     with LookupClient(server.grpc, "mixed", timeout_s=30) as client:
         yield client
-
-
-def metric(server: Server, name: str, **labels: str) -> float:
-    """The sum of a metric over everything with these labels, once it is published."""
-    time.sleep(2 * Publisher.PERIOD_S)
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    wanted = [f'{key}="{value}"' for key, value in labels.items()]
-    return sum(
-        float(line.split()[-1])
-        for line in lines
-        if line.startswith(name + "{") and all(label in line for label in wanted)
-    )
 
 
 def expected(bundle: Path, bags: dict[str, Bags]) -> dict[str, npt.NDArray[Any]]:
@@ -145,26 +139,11 @@ def test_a_large_request(client: LookupClient, mixed: Path) -> None:
 
 
 def test_the_client_knows_features_and_dims_from_the_server(client: LookupClient) -> None:
-    assert client.info.dims == {name: table_of(MIXED)[name].dim for name in FEATURES}
-    assert client.info.weighted == ()
+    assert client.info().dims == {name: table_of(MIXED)[name].dim for name in FEATURES}
+    assert client.info().weighted == ()
 
 
 # --- many at once
-
-
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Start all calls at the same moment, each on a thread of its own; their results or errors."""
-    barrier = threading.Barrier(len(calls))
-
-    def run(call: Callable[[], Any]) -> Any:
-        barrier.wait()
-        try:
-            return call()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(run, calls))
 
 
 def some_request(random: np.random.Generator) -> dict[str, Bags]:
@@ -181,7 +160,11 @@ def test_64_different_requests_at_once_get_bit_for_bit_what_each_gets_alone(
     calls = metric(server, "tbe_calls_total", model="mixed")
     answered = metric(server, "tbe_requests_total", model="mixed")
     for _ in range(3):
-        together = at_once([partial(client.lookup, request) for request in requests])
+        with ThreadPoolExecutor(64) as pool:
+            with held(server, "mixed"):
+                answers = [pool.submit(client.lookup, request) for request in requests]
+                wait_for_pending(server, "mixed", 64)
+            together = [answer.result() for answer in answers]
         for one, other in zip(alone, together, strict=True):
             assert list(one) == list(other)
             for name in one:
@@ -189,32 +172,8 @@ def test_64_different_requests_at_once_get_bit_for_bit_what_each_gets_alone(
     calls = metric(server, "tbe_calls_total", model="mixed") - calls
     answered = metric(server, "tbe_requests_total", model="mixed") - answered
     assert answered == 3 * 64
-    assert calls < answered / 2, f"{answered:g} requests took {calls:g} TBE calls: they were not merged"
-
-
-def raw_request(
-    server: Server, values: npt.NDArray[Any], lengths: npt.NDArray[Any], features: str | int | None = None
-) -> npt.NDArray[Any]:
-    """A request as any KServe client may send it: no check of ours before the server's."""
-    dtypes = {"int64": "INT64", "int32": "INT32"}
-    inputs = []
-    for name, array in (("values", values), ("lengths", lengths)):
-        tensor = triton.InferInput(name, list(array.shape), dtypes[str(array.dtype)])
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
-    with triton.InferenceServerClient(server.grpc) as client:
-        parameters = None if features is None else {"features": features}
-        result = client.infer("mixed", inputs, client_timeout=30, parameters=parameters)
-        answer: npt.NDArray[Any] = result.as_numpy("embeddings")
-        return answer
-
-
-def row(*numbers: int, dtype: type[np.integer[Any]] = np.int64) -> npt.NDArray[Any]:
-    return np.array([numbers], dtype)
-
-
-def lens(*numbers: int) -> npt.NDArray[Any]:
-    return row(*numbers, dtype=np.int32)
+    # What came before the model was held still may have gone alone; all that waited went together.
+    assert calls <= 3 * 3, f"{answered:g} requests took {calls:g} TBE calls: they were not merged"
 
 
 BAD = {
@@ -259,14 +218,14 @@ def test_a_bad_request_is_refused_and_its_63_neighbours_are_answered(
 
 def test_bad_requests_and_ids_left_out_are_counted(server: Server, client: LookupClient) -> None:
     rejected = metric(server, "tbe_rejected_total", model="mixed")
-    dropped = metric(server, "tbe_ids_dropped_total", model="mixed", table="word")
+    dropped = metric(server, "tbe_ids_outside_total", model="mixed", table="word")
     ids = metric(server, "tbe_ids_total", model="mixed")
     samples = metric(server, "tbe_samples_total", model="mixed")
     with pytest.raises(InvalidRequest, match="feature 'genres'"):
         client.lookup({"genres": [[20]]})
     answer = client.lookup({"words": [[1, 1000, 2, -1], [3]]})
     assert metric(server, "tbe_rejected_total", model="mixed") == rejected + 1
-    assert metric(server, "tbe_ids_dropped_total", model="mixed", table="word") == dropped + 2
+    assert metric(server, "tbe_ids_outside_total", model="mixed", table="word") == dropped + 2
     assert metric(server, "tbe_ids_total", model="mixed") == ids + 3
     assert metric(server, "tbe_samples_total", model="mixed") == samples + 2
     np.testing.assert_array_equal(answer["words"], client.lookup({"words": [[1, 2], [3]]})["words"])
@@ -290,8 +249,8 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient) ->
         other.lookup({"genres": [[1]]})
     with LookupClient("127.0.0.1:1", "mixed") as nowhere, pytest.raises(ServerUnavailable, match=r"127\.0\.0\.1:1"):
         nowhere.lookup({"genres": [[1]]})
-    with LookupClient(server.grpc, "mixed", timeout_s=1e-6) as hasty, pytest.raises(DeadlineExceeded):
-        hasty.lookup({"genres": [[1]]})
+    with held(server, "mixed"), pytest.raises(DeadlineExceeded):
+        client.lookup({"genres": [[1]]}, timeout_s=0.3)
     with (
         LookupClient(server.grpc, "weighted") as weighted,
         pytest.raises(InvalidRequest, match="feature 'x': expected a weight for each id"),
@@ -302,19 +261,23 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient) ->
 
 
 BROKEN = """
-from serving.backend import TritonPythonModel as Whole
+from serving import backend, engine
+from serving.backend import TritonPythonModel
 
-class TritonPythonModel(Whole):
-    def _decode(self, request):
-        request = super()._decode(request)
-        if 13 in request.values:
-            raise ValueError("secret of decoding")
-        return request
+decode, run = backend._decode, engine.Engine.run
 
-    def _answer(self, requests):
-        if any(14 in request.values for request in requests):
-            raise ValueError("secret of looking up")
-        return super()._answer(requests)
+def broken_decode(request):
+    tensors = decode(request)
+    if 13 in tensors.values:
+        raise ValueError("secret of decoding")
+    return tensors
+
+def broken_run(self, batch):
+    if 14 in batch.values:
+        raise ValueError("secret of looking up")
+    return run(self, batch)
+
+backend._decode, engine.Engine.run = broken_decode, broken_run
 """
 
 
@@ -325,7 +288,7 @@ def test_what_no_check_foresaw_is_logged_and_told_to_nobody(tmp_path: Path) -> N
     digest = {"size_bytes": len(BROKEN), "sha256": hashlib.sha256(BROKEN.encode()).hexdigest()}
     manifest["files"]["model.py"] = digest
     (bundle / "manifest.json").write_text(json.dumps(manifest))
-    ports = Ports(grpc=0, http=0, metrics=0)
+    ports = FREE
     with (
         run_server(tmp_path / "r", ports, log=tmp_path / "log") as server,
         LookupClient(server.grpc, "m", timeout_s=30) as client,
@@ -347,17 +310,9 @@ def test_what_no_check_foresaw_is_logged_and_told_to_nobody(tmp_path: Path) -> N
 # --- running servers
 
 
-def run_command(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "serving", "run", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-FREE_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_says_where_and_stops_when_it_is_told_to(repository: Path, number: signal.Signals) -> None:
-    with run_command(str(repository), *FREE_PORTS, "--json") as process:
+    with start_tbe_serve(str(repository), *FREE_PORTS, "--json") as process:
         assert process.stdout is not None
         where = json.loads(process.stdout.readline())
         assert {model["name"]: model["versions"] for model in where["models"]} == {
@@ -376,7 +331,7 @@ def test_the_command_says_where_and_stops_when_it_is_told_to(repository: Path, n
 
 
 def test_a_signal_before_the_models_are_ready_stops_the_server_too(repository: Path) -> None:
-    with run_command(str(repository), *FREE_PORTS) as process:
+    with start_tbe_serve(str(repository), *FREE_PORTS) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not (started := children.read_text().split()):
             time.sleep(0.01)
@@ -386,7 +341,7 @@ def test_a_signal_before_the_models_are_ready_stops_the_server_too(repository: P
 
 
 def test_the_server_dies_with_its_command(repository: Path) -> None:
-    with run_command(str(repository), *FREE_PORTS, "--json") as process:
+    with start_tbe_serve(str(repository), *FREE_PORTS, "--json") as process:
         assert process.stdout is not None
         process.stdout.readline()
         (server,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -399,7 +354,7 @@ def test_the_server_dies_with_its_command(repository: Path) -> None:
 
 
 def test_a_server_that_dies_ends_the_command_with_a_failure(repository: Path) -> None:
-    with run_command(str(repository), *FREE_PORTS, "--json") as process:
+    with start_tbe_serve(str(repository), *FREE_PORTS, "--json") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -414,13 +369,13 @@ def test_a_bundle_that_does_not_load_fails_the_start_with_its_reason(tmp_path: P
     os.truncate(bundle / "weights.0.bin", 100)
     with (
         pytest.raises(ServerFailed, match=r"weights\.0\.bin: expected \d+ bytes, got 100"),
-        run_server(tmp_path / "r", Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log"),
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log"),
     ):
         pass
 
 
 def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path, server: Server) -> None:
-    ports = Ports(grpc=0, http=0, metrics=0)
+    ports = FREE
     with pytest.raises(ServerFailed, match="found no folder"), run_server(tmp_path / "none", ports):
         pass
     with pytest.raises(ServerFailed, match="found none"), run_server(tmp_path, ports):
@@ -437,7 +392,7 @@ def test_a_tritonserver_on_the_path_comes_first(
 ) -> None:
     """As in the official container: its own backends, our Python. Here a script that stands where it would."""
     with contextlib.ExitStack() as stack:
-        bundled = server_module._find(stack)
+        bundled = installation.find_tritonserver(stack)
         script = tmp_path / "bin" / "tritonserver"
         script.parent.mkdir()
         exports = "".join(f"export {key}='{value}'\n" for key, value in bundled.environment.items())
@@ -447,16 +402,16 @@ def test_a_tritonserver_on_the_path_comes_first(
         )
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-        with run_server(repository, Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
+        with run_server(repository, FREE, log=tmp_path / "log") as server:
             assert [model.name for model in server.models] == ["half", "mixed", "sharded", "weighted"]
     assert "started from PATH" in (tmp_path / "log").read_text()
 
 
 def test_without_any_tritonserver_it_says_how_to_get_one(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "find_spec", lambda _: None)
+    monkeypatch.setattr(installation, "find_spec", lambda _: None)
     with (
         pytest.raises(ServerFailed, match=r"official container, or `pip install nvidia-pytriton==0\.7\.0`"),
-        run_server(repository, Ports(grpc=0, http=0, metrics=0)),
+        run_server(repository, FREE),
     ):
         pass
 
@@ -495,7 +450,7 @@ def test_servers_and_instances_on_one_bundle_share_one_copy_of_its_weights(tmp_p
     config.unlink()
     config.write_text(text.replace("count: 1", "count: 2"))
     every_row = {"x": (np.arange(rows), np.array([rows]))}
-    ports = Ports(grpc=0, http=0, metrics=0)
+    ports = FREE
     with (
         run_server(tmp_path / "r", ports, log=tmp_path / "log1") as one,
         run_server(tmp_path / "two", ports, log=tmp_path / "log2") as two,
@@ -513,7 +468,7 @@ def test_a_model_of_another_backend_is_no_lookup_model(tmp_path: Path) -> None:
     config = bundle.parent / "config.pbtxt"
     config.write_text(config.read_text().partition("parameters {")[0] + 'backend: "python"\n')
     with (
-        run_server(tmp_path / "r", Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server,
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
         LookupClient(server.grpc, "m") as client,
         pytest.raises(ServerFault, match="was not made by tbe-export"),
     ):

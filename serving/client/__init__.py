@@ -1,0 +1,23 @@
+"""Look embeddings up over gRPC; needs no torch.
+
+```python
+with LookupClient("localhost:8001", "movielens") as client:
+    answer = client.lookup({"genres": [[3, 5], [], [1]], "item_id": [[7], [8], [9]]})
+    answer["genres"]  # [3, dim]
+    answer.version  # the version of the model that answered
+```
+"""
+
+from serving.client.answer import Answer, ModelInfo
+from serving.client.clients import AsyncLookupClient, LookupClient
+from serving.client.connection import DEFAULT_TIMEOUT_S, Retries, Tls
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Answer",
+    "AsyncLookupClient",
+    "LookupClient",
+    "ModelInfo",
+    "Retries",
+    "Tls",
+]

@@ -1,0 +1,49 @@
+"""What a client gets: the embeddings of its samples, and what it needs to know of the model beforehand."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from serving.kjt import Embeddings
+
+
+class Answer(dict[str, Embeddings]):
+    """{feature: [B, dim]}, in the order asked for. The arrays are read-only views of what came over the wire.
+
+    Attributes:
+        version: the version of the model that answered, all of it.
+    """
+
+    def __init__(self, embeddings: Mapping[str, Embeddings], version: int) -> None:
+        super().__init__(embeddings)
+        self.version = version
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a client needs to know of a served model.
+
+    Attributes:
+        dims: width of each feature's embedding, in the model's default order.
+        weighted: the features whose ids carry weights.
+        output_dtype: float32 or float16.
+        contract: equal for versions that answer the same features with the same dims and dtype.
+    """
+
+    dims: dict[str, int]
+    weighted: tuple[str, ...]
+    output_dtype: np.dtype[Any]
+    contract: str
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, str], output_dtype: "np.dtype[Any]") -> "ModelInfo":
+        """What the `parameters` of a model's config say."""
+        dims = [int(dim) for dim in parameters["dims"].split(",")]
+        return cls(
+            dims=dict(zip(parameters["features"].split(","), dims, strict=True)),
+            weighted=tuple(filter(None, parameters["weighted"].split(","))),
+            output_dtype=output_dtype,
+            contract=parameters["contract"],
+        )

@@ -1,0 +1,163 @@
+"""Where a client connects, and how: addresses, TLS, metadata, deadline, retries."""
+
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from serving.errors import InvalidRequest, ServerUnavailable
+
+DEFAULT_TIMEOUT_S = 1.0
+Metadata = Mapping[str, str] | Callable[[], Mapping[str, str]]
+
+# The statuses of errors that say: nothing happened, another try may do.
+RETRIED = ("UNAVAILABLE", "ABORTED")
+_UNLIMITED = 2**31 - 1
+# gRPC counts in ms, and with 0 ms to wait it forgets the call until its deadline: seen with 1 ms less 20 %.
+_LEAST_BACKOFF_S = 0.002
+# How soon a connection that was lost is tried again, at first and at last; gRPC would wait for up to two minutes.
+_RECONNECT_MS = (100, 1000)
+# gRPC keeps a message of up to this size to send it again; larger ones are sent once.
+_RETRY_BUFFER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tls:
+    """TLS with PEM files.
+
+    Attributes:
+        root_certificates: who may have signed the server's certificate; the system's where None.
+        certificate_chain, private_key: the client's own, for mutual TLS.
+        server_name: the name that the server's certificate must have, if it is not its address.
+    """
+
+    root_certificates: Path | None = None
+    certificate_chain: Path | None = None
+    private_key: Path | None = None
+    server_name: str | None = None
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """What gRPC takes.
+
+        Raises:
+            InvalidRequest: a file cannot be read, or one of certificate_chain and private_key is missing.
+        """
+        if (self.certificate_chain is None) != (self.private_key is None):
+            raise InvalidRequest("tls: expected certificate_chain and private_key together, got one of them")
+        try:
+            roots, key, chain = (
+                None if path is None else path.read_bytes()
+                for path in (self.root_certificates, self.private_key, self.certificate_chain)
+            )
+        except OSError as error:
+            raise InvalidRequest(f"tls: {error.filename} cannot be read: {error.strerror}") from error
+        return grpc.ssl_channel_credentials(roots, key, chain)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retries:
+    """How often a call is tried while its deadline lasts, when the server says that it is UNAVAILABLE.
+
+    gRPC does it: it waits `backoff_s`, twice as long each time and at most `max_backoff_s`, all ± 20 %, and stops
+    for a while when most calls fail (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
+
+    Attributes:
+        attempts: 1 to 5; 1 never tries again.
+    """
+
+    attempts: int = 3
+    backoff_s: float = 0.02
+    max_backoff_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.attempts <= 5:
+            raise InvalidRequest(f"attempts: expected 1 to 5, got {self.attempts}")
+        for name in ("backoff_s", "max_backoff_s"):
+            if not getattr(self, name) >= _LEAST_BACKOFF_S:
+                raise InvalidRequest(f"{name}: expected {_LEAST_BACKOFF_S} or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """How clients reach a server.
+
+    Attributes:
+        addresses: "host:port" of one server or several; a name may stand for many. Calls go to each in turn.
+        timeout_s: deadline of a call, tries and all.
+        tls: None sends in the clear.
+        metadata: sent with each call; a function is asked each time, such as for a token that expires.
+    """
+
+    addresses: Sequence[str]
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    retries: Retries = field(default_factory=Retries)
+    tls: Tls | None = None
+    metadata: Metadata = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise InvalidRequest(f"timeout_s: expected > 0, got {self.timeout_s}")
+        if not self.addresses:
+            raise InvalidRequest("addresses: expected at least one, got none")
+
+    @property
+    def target(self) -> str:
+        """What gRPC takes: a name is resolved by gRPC, now and later; several addresses are resolved once, here.
+
+        Raises:
+            ServerUnavailable: a name among several cannot be resolved.
+        """
+        if len(self.addresses) == 1:
+            return self.addresses[0]
+        found = [_resolved(address) for address in self.addresses]
+        return f"ipv4:{','.join(found)}"
+
+    def call_metadata(self, trace: str | None) -> list[tuple[str, str]]:
+        """The metadata of one call; `trace` is its W3C traceparent."""
+        given = self.metadata() if callable(self.metadata) else self.metadata
+        return [(key.lower(), value) for key, value in given.items()] + ([("traceparent", trace)] if trace else [])
+
+    def channel(self, library: Any) -> Any:
+        """A channel of `library`, which is grpc or grpc.aio."""
+        if self.tls is None:
+            return library.insecure_channel(self.target, self._options())
+        return library.secure_channel(self.target, self.tls.credentials(), self._options())
+
+    def _options(self) -> list[tuple[str, Any]]:
+        config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+        if self.retries.attempts > 1:
+            policy = {
+                "maxAttempts": self.retries.attempts,
+                "initialBackoff": f"{self.retries.backoff_s:f}s",
+                "maxBackoff": f"{self.retries.max_backoff_s:f}s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": RETRIED,
+            }
+            config["methodConfig"] = [{"name": [{}], "retryPolicy": policy}]
+            config["retryThrottling"] = {"maxTokens": 100, "tokenRatio": 0.1}
+        options: list[tuple[str, Any]] = [
+            ("grpc.service_config", json.dumps(config)),
+            ("grpc.service_config_disable_resolution", 1),
+            ("grpc.max_send_message_length", _UNLIMITED),
+            ("grpc.max_receive_message_length", _UNLIMITED),
+            ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS[0]),
+            ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS[0]),
+            ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
+        ]
+        if self.tls is not None and self.tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        return options
+
+
+def _resolved(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    try:
+        ip = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    except (OSError, ValueError) as error:
+        raise ServerUnavailable(f"{address}: expected host:port of a host with an IPv4 address: {error}") from error
+    return f"{ip}:{port}"

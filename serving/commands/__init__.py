@@ -1,0 +1,1 @@
+"""The commands of `tbe-serve`, a file each."""

@@ -1,0 +1,114 @@
+"""`tbe-serve configure`: how a model is served."""
+
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+
+from serving.capture import WARM_UP, read_captured
+from serving.commands.terminal import fail, out
+from serving.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
+from serving.errors import ConfigurationError, ServingError
+from serving.settings import ServingSettings
+
+NEWEST = "newest"
+
+
+def configure(
+    model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
+    instances: Annotated[
+        int | None, typer.Option(help="Processes that answer; a core each, one copy of the weights.")
+    ] = None,
+    merged_requests: Annotated[int | None, typer.Option(help="Most requests that are answered together.")] = None,
+    queue_requests: Annotated[int | None, typer.Option(help="Most requests that wait; more are refused.")] = None,
+    queue_timeout_ms: Annotated[int | None, typer.Option(help="How long a request may wait; 0 is for ever.")] = None,
+    max_request_ids: Annotated[int | None, typer.Option(help="Most ids of a request.")] = None,
+    max_request_samples: Annotated[int | None, typer.Option(help="Most samples of a request.")] = None,
+    max_call_ids: Annotated[int | None, typer.Option(help="Most ids of a TBE call; more take several.")] = None,
+    max_call_samples: Annotated[int | None, typer.Option(help="Most samples of a TBE call.")] = None,
+    version: Annotated[str | None, typer.Option(help=f"The version to serve, or '{NEWEST}' (default).")] = None,
+    capture: Annotated[
+        str | None, typer.Option(help="Folder that takes refused requests for replay (ids alone); '' for none.")
+    ] = None,
+    capture_slow_ms: Annotated[float | None, typer.Option(help="Capture slow calls too.")] = None,
+    capture_max_bytes: Annotated[int | None, typer.Option(help="How large the captured file may grow.")] = None,
+    warm_up: Annotated[
+        str | None, typer.Option(help="Captured requests to answer before the model is ready; '' for none.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show how a model is served, or change it; the server does so after `tbe-serve load`, or its next start."""
+    said: dict[str, Any] = {
+        name: value
+        for name, value in {
+            "instances": instances,
+            "merged_requests": merged_requests,
+            "queue_requests": queue_requests,
+            "queue_timeout_ms": queue_timeout_ms,
+            "max_request_ids": max_request_ids,
+            "max_request_samples": max_request_samples,
+            "max_call_ids": max_call_ids,
+            "max_call_samples": max_call_samples,
+            "capture_slow_ms": capture_slow_ms,
+            "capture_max_bytes": capture_max_bytes,
+        }.items()
+        if value is not None
+    }
+    if capture is not None:
+        said["capture"] = capture or None
+    try:
+        if version is not None:
+            said["version"] = _version(model, version)
+        config = read_config(model)
+        settings = replace(settings_of(config), **said)
+        if warm_up is not None:
+            _set_warm_up(model, warm_up)
+        if said:
+            apply_settings(config, settings)
+            write_config(model, config)
+    except ServingError as error:
+        fail(error)
+    warms = (model / WARM_UP).exists()
+    if as_json:
+        print(msgspec.json.encode({**asdict(settings), "warm_up": warms}).decode())
+        return
+    out.print(_table(settings, warms))
+    if said or warm_up is not None:
+        out.print(
+            f"written to {model / CONFIG}; a running server takes it: tbe-serve load {model.name}", soft_wrap=True
+        )
+
+
+def _version(model: Path, text: str) -> int | None:
+    if text == NEWEST:
+        return None
+    if not text.isdecimal() or not (model / text).is_dir():
+        there = sorted((int(path.name) for path in model.glob("[0-9]*")), reverse=True)
+        raise ConfigurationError(f"version: expected {NEWEST!r} or one of {there} in {model}, got {text!r}")
+    return int(text)
+
+
+def _set_warm_up(model: Path, source: str) -> None:
+    """Put a copy beside config.pbtxt, at once, if all of it can be read."""
+    target = model / WARM_UP
+    if not source:
+        target.unlink(missing_ok=True)
+        return
+    for _ in read_captured(Path(source)):
+        pass
+    draft = target.with_suffix(".new")
+    shutil.copyfile(source, draft)
+    draft.replace(target)
+
+
+def _table(settings: ServingSettings, warms: bool) -> Table:
+    table = Table.grid(padding=(0, 2))
+    shown = asdict(settings) | {"version": settings.version or NEWEST, "warm_up": "yes" if warms else "no"}
+    for name, value in shown.items():
+        text = f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
+        table.add_row(name.replace("_", "-"), text)
+    return table

@@ -1,0 +1,92 @@
+"""config.pbtxt of a served model, through Triton's own protobuf: read it, change it, write it."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from serving.errors import ConfigurationError
+from serving.settings import ServingSettings, parsed
+
+CONFIG = "config.pbtxt"
+
+
+def read_config(model: Path) -> Any:
+    """The ModelConfig of the model in the folder `model`.
+
+    Raises:
+        ConfigurationError: there is none, or it cannot be parsed.
+    """
+    path = model / CONFIG
+    try:
+        return text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path}: cannot be read: {error.strerror}: expected a model that tbe-export made, REPOSITORY/NAME"
+        ) from error
+    except text_format.ParseError as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+def write_config(model: Path, config: Any) -> None:
+    """Replace config.pbtxt at once: who reads it meanwhile gets the old one or the new one.
+
+    Raises:
+        ConfigurationError: the folder cannot be written to.
+    """
+    path = model / CONFIG
+    try:
+        descriptor, draft = tempfile.mkstemp(dir=model, prefix=f".{CONFIG}.")
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text_format.MessageToString(config))
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def settings_of(config: Any) -> ServingSettings:
+    """How `config` says that its model is served.
+
+    Raises:
+        ConfigurationError: a setting cannot be used.
+    """
+    queue = config.dynamic_batching.default_queue_policy
+    versions = config.version_policy.specific.versions
+    said: dict[str, Any] = {
+        "instances": sum(group.count for group in config.instance_group) or 1,
+        "merged_requests": config.max_batch_size or 1,
+        "version": versions[0] if versions else None,
+    }
+    if config.dynamic_batching.HasField("default_queue_policy"):
+        said["queue_requests"] = queue.max_queue_size
+        said["queue_timeout_ms"] = queue.default_timeout_microseconds // 1000
+    return ServingSettings(**said, **parsed(parameters_of(config)))
+
+
+def apply_settings(config: Any, settings: ServingSettings) -> None:
+    """Make `config` serve its model so."""
+    config.max_batch_size = settings.merged_requests
+    config.instance_group[0].count = settings.instances
+    queue = config.dynamic_batching.default_queue_policy
+    queue.max_queue_size = settings.queue_requests
+    queue.default_timeout_microseconds = 1000 * settings.queue_timeout_ms
+    queue.timeout_action = queue.REJECT
+    config.ClearField("version_policy")
+    if settings.version is not None:
+        config.version_policy.specific.versions.append(settings.version)
+    for name in parsed(parameters_of(config)):
+        del config.parameters[name]
+    for name, value in settings.parameters.items():
+        config.parameters[name].string_value = value
+
+
+def parameters_of(config: Any) -> Mapping[str, str]:
+    """The strings of `parameters`."""
+    return {key: value.string_value for key, value in config.parameters.items()}

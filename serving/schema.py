@@ -1,0 +1,144 @@
+"""What a request is checked against: the features of a bundle, and the ones that a request asks for."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.bundle import DefaultRow, IdPolicy, Manifest
+from serving.errors import InvalidRequest, Reason
+
+# Requests that name features mostly name the same ones; this many different orders are kept.
+_KEPT_SELECTIONS = 1024
+_NO_ROW = -1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Selection:
+    """Some features, in the order of an answer. Arrays have one entry for each feature [F].
+
+    Attributes:
+        positions: where the features are in the schema.
+        index: 0 to F [F + 1].
+        rows: rows of their tables.
+        ends: the column behind each feature's in an answer; ends with D.
+        weighted: whether their ids carry weights.
+        default: whether this is every feature, in the schema's order.
+    """
+
+    names: tuple[str, ...]
+    tables: tuple[str, ...]
+    positions: npt.NDArray[np.int64]
+    index: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.uint64]
+    dims: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    weighted: npt.NDArray[np.bool_]
+    zero: npt.NDArray[np.bool_]
+    default_rows: npt.NDArray[np.int64]
+    default: bool
+
+    def columns(self, features: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The columns of an answer that belong to `features`, positions in the schema, side by side."""
+        index_of = {position: index for index, position in enumerate(self.positions.tolist())}
+        chosen = [index_of[position] for position in features]
+        return np.concatenate([np.arange(self.ends[i] - self.dims[i], self.ends[i]) for i in chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The features of a bundle. Arrays have one entry for each, in the manifest's order.
+
+    Attributes:
+        zero: whether ids outside the table contribute nothing.
+        default_rows: the row that ids outside the table read, or -1.
+        weighted: whether requests carry a weight for each id.
+    """
+
+    names: tuple[str, ...]
+    tables: tuple[str, ...]
+    rows: npt.NDArray[np.uint64]
+    dims: npt.NDArray[np.int64]
+    zero: npt.NDArray[np.bool_]
+    default_rows: npt.NDArray[np.int64]
+    feature_weighted: npt.NDArray[np.bool_]
+    weighted: bool
+    _positions: dict[str, int] = field(init=False, default_factory=dict)
+    _selections: dict[tuple[str, ...] | None, Selection] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._positions.update({name: position for position, name in enumerate(self.names)})
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Schema":
+        """The schema of a bundle."""
+        tables = manifest.feature_tables
+        policies = [table.id_policy for table in tables]
+        return cls(
+            names=tuple(feature.name for feature in manifest.features),
+            tables=tuple(table.name for table in tables),
+            rows=np.array([table.rows for table in tables], np.uint64),
+            dims=np.array([table.dim for table in tables], np.int64),
+            zero=np.array([policy is IdPolicy.ZERO for policy in policies]),
+            default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
+            feature_weighted=np.array([table.weighted for table in tables]),
+            weighted=manifest.weighted,
+        )
+
+    def select(self, names: Sequence[str] | None) -> Selection:
+        """The features called `names`; all of them where it is None. The same object for the same names.
+
+        Raises:
+            InvalidRequest: a name is unknown or comes twice, or there is none.
+        """
+        key = None if names is None else tuple(names)
+        selection = self._selections.get(key)
+        if selection is None:
+            selection = self.at(range(len(self.names)) if key is None else self._find(key))
+            if len(self._selections) >= _KEPT_SELECTIONS:
+                self._selections.clear()
+            self._selections[key] = selection
+        return selection
+
+    def at(self, positions: Iterable[int]) -> Selection:
+        """The features at `positions`."""
+        index = np.array(list(positions), np.int64)
+        return Selection(
+            names=tuple(self.names[position] for position in index),
+            tables=tuple(self.tables[position] for position in index),
+            positions=index,
+            index=np.arange(index.size + 1),
+            rows=self.rows[index],
+            dims=self.dims[index],
+            ends=np.cumsum(self.dims[index]),
+            weighted=self.feature_weighted[index],
+            zero=self.zero[index],
+            default_rows=self.default_rows[index],
+            default=index.tolist() == list(range(len(self.names))),
+        )
+
+    def _find(self, names: tuple[str, ...]) -> list[int]:
+        def refuse(message: str) -> InvalidRequest:
+            return InvalidRequest(message, Reason.FEATURES)
+
+        for name in names:
+            if name not in self._positions:
+                raise refuse(f"feature {_shortened(name)!r}: expected one of {listed(self.names)}")
+        if not names:
+            raise refuse(f"features: expected at least one of {listed(self.names)}, got none")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise refuse(f"feature {twice!r}: expected each feature once, got it twice")
+        return [self._positions[name] for name in names]
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message; the first eight of many."""
+    shown = ", ".join(repr(name) for name in names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def _shortened(name: str) -> str:
+    """A name that a caller sent: gRPC carries messages as metadata, and drops the stream at 16 KiB of it."""
+    return name if len(name) <= 64 else name[:64] + "…"

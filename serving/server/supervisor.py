@@ -1,0 +1,100 @@
+"""Notice when a model's process died, and have the server load the model anew; see a stop through to its end."""
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from serving.client.connection import Connection
+from serving.errors import ServerFailed, ServingError
+from serving.server.control import Control
+from serving.server.process import Server
+from serving.server.stubs import living_stubs
+
+_PERIOD_S = 0.25
+# How long a model may take to load.
+_LOAD_TIMEOUT_S = 120.0
+# After the last model has ended, time to send what it answered.
+_LAST_ANSWERS_S = 1.0
+
+
+class Supervisor:
+    """Watches a server from the thread that waits for it.
+
+    Args:
+        server: a running server.
+        recover: whether to load a model anew when its process died, rather than to stop the server.
+        say: told what happens, a line each time.
+    """
+
+    def __init__(self, server: Server, recover: bool, say: Callable[[str], None]) -> None:
+        self._server = server
+        self._recover = recover
+        self._say = say
+        self._process = psutil.Process(server.process.pid)
+        self._stopping = False
+        self._suspects: set[str] = set()
+        self._regions: set[Path] = set()
+        self._abandoned = False
+
+    def stop(self, number: int) -> None:
+        """Pass a signal on. The server answers what it has accepted, then ends."""
+        self._stopping = True
+        self._server.signal(number)
+
+    def wait(self) -> int:
+        """Watch until the server ends; its exit code.
+
+        Raises:
+            ServerFailed: a model's process died and was not, or could not be, replaced.
+        """
+        with Control(Connection(addresses=[self._server.grpc], timeout_s=_LOAD_TIMEOUT_S)) as control:
+            while (code := self._server.process.poll()) is None:
+                if self._stopping:
+                    self._end()
+                else:
+                    self._look(control)
+                time.sleep(_PERIOD_S)
+        for region in self._regions:
+            region.unlink(missing_ok=True)  # a server that was killed leaves them
+        # Ended by us, when all its models had ended.
+        return 0 if self._stopping and self._abandoned and code == -signal.SIGKILL else code
+
+    def _look(self, control: Control) -> None:
+        """Replace models with fewer processes than instances, at the second look: one may just be unloading."""
+        try:
+            missing = self._missing(control)
+        except ServingError:
+            return  # the server has just ended, or is too busy to say
+        for model in sorted(missing & self._suspects):
+            reason = f"model {model!r}: a process of its died"
+            if not self._recover:
+                raise ServerFailed(f"{reason}; stopping, as --no-recover says")
+            self._say(f"{reason}; loading it anew")
+            started = time.monotonic()
+            control.recover(model)
+            self._abandoned = True
+            missing.discard(model)
+            self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
+        self._suspects = missing
+
+    def _missing(self, control: Control) -> set[str]:
+        stubs = list(living_stubs(self._process))
+        self._regions.update(stub.region for stub in stubs)
+        living = Counter((stub.model, stub.version) for stub in stubs)
+        missing = set()
+        for each in control.index():
+            if each.state == "READY":
+                instances = sum(group.count for group in control.config(each.model).instance_group)
+                if living[each.model, each.version] < instances:
+                    missing.add(each.model)
+        return missing
+
+    def _end(self) -> None:
+        """Triton waits for a model whose process died until its exit timeout; nothing is left to wait for."""
+        if self._abandoned and not any(living_stubs(self._process)):
+            time.sleep(_LAST_ANSWERS_S)
+            self._server.process.kill()

@@ -1,0 +1,87 @@
+"""How a model is served, whatever its version: what config.pbtxt says and `tbe-serve configure` changes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serving.errors import ConfigurationError
+from serving.kjt import Limits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingSettings:
+    """How a model is served.
+
+    Attributes:
+        instances: processes that answer; each uses one core, all share one copy of the weights.
+        merged_requests: most requests that are answered together.
+        queue_requests: a request that finds this many waiting is refused as UNAVAILABLE.
+        queue_timeout_ms: a request that waited longer is refused as UNAVAILABLE; 0 lets it wait for ever.
+        max_request_ids, max_request_samples: larger requests are refused as invalid.
+        max_call_ids, max_call_samples: what is more together is answered by several TBE calls.
+        version: the version that is served; the newest where None.
+        capture: the folder that takes `<model>.jsonl`, refused requests for replay (ids only, never weights or
+            embeddings); an absolute path that the server may write to. None keeps nothing.
+        capture_slow_ms: keep requests too whose TBE call took longer than this.
+        capture_max_bytes: nothing more is kept once the file has this size.
+    """
+
+    instances: int = 1
+    merged_requests: int = 64
+    queue_requests: int = 1024
+    queue_timeout_ms: int = 1000
+    max_request_ids: int = 4 << 20
+    max_request_samples: int = 64 << 10
+    max_call_ids: int = 1 << 20
+    max_call_samples: int = 16 << 10
+    version: int | None = None
+    capture: str | None = None
+    capture_slow_ms: float | None = None
+    capture_max_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("instances", "merged_requests", "queue_requests", "capture_max_bytes", *_LIMITS):
+            _expect(name, getattr(self, name), 1)
+        _expect("queue_timeout_ms", self.queue_timeout_ms, 0)
+        if self.version is not None:
+            _expect("version", self.version, 1)
+        if self.capture is not None and not self.capture.startswith("/"):
+            raise ConfigurationError(f"capture: expected an absolute path, got {self.capture!r}")
+        if self.capture_slow_ms is not None and not self.capture_slow_ms > 0:
+            raise ConfigurationError(f"capture_slow_ms: expected > 0, got {self.capture_slow_ms}")
+
+    @property
+    def limits(self) -> Limits:
+        """Ids and samples of a request and of a call."""
+        return Limits(**{name.removeprefix("max_"): getattr(self, name) for name in _LIMITS})
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """What Triton's config has no field for, as the strings of its `parameters`."""
+        said = {name: getattr(self, name) for name in _PARAMETERS}
+        return {name: str(value) for name, value in said.items() if value is not None}
+
+
+_LIMITS = ("max_request_ids", "max_request_samples", "max_call_ids", "max_call_samples")
+_PARAMETERS = dict.fromkeys((*_LIMITS, "capture_max_bytes"), int) | {"capture": str, "capture_slow_ms": float}
+
+
+def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of ServingSettings that config.pbtxt has as `parameters`, as far as they are there.
+
+    Raises:
+        ConfigurationError: a value is not a number where one is expected.
+    """
+    said: dict[str, Any] = {}
+    for name, kind in _PARAMETERS.items():
+        if name in parameters:
+            try:
+                said[name] = kind(parameters[name])
+            except ValueError as error:
+                raise ConfigurationError(f"{name}: expected a number, got {parameters[name]!r}") from error
+    return said
+
+
+def _expect(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigurationError(f"{name}: expected {least} or more, got {value}")

@@ -1,0 +1,144 @@
+"""What tests do to real servers."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import tritonclient.grpc as triton
+
+from serving.client import LookupClient
+from serving.errors import ServingError
+from serving.metrics import Publisher
+from serving.server import Ports, Server
+
+FREE = Ports(grpc=0, http=0, metrics=0)
+FREE_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
+DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
+
+
+def scrape(server: Server) -> str:
+    """The metrics page, once all that was counted is published."""
+    time.sleep(2 * Publisher.PERIOD_S)
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
+        page: str = response.read().decode()
+        return page
+
+
+def metric(server: Server, name: str, **labels: str) -> float:
+    """The sum of a metric over everything with these labels."""
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        float(line.split()[-1])
+        for line in scrape(server).splitlines()
+        if line.startswith(name + "{") and all(label in line for label in wanted)
+    )
+
+
+def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Start all calls at the same moment, each on a thread of its own; their results or errors."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> Any:
+        barrier.wait()
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
+    """The processes that answer for a model."""
+    return [child for child in server.children() if any(f"/{model}/" in part for part in child.cmdline())]
+
+
+@contextmanager
+def held(server: Server, model: str) -> Iterator[None]:
+    """A model that answers nothing inside the block: what is sent meanwhile waits."""
+    processes = stubs(psutil.Process(server.process.pid), model)
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.resume()
+
+
+def wait_for_pending(server: Server, model: str, least: int) -> None:
+    """Until this many requests wait for a model, or are with it."""
+    deadline = time.monotonic() + 60
+    while metric(server, "nv_inference_pending_request_count", model=model) < least:
+        assert time.monotonic() < deadline, f"{least} requests did not come"
+
+
+def raw_request(
+    server: Server,
+    values: npt.NDArray[Any],
+    lengths: npt.NDArray[Any],
+    features: str | int | None = None,
+    model: str = "mixed",
+) -> npt.NDArray[Any]:
+    """A request as any KServe client may send it: no check of ours before the server's."""
+    inputs = []
+    for name, array in (("values", values), ("lengths", lengths)):
+        tensor = triton.InferInput(name, list(array.shape), DTYPES[str(array.dtype)])
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    with triton.InferenceServerClient(server.grpc) as client:
+        parameters = None if features is None else {"features": features}
+        result = client.infer(model, inputs, client_timeout=30, parameters=parameters)
+        answer: npt.NDArray[Any] = result.as_numpy("embeddings")
+        return answer
+
+
+def row(*numbers: int, dtype: type[np.integer[Any]] = np.int64) -> npt.NDArray[Any]:
+    return np.array([numbers], dtype)
+
+
+def lens(*numbers: int) -> npt.NDArray[Any]:
+    return row(*numbers, dtype=np.int32)
+
+
+def tbe_serve(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    command = [sys.executable, "-m", "serving", *arguments]
+    environment = os.environ | {"COLUMNS": "200"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
+
+
+def start_tbe_serve(*arguments: str) -> subprocess.Popen[str]:
+    """Start `tbe-serve run`."""
+    command = [sys.executable, "-m", "serving", "run", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_answer(client: LookupClient) -> None:
+    """Until the model answers again."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            client.lookup({"x": [[1]]})
+        except ServingError:
+            assert time.monotonic() < deadline, "it does not serve again"
+            time.sleep(0.1)
+        else:
+            return
+
+
+def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """The server that `tbe-serve run` started."""
+    (server,) = psutil.Process(process.pid).children()
+    return server
