@@ -24,9 +24,7 @@ demo: $(STAMP) ## Train on MovieLens, export, serve, look up, and show what happ
 	@$(BIN)/python -m examples.movielens.demo
 
 test: lint ## Everything: ruff, mypy --strict, unit, integration and end-to-end tests
-	@# The server's tests come alone: requests that meet in its queue, and deadlines, need both cores.
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/test_server.py
-	@$(BIN)/python -m pytest tests/test_server.py
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
@@ -36,7 +34,7 @@ lint: $(STAMP) ## ruff and mypy --strict
 bench: $(STAMP) ## Measure, as ratios taken in one run; writes benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks
 
-pins: ## Resolve requirements/cpu.in anew into requirements/cpu.txt
+pins: ## Resolve requirements/*.in anew into requirements/*.txt
 	@PYTHON=$(PYTHON) requirements/pin.sh
 
 clean: ## Remove the environment and everything built

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import exporting, inprocess, loading, served, sharding
+from benchmarks import exporting, inprocess, loading, served, sharding, throughput
 from benchmarks.measure import Result, machine
 from benchmarks.workload import Workload
 
@@ -26,6 +26,8 @@ def main() -> None:
         results += inprocess.run(workload)
         console.print("served …")
         results += served.run(workload)
+        console.print("many clients at once …")
+        results += throughput.run(workload, Path(folder) / "throughput")
         console.print("tables cut over ranks, beside TorchRec's …")
         results += sharding.run(workload, Path(folder) / "sharding")
         console.print("load time, 2 MB against 2 GB …")

@@ -29,7 +29,7 @@ class Result:
         if self.is_ratio:
             return f"{self.value:.3f}"
         if self.unit != "s":
-            return f"{self.value / 1e6:,.0f} M{self.unit}"
+            return f"{self.value:,.0f} {self.unit}" if self.unit == "/s" else f"{self.value / 1e6:,.0f} M{self.unit}"
         return f"{1e3 * self.value:.3f} ms" if self.value < 1 else f"{self.value:.2f} s"
 
 

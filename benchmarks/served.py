@@ -26,11 +26,13 @@ def run(workload: Workload) -> list[Result]:
     """One client, one request at a time; both models behind the same server, called in turn."""
     repository = workload.bundle.parent.parent
     for samples in ROUNDS:
-        _publish_do_nothing(repository, samples)
+        publish_do_nothing(repository, samples)
     engine = Engine.open(workload.bundle)
     results = []
     with (
-        run_server(repository, Ports(grpc=0, http=0, metrics=0), models=[NAME, *map(_name, ROUNDS)]) as server,
+        run_server(
+            repository, Ports(grpc=0, http=0, metrics=0), models=[NAME, *map(do_nothing_name, ROUNDS)]
+        ) as server,
         triton.InferenceServerClient(server.grpc) as client,
     ):
         for samples, rounds in ROUNDS.items():
@@ -56,7 +58,7 @@ def _candidates(
     ours, theirs, local = cycle(inputs), cycle(inputs), cycle(requests)
     return {
         "served": lambda: client.infer(NAME, next(ours)).as_numpy("embeddings"),
-        "donothing": lambda: client.infer(_name(samples), next(theirs)).as_numpy("embeddings"),
+        "donothing": lambda: client.infer(do_nothing_name(samples), next(theirs)).as_numpy("embeddings"),
         "inprocess": lambda: lookup(engine, next(local)),
     }
 
@@ -65,7 +67,7 @@ def _check(client: Any, engine: Engine, request: Arrays, inputs: Any, samples: i
     """Ours answers right, and the other returns just as many bytes."""
     answer = client.infer(NAME, inputs).as_numpy("embeddings")
     np.testing.assert_array_equal(answer[0], lookup(engine, request))
-    assert client.infer(_name(samples), inputs).as_numpy("embeddings").nbytes == answer.nbytes
+    assert client.infer(do_nothing_name(samples), inputs).as_numpy("embeddings").nbytes == answer.nbytes
 
 
 def _inputs(request: Arrays) -> list[Any]:
@@ -77,14 +79,14 @@ def _inputs(request: Arrays) -> list[Any]:
     return inputs
 
 
-def _name(samples: int) -> str:
+def do_nothing_name(samples: int) -> str:
     return f"donothing_b{samples}"
 
 
-def _publish_do_nothing(repository: Path, samples: int) -> None:
+def publish_do_nothing(repository: Path, samples: int) -> None:
     """A model with our own model's config, but for the name and the model.py."""
-    model = repository / _name(samples)
-    (model / "1").mkdir(parents=True)
+    model = repository / do_nothing_name(samples)
+    (model / "1").mkdir(parents=True, exist_ok=True)
     config = text_format.Parse((repository / NAME / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     config.name = model.name
     config.parameters["shape"].string_value = f"1,{samples},{DIM * len(IDS_PER_SAMPLE)}"

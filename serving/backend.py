@@ -19,7 +19,7 @@ from serving.engine import Engine
 from serving.errors import InvalidRequest, Reason, ServingError
 from serving.kjt import Array, Tensors
 from serving.metrics import LookupMetrics, Publisher, triton_families
-from serving.settings import ServingSettings, parsed
+from serving.settings import RECOVERED, ServingSettings, parsed
 from serving.warm_up import warm_up
 
 
@@ -57,9 +57,10 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
         triton_families(pb_utils),
         {"model": args["model_name"], "version": args["model_version"]},
         [table.name for table in manifest.tables],
+        manifest.exported_at,
     )
-    metrics.exported_at.count = manifest.exported_at
-    metrics.recoveries.count = int(parameters.get("recoveries", "0"))
+    if RECOVERED in parameters and args["model_instance_name"].endswith("_0"):  # once, whatever its instances
+        metrics.recovered()
     answerer = Answerer(engine, settings.limits, metrics, recorder, pb_utils.Logger.log_error)
     return answerer, Publisher(metrics.publish)
 

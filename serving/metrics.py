@@ -21,6 +21,9 @@ class Metric(Protocol):
     def increment(self, value: float) -> None:
         """Add `value`."""
 
+    def set(self, value: float) -> None:
+        """Be `value`; for gauges."""
+
 
 class Family(Protocol):
     """All metrics of one name."""
@@ -57,15 +60,18 @@ class LookupMetrics:
         families: makes a family from its name, its help text and whether it is a gauge.
         labels: model and version.
         tables: names of the tables.
+        exported_at: of the bundle, Unix time in seconds.
     """
 
-    def __init__(self, families: Families, labels: Mapping[str, str], tables: Sequence[str]) -> None:
+    def __init__(
+        self, families: Families, labels: Mapping[str, str], tables: Sequence[str], exported_at: float
+    ) -> None:
         # Triton deletes a family, and with it its metrics, when nothing holds it.
         self._families: list[Family] = []
         self._all: list[_Total] = []
 
         def totals(name: str, description: str, label: str, values: Sequence[str]) -> dict[str, _Total]:
-            family = families(name, description, name.endswith(("_seconds", "_info")))
+            family = families(name, description, False)
             self._families.append(family)
             made = {value: _Total(family.Metric({**labels, label: value} if label else labels)) for value in values}
             self._all.extend(made.values())
@@ -92,8 +98,11 @@ class LookupMetrics:
         )
         merged = "TBE calls that answered at most `le` requests together"
         self._merged = totals("tbe_call_requests_bucket", merged, "le", [*map(str, MERGED), "+Inf"])
-        self.exported_at = total("tbe_bundle_exported_timestamp_seconds", "When the bundle was exported, Unix time")
-        self.recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model anew after it died")
+        self._recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model anew after it died")
+        name = "tbe_bundle_exported_timestamp_seconds"
+        self._families.append(families(name, "When the bundle was exported, Unix time", True))
+        # Set, not added to: instances share it, and it outlives a process that was killed.
+        self._families[-1].Metric(labels).set(exported_at)
 
     def answered(self, checked: Checked, times: Sequence[float]) -> None:
         """Count one TBE call.
@@ -133,6 +142,10 @@ class LookupMetrics:
     def captured(self) -> None:
         """Count one request that was written to the capture file."""
         self._captured.count += 1
+
+    def recovered(self) -> None:
+        """Count one time that the model was loaded anew because its process died."""
+        self._recoveries.count += 1
 
     def publish(self) -> None:
         """Tell Triton what was counted since the last time."""

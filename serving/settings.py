@@ -62,6 +62,12 @@ class ServingSettings:
         return {name: str(value) for name, value in said.items() if value is not None}
 
 
+# What `tbe-serve` adds to a served model's parameters, and config.pbtxt never has:
+# it was loaded anew because its process died, so that a metric can tell;
+RECOVERED = "recovered"
+# it serves a version other than config.pbtxt says, which says this one; "" for the newest.
+INSTEAD_OF = "instead_of_version"
+
 _LIMITS = ("max_request_ids", "max_request_samples", "max_call_ids", "max_call_samples")
 _PARAMETERS = dict.fromkeys((*_LIMITS, "capture_max_bytes"), int) | {"capture": str, "capture_slow_ms": float}
 

@@ -9,8 +9,10 @@ import pytest
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.server import Ports, Server, run_server
+from serving.settings import ServingSettings
 from tests.answering_here import answer
 from tests.models import MIXED, SUM, collection
+from tests.served.tools import add_gate
 
 # Every dtype at once, and both id policies.
 MIXED_CONFIG = ExportConfig(
@@ -28,14 +30,24 @@ def _answering_here() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with four models: `mixed`, `weighted`, `half` (FP16 out) and `sharded`, `mixed` on four ranks."""
+    """A repository with five models: `mixed`, `weighted`, `half` (FP16 out), `sharded`, `mixed` on four ranks, and
+    `gated`, `mixed` that tests can hold.
+    """
     path = tmp_path_factory.mktemp("served") / "repository"
     export_model(collection(MIXED), path, "mixed", MIXED_CONFIG)
     export_model(collection(SUM, weighted=True), path, "weighted")
     export_model(collection(MIXED), path, "half", ExportConfig(output_dtype=OutputDtype.FP16))
     sharding = Sharding(ranks=4, ranks_per_host=2, types={"*": "grid_shard", "genre": "data_parallel"})
     export_model(collection(MIXED), path, "sharded", replace(MIXED_CONFIG, sharding=sharding))
+    patient = replace(MIXED_CONFIG, serving=ServingSettings(queue_timeout_ms=60_000))
+    add_gate(export_model(collection(MIXED), path, "gated", patient))
     return path
+
+
+@pytest.fixture(scope="session")
+def gated(repository: Path) -> Path:
+    """The bundle of the model `gated`."""
+    return repository / "gated" / "1"
 
 
 @pytest.fixture(scope="session")

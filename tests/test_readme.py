@@ -1,5 +1,6 @@
 """The README's blocks run, one after another, as a reader would run them."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -26,7 +27,10 @@ def run(text: str, cwd: Path) -> str:
     """A shell block, with our commands as modules of this environment."""
     for command, module in (("tbe-export", "export"), ("tbe-serve", "serving")):
         text = text.replace(command, f"{shlex.quote(sys.executable)} -m {module}")
-    done = subprocess.run(["bash", "-ec", text], cwd=cwd, capture_output=True, text=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-ec", text], cwd=cwd, capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -34,7 +38,8 @@ def run(text: str, cwd: Path) -> str:
 def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    export, lookup, in_process, sharded = blocks("python")
+    export, lookup, at_once, in_process, sharded = blocks("python")
+    operate = blocks("", "tbe-serve load")[0].splitlines()
     (serve,) = blocks("", "tbe-serve run")
     (from_shell,) = blocks("", "echo")
 
@@ -44,8 +49,15 @@ def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monkey
     with run_server(Path(repository), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
         exec(lookup.replace("localhost:8001", server.grpc), names)
         assert names["answer"]["genres"].shape == (3, 16)
+        exec(at_once.replace("localhost:8001", server.grpc).replace("timeout_s=0.2", "timeout_s=20"), names)
+        assert len(names["answers"]) == 100
         table = run(from_shell.replace("movies --table", f"movies --table --url {server.grpc}"), ROOT)
         assert table.count("genres") == 3
+        for line in operate:
+            command, _, _ = line.partition("#")
+            at = f" --url {server.grpc}" if re.match("tbe-serve (load|health|bench)", command) else ""
+            brief = " --seconds 0.2" if "bench" in command else ""
+            assert run(command.strip() + at + brief, tmp_path)
     exec(in_process, names)
     assert names["answer"]["genres"].shape == (3, 16)
     exec(sharded, names)

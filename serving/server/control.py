@@ -13,11 +13,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from serving.client.connection import Connection
-from serving.config_file import parameters_of
-from serving.errors import ModelNotFound, from_status
-
-# Times that a model was loaded anew after its process died; the backend shows it as a metric.
-RECOVERIES = "recoveries"
+from serving.errors import from_status
+from serving.settings import INSTEAD_OF, RECOVERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +65,24 @@ class Control:
         """
         if version is None:
             self._load(model)
+            # Triton reads config.pbtxt if that, or a version, changed; else it goes on with what it was given.
+            config = self.config(model)
+            if INSTEAD_OF in config.parameters:
+                _serve(config, config.parameters.pop(INSTEAD_OF).string_value)
+                self._load(model, config)
         else:
             config = self.config(model)
-            config.version_policy.specific.versions[:] = [version]
+            if INSTEAD_OF not in config.parameters:
+                said = config.version_policy.specific.versions
+                config.parameters[INSTEAD_OF].string_value = str(said[0]) if said else ""
+            _serve(config, str(version))
             self._load(model, config)
-        found = self.ready(model)
-        if version is not None and found != (version,):
-            raise ModelNotFound(f"{self._where}: model {model!r}: version {version} is not there")
-        return found
+        return self.ready(model)
 
     def recover(self, model: str) -> None:
         """Load a model anew, as it was served, when its process died: a load alone would do nothing."""
         config = self.config(model)
-        count = int(parameters_of(config).get(RECOVERIES, "0"))
-        config.parameters[RECOVERIES].string_value = str(count + 1)
+        config.parameters[RECOVERED].string_value = "true"
         self._call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=model))
         self._load(model, config)
 
@@ -113,4 +114,13 @@ class Control:
         try:
             return getattr(self._stub, method)(request, timeout=self._connection.timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            raise from_status(error.code().name, f"{self._where}: {error.details()}") from None
+            reason = error.details().partition("\n\nAt:\n")[0]  # then Triton names the line of our code that gave it
+            raise from_status(error.code().name, f"{self._where}: {reason.strip()}") from None
+
+
+def _serve(config: Any, version: str) -> None:
+    """Make `config` serve a version, the newest if it is ""."""
+    config.ClearField("version_policy")
+    if version:
+        config.version_policy.specific.versions.append(int(version))
+    config.parameters.pop(RECOVERED, None)

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,8 @@ from serving.server.installation import Installation, find_tritonserver
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05
+# What Triton adds to a reason that a Python model gave: the line of our code that gave it.
+_AT = re.compile(r"\\n\\nAt:.*")
 _HTTP_TIMEOUT_S = 5.0
 # The server is on this machine: no proxy that the environment names knows it.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -225,7 +228,7 @@ def _said(log: Path | None) -> str:
     if log is None:
         return "its log is above"
     lines = log.read_text(errors="replace").splitlines()
-    return "\n".join(line for line in lines if line.startswith("E")) or f"see {log}"
+    return "\n".join(_AT.sub("", line) for line in lines if line.startswith("E")) or f"see {log}"
 
 
 def _ready_models(http: str) -> tuple[ServedModel, ...]:

@@ -4,7 +4,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 
@@ -12,7 +11,7 @@ from serving.client.connection import Connection
 from serving.errors import ServerFailed, ServingError
 from serving.server.control import Control
 from serving.server.process import Server
-from serving.server.stubs import living_stubs
+from serving.server.stubs import living_stubs, shared_regions
 
 _PERIOD_S = 0.25
 # How long a model may take to load.
@@ -37,7 +36,6 @@ class Supervisor:
         self._process = psutil.Process(server.process.pid)
         self._stopping = False
         self._suspects: set[str] = set()
-        self._regions: set[Path] = set()
         self._abandoned = False
 
     def stop(self, number: int) -> None:
@@ -58,8 +56,6 @@ class Supervisor:
                 else:
                     self._look(control)
                 time.sleep(_PERIOD_S)
-        for region in self._regions:
-            region.unlink(missing_ok=True)  # a server that was killed leaves them
         # Ended by us, when all its models had ended.
         return 0 if self._stopping and self._abandoned and code == -signal.SIGKILL else code
 
@@ -82,9 +78,7 @@ class Supervisor:
         self._suspects = missing
 
     def _missing(self, control: Control) -> set[str]:
-        stubs = list(living_stubs(self._process))
-        self._regions.update(stub.region for stub in stubs)
-        living = Counter((stub.model, stub.version) for stub in stubs)
+        living = Counter(living_stubs(self._process))
         missing = set()
         for each in control.index():
             if each.state == "READY":
@@ -97,4 +91,7 @@ class Supervisor:
         """Triton waits for a model whose process died until its exit timeout; nothing is left to wait for."""
         if self._abandoned and not any(living_stubs(self._process)):
             time.sleep(_LAST_ANSWERS_S)
+            regions = shared_regions(self._process)
             self._server.process.kill()
+            for region in regions:
+                region.unlink(missing_ok=True)  # a server that is killed leaves them

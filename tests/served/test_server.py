@@ -1,7 +1,6 @@
 """End to end: a real tritonserver, its real Python backend, real gRPC."""
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -42,8 +41,10 @@ from tests.served.tools import (
     lens,
     metric,
     raw_request,
+    replace_model_py,
     row,
     start_tbe_serve,
+    wait_for_execution,
     wait_for_pending,
 )
 
@@ -151,29 +152,30 @@ def some_request(random: np.random.Generator) -> dict[str, Bags]:
     return random_bags(random, MIXED, int(random.integers(0, 40)), features)
 
 
-def test_64_different_requests_at_once_get_bit_for_bit_what_each_gets_alone(
-    server: Server, client: LookupClient
-) -> None:
+def test_64_different_requests_at_once_get_bit_for_bit_what_each_gets_alone(server: Server, gated: Path) -> None:
     random = np.random.default_rng(5)
+    client = LookupClient(server.grpc, "gated", timeout_s=120)
     requests = [some_request(random) for _ in range(64)]
     alone = [client.lookup(request) for request in requests]
-    calls = metric(server, "tbe_calls_total", model="mixed")
-    answered = metric(server, "tbe_requests_total", model="mixed")
+    calls = metric(server, "tbe_calls_total", model="gated")
+    answered = metric(server, "tbe_requests_total", model="gated")
     for _ in range(3):
-        with ThreadPoolExecutor(64) as pool:
-            with held(server, "mixed"):
+        with ThreadPoolExecutor(65) as pool:
+            with held(gated):
+                first = pool.submit(client.lookup, requests[0])
+                wait_for_execution(server, "gated")
                 answers = [pool.submit(client.lookup, request) for request in requests]
-                wait_for_pending(server, "mixed", 64)
+                wait_for_pending(server, "gated", 64)
             together = [answer.result() for answer in answers]
+            first.result()
         for one, other in zip(alone, together, strict=True):
             assert list(one) == list(other)
             for name in one:
                 np.testing.assert_array_equal(one[name], other[name])
-    calls = metric(server, "tbe_calls_total", model="mixed") - calls
-    answered = metric(server, "tbe_requests_total", model="mixed") - answered
-    assert answered == 3 * 64
-    # What came before the model was held still may have gone alone; all that waited went together.
-    assert calls <= 3 * 3, f"{answered:g} requests took {calls:g} TBE calls: they were not merged"
+    calls = metric(server, "tbe_calls_total", model="gated") - calls
+    answered = metric(server, "tbe_requests_total", model="gated") - answered
+    assert answered == 3 * 65
+    assert calls == 3 * 2, f"{answered:g} requests took {calls:g} TBE calls: they were not merged"
 
 
 BAD = {
@@ -242,15 +244,15 @@ def test_the_default_order_needs_no_parameter(server: Server, client: LookupClie
 # --- what clients meet when there is no answer
 
 
-def test_errors_of_the_client_are_typed(server: Server, client: LookupClient) -> None:
+def test_errors_of_the_client_are_typed(server: Server, client: LookupClient, gated: Path) -> None:
     with pytest.raises(InvalidRequest, match="feature 'nobody': expected one of 'user_id'"):
         client.lookup({"nobody": [[1]]})
     with LookupClient(server.grpc, "nobody") as other, pytest.raises(ModelNotFound, match="model 'nobody'"):
         other.lookup({"genres": [[1]]})
     with LookupClient("127.0.0.1:1", "mixed") as nowhere, pytest.raises(ServerUnavailable, match=r"127\.0\.0\.1:1"):
         nowhere.lookup({"genres": [[1]]})
-    with held(server, "mixed"), pytest.raises(DeadlineExceeded):
-        client.lookup({"genres": [[1]]}, timeout_s=0.3)
+    with held(gated), pytest.raises(DeadlineExceeded):
+        LookupClient(server.grpc, "gated").lookup({"genres": [[1]]}, timeout_s=0.5)
     with (
         LookupClient(server.grpc, "weighted") as weighted,
         pytest.raises(InvalidRequest, match="feature 'x': expected a weight for each id"),
@@ -283,14 +285,9 @@ backend._decode, engine.Engine.run = broken_decode, broken_run
 
 def test_what_no_check_foresaw_is_logged_and_told_to_nobody(tmp_path: Path) -> None:
     bundle = export_model(collection(SUM), tmp_path / "r", "m")
-    (bundle / "model.py").write_text(BROKEN)
-    manifest = json.loads((bundle / "manifest.json").read_text())
-    digest = {"size_bytes": len(BROKEN), "sha256": hashlib.sha256(BROKEN.encode()).hexdigest()}
-    manifest["files"]["model.py"] = digest
-    (bundle / "manifest.json").write_text(json.dumps(manifest))
-    ports = FREE
+    replace_model_py(bundle, BROKEN)
     with (
-        run_server(tmp_path / "r", ports, log=tmp_path / "log") as server,
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
         LookupClient(server.grpc, "m", timeout_s=30) as client,
     ):
         good = client.lookup({"x": [[1]]})["x"]
@@ -311,18 +308,13 @@ def test_what_no_check_foresaw_is_logged_and_told_to_nobody(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_says_where_and_stops_when_it_is_told_to(repository: Path, number: signal.Signals) -> None:
-    with start_tbe_serve(str(repository), *FREE_PORTS, "--json") as process:
+def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, number: signal.Signals) -> None:
+    with start_tbe_serve(str(one_model), *FREE_PORTS, "--json") as process:
         assert process.stdout is not None
         where = json.loads(process.stdout.readline())
-        assert {model["name"]: model["versions"] for model in where["models"]} == {
-            "half": [1],
-            "mixed": [1],
-            "sharded": [1],
-            "weighted": [1],
-        }
-        with LookupClient(where["grpc"], "mixed") as client:
-            assert client.lookup({"genres": [[1]]})["genres"].shape == (1, 8)
+        assert {model["name"]: model["versions"] for model in where["models"]} == {"m": [1]}
+        with LookupClient(where["grpc"], "m") as client:
+            assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
         assert urllib.request.urlopen(f"http://{where['http']}/v2/health/ready", timeout=5).status == 200
         assert urllib.request.urlopen(f"http://{where['metrics']}/metrics", timeout=5).status == 200
         process.send_signal(number)
@@ -330,8 +322,8 @@ def test_the_command_says_where_and_stops_when_it_is_told_to(repository: Path, n
         assert process.stdout.read() == ""
 
 
-def test_a_signal_before_the_models_are_ready_stops_the_server_too(repository: Path) -> None:
-    with start_tbe_serve(str(repository), *FREE_PORTS) as process:
+def test_a_signal_before_the_models_are_ready_stops_the_server_too(one_model: Path) -> None:
+    with start_tbe_serve(str(one_model), *FREE_PORTS) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not (started := children.read_text().split()):
             time.sleep(0.01)
@@ -340,8 +332,8 @@ def test_a_signal_before_the_models_are_ready_stops_the_server_too(repository: P
     assert not Path(f"/proc/{started[0]}").exists()
 
 
-def test_the_server_dies_with_its_command(repository: Path) -> None:
-    with start_tbe_serve(str(repository), *FREE_PORTS, "--json") as process:
+def test_the_server_dies_with_its_command(one_model: Path) -> None:
+    with start_tbe_serve(str(one_model), *FREE_PORTS, "--json") as process:
         assert process.stdout is not None
         process.stdout.readline()
         (server,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -353,8 +345,8 @@ def test_the_server_dies_with_its_command(repository: Path) -> None:
     assert not Path(f"/proc/{server}/exe").exists()
 
 
-def test_a_server_that_dies_ends_the_command_with_a_failure(repository: Path) -> None:
-    with start_tbe_serve(str(repository), *FREE_PORTS, "--json") as process:
+def test_a_server_that_dies_ends_the_command_with_a_failure(one_model: Path) -> None:
+    with start_tbe_serve(str(one_model), *FREE_PORTS, "--json") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -388,7 +380,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path, se
 
 
 def test_a_tritonserver_on_the_path_comes_first(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the official container: its own backends, our Python. Here a script that stands where it would."""
     with contextlib.ExitStack() as stack:
@@ -402,16 +394,16 @@ def test_a_tritonserver_on_the_path_comes_first(
         )
         script.chmod(0o755)
         monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-        with run_server(repository, FREE, log=tmp_path / "log") as server:
-            assert [model.name for model in server.models] == ["half", "mixed", "sharded", "weighted"]
+        with run_server(one_model, FREE, log=tmp_path / "log") as server:
+            assert [model.name for model in server.models] == ["m"]
     assert "started from PATH" in (tmp_path / "log").read_text()
 
 
-def test_without_any_tritonserver_it_says_how_to_get_one(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_tritonserver_it_says_how_to_get_one(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "find_spec", lambda _: None)
     with (
         pytest.raises(ServerFailed, match=r"official container, or `pip install nvidia-pytriton==0\.7\.0`"),
-        run_server(repository, FREE),
+        run_server(one_model, FREE),
     ):
         pass
 

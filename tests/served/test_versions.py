@@ -143,6 +143,9 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
         done = tbe_serve("load", "m", "--version", "1", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (0, "m: version 2 → 1\n")
         assert client.lookup({"x": [[1]]}).version == 1
+        # And again: Triton itself would leave the version that it was told to serve.
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
+        assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).stdout == "m: version 2 → 1\n"
         done = tbe_serve("load", "m", "--version", "9", "--url", server.grpc)
         assert done.returncode == 1
         assert done.stdout == "m: still serves version 1\n"

@@ -1,5 +1,6 @@
 """What tests do to real servers."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy.typing as npt
 import psutil
 import tritonclient.grpc as triton
 
+from serving.bundle import MANIFEST, MODEL, digest_file
 from serving.client import LookupClient
 from serving.errors import ServingError
 from serving.metrics import Publisher
@@ -61,27 +64,72 @@ def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
 
 def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
     """The processes that answer for a model."""
-    return [child for child in server.children() if any(f"/{model}/" in part for part in child.cmdline())]
+    found = []
+    for child in server.children():
+        with suppress(psutil.ZombieProcess):  # Triton does not wait for one that was killed
+            found += [child] if any(f"/{model}/" in part for part in child.cmdline()) else []
+    return found
+
+
+GATE = """
+import time
+from pathlib import Path
+from serving.backend import TritonPythonModel
+from serving.engine import Engine
+
+run = Engine.run
+
+def run_when_open(self, batch):
+    while Path({gate!r}).exists():
+        time.sleep(0.01)
+    return run(self, batch)
+
+Engine.run = run_when_open
+"""
+
+
+def replace_model_py(bundle: Path, text: str) -> None:
+    """Change what a published version runs, and have its manifest agree."""
+    (bundle / MODEL).write_text(text)
+    manifest = json.loads((bundle / MANIFEST).read_text())
+    digest = digest_file(bundle / MODEL)
+    manifest["files"][MODEL] = {"size_bytes": digest.size_bytes, "sha256": digest.sha256}
+    (bundle / MANIFEST).write_text(json.dumps(manifest))
+
+
+def gate_of(bundle: Path) -> Path:
+    """The file that holds a gated version; beside the repository, which is the server's."""
+    repository = bundle.parent.parent
+    return repository.with_name(f"{repository.name}.{bundle.parent.name}.gate")
+
+
+def add_gate(bundle: Path) -> None:
+    """Make a version answer only while `held` does not hold it. (Suspending its process makes Triton give it up.)"""
+    replace_model_py(bundle, GATE.format(gate=str(gate_of(bundle))))
 
 
 @contextmanager
-def held(server: Server, model: str) -> Iterator[None]:
-    """A model that answers nothing inside the block: what is sent meanwhile waits."""
-    processes = stubs(psutil.Process(server.process.pid), model)
-    for process in processes:
-        process.suspend()
+def held(bundle: Path) -> Iterator[None]:
+    """A gated version that answers nothing inside the block: what is sent meanwhile waits."""
+    gate = gate_of(bundle)
+    gate.touch()
     try:
         yield
     finally:
-        for process in processes:
-            process.resume()
+        gate.unlink()
 
 
 def wait_for_pending(server: Server, model: str, least: int) -> None:
-    """Until this many requests wait for a model, or are with it."""
+    """Until this many requests wait for a model, beside those that are with it."""
     deadline = time.monotonic() + 60
     while metric(server, "nv_inference_pending_request_count", model=model) < least:
         assert time.monotonic() < deadline, f"{least} requests did not come"
+
+
+def wait_for_execution(server: Server, model: str) -> None:
+    """Until the one request that was sent is with the model, not in its queue."""
+    wait_for_pending(server, model, 0)
+    time.sleep(1)
 
 
 def raw_request(

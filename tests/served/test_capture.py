@@ -1,0 +1,209 @@
+"""Requests that are kept for replay, and what is done with them."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export import ExportConfig, export_model
+from serving.capture import read_captured
+from serving.client import LookupClient
+from serving.errors import InvalidRequest
+from serving.server import run_server
+from serving.settings import ServingSettings
+from tests.models import SUM, collection
+from tests.served.tools import FREE, metric, replace_model_py, tbe_serve
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def exported(folder: Path, weighted: bool = False, **settings: Any) -> Path:
+    config = ExportConfig(serving=ServingSettings(**settings))
+    return export_model(collection(SUM, weighted=weighted), folder / "r", "m", config)
+
+
+def lines(path: Path, count: int) -> list[dict[str, Any]]:
+    """The captured lines, once there are `count`: they are written a moment later."""
+    deadline = time.monotonic() + 10
+    while len(found := path.read_text().splitlines()) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(found) == count
+    return [json.loads(line) for line in found]
+
+
+def test_nothing_is_captured_unless_it_is_asked_for(tmp_path: Path) -> None:
+    exported(tmp_path)
+    before = {path for path in tmp_path.rglob("*") if path.suffix == ".jsonl"}
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        with LookupClient(server.grpc, "m", 30) as client, pytest.raises(InvalidRequest):
+            client.lookup({"x": [[-1]]})
+        assert metric(server, "tbe_captured_total") == 0
+    assert {path for path in tmp_path.rglob("*") if path.suffix == ".jsonl"} == before == set()
+
+
+def test_refused_requests_are_kept_without_weights_and_with_their_trace(tmp_path: Path) -> None:
+    exported(tmp_path, weighted=True, capture=str(tmp_path))
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        with LookupClient(server.grpc, "m", 30) as client:
+            client.lookup({"x": ([1], [1], [0.25])})
+            with pytest.raises(InvalidRequest):
+                client.lookup({"x": ([1, -5], [2], [0.25, 0.5])}, trace=TRACE)
+        (first,) = lines(tmp_path / "m.jsonl", 1)
+        assert metric(server, "tbe_captured_total", model="m") == 1
+    assert first.pop("at") > "2026"
+    assert first == {
+        "why": "refused: ids", "features": ["x"], "values": [1, -5], "lengths": [2], "traceparent": TRACE,
+    }  # fmt: skip
+    assert "0.25" not in (tmp_path / "m.jsonl").read_text()
+    assert (tmp_path / "m.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
+    exported(tmp_path, capture=str(tmp_path), capture_slow_ms=0.001, capture_max_bytes=2000)
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        with LookupClient(server.grpc, "m", 30) as client:
+            for each in range(100):
+                client.lookup({"x": [[each % 50]]})
+        kept = metric(server, "tbe_captured_total", model="m")
+    assert 5 < kept < 30
+    assert (tmp_path / "m.jsonl").stat().st_size <= 2000
+    requests = list(read_captured(tmp_path / "m.jsonl"))
+    assert [request.values for request in requests] == [[each] for each in range(len(requests))]
+    assert all(request.why.startswith("slow: ") and request.features == ["x"] for request in requests)
+
+
+def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
+    exported(tmp_path, weighted=True)
+    file = tmp_path / "captured.jsonl"
+    good = {
+        "at": "2026-01-01",
+        "why": "slow: 9 ms",
+        "features": ["z", "x"],
+        "values": [1, 2, 3],
+        "lengths": [1, 0, 1, 1],
+    }
+    outside = {"at": "2026-01-01", "why": "refused: ids", "values": [-1], "lengths": [1, 0, 0]}
+    malformed = {"at": "2026-01-01", "why": "refused: lengths", "values": [1], "lengths": [1, 5, 0]}
+    file.write_text("".join(json.dumps(each) + "\n" for each in (good, outside, malformed)))
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        arguments = ("bench", "m", "--url", server.grpc, "--seconds", "0.5", "--replay", str(file))
+        done = tbe_serve(*arguments, "--clients", "2", "--json")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert report["load"] == "2 clients"
+        assert report["answers_per_s"] > 0
+        assert 0 < report["p50_s"] <= report["p90_s"] <= report["p99_s"]
+        assert list(report["errors"]) == ["InvalidRequest"]
+        assert "1 of 3 requests are malformed and are not sent" in done.stderr
+        asked = metric(server, "tbe_samples_total", model="m") / metric(server, "tbe_requests_total", model="m")
+        assert asked == 2
+        done = tbe_serve(*arguments, "--rate", "50")
+        assert done.returncode == 0, done.stderr
+        assert "50/s" in done.stdout
+        assert "InvalidRequest" in done.stdout
+        done = tbe_serve("bench", "m", "--url", server.grpc, "--seconds", "0.3", "--bundle", str(tmp_path / "r/m/1"))
+        assert done.returncode == 0, done.stderr
+        assert [line.split("│")[1].strip() for line in done.stdout.splitlines() if "client" in line] == [
+            "1 client",
+            "8 clients",
+            "32 clients",
+        ]
+        assert tbe_serve("bench", "m", "--url", server.grpc).returncode == 1
+
+
+RECORD = """
+from pathlib import Path
+from serving.backend import TritonPythonModel
+from serving.engine import Engine
+
+run = Engine.run
+
+def record(self, batch):
+    with Path({record!r}).open("a") as file:
+        print(*batch.values.tolist(), file=file)
+    return run(self, batch)
+
+Engine.run = record
+"""
+
+
+def test_a_model_warms_up_before_it_is_ready(tmp_path: Path) -> None:
+    bundle = exported(tmp_path)
+    replace_model_py(bundle, RECORD.format(record=str(tmp_path / "record")))
+    file = tmp_path / "captured.jsonl"
+    file.write_text(
+        '{"at": "", "why": "slow: 9 ms", "features": ["x"], "values": [7, 8], "lengths": [2]}\n'
+        '{"at": "", "why": "refused: ids", "features": ["x"], "values": [-1], "lengths": [1]}\n'
+    )
+    done = tbe_serve("configure", str(bundle.parent), "--warm-up", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "warm-up" in done.stdout
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
+        assert (tmp_path / "record").read_text() == "7 8\n"
+    done = tbe_serve("configure", str(bundle.parent), "--warm-up", "")
+    (tmp_path / "record").unlink()
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
+        assert not (tmp_path / "record").exists()
+
+
+def test_a_warm_up_that_is_none_is_refused(tmp_path: Path) -> None:
+    bundle = exported(tmp_path)
+    file = tmp_path / "captured.jsonl"
+    file.write_text('{"values": 3}\n')
+    done = tbe_serve("configure", str(bundle.parent), "--warm-up", str(file))
+    assert done.returncode == 1
+    assert "captured.jsonl: line 1: expected a captured request" in done.stderr
+    assert not (bundle.parent / "warm_up.jsonl").exists()
+
+
+def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, queue_requests=7)
+    model = str(bundle.parent)
+    before = json.loads(tbe_serve("configure", model, "--json").stdout)
+    assert before["queue_requests"] == 7
+    assert before["queue_timeout_ms"] == 1000
+    said = (
+        "--queue-timeout-ms",
+        "50",
+        "--merged-requests",
+        "16",
+        "--max-request-ids",
+        "100",
+        "--capture",
+        str(tmp_path),
+    )
+    done = tbe_serve("configure", model, *said, "--json")
+    after = json.loads(done.stdout)
+    changed = {key: value for key, value in after.items() if before[key] != value}
+    assert changed == {
+        "queue_timeout_ms": 50,
+        "merged_requests": 16,
+        "max_request_ids": 100,
+        "capture": str(tmp_path),
+    }
+    assert json.loads(tbe_serve("configure", model, "--capture", "", "--json").stdout)["capture"] is None
+    text = (bundle.parent / "config.pbtxt").read_text()
+    for wrong in (("--instances", "0"), ("--capture", "relative"), ("--capture-slow-ms", "0")):
+        done = tbe_serve("configure", model, *wrong)
+        assert done.returncode == 1
+        assert "expected" in done.stderr
+    assert (bundle.parent / "config.pbtxt").read_text() == text
+    assert tbe_serve("configure", str(tmp_path / "nobody")).returncode == 1
+
+
+def test_settings_are_what_the_server_does(tmp_path: Path) -> None:
+    exported(tmp_path, max_request_ids=10, max_request_samples=4, max_call_ids=6, max_call_samples=3)
+    with (
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
+        LookupClient(server.grpc, "m", 30) as client,
+    ):
+        with pytest.raises(
+            InvalidRequest, match=r"ids: expected at most 10 in a request, got 11: .*--max-request-ids"
+        ):
+            client.lookup({"x": [list(range(11))]})
+        with pytest.raises(InvalidRequest, match=r"samples: expected at most 4 in a request, got 5"):
+            client.lookup({"x": [[]] * 5})
+        assert client.lookup({"x": [list(range(10))]})["x"].shape == (1, 8)  # more than a call takes: alone
+        assert metric(server, "tbe_rejected_total", model="m", reason="size") == 2

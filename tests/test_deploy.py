@@ -1,0 +1,112 @@
+"""What is deployed: manifests that Kubernetes takes, a Dockerfile without known faults, and the same words as ours."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from serving.__main__ import app
+
+DEPLOY = Path(__file__).parent.parent / "deploy"
+KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+# The oldest that is still supported, and the newest that the schemas know.
+VERSIONS = ("1.33", kubernetes_validate.latest_version())
+
+
+def manifests() -> list[dict[str, Any]]:
+    return [each for path in KUBERNETES for each in yaml.safe_load_all(path.read_text())]
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    (found,) = [each for each in manifests() if each["kind"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", manifests(), ids=lambda each: f"{each['kind']}")
+def test_kubernetes_takes_it(manifest: dict[str, Any], version: str) -> None:
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_wrong_manifest_would_be_noticed() -> None:
+    wrong = of_kind("Deployment")
+    wrong["spec"]["template"]["spec"]["containers"][0]["prots"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+def test_what_is_deployed_hangs_together() -> None:
+    deployment, service = of_kind("Deployment"), of_kind("Service")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
+    assert of_kind("PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    ports = {port["name"] for port in container["ports"]}
+    assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    scaled = of_kind("HorizontalPodAutoscaler")["spec"]
+    assert scaled["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    (rule,) = yaml.safe_load(of_kind("ConfigMap")["data"]["config.yaml"])["rules"]
+    assert scaled["metrics"][0]["pods"]["metric"]["name"] == rule["name"]["as"]
+
+
+def test_it_runs_as_nobody_in_particular_and_writes_nowhere_it_should_not() -> None:
+    pod = of_kind("Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounts["/repository"]["readOnly"] is True
+    assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_probes_are_commands_that_exist(probe: str) -> None:
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    command, *arguments = container[probe]["exec"]["command"]
+    assert command == "tbe-serve"
+    # Nobody listens: it has to be the probe that fails, not its words.
+    result = CliRunner().invoke(app, [*arguments, "--url", "127.0.0.1:1"])
+    assert result.exit_code == 1, result.output
+    # Kubernetes has to wait longer than the lookup.
+    assert container[probe]["timeoutSeconds"] > float(arguments[arguments.index("--timeout-s") + 1])
+
+
+def test_the_dockerfile_has_no_known_fault() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+    assert done.returncode == 0
+
+
+def test_the_dockerfile_copies_what_there_is() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    copied = [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
+    assert copied
+    for source in copied:
+        assert (DEPLOY.parent / source).exists(), source
+    assert "USER 1000:1000" in lines
+    (image,) = [line for line in lines if line.startswith("ARG TRITON_IMAGE=")]
+    year, month = image.partition("tritonserver:")[2].removesuffix("-py3").split(".")
+    assert (int(year), int(month)) >= (26, 4), "below the security floor"
+
+
+def test_the_image_s_pins_are_the_environment_s() -> None:
+    requirements = DEPLOY.parent / "requirements"
+    every, served = (
+        {
+            name.lower().replace("_", "-"): version
+            for line in (requirements / file).read_text().splitlines()
+            if "==" in line
+            for name, _, version in [line.partition("==")]
+        }
+        for file in ("cpu.txt", "serve.txt")
+    )
+    assert {"torch", "fbgemm-gpu-cpu", "tritonclient", "msgspec"} <= served.keys()
+    assert {name: every.get(name) for name in served} == served
