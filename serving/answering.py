@@ -116,8 +116,8 @@ class Answerer:
 
     def _record(self, call: "_Call", position: int, why: str) -> None:
         tensors = call.tensors.get(position)
-        if self._recorder is not None and tensors is not None and self._recorder.record(tensors, why):
-            self._metrics.captured()
+        if self._recorder is not None and tensors is not None:
+            self._recorder.record(tensors, why)
 
 
 class _Call:

@@ -50,7 +50,6 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     parameters = {key: value["string_value"] for key, value in config.items()}
     engine = Engine.open(model / args["model_version"])
     settings = ServingSettings(**parsed(parameters))
-    recorder = Recorder.of(settings, args["model_name"])
     warm_up(engine, model)
     manifest = engine.bundle.manifest
     metrics = LookupMetrics(
@@ -61,6 +60,7 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     )
     if RECOVERED in parameters and args["model_instance_name"].endswith("_0"):  # once, whatever its instances
         metrics.recovered()
+    recorder = Recorder.of(settings, args["model_name"], metrics.captured)
     answerer = Answerer(engine, settings.limits, metrics, recorder, pb_utils.Logger.log_error)
     return answerer, Publisher(metrics.publish)
 

@@ -3,7 +3,7 @@
 import os
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -59,9 +59,11 @@ class Recorder:
         path: the file; several instances may append to it.
         slow_s: what `is_slow` compares with; None calls nothing slow.
         max_bytes: nothing is appended that would make the file larger.
+        kept: called for each request that was written.
     """
 
-    def __init__(self, path: Path, slow_s: float | None, max_bytes: int) -> None:
+    def __init__(self, path: Path, slow_s: float | None, max_bytes: int, kept: Callable[[], None]) -> None:
+        self._kept = kept
         self._slow_s = slow_s
         self._max_bytes = max_bytes
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -69,7 +71,7 @@ class Recorder:
         threading.Thread(target=self._write, name="capture", daemon=True).start()
 
     @classmethod
-    def of(cls, settings: ServingSettings, model: str) -> Self | None:
+    def of(cls, settings: ServingSettings, model: str, kept: Callable[[], None]) -> Self | None:
         """The recorder that `settings` ask for.
 
         Raises:
@@ -80,7 +82,7 @@ class Recorder:
         path = Path(settings.capture) / f"{model}.jsonl"
         slow_s = None if settings.capture_slow_ms is None else settings.capture_slow_ms / 1e3
         try:
-            return cls(path, slow_s, settings.capture_max_bytes)
+            return cls(path, slow_s, settings.capture_max_bytes, kept)
         except OSError as error:
             raise ConfigurationError(
                 f"capture: {path} cannot be written: {error.strerror}: make the folder writable for the server, "
@@ -91,10 +93,10 @@ class Recorder:
         """Whether requests whose call took this long are to be kept."""
         return self._slow_s is not None and seconds > self._slow_s
 
-    def record(self, tensors: Tensors, why: str) -> bool:
-        """Keep a request; False where the file is full or the disk behind."""
+    def record(self, tensors: Tensors, why: str) -> None:
+        """Keep a request, unless the file is full or the disk behind."""
         if self._waiting.qsize() >= _WAITING or not self._has_room(tensors):
-            return False
+            return
         line = CapturedRequest(
             at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             why=why,
@@ -104,7 +106,6 @@ class Recorder:
             traceparent=tensors.trace,
         )
         self._waiting.put(line)
-        return True
 
     def _has_room(self, tensors: Tensors) -> bool:
         least = 2 * (tensors.values.size + tensors.lengths.size)  # a digit and a comma for each number
@@ -115,6 +116,7 @@ class Recorder:
             line = msgspec.json.encode(self._waiting.get()) + b"\n"
             if os.fstat(self._file).st_size + len(line) <= self._max_bytes:
                 os.write(self._file, line)
+                self._kept()
 
 
 def read_captured(path: Path) -> Iterator[CapturedRequest]:
