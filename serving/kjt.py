@@ -265,9 +265,7 @@ def merge(schema: Schema, checked: Checked) -> Batch:
     total = sum(samples)
 
     # The row of each segment in the batch. Segments are by request; a stable sort puts them by feature.
-    row_of = np.empty(len(schema.names), np.int64)
-    row_of[selection.positions] = selection.index[:-1]
-    rows = row_of[_joined([request.selection.positions for request in requests])]
+    rows = _joined([selection.rows_of(request.selection) for request in requests])
     order = rows.argsort(kind="stable")
     source = _ranges(checked.ids[:-1][order], (checked.ids[1:] - checked.ids[:-1])[order])
 
@@ -286,13 +284,15 @@ def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
         One array [B_r, D_r] for each request: a view of `embeddings`, or a copy where the request's features
         or their order differ from the batch's.
     """
+    merged = batch.selection
     answers: list[Embeddings] = []
     end = 0
     for request in batch.requests:
         start, end = end, end + request.samples
         answer = embeddings[start:end]
-        if request.selection is not batch.selection:
-            answer = answer[:, batch.selection.columns(request.selection.positions.tolist())]
+        if request.selection is not merged:
+            rows = merged.rows_of(request.selection)
+            answer = answer.take(_ranges((merged.ends - merged.dims)[rows], merged.dims[rows]), axis=1)
         answers.append(answer)
     return answers
 

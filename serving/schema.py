@@ -39,11 +39,13 @@ class Selection:
     default_rows: npt.NDArray[np.int64]
     default: bool
 
-    def columns(self, features: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The columns of an answer that belong to `features`, positions in the schema, side by side."""
-        index_of = {position: index for index, position in enumerate(self.positions.tolist())}
-        chosen = [index_of[position] for position in features]
-        return np.concatenate([np.arange(self.ends[i] - self.dims[i], self.ends[i]) for i in chosen])
+    def rows_of(self, other: "Selection") -> npt.NDArray[np.int64]:
+        """Where the features of `other`, all of them among these, are in this order."""
+        if other is self:
+            return self.index[:-1]
+        row_of = np.empty(int(self.positions.max()) + 1, np.int64)
+        row_of[self.positions] = self.index[:-1]
+        return row_of[other.positions]
 
 
 @dataclass(frozen=True, slots=True)

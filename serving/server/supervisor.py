@@ -14,6 +14,8 @@ from serving.server.process import Server
 from serving.server.stubs import living_stubs, shared_regions
 
 _PERIOD_S = 0.25
+# After so many looks in vain it is worth a word.
+_BLIND_LOOKS = 20
 # How long a model may take to load.
 _LOAD_TIMEOUT_S = 120.0
 # After the last model has ended, time to send what it answered.
@@ -37,6 +39,8 @@ class Supervisor:
         self._stopping = False
         self._suspects: set[str] = set()
         self._abandoned = False
+        self._failure: ServingError | None = None
+        self._blind = 0
 
     def stop(self, number: int) -> None:
         """Pass a signal on. The server answers what it has accepted, then ends."""
@@ -56,6 +60,8 @@ class Supervisor:
                 else:
                     self._look(control)
                 time.sleep(_PERIOD_S)
+        if self._failure is not None:
+            raise self._failure
         # Ended by us, when all its models had ended.
         return 0 if self._stopping and self._abandoned and code == -signal.SIGKILL else code
 
@@ -63,27 +69,38 @@ class Supervisor:
         """Replace models with fewer processes than instances, at the second look: one may just be unloading."""
         try:
             missing = self._missing(control)
-        except ServingError:
-            return  # the server has just ended, or is too busy to say
+        except ServingError as error:  # the server has just ended, is busy, or does not let us in
+            self._blind += 1
+            if self._blind == _BLIND_LOOKS:
+                self._say(f"cannot see its models, so one that dies will not be loaded anew: {error}")
+            return
+        self._blind = 0
         for model in sorted(missing & self._suspects):
-            reason = f"model {model!r}: a process of its died"
-            if not self._recover:
-                raise ServerFailed(f"{reason}; stopping, as --no-recover says")
-            self._say(f"{reason}; loading it anew")
-            started = time.monotonic()
-            control.recover(model)
-            self._abandoned = True
-            missing.discard(model)
-            self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
-        self._suspects = missing
+            try:
+                self._replace(control, model)
+            except ServingError as error:
+                self._failure = error
+                self.stop(signal.SIGTERM)
+        self._suspects = missing - self._suspects
+
+    def _replace(self, control: Control, model: str) -> None:
+        self._abandoned = True
+        reason = f"model {model!r}: a process of its died"
+        if not self._recover:
+            raise ServerFailed(f"{reason}; stopping, as --no-recover says")
+        self._say(f"{reason}; loading it anew")
+        started = time.monotonic()
+        control.recover(model)
+        self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
 
     def _missing(self, control: Control) -> set[str]:
         living = Counter(living_stubs(self._process))
         missing = set()
         for each in control.index():
             if each.state == "READY":
-                instances = sum(group.count for group in control.config(each.model).instance_group)
-                if living[each.model, each.version] < instances:
+                config = control.config(each.model)
+                instances = sum(group.count for group in config.instance_group)
+                if config.backend == "python" and living[each.model, each.version] < instances:
                     missing.add(each.model)
         return missing
 
