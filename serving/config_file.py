@@ -62,11 +62,10 @@ def settings_of(config: Any) -> ServingSettings:
     said: dict[str, Any] = {
         "instances": sum(group.count for group in config.instance_group) or 1,
         "merged_requests": config.max_batch_size or 1,
+        "queue_requests": queue.max_queue_size,
+        "queue_timeout_ms": queue.default_timeout_microseconds // 1000,
         "version": versions[0] if versions else None,
     }
-    if config.dynamic_batching.HasField("default_queue_policy"):
-        said["queue_requests"] = queue.max_queue_size
-        said["queue_timeout_ms"] = queue.default_timeout_microseconds // 1000
     return ServingSettings(**said, **parsed(parameters_of(config)))
 
 
@@ -74,10 +73,12 @@ def apply_settings(config: Any, settings: ServingSettings) -> None:
     """Make `config` serve its model so."""
     config.max_batch_size = settings.merged_requests
     config.instance_group[0].count = settings.instances
-    queue = config.dynamic_batching.default_queue_policy
-    queue.max_queue_size = settings.queue_requests
-    queue.default_timeout_microseconds = 1000 * settings.queue_timeout_ms
-    queue.timeout_action = queue.REJECT
+    config.dynamic_batching.ClearField("default_queue_policy")
+    if settings.queue_requests or settings.queue_timeout_ms:
+        queue = config.dynamic_batching.default_queue_policy
+        queue.max_queue_size = settings.queue_requests
+        queue.default_timeout_microseconds = 1000 * settings.queue_timeout_ms
+        queue.timeout_action = queue.REJECT
     config.ClearField("version_policy")
     if settings.version is not None:
         config.version_policy.specific.versions.append(settings.version)

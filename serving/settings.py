@@ -15,8 +15,9 @@ class ServingSettings:
     Attributes:
         instances: processes that answer; each uses one core, all share one copy of the weights.
         merged_requests: most requests that are answered together.
-        queue_requests: a request that finds this many waiting is refused as UNAVAILABLE.
-        queue_timeout_ms: a request that waited longer is refused as UNAVAILABLE; 0 lets it wait for ever.
+        queue_requests: a request that finds this many waiting is refused as UNAVAILABLE; 0 for any number.
+        queue_timeout_ms: a request that waited longer is refused as UNAVAILABLE; 0 waits as long as the caller does.
+            With either of the two, Triton 2.51 stalls an idle model for up to 500 ms (docs/decisions/0009).
         max_request_ids, max_request_samples: larger requests are refused as invalid.
         max_call_ids, max_call_samples: what is more together is answered by several TBE calls.
         version: the version that is served; the newest where None.
@@ -28,8 +29,8 @@ class ServingSettings:
 
     instances: int = 1
     merged_requests: int = 64
-    queue_requests: int = 1024
-    queue_timeout_ms: int = 1000
+    queue_requests: int = 0
+    queue_timeout_ms: int = 0
     max_request_ids: int = 4 << 20
     max_request_samples: int = 64 << 10
     max_call_ids: int = 1 << 20
@@ -40,9 +41,10 @@ class ServingSettings:
     capture_max_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        for name in ("instances", "merged_requests", "queue_requests", "capture_max_bytes", *_LIMITS):
+        for name in ("instances", "merged_requests", "capture_max_bytes", *_LIMITS):
             _expect(name, getattr(self, name), 1)
-        _expect("queue_timeout_ms", self.queue_timeout_ms, 0)
+        for name in ("queue_requests", "queue_timeout_ms"):
+            _expect(name, getattr(self, name), 0)
         if self.version is not None:
             _expect("version", self.version, 1)
         if self.capture is not None and not self.capture.startswith("/"):

@@ -9,7 +9,6 @@ import pytest
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.server import Ports, Server, run_server
-from serving.settings import ServingSettings
 from tests.answering_here import answer
 from tests.models import MIXED, SUM, collection
 from tests.served.tools import add_gate
@@ -39,8 +38,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export_model(collection(MIXED), path, "half", ExportConfig(output_dtype=OutputDtype.FP16))
     sharding = Sharding(ranks=4, ranks_per_host=2, types={"*": "grid_shard", "genre": "data_parallel"})
     export_model(collection(MIXED), path, "sharded", replace(MIXED_CONFIG, sharding=sharding))
-    patient = replace(MIXED_CONFIG, serving=ServingSettings(queue_timeout_ms=60_000))
-    add_gate(export_model(collection(MIXED), path, "gated", patient))
+    add_gate(export_model(collection(MIXED), path, "gated", MIXED_CONFIG))
     return path
 
 

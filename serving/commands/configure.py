@@ -24,8 +24,12 @@ def configure(
         int | None, typer.Option(help="Processes that answer; a core each, one copy of the weights.")
     ] = None,
     merged_requests: Annotated[int | None, typer.Option(help="Most requests that are answered together.")] = None,
-    queue_requests: Annotated[int | None, typer.Option(help="Most requests that wait; more are refused.")] = None,
-    queue_timeout_ms: Annotated[int | None, typer.Option(help="How long a request may wait; 0 is for ever.")] = None,
+    queue_requests: Annotated[
+        int | None, typer.Option(help="Most requests that wait; more are refused. 0: any number.")
+    ] = None,
+    queue_timeout_ms: Annotated[
+        int | None, typer.Option(help="How long a request may wait. 0: as long as its caller.")
+    ] = None,
     max_request_ids: Annotated[int | None, typer.Option(help="Most ids of a request.")] = None,
     max_request_samples: Annotated[int | None, typer.Option(help="Most samples of a request.")] = None,
     max_call_ids: Annotated[int | None, typer.Option(help="Most ids of a TBE call; more take several.")] = None,

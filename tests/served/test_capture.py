@@ -2,6 +2,7 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 
 from export import ExportConfig, export_model
 from serving.capture import read_captured
-from serving.client import LookupClient
-from serving.errors import InvalidRequest
+from serving.client import LookupClient, Retries
+from serving.errors import InvalidRequest, ServerUnavailable
 from serving.server import run_server
 from serving.settings import ServingSettings
 from tests.models import SUM, collection
-from tests.served.tools import FREE, metric, replace_model_py, tbe_serve
+from tests.served.tools import FREE, add_gate, held, metric, replace_model_py, tbe_serve, wait_for_execution
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -163,7 +164,7 @@ def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Pat
     model = str(bundle.parent)
     before = json.loads(tbe_serve("configure", model, "--json").stdout)
     assert before["queue_requests"] == 7
-    assert before["queue_timeout_ms"] == 1000
+    assert before["queue_timeout_ms"] == 0
     said = (
         "--queue-timeout-ms",
         "50",
@@ -207,3 +208,34 @@ def test_settings_are_what_the_server_does(tmp_path: Path) -> None:
             client.lookup({"x": [[]] * 5})
         assert client.lookup({"x": [list(range(10))]})["x"].shape == (1, 8)  # more than a call takes: alone
         assert metric(server, "tbe_rejected_total", model="m", reason="size") == 2
+
+
+def test_a_queue_has_no_limits_of_triton_s_unless_they_are_asked_for(tmp_path: Path) -> None:
+    """With any of them, Triton stalls idle models for up to 500 ms: docs/decisions/0009."""
+    config = exported(tmp_path).parent / "config.pbtxt"
+    assert "default_queue_policy" not in config.read_text()
+    assert tbe_serve("configure", str(config.parent), "--queue-requests", "5").returncode == 0
+    assert "default_queue_policy" in config.read_text()
+    assert tbe_serve("configure", str(config.parent), "--queue-requests", "0").returncode == 0
+    assert "default_queue_policy" not in config.read_text()
+
+
+def test_limits_of_the_queue_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, queue_requests=3, queue_timeout_ms=1500)
+    add_gate(bundle)
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        once = Retries(attempts=1)
+        with LookupClient(server.grpc, "m", 60, retries=once) as client, ThreadPoolExecutor(8) as pool:
+            client.lookup({"x": [[1]]})
+            with held(bundle):
+                first = pool.submit(client.lookup, {"x": [[1]]})
+                wait_for_execution(server, "m")
+                # One may be prepared beside the one that is answered; three wait; of eight, some find no room.
+                others = [pool.submit(client.lookup, {"x": [[1]]}) for _ in range(7)]
+                time.sleep(4)
+            first.result()
+            errors = [error for other in others if (error := other.exception()) is not None]
+        assert {type(error) for error in errors} == {ServerUnavailable}
+        assert any("maximum queue size" in str(error) for error in errors)
+        assert any("timeout" in str(error).lower() for error in errors)
+        assert metric(server, "nv_inference_request_failure", model="m", reason="REJECTED") == len(errors)

@@ -137,7 +137,6 @@ def test_no_recover_ends_with_the_reason(repository: Path) -> None:
 def test_a_stop_answers_all_that_was_accepted(repository: Path) -> None:
     bundle = repository / "m" / "1"
     add_gate(bundle)
-    assert tbe_serve("configure", str(bundle.parent), "--queue-timeout-ms", "60000").returncode == 0
     with running(str(repository)) as (process, server):
         client = LookupClient(server.grpc, "m", timeout_s=60, retries=Retries(attempts=1))
         expected = client.lookup({"x": [[1, 2]]})
