@@ -19,7 +19,7 @@ from serving.server import Ports, run_server
 
 DO_NOTHING = Path(__file__).parent / "donothing.py"
 REQUESTS = 16
-ROUNDS = {1: 1000, 128: 300}
+ROUNDS = {1: 1000, 128: 600}
 
 
 def run(workload: Workload) -> list[Result]:

@@ -1,5 +1,7 @@
 """An engine answers as numpy does, from the bytes that were exported and from the float tables."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -169,3 +171,33 @@ def test_opening_a_bundle_maps_its_weights_and_reads_none(tmp_path: Path) -> Non
     maps = Path("/proc/self/smaps").read_text().split(str(bundle / "weights.0.bin"))
     fields = dict(line.split(":")[:2] for line in maps[1].splitlines()[1:15] if ":" in line)
     assert int(fields["Rss"].split()[0]) > 1000
+
+
+NO_ADDRESS_SPACE = """
+import resource, sys
+import torch
+import subprocess
+import sys
+from pathlib import Path
+from serving.engine import map_weights
+from serving.bundle import open_bundle
+from serving.errors import BundleError
+
+bundle = open_bundle(Path(sys.argv[1]))
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), used + (8 << 20)))
+try:
+    map_weights(bundle.path, bundle.manifest.plan)
+except BundleError as error:
+    print(error)
+"""
+
+
+def test_weights_that_cannot_be_mapped_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    bundle = export_model(collection((Spec("t", 500_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_ADDRESS_SPACE, str(bundle)], capture_output=True, text=True, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"{bundle / 'weights.0.bin'}: cannot be mapped: Cannot allocate memory: ")
+    assert "ulimit -v" in line
