@@ -260,7 +260,7 @@ def merge(schema: Schema, checked: Checked) -> Batch:
     if len(requests) == 1:
         return Batch(requests, selection, checked.values, checked.offsets, checked.weights)
     if any(request.selection is not selection for request in requests):
-        selection = schema.at(np.unique(_joined([request.selection.positions for request in requests])))
+        selection = schema.every.at(np.unique(_joined([request.selection.positions for request in requests])))
     samples = [request.samples for request in requests]
     total = sum(samples)
 

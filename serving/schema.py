@@ -1,6 +1,6 @@
 """What a request is checked against: the features of a bundle, and the ones that a request asks for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,20 +24,40 @@ class Selection:
         rows: rows of their tables.
         ends: the column behind each feature's in an answer; ends with D.
         weighted: whether their ids carry weights.
+        zero: whether ids outside the table contribute nothing.
+        default_rows: the row that ids outside the table read, or -1.
         default: whether this is every feature, in the schema's order.
     """
 
     names: tuple[str, ...]
     tables: tuple[str, ...]
     positions: npt.NDArray[np.int64]
-    index: npt.NDArray[np.int64]
     rows: npt.NDArray[np.uint64]
     dims: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
     weighted: npt.NDArray[np.bool_]
     zero: npt.NDArray[np.bool_]
     default_rows: npt.NDArray[np.int64]
     default: bool
+    index: npt.NDArray[np.int64] = field(init=False)
+    ends: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "index", np.arange(len(self.names) + 1))
+        object.__setattr__(self, "ends", np.cumsum(self.dims))
+
+    def at(self, chosen: npt.NDArray[np.int64]) -> "Selection":
+        """The features at `chosen`, positions in this selection."""
+        return Selection(
+            names=tuple(self.names[position] for position in chosen),
+            tables=tuple(self.tables[position] for position in chosen),
+            positions=self.positions[chosen],
+            rows=self.rows[chosen],
+            dims=self.dims[chosen],
+            weighted=self.weighted[chosen],
+            zero=self.zero[chosen],
+            default_rows=self.default_rows[chosen],
+            default=self.default and np.array_equal(chosen, self.index[:-1]),
+        )
 
     def rows_of(self, other: "Selection") -> npt.NDArray[np.int64]:
         """Where the features of `other`, all of them among these, are in this order."""
@@ -50,43 +70,39 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The features of a bundle. Arrays have one entry for each, in the manifest's order.
+    """The features of a bundle.
 
     Attributes:
-        zero: whether ids outside the table contribute nothing.
-        default_rows: the row that ids outside the table read, or -1.
+        every: all of them, in the manifest's order.
         weighted: whether requests carry a weight for each id.
     """
 
-    names: tuple[str, ...]
-    tables: tuple[str, ...]
-    rows: npt.NDArray[np.uint64]
-    dims: npt.NDArray[np.int64]
-    zero: npt.NDArray[np.bool_]
-    default_rows: npt.NDArray[np.int64]
-    feature_weighted: npt.NDArray[np.bool_]
+    every: Selection
     weighted: bool
     _positions: dict[str, int] = field(init=False, default_factory=dict)
     _selections: dict[tuple[str, ...] | None, Selection] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._positions.update({name: position for position, name in enumerate(self.names)})
+        self._positions.update({name: position for position, name in enumerate(self.every.names)})
+        self._selections[None] = self.every
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Schema":
         """The schema of a bundle."""
         tables = manifest.feature_tables
         policies = [table.id_policy for table in tables]
-        return cls(
+        every = Selection(
             names=tuple(feature.name for feature in manifest.features),
             tables=tuple(table.name for table in tables),
+            positions=np.arange(len(tables)),
             rows=np.array([table.rows for table in tables], np.uint64),
             dims=np.array([table.dim for table in tables], np.int64),
+            weighted=np.array([table.weighted for table in tables]),
             zero=np.array([policy is IdPolicy.ZERO for policy in policies]),
             default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
-            feature_weighted=np.array([table.weighted for table in tables]),
-            weighted=manifest.weighted,
+            default=True,
         )
+        return cls(every, manifest.weighted)
 
     def select(self, names: Sequence[str] | None) -> Selection:
         """The features called `names`; all of them where it is None. The same object for the same names.
@@ -97,28 +113,12 @@ class Schema:
         key = None if names is None else tuple(names)
         selection = self._selections.get(key)
         if selection is None:
-            selection = self.at(range(len(self.names)) if key is None else self._find(key))
+            selection = self.every.at(np.array(self._find(key or ()), np.int64))
             if len(self._selections) >= _KEPT_SELECTIONS:
                 self._selections.clear()
+                self._selections[None] = self.every
             self._selections[key] = selection
         return selection
-
-    def at(self, positions: Iterable[int]) -> Selection:
-        """The features at `positions`."""
-        index = np.array(list(positions), np.int64)
-        return Selection(
-            names=tuple(self.names[position] for position in index),
-            tables=tuple(self.tables[position] for position in index),
-            positions=index,
-            index=np.arange(index.size + 1),
-            rows=self.rows[index],
-            dims=self.dims[index],
-            ends=np.cumsum(self.dims[index]),
-            weighted=self.feature_weighted[index],
-            zero=self.zero[index],
-            default_rows=self.default_rows[index],
-            default=index.tolist() == list(range(len(self.names))),
-        )
 
     def _find(self, names: tuple[str, ...]) -> list[int]:
         def refuse(message: str) -> InvalidRequest:
@@ -126,9 +126,9 @@ class Schema:
 
         for name in names:
             if name not in self._positions:
-                raise refuse(f"feature {_shortened(name)!r}: expected one of {listed(self.names)}")
+                raise refuse(f"feature {_shortened(name)!r}: expected one of {listed(self.every.names)}")
         if not names:
-            raise refuse(f"features: expected at least one of {listed(self.names)}, got none")
+            raise refuse(f"features: expected at least one of {listed(self.every.names)}, got none")
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise refuse(f"feature {twice!r}: expected each feature once, got it twice")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serving import kjt
 from serving.errors import IdsOutside, InvalidRequest
 from serving.kjt import Batch, Checked, Limits, Tensors
-from serving.schema import Schema
+from serving.schema import Schema, Selection
 
 NAMES = ("a", "b", "c")
 ROWS = (10, 5, 100)
@@ -25,16 +25,18 @@ def schema(
     default_rows: tuple[int, ...] = (-1, -1, -1),
     weighted: tuple[bool, ...] = (False, False, False),
 ) -> Schema:
-    return Schema(
+    every = Selection(
         names=NAMES,
         tables=("ta", "tb", "tc"),
+        positions=np.arange(3),
         rows=np.array(ROWS, np.uint64),
         dims=np.array(DIMS, np.int64),
         zero=np.array(zero),
         default_rows=np.array(default_rows),
-        feature_weighted=np.array(weighted),
-        weighted=any(weighted),
+        weighted=np.array(weighted),
+        default=True,
     )
+    return Schema(every, any(weighted))
 
 
 def ints(*numbers: int) -> Any:
@@ -79,8 +81,8 @@ def test_the_same_names_are_the_same_selection() -> None:
 def test_endless_orders_of_features_take_no_endless_memory() -> None:
     names = tuple("abcdefgh")
     none: Any = np.zeros(8, np.int64)
-    many = Schema(names, names, none, none, none, none, none, False)
-    for order in itertools.islice(itertools.permutations(many.names), 5000):
+    many = Schema(Selection(names, names, np.arange(8), none, none, none, none, none, True), False)
+    for order in itertools.islice(itertools.permutations(names), 5000):
         assert many.select(order).names == order
     assert len(many._selections) <= 1024
 
