@@ -1,6 +1,5 @@
 """Many clients at once: our model, one that does nothing but return as many bytes, and ours without merging."""
 
-import asyncio
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,14 @@ from tritonclient.grpc import model_config_pb2
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.perf_analyzer import Measured, PerfAnalyzer, write_requests
 from benchmarks.served import do_nothing_name, publish_do_nothing
-from benchmarks.workload import IDS_PER_SAMPLE, NAME, Workload
-from serving.client import AsyncLookupClient, LookupClient
+from benchmarks.workload import NAME, Workload
+from serving.bundle import open_bundle
+from serving.client import LookupClient
 from serving.encoding import Features
 from serving.errors import ServingError
-from serving.load_generator import Report, open_loop
+from serving.kjt import Tensors
+from serving.load.generator import Load, generate
+from serving.load.requests import prepare
 from serving.server import Ports, Server, Supervisor, run_server
 
 SAMPLES = (1, 16, 128)
@@ -78,14 +80,17 @@ def _ratios(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result
 
 
 def _open(server: Server, workload: Workload) -> Iterator[Result]:
-    async def measure(rate: float) -> Report:
-        async with AsyncLookupClient(server.grpc, NAME, 5) as client:
-            return await open_loop(client, _features(workload, 1), rate, 5)
-
+    bundle = open_bundle(workload.bundle)
+    with LookupClient(server.grpc, NAME) as client:
+        asked = [workload.request(1, seed) for seed in range(REQUESTS)]
+        requests = prepare(NAME, [Tensors(None, each.values, each.lengths) for each in asked], client.info())
     for rate in RATES:
-        report = asyncio.run(measure(rate))
+        load = Load(clients=0, rate=rate, seconds=5, repeats=1, warm_up_s=1, check=0.01)
+        runs = generate(server.grpc, requests, load, timeout_s=5, bundle=bundle)
+        assert not runs[0].wrong, runs[0].wrong
         for percent in (50, 99):
-            yield Result(f"open_loop_{rate}_per_s_b1_p{percent}_s", report.percentile_s(percent))
+            seconds = float(np.percentile(runs[0].latencies_s, percent))
+            yield Result(f"open_loop_{rate}_per_s_b1_p{percent}_s", seconds)
 
 
 def _client_import() -> Iterator[Result]:
@@ -129,20 +134,6 @@ def _recovery(repository: Path) -> Iterator[Result]:
         supervisor.stop(15)
         watching.join()
     yield Result("recovery_s", median(times))
-
-
-def _features(workload: Workload, samples: int) -> list[Features]:
-    ends = np.cumsum(np.array(IDS_PER_SAMPLE) * samples)
-    requests = []
-    for seed in range(REQUESTS):
-        arrays = workload.request(samples, seed)
-        requests.append(
-            {
-                f"f{number}": (arrays.values[end - ids * samples : end], np.full(samples, ids, np.int32))
-                for number, (ids, end) in enumerate(zip(IDS_PER_SAMPLE, ends, strict=True))
-            }
-        )
-    return list(requests)
 
 
 def _publish_single(repository: Path) -> None:

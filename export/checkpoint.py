@@ -28,7 +28,7 @@ class Checkpoint:
 
     Args:
         source: what the weights came from, for messages.
-        stored: everything that might be a table.
+        stored: everything that might be a table. Blocks of rows are read by several threads at once.
     """
 
     def __init__(self, source: str, stored: Mapping[str, StoredTable]) -> None:
@@ -63,6 +63,10 @@ class Checkpoint:
                 f"{self._source}: table {table.name!r}: expected one key {table.key!r}, found {found}"
             )
         return self._stored[matches[0]]
+
+
+# A file or folder as `open_checkpoint` takes it; tables that can be read some other way; or None, the module's own.
+WeightSource = Path | str | Checkpoint | None
 
 
 def block_bounds(table: TrainedTable) -> Iterator[tuple[int, int]]:
@@ -102,12 +106,14 @@ def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpo
     return Checkpoint(source, stored)
 
 
-def open_weights(module: nn.Module, tables: Iterable[TrainedTable], checkpoint: Path | str | None) -> Checkpoint:
+def open_weights(module: nn.Module, tables: Iterable[TrainedTable], checkpoint: WeightSource) -> Checkpoint:
     """The weights of `tables`, in `checkpoint` or, where that is None, in `module` itself.
 
     Raises:
         CheckpointError: as `open_checkpoint` and `module_weights`.
     """
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
     return module_weights(module, tables) if checkpoint is None else open_checkpoint(checkpoint)
 
 

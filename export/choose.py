@@ -6,11 +6,11 @@ import numpy as np
 from torch import Tensor
 
 from export.checkpoint import Checkpoint, blocks
-from export.dequantize import Floats, dequantize
 from export.errors import QuantizeError
 from export.quantize import check_dim, quantize
 from export.tables import TrainedTable
 from serving.bundle import WeightDtype
+from serving.dequantize import Floats, dequantize
 
 
 def smallest_dtype(

@@ -10,12 +10,13 @@ import numpy.typing as npt
 from torch import nn
 
 from export.agreement import Tally
-from export.dequantize import FP16_SUBNORMAL, FP16_UNIT, FP32_UNIT, Bytes, Floats, dequantize
 from export.errors import ParityError
-from export.probe import Pooled, make_probe, pool, run_program, run_reloaded
+from export.probe import make_probe, run_program, run_reloaded
 from export.program import build_program
 from serving.bundle import Agreement, Manifest, Parity, Table, WeightDtype
+from serving.dequantize import FP16_SUBNORMAL, FP16_UNIT, FP32_UNIT, Bytes, Floats, dequantize
 from serving.engine import map_weights
+from serving.reference import Pooled, pool
 
 
 def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> npt.NDArray[np.float64]:
@@ -74,7 +75,11 @@ class Answers:
 
     def refusals(self, manifest: Manifest) -> list[str]:
         """A line for each table that moved where it may not: anywhere, or further than FP32 summation explains."""
-        refusals = self.pooled.refusals(manifest, self.sharded)
+        tables = {feature.name: feature.table for feature in manifest.features}
+        refusals = [
+            f"table {tables[name]!r}: the program is off by {error:.3g} for feature {name!r}"
+            for name, error in self.pooled.misses(self.sharded)
+        ]
         for what, before, after in (
             ("the compiled program", self.sharded, self.scripted),
             ("a fresh process", self.scripted, self.reloaded),

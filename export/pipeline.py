@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
-from export.checkpoint import Checkpoint, open_weights
+from export.checkpoint import Checkpoint, WeightSource, open_weights
 from export.choose import smallest_dtype
 from export.config import ExportConfig
 from export.errors import ConfigError
@@ -53,7 +53,7 @@ def export_model(
     config: ExportConfig | None = None,
     version: int | None = None,
     *,
-    checkpoint: Path | str | None = None,
+    checkpoint: WeightSource = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
     """Quantize, compile and check the embedding tables of `module`, then publish them as a bundle.
@@ -64,7 +64,8 @@ def export_model(
         name: the model's name in it.
         config: dtypes, id policies and limits by table; INT8 and `error` where None.
         version: the version's number; the next free one where None.
-        checkpoint: where the weights are; in `module` itself where None.
+        checkpoint: where the weights are: a file, a folder, or a Checkpoint of tables that you read yourself; in
+            `module` itself where None.
         progress: called as rows are stored.
 
     Returns:
@@ -99,7 +100,7 @@ def plan_model(
     module: nn.Module,
     config: ExportConfig,
     *,
-    checkpoint: Path | str | None = None,
+    checkpoint: WeightSource = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
     """What `export_model` would write, as far as it is known before: dtypes, plan, byte offsets.

@@ -11,10 +11,10 @@ from export.agreement import Tally
 from export.checkpoint import Checkpoint, blocks
 from export.errors import ModelError
 from export.parity import answer_probe
-from export.shards import read_rows
 from export.tables import TrainedTable
 from serving.bundle import Agreement, Bundle, Parity, open_bundle, verify_digests
 from serving.engine import load_program
+from serving.reference import read_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy.typing as npt
 
-from export.probe import Probe
 from serving.engine import Engine
 from serving.kjt import Tensors
 
 
-def answer(directory: Path, probe: Probe) -> npt.NDArray[Any]:
+def answer(directory: Path, probe: Tensors) -> npt.NDArray[Any]:
     """As `export.probe.run_reloaded`."""
-    return Engine.open(directory).answer(Tensors(None, probe.values, probe.lengths.ravel(), probe.weights))
+    return Engine.open(directory).answer(probe)

@@ -76,7 +76,7 @@ class Exchange:
                 raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.dims))}")
         width = sum(info.dims[name] for name in names)
         shape = (tensors.lengths.size // len(names), width)
-        request = _infer_request(self._model, tensors, info)
+        request = infer_request(self._model, tensors, info)
         if self._regions is None or 0 in shape:
             response = yield Call("ModelInfer", request)
             self._check_shape(response, shape)
@@ -143,7 +143,8 @@ def _register(region: Region) -> Steps[None]:
     region.registered = True
 
 
-def _infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
+def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
+    """A ModelInferRequest with `tensors`, its features named where they are not the model's default order."""
     request = pb.ModelInferRequest(model_name=model)
     for name, datatype, array in (
         ("values", "INT64", tensors.values),

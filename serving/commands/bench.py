@@ -1,101 +1,209 @@
 """`tbe-serve bench`: throughput and latency of a served model."""
 
-import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from rich import box
 from rich.table import Table
 
-from serving.bundle import open_bundle
-from serving.capture import read_captured
-from serving.client import AsyncLookupClient, ModelInfo
-from serving.commands.terminal import DEFAULT_URL, UrlOption, fail, out, say
-from serving.encoding import Features
+from serving.bundle import Bundle, open_bundle
+from serving.client import LookupClient, ModelInfo
+from serving.commands.terminal import DEFAULT_URL, UrlOption, err, fail, out, say
 from serving.errors import InvalidRequest, ServingError
-from serving.load_generator import Report, closed_loop, features_of, open_loop, random_requests
+from serving.load.generator import Load, generate
+from serving.load.ids import Distribution
+from serving.load.report import PERCENTILES, Report, refusal, summarize
+from serving.load.requests import Prepared, captured_requests, prepare, random_requests
+
+_CLIENTS = (1, 8, 32)
+_SAMPLES = (1,)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A load that was measured, and why its numbers are not told."""
+
+    clients: int
+    rate: float
+    samples: int | None
+    refused: str
 
 
 def bench(
     model: Annotated[str, typer.Argument(help="The model's name.")],
     url: UrlOption = DEFAULT_URL,
-    replay: Annotated[Path | None, typer.Option(help="Send the requests of this captured file.")] = None,
     bundle: Annotated[
-        Path | None, typer.Option(help="Send random ids within the tables of this version: REPOSITORY/NAME/VERSION.")
+        Path | None,
+        typer.Option(
+            help="The version that is served, REPOSITORY/NAME/VERSION: its tables say which ids there are, and "
+            "its rows what the answers should be."
+        ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Samples of a random request.")] = 1,
-    ids: Annotated[int, typer.Option(help="Ids of a random request's bags.")] = 10,
+    replay: Annotated[
+        Path | None, typer.Option(help="Send the requests of this captured file instead of random ones.")
+    ] = None,
+    samples: Annotated[
+        list[int] | None, typer.Option(help="Samples of a random request; may be given again.")
+    ] = None,
+    ids: Annotated[
+        str, typer.Option(help="How often each id is asked for: uniform, or zipf:EXPONENT such as zipf:1.05.")
+    ] = "uniform",
+    pooling_factor: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[FEATURE=]X", help="Ids in a bag, of all features or of one; 10 by default."),
+    ] = None,
     clients: Annotated[
-        list[int] | None, typer.Option(help="How many at once, each waiting for its answer; may be given again.")
+        list[int] | None, typer.Option(help="How many at once, each waiting for its answer, 1, 8 and 32 by default.")
     ] = None,
     rate: Annotated[
         list[float] | None,
         typer.Option(help="Instead: requests a second, at random moments, whether or not others are answered."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long each of these.")] = 5.0,
+    seconds: Annotated[float, typer.Option(help="How long each repeat takes.")] = 3.0,
+    repeats: Annotated[int, typer.Option(help="How many; the report says how far they lie apart.")] = 5,
+    warm_up: Annotated[float, typer.Option(help="Seconds of load before the first repeat, not counted.")] = 1.0,
+    check: Annotated[float, typer.Option(help="The share of answers that is compared with --bundle.")] = 0.01,
+    processes: Annotated[int, typer.Option(help="How many send, for servers faster than one can.")] = 1,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 1.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line for each load.")] = False,
 ) -> None:
-    """Measure throughput and latency of a running server; exits with 1 if nothing was answered."""
+    """Measure throughput and latency of a running server, and check its answers meanwhile.
 
-    async def measure() -> list[tuple[str, Report]]:
-        async with AsyncLookupClient(url, model, timeout_s) as client:
-            requests = _requests(await client.info(), replay, bundle, samples, ids)
-            loops = [(f"{rate_:g}/s", open_loop(client, requests, rate_, seconds)) for rate_ in rate or ()]
-            if not rate:
-                loops = [
-                    (f"{each} client{'s' * (each > 1)}", closed_loop(client, requests, each, seconds))
-                    for each in clients or (1, 8, 32)
-                ]
-            return [(name, await loop) for name, loop in loops]
-
+    Exits with 1 where nothing was answered, an answer was wrong, or this generator was the bottleneck.
+    """
     try:
-        results = asyncio.run(measure())
+        _check_positive(seconds=seconds, repeats=repeats, processes=processes, timeout_s=timeout_s)
+        opened = None if bundle is None else open_bundle(bundle)
+        with LookupClient(url, model, 10) as client:
+            info = client.info()
+        pooling = _pooling_factors(pooling_factor or (), info)
+        distribution = Distribution.parse(ids)
+        asked = _requests(model, info, opened, replay, samples or _SAMPLES, distribution, pooling)
+        loads = [
+            Load(
+                clients=each_clients,
+                rate=each_rate,
+                seconds=seconds,
+                repeats=repeats,
+                warm_up_s=warm_up,
+                check=check,
+            )
+            for each_clients, each_rate in (
+                [(0, each) for each in rate] if rate else [(each, 0.0) for each in clients or _CLIENTS]
+            )
+        ]
+        found: list[Report | Refusal] = []
+        for size, requests in asked:
+            for load in loads:
+                runs = generate(url, requests, load, timeout_s, opened, processes)
+                why = refusal(load, runs)
+                found.append(
+                    summarize(load, size, runs) if why is None else Refusal(load.clients, load.rate, size, why)
+                )
+                if as_json:
+                    print(msgspec.json.encode(found[-1]).decode(), flush=True)
     except ServingError as error:
         fail(error)
-    if as_json:
-        for name, report in results:
-            print(msgspec.json.encode({"load": name, **_numbers(report)}).decode())
-    else:
-        out.print(_table(results))
-    raise typer.Exit(not all(report.latencies_s for _, report in results))
+    reports = [each for each in found if isinstance(each, Report)]
+    if not as_json and reports:
+        out.print(_table(reports))
+        out.print(_summary(reports))
+    if opened is None:
+        say("the answers were not checked: --bundle says what they should be")
+    for each in found:
+        if isinstance(each, Refusal):
+            err.print(f"tbe-serve: {_named(each)}: refused: {each.refused}", markup=False, soft_wrap=True)
+    raise typer.Exit(len(reports) < len(found) or not all(report.answers for report in reports))
 
 
-def _requests(info: ModelInfo, replay: Path | None, bundle: Path | None, samples: int, ids: int) -> list[Features]:
-    if (replay is None) == (bundle is None):
-        raise InvalidRequest("expected one of --replay and --bundle")
-    if bundle is not None:
-        manifest = open_bundle(bundle).manifest
-        tables = zip(manifest.features, manifest.feature_tables, strict=True)
-        return random_requests({feature.name: table.rows for feature, table in tables}, info, samples, ids)
-    requests, skipped = [], 0
-    for captured in read_captured(replay):  # type: ignore[arg-type]
+def _check_positive(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number > 0:
+            raise InvalidRequest(f"{name}: expected > 0, got {number}")
+
+
+def _requests(
+    model: str,
+    info: ModelInfo,
+    bundle: Bundle | None,
+    replay: Path | None,
+    samples: Sequence[int],
+    ids: Distribution,
+    pooling: Mapping[str, float],
+) -> list[tuple[int | None, list[Prepared]]]:
+    """The requests to send, by their number of samples; None for those that were captured."""
+    if replay is not None:
+        captured, left_out = captured_requests(replay, info)
+        if left_out:
+            say(f"{replay}: {left_out} of {left_out + len(captured)} requests are malformed and are not sent")
+        return [(None, prepare(model, captured, info))]
+    if bundle is None:
+        raise InvalidRequest("expected --bundle, or --replay: where else are ids to come from?")
+    return [(size, prepare(model, random_requests(bundle, size, ids, pooling), info)) for size in samples]
+
+
+def _pooling_factors(given: Sequence[str], info: ModelInfo) -> dict[str, float]:
+    factors = dict.fromkeys(info.dims, 10.0)
+    for each in given:
+        name, _, number = each.rpartition("=")
         try:
-            requests.append(features_of(captured.tensors, info))
-        except InvalidRequest:
-            skipped += 1  # no client of ours can send it
-    if skipped:
-        say(f"{replay}: {skipped} of {skipped + len(requests)} requests are malformed and are not sent")
-    if not requests:
-        raise InvalidRequest(f"{replay}: expected requests, found none that can be sent")
-    return requests
+            factor = float(number)
+        except ValueError:
+            factor = -1.0
+        if not 0 <= factor < 1e6:
+            raise InvalidRequest(f"pooling-factor {each!r}: expected [FEATURE=]X with X in [0, 1000000)")
+        if name and name not in factors:
+            raise InvalidRequest(f"pooling-factor {each!r}: expected one of {', '.join(map(repr, factors))}")
+        factors |= {name: factor} if name else dict.fromkeys(factors, factor)
+    return factors
 
 
-def _numbers(report: Report) -> dict[str, object]:
-    return {
-        "answers_per_s": report.answers_per_s,
-        "p50_s": report.percentile_s(50),
-        "p90_s": report.percentile_s(90),
-        "p99_s": report.percentile_s(99),
-        "errors": dict(report.errors),
-    }
+def _named(load: Report | Refusal) -> str:
+    who = f"{load.clients}" if load.clients else f"{load.rate:g}/s"
+    return who if load.samples is None else f"{load.samples} × {who}"
 
 
-def _table(results: list[tuple[str, Report]]) -> Table:
-    table = Table("load", "answers/s", "p50", "p90", "p99", "errors")
-    for name, report in results:
-        latencies = [f"{1e3 * report.percentile_s(percent):.2f} ms" for percent in (50, 90, 99)]
-        errors = ", ".join(f"{count} {kind}" for kind, count in report.errors.items())
-        table.add_row(name, f"{report.answers_per_s:,.0f}", *latencies, errors or "none")
+def _table(reports: Sequence[Report]) -> Table:
+    first = reports[0]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    load = "clients" if first.clients else "requests"
+    table.add_column(load if first.samples is None else f"samples × {load}", no_wrap=True)
+    latencies = [f"p{percent:g}" for percent in PERCENTILES]
+    for name in ("answers\n/s", "samples\n/s", "ids\n/s", *(f"{name}\nms" for name in latencies)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for report in reports:
+        rates = (report.answers_per_s, report.samples_per_s, report.ids_per_s)
+        times = [report.latency_s.get(name) for name in latencies]
+        table.add_row(
+            _named(report),
+            *(_rate(each.median) for each in rates),
+            *("–" if each is None else f"{1e3 * each.median:.2f}" for each in times),
+        )
+        spreads = ("" if each is None else f"± {each.spread:.0%}" for each in (*rates, *times))
+        table.add_row("", *spreads, style="dim")
     return table
+
+
+def _summary(reports: Sequence[Report]) -> str:
+    first = reports[0]
+    lines = [
+        f"Medians of {first.repeats} runs of {first.seconds:g} s, and half the distance between the extremes, which",
+        f"hold the median with {first.confidence:.0%} confidence.",
+    ]
+    if checked := sum(each.checked for each in reports):
+        answers = sum(each.answers for each in reports)
+        lines.append(f"{checked:,} of {answers:,} answers were compared with the bundle's rows: all right.")
+    errors = sum((Counter(each.errors) for each in reports), Counter[str]())
+    lines.append(f"Errors: {', '.join(f'{count:,} {kind}' for kind, count in errors.items()) or 'none'}.")
+    return "\n".join(lines)
+
+
+def _rate(per_s: float) -> str:
+    """A thousand as 1.00 k."""
+    for size, prefix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if per_s >= size:
+            return f"{per_s / size:.3g}{prefix}"
+    return f"{per_s:.3g}"

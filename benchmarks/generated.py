@@ -1,0 +1,45 @@
+"""Float tables that are nowhere: each row is worked out when it is read. A model larger than memory and disk."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from export.checkpoint import Checkpoint
+from export.tables import TrainedTable
+
+# Floats that rows are windows of: 16 MiB, so that reading a row costs what reading memory costs.
+_POOL = 1 << 22
+# Knuth's multiplicative hash: rows side by side are windows far apart.
+_STEP = 2_654_435_761
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedTable:
+    """Row r is the window of `dim` floats of `pool` at (r · step + seed) mod (all windows)."""
+
+    shape: tuple[int, int]
+    pool: Tensor
+    seed: int
+    dtype: torch.dtype = field(default=torch.float32, init=False)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop)."""
+        return self.rows(torch.arange(start, stop))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The rows of `ids`, int64 [n], as float32 [n, dim]."""
+        windows = self.pool.as_strided((self.pool.numel() - self.shape[1] + 1, self.shape[1]), (1, 1))
+        return windows.index_select(0, (ids * _STEP + self.seed).remainder(len(windows)))
+
+
+def generated_checkpoint(tables: list[TrainedTable]) -> Checkpoint:
+    """Normal floats for `tables`, the same ones every time."""
+    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.05)
+    return Checkpoint(
+        "generated",
+        {
+            table.key: GeneratedTable((table.rows, table.dim), pool, seed=1_000_003 * number)
+            for number, table in enumerate(tables)
+        },
+    )

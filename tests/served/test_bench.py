@@ -1,0 +1,53 @@
+"""`tbe-serve bench` against a real server."""
+
+import json
+from pathlib import Path
+
+from export import export_model
+from serving.server import run_server
+from tests.models import SUM, collection
+from tests.served.tools import FREE, tbe_serve
+
+
+def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) -> None:
+    right = export_model(collection(SUM), tmp_path / "r", "m")
+    other = export_model(collection(SUM, seed=1), tmp_path / "other", "m")
+    brief = ("--seconds", "0.4", "--repeats", "3", "--warm-up", "0.2", "--check", "0.1")
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        bench = ("bench", "m", "--url", server.grpc, *brief)
+        sizes = ("--samples", "1", "--samples", "16", "--pooling-factor", "3", "--pooling-factor", "y=0.5")
+        done = tbe_serve(*bench, "--bundle", str(right), *sizes, "--clients", "2", "--ids", "zipf:1.1", "--json")
+        assert done.returncode == 0, done.stderr
+        one, many = map(json.loads, done.stdout.splitlines())
+        assert (one["samples"], many["samples"]) == (1, 16)
+        for report in (one, many):
+            assert report["checked"] >= report["answers"] // 10 > 0
+            rates = [report[name]["median"] for name in ("answers_per_s", "samples_per_s", "ids_per_s")]
+            assert 0 < rates[0] <= rates[1] < rates[2]
+            assert report["answers_per_s"]["low"] <= rates[0] <= report["answers_per_s"]["high"]
+            assert rates[2] / rates[1] == 6.5 or abs(rates[2] / rates[1] - 6.5) < 0.5  # x, y, z: 3 + 0.5 + 3
+            assert report["errors"] == {}
+
+        done = tbe_serve(*bench, "--bundle", str(right), "--rate", "50")
+        assert done.returncode == 0, done.stderr
+        assert "1 × 50/s" in done.stdout
+        assert "answers were compared with the bundle's rows: all right" in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 80
+
+        done = tbe_serve(*bench, "--bundle", str(other), "--clients", "1")
+        assert done.returncode == 1
+        assert "refused: wrong answers" in done.stderr
+        assert "feature 'x': an answer is off by" in done.stderr
+        assert "answers" not in done.stdout
+
+        for arguments, why in (
+            ((), "expected --bundle, or --replay"),
+            (("--bundle", str(right), "--pooling-factor", "q=1"), "expected one of 'x', 'y', 'z'"),
+            (("--bundle", str(right), "--pooling-factor", "-1"), "expected [FEATURE=]X"),
+            (("--bundle", str(right), "--ids", "normal"), "expected uniform or zipf:EXPONENT"),
+            (("--bundle", str(right), "--repeats", "0"), "repeats: expected > 0"),
+            (("--bundle", str(tmp_path)), "is " + str(tmp_path)),
+        ):
+            done = tbe_serve(*bench, *arguments)
+            assert done.returncode == 1
+            assert why in done.stderr
