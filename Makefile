@@ -24,6 +24,7 @@ demo: $(STAMP) ## Train on MovieLens, export, serve, look up, and show what happ
 	@$(BIN)/python -m examples.movielens.demo
 
 test: lint ## Everything: ruff, mypy --strict, unit, integration and end-to-end tests
+	@requirements/browser.sh
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP) ## ruff and mypy --strict

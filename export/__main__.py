@@ -12,6 +12,7 @@ from rich.console import Console
 
 from export import ExportConfig, ExportError, export_model, shown
 from export.checkpoint import open_weights
+from export.compare.command import compare
 from export.options import CheckpointOption, ModelOption, build_module, takes_settings
 from export.pipeline import Progress, plan_model
 from export.plan_picture import draw_plan
@@ -32,6 +33,8 @@ app = typer.Typer(
 )
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
+
+app.command()(compare)
 
 BundleArgument = Annotated[Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION.")]
 Config = Callable[[], ExportConfig]

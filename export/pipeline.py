@@ -86,7 +86,7 @@ def export_model(
     weights = open_weights(module, trained, checkpoint)
     for table in trained:
         weights.check(table)
-    manifest = _manifest(trained, config, lambda: weights, progress)
+    manifest = describe(trained, config, lambda: weights, progress)
     program = compile_program(manifest)
     with draft(Path(repository), name, version, manifest, config.serving) as new:
         errors = _store(new.path, trained, manifest, weights, progress)
@@ -111,15 +111,20 @@ def plan_model(
         ModelError, ConfigError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
     trained = collect_tables(module)
-    return _manifest(trained, config, lambda: open_weights(module, trained, checkpoint), progress)
+    return describe(trained, config, lambda: open_weights(module, trained, checkpoint), progress)
 
 
-def _manifest(
+def describe(
     trained: Sequence[TrainedTable],
     config: ExportConfig,
     weights: Callable[[], Checkpoint],
-    progress: Callable[[Progress], None],
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
+    """The manifest of a bundle of `trained`, as far as it is known before anything is stored.
+
+    Raises:
+        ConfigError, CheckpointError, QuantizeError, PlanError: as `export_model`.
+    """
     config.check_patterns(table.name for table in trained)
     dtypes = _dtypes(trained, config, weights, progress)
     tables = tuple(

@@ -12,10 +12,11 @@ from export.sharding import Sharding
 from serving.bundle import Manifest, WeightDtype
 from serving.plan import Block, Shard, ShardingType
 
-_ID_BYTES = 8
-_LENGTH_BYTES = 8
-_WEIGHT_BYTES = 4
-_SUM_BYTES = 4
+# What travels to and from a rank.
+ID_BYTES = 8
+LENGTH_BYTES = 8
+WEIGHT_BYTES = 4
+SUM_BYTES = 4
 
 
 class ShardReport(msgspec.Struct, frozen=True):
@@ -116,12 +117,12 @@ def _traffic(manifest: Manifest, sharding: Sharding) -> tuple[Mapping[int, float
     bytes_in: dict[int, float] = defaultdict(float)
     bytes_out: dict[int, int] = defaultdict(int)
     pieces: dict[str, tuple[Shard, ...]] = manifest.plan.pieces_by_table
-    id_bytes = _ID_BYTES + (_WEIGHT_BYTES if manifest.weighted else 0)
+    id_bytes = ID_BYTES + (WEIGHT_BYTES if manifest.weighted else 0)
     samples = sharding.batch_size
     for table in manifest.tables:
         readers = sum(feature.table == table.name for feature in manifest.features)
         ids = samples * sum(sharding.pooling_factors_of(table.name, readers))
         for shard in pieces[table.name]:
-            bytes_in[shard.rank] += ids * shard.height / table.rows * id_bytes + readers * samples * _LENGTH_BYTES
-            bytes_out[shard.rank] += readers * samples * shard.width * _SUM_BYTES
+            bytes_in[shard.rank] += ids * shard.height / table.rows * id_bytes + readers * samples * LENGTH_BYTES
+            bytes_out[shard.rank] += readers * samples * shard.width * SUM_BYTES
     return bytes_in, bytes_out

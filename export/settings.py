@@ -123,7 +123,7 @@ def export_config(settings: Settings) -> ExportConfig:
         "plan": None if sharding.plan is None else Path(sharding.plan),
     }
     return ExportConfig(
-        dtype=_parsed(settings.dtype, lambda text: _member("dtype", WeightDtype, text.upper())),
+        dtype=_parsed(settings.dtype, dtype_named),
         id_policy=_parsed(settings.id_policy, _id_policy),
         max_error=_parsed(settings.max_error, lambda text: _number("max-error", float, text)),
         output_dtype=_member("output-dtype", OutputDtype, (settings.output_dtype or "fp32").upper()),
@@ -135,6 +135,15 @@ def export_config(settings: Settings) -> ExportConfig:
         ),
         serving=None if settings.serving is None else _serving(settings.serving),
     )
+
+
+def dtype_named(text: str) -> WeightDtype:
+    """The dtype that people call int8.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    return _member("dtype", WeightDtype, text.upper())
 
 
 def size_bytes(text: str | int) -> int:

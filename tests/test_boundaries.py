@@ -16,6 +16,7 @@ EXPORT_MAY_IMPORT = {
     "serving.plan",
     "serving.dequantize",
     "serving.reference",
+    "serving.load",
     "serving.kjt",
     "serving.config_file",
     "serving.settings",

@@ -19,9 +19,9 @@ from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.kjt import Tensors
 from serving.load.generator import Load, Run, generate, what_is_wrong
-from serving.load.ids import Distribution
+from serving.load.ids import Distribution, random_requests
 from serving.load.report import Figure, refusal, summarize
-from serving.load.requests import Prepared, random_requests
+from serving.load.requests import Prepared
 from serving.reference import pool
 from tests import oracle
 from tests.models import MIXED, collection
@@ -183,7 +183,10 @@ def test_bags_have_the_pooling_factors_asked_for(bundle: Path) -> None:
     names = [feature.name for feature in opened.manifest.features]
     factors = dict(zip(names, [0.0, 2.3, 5.0][: len(names)] + [1.0] * (len(names) - 3), strict=True))
     lengths = np.concatenate(
-        [each.lengths.reshape(len(names), 50) for each in random_requests(opened, 50, Distribution(), factors)],
+        [
+            each.lengths.reshape(len(names), 50)
+            for each in random_requests(opened.manifest, 50, Distribution(), factors)
+        ],
         axis=1,
     )
     for name, bags in zip(names, lengths, strict=True):
@@ -229,7 +232,9 @@ def test_ids_outside_a_table_are_answered_by_its_policy(bundle: Path) -> None:
 
 def test_an_answer_of_another_version_or_shape_is_wrong(bundle: Path) -> None:
     opened = open_bundle(bundle)
-    (first, *_) = random_requests(opened, 2, Distribution(), {each.name: 3 for each in opened.manifest.features})
+    (first, *_) = random_requests(
+        opened.manifest, 2, Distribution(), {each.name: 3 for each in opened.manifest.features}
+    )
     request = Prepared(first, b"", 2)
     answer = Engine.open(bundle).answer(first)
 

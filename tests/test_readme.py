@@ -82,6 +82,18 @@ def test_the_plan_of_the_readme_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+def test_the_comparisons_of_the_readme_are_written(tmp_path: Path) -> None:
+    of_model, of_tables = blocks("", "tbe-export compare")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text("from tests.models import collection as build\n")
+    (tables,) = blocks("toml")
+    (tmp_path / "tables.toml").write_text(tables)
+    environment = f"export PYTHONPATH={shlex.quote(str(ROOT))}\n"
+    for command in (of_model, of_tables):
+        out = run(f"{environment}{command.strip()} --seconds 0.01", tmp_path)
+        assert "written report/report.html" in out
+
+
 def test_every_link_of_the_docs_leads_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):

@@ -15,9 +15,9 @@ from serving.client import LookupClient, ModelInfo
 from serving.commands.terminal import DEFAULT_URL, UrlOption, err, fail, out, say
 from serving.errors import InvalidRequest, ServingError
 from serving.load.generator import Load, generate
-from serving.load.ids import Distribution
+from serving.load.ids import Distribution, random_requests
 from serving.load.report import PERCENTILES, Report, refusal, summarize
-from serving.load.requests import Prepared, captured_requests, prepare, random_requests
+from serving.load.requests import Prepared, captured_requests, prepare
 
 _CLIENTS = (1, 8, 32)
 _SAMPLES = (1,)
@@ -142,7 +142,7 @@ def _requests(
         return [(None, prepare(model, captured, info))]
     if bundle is None:
         raise InvalidRequest("expected --bundle, or --replay: where else are ids to come from?")
-    return [(size, prepare(model, random_requests(bundle, size, ids, pooling), info)) for size in samples]
+    return [(size, prepare(model, random_requests(bundle.manifest, size, ids, pooling), info)) for size in samples]
 
 
 def _pooling_factors(given: Sequence[str], info: ModelInfo) -> dict[str, float]:

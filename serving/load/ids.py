@@ -1,14 +1,19 @@
-"""Which ids a made-up request asks for."""
+"""Requests that are made up: which ids, and how many."""
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from serving.bundle import Manifest
 from serving.errors import InvalidRequest
-from serving.kjt import Ids
+from serving.kjt import Ids, Tensors
 
+# Different requests of one size: enough that no cache learns them by heart, few enough to be made in a moment.
+_COUNT = 64
+_IDS_IN_ALL = 1 << 22
 # Hot rows are spread over the table: neighbours by popularity are far apart by id.
 _STRIDE = 0.618_033_988_75
 
@@ -51,6 +56,36 @@ class Distribution:
         popularity = np.clip(np.rint(drawn), 1, rows).astype(np.int64) - 1
         ids: Ids = popularity * _coprime(rows) % rows
         return ids
+
+
+def random_requests(
+    manifest: Manifest,
+    samples: int,
+    ids: Distribution,
+    pooling_factors: Mapping[str, float],
+    seed: int = 0,
+) -> list[Tensors]:
+    """Requests over all features of `manifest`.
+
+    Args:
+        samples: of each request.
+        ids: how often each id is asked for.
+        pooling_factors: ids in a bag, by feature; bags of 2.3 have 2 or 3, 2.3 on average.
+    """
+    random = np.random.default_rng(seed)
+    rows = [table.rows for table in manifest.feature_tables]
+    factors = np.array([pooling_factors[feature.name] for feature in manifest.features])
+    expected = max(1, int(factors.sum() * samples))
+    requests = []
+    for _ in range(min(_COUNT, max(4, _IDS_IN_ALL // expected))):
+        lengths = np.floor(factors[:, np.newaxis] + random.random((factors.size, samples))).astype(np.int32)
+        values = np.concatenate(
+            [ids.draw(random, height, bags.sum()) for height, bags in zip(rows, lengths, strict=True)]
+        )
+        requests.append(
+            Tensors(None, values, lengths.ravel(), np.ones(values.size, np.float32) if manifest.weighted else None)
+        )
+    return requests
 
 
 def _coprime(rows: int) -> int:

@@ -1,5 +1,6 @@
-"""Float tables that are nowhere: each row is worked out when it is read. A model larger than memory and disk."""
+"""Float tables that are nowhere: rows are worked out when they are read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +34,7 @@ class GeneratedTable:
         return windows.index_select(0, (ids * _STEP + self.seed).remainder(len(windows)))
 
 
-def generated_checkpoint(tables: list[TrainedTable]) -> Checkpoint:
+def generated_checkpoint(tables: Sequence[TrainedTable]) -> Checkpoint:
     """Normal floats for `tables`, the same ones every time."""
     pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.05)
     return Checkpoint(

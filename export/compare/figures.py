@@ -1,0 +1,241 @@
+"""The study as pictures, in colours that the colour-blind can tell apart, with hatches for those who see none."""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter, PercentFormatter
+from rich.filesize import decimal
+
+from export.compare.study import Placement, Study
+
+# Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), less the black of lines and text.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+_HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
+_GREY = "#BBBBBB"
+_INCH = 0.36
+_COLUMNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure, what it is called on disk, and what it says to those who cannot see it."""
+
+    name: str
+    title: str
+    alt: str
+    figure: Figure
+
+    def encoded(self, format_: str) -> bytes:
+        """As `svg` or `png`."""
+        buffer = io.BytesIO()
+        with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": self.name}):
+            self.figure.savefig(buffer, format=format_, dpi=160)
+        return buffer.getvalue()
+
+
+def draw(study: Study) -> Iterator[Picture]:
+    """All figures of `study`: latency, memory and traffic by strategy, and error by dtype.
+
+    Latency is of all numbers of ranks, memory and traffic of the largest, in the first dtype.
+    """
+    placed = [each for each in study.placements if each.error is None and each.dtype == next(iter(study.one_rank))]
+    most = [each for each in placed if each.ranks == study.recommended_ranks]
+    if placed:
+        yield Picture(
+            "latency",
+            "Latency by strategy",
+            f"Bars of the median latency of {study.batch_size} samples for each strategy and number of ranks: in one "
+            "process, and with ranks side by side. The table under it has the numbers.",
+            _latency(study, placed),
+        )
+    if most:
+        ranks = study.recommended_ranks
+        yield Picture(
+            "memory",
+            f"Memory of each of {ranks} ranks",
+            "For each strategy, bars of the bytes that each rank holds, stacked by table.",
+            _panels(most, _memory_of(most), "rank"),
+        )
+        yield Picture(
+            "traffic",
+            f"Traffic between {ranks} ranks",
+            f"For each strategy, a matrix of the bytes that ranks send one another for {study.batch_size} samples.",
+            _panels(most, _traffic_of(most), "to rank"),
+        )
+    yield Picture(
+        "errors",
+        "Error against bytes",
+        "For each table, 1 − cosine of float and stored rows over the stored share of FP32 bytes, a point a dtype.",
+        _errors(study),
+    )
+
+
+def _latency(study: Study, placed: Sequence[Placement]) -> Figure:
+    strategies = list(dict.fromkeys(each.strategy for each in placed))
+    ranks = sorted({each.ranks for each in placed})
+    figure = Figure(figsize=(8, 1.6 + _INCH * len(strategies) * len(ranks)), layout="constrained")
+    axes = figure.subplots()
+    height = 0.8 / len(ranks)
+    looks = [
+        {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
+        for _, colour, hatch in zip(ranks, cycle(_COLOURS), cycle(_HATCHES), strict=False)
+    ]
+    for number, count in enumerate(ranks):
+        here = {each.strategy: each for each in placed if each.ranks == count}
+        for row, strategy in enumerate(strategies):
+            if (each := here.get(strategy)) is None:
+                continue
+            at = row + (number - (len(ranks) - 1) / 2) * height
+            in_one, side_by_side = 1e3 * each.latency_s, 1e3 * each.side_by_side_s
+            axes.barh(at, in_one, height * 0.9, **looks[number])  # type: ignore[arg-type]
+            axes.plot([side_by_side] * 2, [at - height * 0.45, at + height * 0.45], color="black", lw=2.5)
+            axes.annotate(f" {in_one:.3g}", (max(in_one, side_by_side), at), va="center", fontsize=8)
+    one = next(iter(study.one_rank.values()))
+    axes.axvline(1e3 * one.latency_s, color="black", linestyle=":")
+    axes.annotate(
+        f"one rank: {1e3 * one.latency_s:.3g} ms ",
+        (1e3 * one.latency_s, -0.62),
+        fontsize=8,
+        ha="left",
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center",
+    )
+    axes.set_yticks(range(len(strategies)), strategies)
+    axes.set_ylim(len(strategies) - 0.4, -0.9)
+    axes.set_xlabel(f"ms for {study.batch_size} samples, median")
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.08)
+    axes.spines[["top", "right"]].set_visible(False)
+    (tick,) = axes.plot([], [], color="black", lw=2.5, marker="|", linestyle="none", markersize=10)
+    keys: list[Artist] = [*(Patch(**look) for look in looks), tick]  # type: ignore[arg-type]
+    figure.legend(
+        keys,
+        [*(f"{count} ranks in one process" for count in ranks), "ranks side by side, network not counted"],
+        loc="outside upper center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def _panels(placed: Sequence[Placement], paint: Callable[[Axes, Placement], None], xlabel: str) -> Figure:
+    """A panel for each placement."""
+    rows = -(-len(placed) // _COLUMNS)
+    figure = Figure(figsize=(8, 0.9 + 2.1 * rows), layout="constrained")
+    grid = figure.subplots(rows, _COLUMNS, squeeze=False)
+    for axes, each in zip(grid.flat, placed, strict=False):
+        paint(axes, each)
+        axes.set_title(each.strategy, fontsize=9, loc="left")
+        axes.set_xlabel(xlabel, fontsize=8)
+        axes.tick_params(labelsize=7)
+    for axes in list(grid.flat)[len(placed) :]:
+        axes.set_axis_off()
+    if handles := grid.flat[0].get_legend_handles_labels()[0]:
+        labels = grid.flat[0].get_legend_handles_labels()[1]
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return figure
+
+
+def _memory_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]:
+    """Paints the bytes of each rank, the largest tables by name and the rest in grey."""
+    totals: dict[str, int] = {}
+    for rank in placed[0].rank_bytes:
+        for table, size in rank.items():
+            totals[table] = totals.get(table, 0) + size
+    for each in placed[1:]:
+        for rank in each.rank_bytes:
+            for table in rank:
+                totals.setdefault(table, 0)
+    named = sorted(totals, key=lambda table: -totals[table])[: len(_COLOURS)]
+    others = [table for table in totals if table not in named]
+    top = max(each.largest_rank_bytes for each in placed)
+
+    def paint(axes: Axes, each: Placement) -> None:
+        below = np.zeros(each.ranks)
+        groups = [(table, [table], _COLOURS[n], _HATCHES[n]) for n, table in enumerate(named)]
+        if others:
+            groups.append((f"{len(others)} others", others, _GREY, ""))
+        for label, tables, colour, hatch in groups:
+            heights = np.array([sum(rank.get(table, 0) for table in tables) for rank in each.rank_bytes], float)
+            look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": 0.3, "label": label}
+            axes.bar(range(each.ranks), heights, bottom=below, **look)  # type: ignore[arg-type]
+            below += heights
+        axes.set_ylim(0, top * 1.05)
+        axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+        axes.set_xticks(range(each.ranks))
+        axes.spines[["top", "right"]].set_visible(False)
+
+    return paint
+
+
+def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]:
+    largest = max((max(map(max, each.traffic)) for each in placed), default=0) or 1
+
+    def paint(axes: Axes, each: Placement) -> None:
+        axes.imshow(each.traffic, cmap="Blues", vmin=0, vmax=largest)
+        axes.set_xticks(range(each.ranks))
+        axes.set_yticks(range(each.ranks))
+        axes.set_ylabel("from rank", fontsize=8)
+        if each.ranks <= 8:
+            for source, row in enumerate(each.traffic):
+                for target, moved in enumerate(row):
+                    shown = _short(moved) if source != target else "·"
+                    dark = moved > largest / 2
+                    axes.annotate(
+                        shown,
+                        (target, source),
+                        ha="center",
+                        va="center",
+                        fontsize=7 if each.ranks <= 4 else 5,
+                        color="white" if dark else "black",
+                    )
+
+    return paint
+
+
+def _short(size_bytes: int) -> str:
+    return decimal(size_bytes).replace(" bytes", " B").replace(" byte", " B").replace(" ", "\n")
+
+
+def _errors(study: Study) -> Figure:
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = figure.subplots()
+    by_size = sorted(study.tables, key=lambda name: -study.tables[name].rows * study.tables[name].dim)
+    named = by_size[: len(_COLOURS)]
+    for name in reversed(by_size):
+        table = study.tables[name]
+        floats = 4 * table.rows * table.dim
+        points = [(each.bytes / floats, 1 - each.cosine) for each in table.dtypes if each.cosine < 1]
+        if not points:
+            continue
+        number = named.index(name) if name in named else None
+        axes.plot(
+            *zip(*points, strict=True),
+            marker="os^Dv<>"[number] if number is not None else ".",
+            color=_GREY if number is None else _COLOURS[number],
+            lw=1,
+            label=name if number is not None else None,
+            zorder=1 if number is None else 2,
+        )
+    largest = study.tables[by_size[0]]
+    for each in largest.dtypes:
+        share = each.bytes / (4 * largest.rows * largest.dim)
+        if each.cosine < 1:
+            axes.axvline(share, color=_GREY, lw=0.6, linestyle=":", zorder=0)
+            axes.annotate(each.dtype, (share, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
+    axes.set_yscale("log")
+    axes.set_xlabel("stored bytes, as a share of FP32")
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.set_ylabel("1 − cosine of float and stored rows")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,85 @@
+"""Which sharding type suits each table, by what it weighs and what it would move; and which dtype, by its error."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.filesize import decimal
+
+from export.compare.study import DtypeReport, Recommendation
+from export.plan_report import ID_BYTES, SUM_BYTES
+from export.sharding import Sharding
+from serving.bundle import Table
+from serving.plan import COLUMN_MULTIPLE, ShardingType
+
+# A table that weighs no more than this share of what a rank holds may be everywhere.
+_SMALL = 0.02
+# The narrowest dtype whose rows point this nearly where the float ones do.
+MIN_COSINE = 0.999
+
+
+def recommend(
+    tables: Sequence[Table],
+    readers: Mapping[str, int],
+    sharding: Sharding,
+    dtypes: Mapping[str, Sequence[DtypeReport]],
+) -> dict[str, Recommendation]:
+    """A sharding type and a dtype for each table, with the reasons.
+
+    Args:
+        tables: with the dtype that they are compared in.
+        readers: how many features read each.
+        sharding: the ranks and what requests are like.
+        dtypes: what each dtype does to each table.
+    """
+    share = sum(table.rows * table.row_bytes for table in tables) / sharding.ranks
+    capacity = min(share, sharding.memory_bytes or share)
+    found = {}
+    for table in tables:
+        kind, reason = _placed(table, readers[table.name], sharding, capacity)
+        dtype, dtype_reason = _stored(dtypes[table.name])
+        found[table.name] = Recommendation(
+            sharding_type=kind.value, reason=reason, dtype=dtype, dtype_reason=dtype_reason
+        )
+    return found
+
+
+def _placed(table: Table, readers: int, sharding: Sharding, capacity: float) -> tuple[ShardingType, str]:
+    size = table.rows * table.row_bytes
+    if sharding.ranks == 1:
+        return ShardingType.TABLE_WISE, "there is one rank"
+    ids = sum(sharding.pooling_factors_of(table.name, readers))
+    if size <= _SMALL * capacity:
+        more = decimal(size * (sharding.ranks - 1))
+        saved = sharding.batch_size * (ids * ID_BYTES + readers * table.dim * SUM_BYTES)
+        return (
+            ShardingType.DATA_PARALLEL,
+            f"{decimal(size)} is little: copies everywhere take {more} more, and keep {decimal(int(saved))} of a "
+            "batch from travelling",
+        )
+    if size <= capacity:
+        return (
+            ShardingType.TABLE_WISE,
+            f"{decimal(size)} fit into a rank's share of {decimal(int(capacity))} in one piece",
+        )
+    # Row-wise, every rank answers sums of all columns; column-wise, every rank is sent all ids.
+    by_rows = ids * ID_BYTES + readers * table.dim * SUM_BYTES * sharding.ranks
+    by_columns = ids * ID_BYTES * sharding.ranks + readers * table.dim * SUM_BYTES
+    too_large = f"{decimal(size)} are more than a rank's share of {decimal(int(capacity))}: "
+    if table.dim >= COLUMN_MULTIPLE * sharding.ranks and by_columns < by_rows:
+        return (
+            ShardingType.COLUMN_WISE,
+            f"{too_large}cut by columns a sample moves {decimal(int(by_columns))}, by rows {decimal(int(by_rows))}",
+        )
+    if sharding.hosts > 1 and size <= capacity * sharding.local_ranks:
+        return ShardingType.TABLE_ROW_WISE, f"{too_large}the ranks of one host hold it, and sums stay on that host"
+    return (
+        ShardingType.ROW_WISE,
+        f"{too_large}cut by rows a sample moves {decimal(int(by_rows))}, by columns {decimal(int(by_columns))}",
+    )
+
+
+def _stored(reports: Sequence[DtypeReport]) -> tuple[str, str]:
+    for report in sorted(reports, key=lambda each: each.bytes):
+        if report.cosine >= MIN_COSINE:
+            return report.dtype, f"the smallest with cosine ≥ {MIN_COSINE}: {report.cosine:.5f}"
+    widest = max(reports, key=lambda each: each.bytes)
+    return widest.dtype, f"none of those compared has cosine ≥ {MIN_COSINE}; this is closest: {widest.cosine:.5f}"

@@ -1,0 +1,300 @@
+"""`tbe-export compare`: what it measures is right, and its page shows it, in a real browser."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from playwright.sync_api import Page, sync_playwright
+from typer.testing import CliRunner
+
+from export.__main__ import app
+from export.compare.recommend import recommend
+from export.compare.study import DtypeReport
+from export.compare.tables_file import read_tables
+from export.compare.traffic import traffic_between
+from export.config import ExportConfig
+from export.errors import ConfigError
+from export.generated import generated_checkpoint
+from export.pipeline import describe
+from export.sharding import Sharding
+from serving.bundle import Table
+from tests.browser import chromium
+
+TABLES = """
+[tables."item <b>&"]
+rows = 20_000
+dim = 64
+pooling_factor = 20
+features = ["item", "recent"]
+[tables.query]
+rows = 5_000
+dim = 32
+pooling = "mean"
+pooling_factor = 2.5
+[tables.country]
+rows = 200
+dim = 16
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of every strategy on 2 and 4 ranks, in two dtypes."""
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "tables.toml").write_text(TABLES)
+    arguments = ["compare", "--tables", str(folder / "tables.toml"), "--out", str(folder / "report")]
+    done = CliRunner().invoke(app, [*arguments, "--seconds", "0.01", "--batch-size", "16", "--ranks-per-host", "2"])
+    assert done.exit_code == 0, done.output
+    assert "Whole on one rank, int8 answers 16 samples" in done.output
+    assert "report.html, and study.json" in done.output
+    return folder / "report"
+
+
+@pytest.fixture(scope="module")
+def study(report: Path) -> Any:
+    return json.loads((report / "study.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def page(report: Path) -> Iterator[Page]:
+    """The page, in a browser that has no network; whatever its console says is kept."""
+    with sync_playwright() as playwright, chromium(playwright) as browser:
+        context = browser.new_context(offline=True, viewport={"width": 1100, "height": 900})
+        page = context.new_page()
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
+        page.goto((report / "report.html").as_uri())
+        yield page
+        assert said == []
+
+
+def test_every_strategy_is_placed_and_measured(study: Any) -> None:
+    placements = study["placements"]
+    assert len(placements) == 2 * 2 * 10
+    assert all(each["error"] is None for each in placements)
+    for each in placements:
+        assert 0 < each["latency_s"] <= each["latency_p99_s"]
+        assert each["samples_per_s"] == pytest.approx(16 / each["latency_s"])
+        assert each["split_s"] > 0
+        assert each["slowest_rank_s"] > 0
+        assert each["merge_s"] > 0
+        assert len(each["rank_bytes"]) == len(each["traffic"]) == each["ranks"]
+        if each["strategy"] not in ("mixed", "auto", "auto-simple"):
+            assert set(each["sharding"].values()) == {each["strategy"]}
+        if each["strategy"] == "data_parallel":
+            assert np.sum(each["traffic"]) == 0
+
+
+def test_ranks_hold_the_bytes_of_their_shards(study: Any) -> None:
+    floats = {"item <b>&": (20_000, 64), "query": (5_000, 32), "country": (200, 16)}
+    row_bytes = {"int8": lambda dim: dim + 4, "int4": lambda dim: dim // 2 + 4}
+    for each in study["placements"]:
+        for name, (rows, dim) in floats.items():
+            held = sum(rank.get(name, 0) for rank in each["rank_bytes"])
+            whole = rows * row_bytes[each["dtype"]](dim)
+            kind = each["sharding"][name]
+            if kind in ("table_wise", "row_wise", "table_row_wise"):
+                assert held == whole
+            elif kind == "data_parallel":
+                assert held == whole * each["ranks"]
+            else:
+                assert whole <= held <= 2 * whole  # a scale and a bias for each block of columns
+
+
+def test_mixed_is_what_is_recommended(study: Any) -> None:
+    advice = {name: each["sharding_type"] for name, each in study["recommendations"].items()}
+    (mixed,) = (
+        each
+        for each in study["placements"]
+        if (each["strategy"], each["ranks"], each["dtype"]) == ("mixed", 4, "int8")
+    )
+    assert mixed["sharding"] == advice
+
+
+def test_errors_are_those_of_the_dtypes(study: Any) -> None:
+    for table in study["tables"].values():
+        dtypes = {each["dtype"]: each for each in table["dtypes"]}
+        assert list(dtypes) == ["int2", "int4", "int8", "fp16", "fp32"]
+        errors = [each["largest_error"] for each in dtypes.values()]
+        assert errors == sorted(errors, reverse=True)
+        assert (dtypes["fp32"]["largest_error"], dtypes["fp32"]["cosine"]) == (0, 1)
+        assert dtypes["int8"]["largest_error"] < 0.5 / 255  # rows of normal numbers of 0.05: a range below 0.5
+
+
+def test_the_page_shows_its_numbers_and_says_nothing_to_the_console(page: Page, study: Any) -> None:
+    assert json.loads(str(page.text_content("#study"))) == study
+    cells = page.eval_on_selector_all("[data-key]", "cells => cells.map(cell => [cell.dataset.key, cell.innerText])")
+    assert len(cells) > 8 * len(study["placements"])
+    for key, shown in cells:
+        value: Any = study
+        for part in key.split("/"):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        number = float(re.sub(r"[^0-9.e+-]", "", shown.replace("kB", "e3").replace("MB", "e6").replace("B", "")))
+        scale = 1e3 if key.endswith("_s") and "samples_per_s" not in key else 1
+        assert number == pytest.approx(scale * value, rel=0.06 if "bytes" in key or "error" in key else 0.01), key
+    rows = page.locator("#placements tbody tr")
+    assert rows.count() == len(study["placements"]) + len(study["one_rank"])
+    assert page.locator("td", has_text="item <b>&").count() >= 1  # a name is text, not markup
+
+
+def test_figures_are_there_and_can_be_read_without_seeing_them(page: Page, report: Path) -> None:
+    pictures = page.eval_on_selector_all("img", "all => all.map(it => [it.id, it.naturalWidth, it.alt])")
+    assert [name for name, _, _ in pictures] == ["latency", "memory", "traffic", "errors"]
+    for name, width, alt in pictures:
+        assert width > 300
+        assert len(alt) > 40
+        assert (report / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_phone_shows_all_of_it_and_paper_too(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("parseFloat(getComputedStyle(document.body).fontSize)") >= 16
+    page.set_viewport_size({"width": 1100, "height": 900})
+    assert page.pdf(format="A4").count(b"/Type /Page") > 3
+
+
+def test_traffic_is_what_ranks_send_one_another(tmp_path: Path) -> None:
+    """Counted id by id and sum by sum, for a request whose ids are spread evenly."""
+    (tmp_path / "t.toml").write_text("[tables.a]\nrows = 80\ndim = 8\npooling_factor = 20\n")
+    trained, factors = read_tables(tmp_path / "t.toml")
+    for kind in ("row_wise", "column_wise", "table_wise"):
+        sharding = Sharding(ranks=4, types={"*": kind}, pooling_factors=factors, batch_size=16)
+        manifest = describe(trained, ExportConfig(sharding=sharding), lambda: generated_checkpoint(trained))
+        counted = np.zeros((4, 4))
+        ids = np.arange(16 * 20).reshape(16, 20) % 80
+        for sample, bag in enumerate(ids):
+            home = sample // 4
+            for shard in manifest.plan.shards:
+                if shard.rank != home:
+                    asked = ((bag >= shard.rows[0]) & (bag < shard.rows[1])).sum()
+                    counted[home, shard.rank] += 8 * asked + 8
+                    counted[shard.rank, home] += 4 * (shard.columns[1] - shard.columns[0])
+        np.testing.assert_allclose(traffic_between(manifest, sharding), counted)
+
+
+def advised(rows: int, dim: int, others: int, **asked: Any) -> tuple[str, str]:
+    """What a table of a model is recommended that has a table of `others` rows besides."""
+    (table, *_), readers = tables_of([("t", rows, dim), ("u", others, 64)])
+    everything, _ = tables_of([("t", rows, dim), ("u", others, 64)])
+    reports = [DtypeReport("int4", 10, 0.1, 0.1, 0.99), DtypeReport("int8", 20, 0.1, 0.1, 0.9999)]
+    factors = {"t": asked.pop("factor", 1)}
+    sharding = Sharding(pooling_factors=factors, **asked)
+    advice = recommend(everything, readers, sharding, {"t": reports, "u": reports[:1]})
+    assert (advice["t"].dtype, advice["u"].dtype) == ("int8", "int4")
+    assert "none of those compared" in advice["u"].dtype_reason
+    return advice[table.name].sharding_type, advice[table.name].reason
+
+
+def tables_of(shapes: list[tuple[str, int, int]]) -> tuple[list[Table], dict[str, int]]:
+    from serving.bundle import IdPolicy, Pooling, WeightDtype
+
+    tables = [
+        Table(
+            name=name,
+            rows=rows,
+            dim=dim,
+            pooling=Pooling.SUM,
+            weighted=False,
+            dtype=WeightDtype.INT8,
+            id_policy=IdPolicy.ERROR,
+        )
+        for name, rows, dim in shapes
+    ]
+    return tables, {name: 1 for name, _, _ in shapes}
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "others", "asked", "kind", "because"),
+    [
+        pytest.param(100, 16, 1_000_000, {"ranks": 4}, "data_parallel", "2.0 kB is little", id="small"),
+        pytest.param(100_000, 64, 1_000_000, {"ranks": 4}, "table_wise", "fit into a rank's share", id="fits"),
+        pytest.param(1_000_000, 64, 10, {"ranks": 4, "factor": 100}, "row_wise", "more than a rank's share", id="ids"),
+        pytest.param(1_000_000, 128, 10, {"ranks": 4}, "column_wise", "by columns a sample moves 544", id="sums"),
+        pytest.param(
+            1_000_000, 64, 1_500_000, {"ranks": 8, "ranks_per_host": 4, "factor": 100}, "table_row_wise",
+            "the ranks of one host hold it", id="hosts",
+        ),
+        pytest.param(1_000_000, 64, 10, {"ranks": 1}, "table_wise", "there is one rank", id="one rank"),
+        pytest.param(
+            100_000, 64, 1_000_000, {"ranks": 4, "memory_bytes": 1_000_000, "factor": 100}, "row_wise",
+            "more than", id="memory",
+        ),
+    ],
+)  # fmt: skip
+def test_recommendations_follow_bytes_and_traffic(
+    rows: int, dim: int, others: int, asked: dict[str, Any], kind: str, because: str
+) -> None:
+    found, reason = advised(rows, dim, others, **asked)
+    assert (found, because in reason) == (kind, True), reason
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[tables.a]\nrows = 0\ndim = 8\n", "table 'a': expected rows > 0"),
+        ("[tables.a]\nrows = 9\ndim = 6\n", "a dim that is a multiple of 4"),
+        ("[tables.a]\nrows = 9\n", "missing required field `dim`"),
+        ("[tables.a]\nrows = 9\ndim = 8\ncolour = 1\n", "unknown field `colour`"),
+        ("[tables.a]\nrows = 9\ndim = 8\npooling = 'max'\n", "expected sum or mean, got 'max'"),
+        ("[tables.a]\nrows = 9\ndim = 8\npooling_factor = 0\n", "pooling_factor: expected > 0"),
+        ("[tables.a]\nrows=9\ndim=8\n[tables.b]\nrows=9\ndim=8\nfeatures=['a']\n", "feature 'a': expected one table"),
+        ("tables = {}\n", "expected a table such as [tables.item]"),
+        ("tables = [\n", "t.toml"),
+    ],
+)
+def test_a_file_of_tables_that_is_wrong_is_refused_by_name(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "t.toml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        read_tables(tmp_path / "t.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--tables", "T", "--strategy", "diagonal"], "strategy: expected one of data_parallel"),
+        (["--tables", "T", "--ranks", "1"], "ranks: expected 2 or more"),
+        (["--tables", "T", "--dtype", "int3"], "dtype: expected one of"),
+        (["--tables", "T", "--pooling-factor", "q=1"], "pooling-factor 'q': expected the name of a table"),
+        (["--tables", "T", "--checkpoint", "w.pt"], "--checkpoint: expected --model with it"),
+        ([], "expected one of --model and --tables"),
+        (["--tables", "T", "--ranks", "3", "--ranks-per-host", "2"], "ranks_per_host: expected a divisor"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
+    (tmp_path / "t.toml").write_text(TABLES)
+    given = [str(tmp_path / "t.toml") if each == "T" else each for each in arguments]
+    done = CliRunner().invoke(app, ["compare", "--out", str(tmp_path / "out"), *given])
+    assert done.exit_code == 1
+    assert why in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_is_said_and_the_rest_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "t.toml").write_text("[tables.a]\nrows = 1000\ndim = 16\n")
+    arguments = ["--tables", str(tmp_path / "t.toml"), "--memory-per-rank", "15kB", "--dtype", "int8", "--ranks", "2"]
+    chosen = ["--strategy", "data_parallel", "--strategy", "row_wise", "--seconds", "0.01"]
+    done = CliRunner().invoke(app, ["compare", "--out", str(tmp_path / "out"), *arguments, *chosen])
+    assert done.exit_code == 0, done.output
+    assert "data_parallel on 2 ranks, int8: table 'a'" in done.output
+    study = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert [each["error"] is None for each in study["placements"]] == [False, True]
+    assert "cannot be: " in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_trained_model_is_compared_with_its_own_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    arguments = ["--model", "tests.models:collection", "--strategy", "row_wise", "--ranks", "2", "--dtype", "int8"]
+    done = CliRunner().invoke(app, ["compare", "--out", str(tmp_path), *arguments, "--seconds", "0.01"])
+    assert done.exit_code == 0, done.output
+    study = json.loads((tmp_path / "study.json").read_text())
+    assert not study["generated"]
+    assert study["tables"].keys() == {"user", "item", "genre", "word"}
+    assert study["tables"]["user"]["dtypes"][2]["largest_error"] > 1e-3  # normal numbers of 1
