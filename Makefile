@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench pins clean
+.PHONY: help setup demo test lint bench bench-quick pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -32,11 +32,16 @@ lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: $(STAMP) ## Measure, as ratios taken in one run; writes benchmarks/results/latest.json
+bench: $(STAMP) ## Measure, beside limits and other servers, in one run; writes benchmarks/results and docs/benchmarks.md
+	@requirements/bench.sh
 	@$(BIN)/python -m benchmarks
+
+bench-quick: $(STAMP) ## The same in four minutes: fewer workloads, nothing written
+	@requirements/bench.sh
+	@$(BIN)/python -m benchmarks --quick
 
 pins: ## Resolve requirements/*.in anew into requirements/*.txt
 	@PYTHON=$(PYTHON) requirements/pin.sh
 
 clean: ## Remove the environment and everything built
-	@rm -rf $(VENV) build *.egg-info
+	@rm -rf $(VENV) .bench build *.egg-info

@@ -1,42 +1,71 @@
-"""`make bench`: run every benchmark, print one table, write benchmarks/results/latest.json."""
+"""`make bench`: run every benchmark, print one table, write the results and docs/benchmarks.md."""
 
+import argparse
 import json
 import os
+import re
 import tempfile
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import exporting, inprocess, loading, served, sharding, throughput
+from benchmarks import (
+    curves,
+    document,
+    exporting,
+    headline,
+    inprocess,
+    loading,
+    peers_all,
+    served,
+    sharding,
+    throughput,
+)
 from benchmarks.measure import Result, machine
 from benchmarks.workload import Workload
 
-LATEST = Path(__file__).parent / "results" / "latest.json"
+RESULTS = Path(__file__).parent / "results"
+Part = tuple[str, Callable[[Workload, Path], Iterable[Result]]]
+
+QUICK: tuple[Part, ...] = (
+    ("in process", lambda workload, _: inprocess.run(workload)),
+    ("served", lambda workload, _: served.run(workload)),
+    ("beside other servers", lambda _, folder: peers_all.run_quick(folder)),
+)
+ALL: tuple[Part, ...] = (
+    *QUICK[:2],
+    ("many clients at once", throughput.run),
+    ("tables cut over ranks, beside TorchRec's", sharding.run),
+    ("load time, 2 MB against 2 GB", lambda _, folder: loading.run(folder)),
+    ("cost curves", lambda _, folder: curves.run(folder)),
+    ("beside other servers", lambda _, folder: peers_all.run(folder)),
+    ("exporting a table larger than a quarter of memory", lambda _, folder: exporting.run(folder)),
+    ("all 204 million rows of DLRM-v2", lambda _, folder: headline.run(folder)),
+)
 
 
 def main() -> None:
     """Run everything in a temporary folder."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer workloads; nothing is written")
+    quick = parser.parse_args().quick
     console = Console(highlight=False)
     results: list[Result] = []
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tbe-bench-") as folder:
         console.print("exporting 26 tables with the multi-hot sizes of MLPerf DLRM-v2, dim 64, int8 …")
         workload = Workload.export(Path(folder) / "dlrm" / "repository")
-        console.print("in process …")
-        results += inprocess.run(workload)
-        console.print("served …")
-        results += served.run(workload)
-        console.print("many clients at once …")
-        results += throughput.run(workload, Path(folder) / "throughput")
-        console.print("tables cut over ranks, beside TorchRec's …")
-        results += sharding.run(workload, Path(folder) / "sharding")
-        console.print("load time, 2 MB against 2 GB …")
-        results += loading.run(Path(folder) / "loading")
-        console.print("exporting a table larger than a quarter of memory …")
-        results += exporting.run(Path(folder) / "exporting")
+        for number, (name, run) in enumerate(QUICK if quick else ALL):
+            console.print(f"{name} … ({time.monotonic() - started:.0f} s so far)")
+            results += run(workload, Path(folder) / str(number))
     console.print(_table(results))
-    _write(results)
-    console.print(f"written to {LATEST.relative_to(Path.cwd())}")
+    console.print(f"took {time.monotonic() - started:.0f} s")
+    if not quick:
+        console.print(f"written {_write(results).relative_to(Path.cwd())}")
+        console.print(f"written {document.write(RESULTS / 'latest.json').relative_to(Path.cwd())}")
 
 
 def _table(results: list[Result]) -> Table:
@@ -44,21 +73,33 @@ def _table(results: list[Result]) -> Table:
     table.add_column("what")
     table.add_column("value", justify="right")
     for result in results:
-        table.add_row(result.name, result.shown, style="bold" if result.is_ratio else None)
+        table.add_row(result.name, result.note or result.shown, style="bold" if result.is_ratio else None)
     return table
 
 
-def _write(results: list[Result]) -> None:
+def _write(results: list[Result]) -> Path:
+    """`<date>-<machine>.json`, and the link `latest.json` to it."""
+    about = machine()
     report = {
         "command": "make bench",
-        **machine(),
-        "results": {result.name: result.value for result in results if not result.is_ratio},
+        **about,
+        "results": {result.name: result.value for result in results if not result.is_ratio and not result.note},
         "ratios": {result.name: result.value for result in results if result.is_ratio},
+        "absent": {result.name: result.note for result in results if result.note},
     }
-    LATEST.parent.mkdir(exist_ok=True)
-    draft = LATEST.with_suffix(".new")
+    cpu = re.sub(r"[^a-z0-9]+", "-", f"{about['machine']['cpu']} {about['machine']['cores']} cores".lower()).strip(
+        "-"
+    )
+    path = RESULTS / f"{about['date'][:10]}-{cpu}.json"
+    RESULTS.mkdir(exist_ok=True)
+    draft = path.with_suffix(".new")
     draft.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(draft, LATEST)
+    os.replace(draft, path)
+    link = RESULTS / "latest.new"
+    link.unlink(missing_ok=True)
+    link.symlink_to(path.name)
+    os.replace(link, RESULTS / "latest.json")
+    return path
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def run(workload: Workload) -> list[Result]:
     results = []
     for samples, rounds in ROUNDS.items():
         requests = [workload.request(samples, seed) for seed in range(REQUESTS)]
-        prepared = [_indices_and_offsets(request) for request in requests]
+        prepared = [indices_and_offsets(request) for request in requests]
         for request, (indices, offsets) in zip(requests, prepared, strict=True):
             for theirs in (tbe, operator):
                 np.testing.assert_array_equal(lookup(engine, request), theirs(indices, offsets).numpy())
@@ -68,7 +68,10 @@ def bare_tbe(engine: Engine) -> IntNBitTableBatchedEmbeddingBagsCodegen:
     """FBGEMM's inference module over the bundle's own bytes, without a bounds check."""
     tables = engine.bundle.manifest.tables
     tbe = IntNBitTableBatchedEmbeddingBagsCodegen(
-        [(table.name, table.rows, table.dim, SparseType.INT8, EmbeddingLocation.HOST) for table in tables],
+        [
+            (table.name, table.rows, table.dim, SparseType(table.dtype.value.lower()), EmbeddingLocation.HOST)
+            for table in tables
+        ],
         device="cpu",
         pooling_mode=PoolingMode.SUM,
         output_dtype=SparseType.FP32,
@@ -101,6 +104,6 @@ def _call_operator(fixed: tuple[Any, ...], indices: torch.Tensor, offsets: torch
     return pooled
 
 
-def _indices_and_offsets(request: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+def indices_and_offsets(request: Arrays | Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     offsets = np.concatenate([[0], np.cumsum(request.lengths)])
     return torch.from_numpy(request.values), torch.from_numpy(offsets)

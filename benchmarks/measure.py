@@ -16,12 +16,13 @@ from serving.pins import installed
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One number of a run, in seconds unless `unit` says otherwise, or the ratio of two."""
+    """One number of a run, in seconds unless `unit` says otherwise, or the ratio of two; `note` says more of it."""
 
     name: str
     value: float
     is_ratio: bool = False
     unit: str = "s"
+    note: str = ""
 
     @property
     def shown(self) -> str:

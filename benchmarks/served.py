@@ -13,7 +13,7 @@ from tritonclient.grpc import model_config_pb2
 
 from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
-from benchmarks.workload import DIM, IDS_PER_SAMPLE, NAME, Arrays, Workload
+from benchmarks.workload import NAME, WIDTH, Arrays, Workload
 from serving.engine import Engine
 from serving.server import Ports, run_server
 
@@ -26,7 +26,7 @@ def run(workload: Workload) -> list[Result]:
     """One client, one request at a time; both models behind the same server, called in turn."""
     repository = workload.bundle.parent.parent
     for samples in ROUNDS:
-        publish_do_nothing(repository, samples)
+        publish_do_nothing(repository, samples, WIDTH)
     engine = Engine.open(workload.bundle)
     results = []
     with (
@@ -83,12 +83,12 @@ def do_nothing_name(samples: int) -> str:
     return f"donothing_b{samples}"
 
 
-def publish_do_nothing(repository: Path, samples: int) -> None:
-    """A model with our own model's config, but for the name and the model.py."""
+def publish_do_nothing(repository: Path, samples: int, width: int, like: str = NAME) -> None:
+    """A model with the config of our model `like`, but for the name and the model.py; answers [samples, width]."""
     model = repository / do_nothing_name(samples)
     (model / "1").mkdir(parents=True, exist_ok=True)
-    config = text_format.Parse((repository / NAME / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
+    config = text_format.Parse((repository / like / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     config.name = model.name
-    config.parameters["shape"].string_value = f"1,{samples},{DIM * len(IDS_PER_SAMPLE)}"
+    config.parameters["shape"].string_value = f"1,{samples},{width}"
     (model / "config.pbtxt").write_text(text_format.MessageToString(config))
     shutil.copy(DO_NOTHING, model / "1" / "model.py")

@@ -16,7 +16,7 @@ from tritonclient.grpc import model_config_pb2
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.perf_analyzer import Measured, PerfAnalyzer, write_requests
 from benchmarks.served import do_nothing_name, publish_do_nothing
-from benchmarks.workload import NAME, Workload
+from benchmarks.workload import NAME, WIDTH, Workload
 from serving.bundle import open_bundle
 from serving.client import LookupClient
 from serving.encoding import Features
@@ -43,7 +43,7 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     repository = workload.bundle.parent.parent
     _publish_single(repository)
     for samples in SAMPLES:
-        publish_do_nothing(repository, samples)
+        publish_do_nothing(repository, samples, WIDTH)
         write_requests(folder / f"b{samples}.json", [workload.request(samples, seed) for seed in range(REQUESTS)])
     load = PerfAnalyzer.fetch(folder / "perf_analyzer")
     models = [NAME, SINGLE, *map(do_nothing_name, SAMPLES)]

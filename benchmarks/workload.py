@@ -19,6 +19,7 @@ ROWS = (
 IDS_PER_SAMPLE = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 ROW_CAP = 100_000
 DIM = 64
+WIDTH = DIM * len(ROWS)
 NAME = "dlrm"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Resolve cpu.in and serve.in, each in an empty environment, and write every version to cpu.txt and serve.txt.
+# Resolve each .in in an empty environment, and write every version to the .txt of its name.
 set -euo pipefail
 cd "$(dirname "$0")"
 folder=$(mktemp -d)
@@ -10,9 +10,13 @@ resolve() {
   shift 2
   "${PYTHON:-python3.11}" -m venv "$folder/$name"
   "$folder/$name/bin/pip" install --quiet --requirement "$name.in" "$@"
-  "$folder/$name/bin/pip" install --quiet --no-deps --requirement "$name-no-deps.in"
+  local inputs=$name.in
+  if [ -e "$name-no-deps.in" ]; then
+    inputs="$inputs and $name-no-deps.in"
+    "$folder/$name/bin/pip" install --quiet --no-deps --requirement "$name-no-deps.in"
+  fi
   {
-    echo "# $what, written by \`make pins\` from $name.in and $name-no-deps.in."
+    echo "# $what, written by \`make pins\` from $inputs."
     echo "# Install with --no-deps (docs/decisions/0001-pins-without-dependencies.md)."
     "$folder/$name/bin/pip" freeze --all --exclude pip --exclude wheel
   } > "$name.txt.new"
@@ -21,3 +25,5 @@ resolve() {
 
 resolve cpu "The whole CPU environment"
 resolve serve "What deploy/Dockerfile installs" --constraint cpu.txt
+resolve bench "The servers that \`make bench\` compares ours with"
+resolve bench-mlserver "MLServer, for \`make bench\`"

@@ -1,0 +1,197 @@
+"""Tables, requests and right answers as every candidate needs them: ours a bundle, peers plain rows in files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from benchmarks.workload import IDS_PER_SAMPLE, ROWS
+from examples.movielens import data
+from examples.movielens.model import DIMS, FEATURES, TABLES
+from export import ExportConfig, WeightDtype, export_model
+from export.checkpoint import Checkpoint
+from export.generated import GeneratedTable, generated_checkpoint
+from export.tables import collect_tables
+from serving.client import ModelInfo
+from serving.client.exchange import infer_request
+from serving.kjt import Tensors
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+MODEL = "ours"
+# In padded ids: no id.
+_PAD = -1
+_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class PeerWorkload:
+    """Tables, and what is asked of them.
+
+    Attributes:
+        rows, dims: of each table.
+        features: the table each reads, and the most ids it has a sample.
+        requests: by their number of samples, int64 [requests, samples, ids], padded with −1 at the end of a bag.
+    """
+
+    name: str
+    rows: Sequence[int]
+    dims: Sequence[int]
+    features: Sequence[tuple[int, int]]
+    requests: Mapping[int, Ids]
+
+    @property
+    def width(self) -> int:
+        """Columns of an answer."""
+        return sum(self.dims[table] for table, _ in self.features)
+
+    @property
+    def float_bytes(self) -> int:
+        """Of all tables in FP32."""
+        return sum(4 * rows * dim for rows, dim in zip(self.rows, self.dims, strict=True))
+
+    def module(self) -> EmbeddingBagCollection:
+        """Without weights."""
+        return EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name=f"t{number}",
+                    num_embeddings=rows,
+                    embedding_dim=dim,
+                    feature_names=[f"f{n}" for n, (table, _) in enumerate(self.features) if table == number],
+                    pooling=PoolingType.SUM,
+                )
+                for number, (rows, dim) in enumerate(zip(self.rows, self.dims, strict=True))
+            ],
+        )
+
+    def checkpoint(self) -> Checkpoint:
+        """Normal rows, the same every time."""
+        return generated_checkpoint(collect_tables(self.module()))
+
+    def export(self, repository: Path, dtype: WeightDtype = WeightDtype.INT8) -> Path:
+        """Our bundle."""
+        config = ExportConfig(dtype={"*": dtype})
+        return export_model(self.module(), repository, MODEL, config, checkpoint=self.checkpoint())
+
+    def tensors(self, samples: int) -> list[Tensors]:
+        """The requests as we take them."""
+        return [self._tensors(padded) for padded in self.requests[samples]]
+
+    def _tensors(self, padded: Ids) -> Tensors:
+        """Our features lie table by table."""
+        bags = np.split(padded, np.cumsum([ids for _, ids in self.features])[:-1], axis=1)
+        ordered = [bags[n] for n in self.order]
+        values = np.concatenate([bag[bag != _PAD] for bag in ordered])
+        lengths = np.concatenate([(bag != _PAD).sum(axis=1) for bag in ordered]).astype(np.int32)
+        return Tensors(None, values, lengths)
+
+    @property
+    def order(self) -> list[int]:
+        """The features in the order of our answers: TorchRec's, table by table."""
+        return sorted(range(len(self.features)), key=lambda n: self.features[n][0])
+
+    def write(self, folder: Path, kinds: Sequence[str]) -> None:
+        """What peers and the load generator read: tables.json, requests, and rows of `kinds` (fp32, int8)."""
+        assert self.order == list(range(len(self.features))), "features of one table must be side by side"
+        folder.mkdir(parents=True)
+        tables = [{"rows": rows + 1, "dim": dim} for rows, dim in zip(self.rows, self.dims, strict=True)]
+        features = [{"table": table, "ids": ids} for table, ids in self.features]
+        (folder / "tables.json").write_text(json.dumps({"tables": tables, "features": features}))
+        for kind in kinds:
+            for number in range(len(self.rows)):
+                self._write_rows(folder / f"{number}.{kind}", number, kind)
+        for samples in self.requests:
+            self._write_requests(folder / f"requests_{samples}.npz", samples)
+
+    def _stored(self, number: int) -> GeneratedTable:
+        (table,) = (each for each in collect_tables(self.module()) if each.name == f"t{number}")
+        found = self.checkpoint()._find(table)
+        assert isinstance(found, GeneratedTable)
+        return found
+
+    def _write_rows(self, path: Path, number: int, kind: str) -> None:
+        """The rows, and one of zeros for padding."""
+        stored = self._stored(number)
+        with path.open("wb") as file:
+            for start in range(0, self.rows[number], _BLOCK):
+                rows = stored.read(start, min(start + _BLOCK, self.rows[number]))
+                file.write(_packed(rows, kind))
+            file.write(_packed(torch.zeros(1, self.dims[number]), kind))
+
+    def _write_requests(self, path: Path, samples: int) -> None:
+        padding = np.repeat([self.rows[table] for table, _ in self.features], [ids for _, ids in self.features])
+        ids = np.where(self.requests[samples] == _PAD, padding, self.requests[samples])
+        dims = {f"f{n}": self.dims[table] for n, (table, _) in enumerate(self.features)}
+        info = ModelInfo(dims, (), np.dtype(np.float32), "")
+        ours = [infer_request(MODEL, each, info).SerializeToString() for each in self.tensors(samples)]
+        np.savez(
+            path,
+            ids=ids,
+            ours=np.frombuffer(b"".join(ours), np.uint8),
+            ends=np.cumsum([0, *map(len, ours)]),
+            answer=self.answer(self.requests[samples][0]),
+        )
+
+    def answer(self, padded: Ids) -> Floats:
+        """What the float rows say, in float64 and rounded once: [B, D]."""
+        parts, start = [], 0
+        for table, ids in self.features:
+            bags = padded[:, start : start + ids]
+            start += ids
+            rows = self._stored(table).rows(torch.from_numpy(np.maximum(bags, 0).ravel())).double().numpy()
+            parts.append((rows.reshape(*bags.shape, -1) * (bags != _PAD)[:, :, np.newaxis]).sum(axis=1))
+        answer: Floats = np.concatenate(parts, axis=1).astype(np.float32)
+        return answer
+
+
+def _packed(rows: torch.Tensor, kind: str) -> bytes:
+    packed = rows if kind == "fp32" else torch.ops.quantized.embedding_bag_byte_prepack(rows.contiguous())
+    return packed.numpy().tobytes()
+
+
+def _uniform(rows: Sequence[int], features: Sequence[tuple[int, int]], sizes: Mapping[int, int]) -> dict[int, Ids]:
+    random = np.random.default_rng(0)
+    tops = np.repeat([rows[table] for table, _ in features], [ids for _, ids in features])
+    return {samples: random.integers(0, tops, (count, samples, tops.size)) for samples, count in sizes.items()}
+
+
+def dlrm(cap: int, name: str) -> PeerWorkload:
+    """MLPerf's DLRM-v2: 26 tables, 214 ids a sample, dim 128, rows capped; uniform ids."""
+    rows = [min(each, cap) for each in ROWS]
+    features = list(enumerate(IDS_PER_SAMPLE))
+    return PeerWorkload(name, rows, [128] * len(rows), features, _uniform(rows, features, {1: 256, 128: 32}))
+
+
+def wide() -> PeerWorkload:
+    """A wide model: 100 one-hot features of dim 16."""
+    rows = [20_000] * 100
+    features = [(table, 1) for table in range(100)]
+    return PeerWorkload("wide", rows, [16] * 100, features, _uniform(rows, features, {1: 256, 128: 32}))
+
+
+def movielens() -> PeerWorkload:
+    """The tables of examples/movielens, summed, and its test ratings in their order: one, and 128 to rank at once."""
+    samples = data.load()
+    sizes = data.catalogue().rows
+    rows = [sizes[features[0]] for _, _, features in TABLES.values()]
+    dims = [dim for dim, _, _ in TABLES.values()]
+    tables = [number for number, (_, _, features) in enumerate(TABLES.values()) for _ in features]
+    assert [dims[table] for table in tables] == [DIMS[name] for name in FEATURES]
+    columns = []
+    for name in FEATURES:
+        values, lengths = samples.features[name].take(samples.test[: 32 * 128])
+        column = np.full((len(lengths), int(lengths.max())), _PAD, np.int64)
+        column[np.arange(column.shape[1]) < lengths[:, np.newaxis]] = values
+        columns.append(column)
+    padded = np.concatenate(columns, axis=1)
+    features = [(table, column.shape[1]) for table, column in zip(tables, columns, strict=True)]
+    requests = {1: padded[:256, np.newaxis], 128: padded[: 32 * 128].reshape(32, 128, -1)}
+    return PeerWorkload("movielens", rows, dims, features, requests)

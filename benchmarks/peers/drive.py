@@ -1,0 +1,291 @@
+"""Load on several servers in turn: closed loops over requests made beforehand, the same ids for all.
+
+    python drive.py PLAN.json
+
+PLAN says which candidates there are, where, and which loads to put on them; a line of JSON is printed for each
+candidate and load, and one for each candidate that could not be reached or answered otherwise than it should.
+"""
+
+import asyncio
+import base64
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import aiohttp
+import grpc.aio
+import numpy as np
+import redis.asyncio
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from kserve import request as kserve_request
+from tritonclient.grpc import service_pb2 as pb
+
+MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
+PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Predictions"
+UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+READY_S = float(os.environ.get("BENCH_READY_S", "60"))
+TIMEOUT_S = 30
+
+# What sends one prepared request and waits for its answer; what makes one; what reads an answer.
+Call = Callable[[object], Awaitable[object]]
+
+
+class Grpc:
+    """ModelInfer with `ids`."""
+
+    method = MODEL_INFER
+
+    @asynccontextmanager
+    async def connected(self, address: str) -> AsyncIterator[Call]:
+        async with grpc.aio.insecure_channel(address, UNLIMITED) as channel:
+            call = channel.unary_unary(self.method)
+            yield lambda message: call(message, timeout=TIMEOUT_S)
+
+    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+        return kserve_request(ids).SerializeToString()
+
+    def read(self, answer: bytes, samples: int) -> np.ndarray:
+        message = pb.ModelInferResponse.FromString(answer)
+        if message.raw_output_contents:
+            return np.frombuffer(message.raw_output_contents[0], np.float32).reshape(samples, -1)
+        return np.array(message.outputs[0].contents.fp32_contents, np.float32).reshape(samples, -1)
+
+
+class Ours(Grpc):
+    """ModelInfer with `values` and `lengths`, which were made elsewhere."""
+
+    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+        return ours
+
+
+class Nothing(Grpc):
+    """The same, to models that do nothing; there is one for each number of samples."""
+
+    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+        message = pb.ModelInferRequest.FromString(ours)
+        message.model_name = f"donothing_b{len(ids)}"
+        return message.SerializeToString()
+
+
+class TorchServe(Grpc):
+    """Its own gRPC service: https://github.com/pytorch/serve, frontend/server/src/main/resources/proto."""
+
+    method = PREDICTIONS
+
+    def __init__(self) -> None:
+        file = descriptor_pb2.FileDescriptorProto(name="peers.proto", package="peers", syntax="proto3")
+        kinds = descriptor_pb2.FieldDescriptorProto
+        asked = file.message_type.add(name="PredictionsRequest")
+        asked.field.add(name="model_name", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
+        entry = asked.nested_type.add(name="InputEntry")
+        entry.options.map_entry = True
+        entry.field.add(name="key", number=1, type=kinds.TYPE_STRING, label=kinds.LABEL_OPTIONAL)
+        entry.field.add(name="value", number=2, type=kinds.TYPE_BYTES, label=kinds.LABEL_OPTIONAL)
+        entry_type = ".peers.PredictionsRequest.InputEntry"
+        asked.field.add(
+            name="input", number=3, type=kinds.TYPE_MESSAGE, label=kinds.LABEL_REPEATED, type_name=entry_type
+        )
+        answered = file.message_type.add(name="PredictionResponse")
+        answered.field.add(name="prediction", number=1, type=kinds.TYPE_BYTES, label=kinds.LABEL_OPTIONAL)
+        pool = descriptor_pool.DescriptorPool()
+        pool.Add(file)
+        self.asked, self.answered = (
+            message_factory.GetMessageClass(pool.FindMessageTypeByName(f"peers.{name}"))
+            for name in ("PredictionsRequest", "PredictionResponse")
+        )
+
+    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+        return self.asked(model_name="tables", input={"data": ids.tobytes()}).SerializeToString()
+
+    def read(self, answer: bytes, samples: int) -> np.ndarray:
+        return np.frombuffer(self.answered.FromString(answer).prediction, np.float32).reshape(samples, -1)
+
+
+class Http:
+    """POST raw bytes."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @asynccontextmanager
+    async def connected(self, address: str) -> AsyncIterator[Call]:
+        headers = {"content-type": "application/json" if isinstance(self, Base64) else "application/octet-stream"}
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def call(message: object) -> bytes:
+                async with session.post(f"http://{address}{self.path}", data=message, headers=headers) as response:
+                    response.raise_for_status()
+                    return await response.read()
+
+            yield call
+
+    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+        return ids.tobytes()
+
+    def read(self, answer: bytes, samples: int) -> np.ndarray:
+        return np.frombuffer(answer, np.float32).reshape(samples, -1)
+
+
+class Base64(Http):
+    """JSON with the ids in base64."""
+
+    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+        return json.dumps({"ids": base64.b64encode(ids.tobytes()).decode()}).encode()
+
+
+class Redis:
+    """One MGET of a request's rows, pooled here: what a feature store does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.spec = json.loads((folder / "tables.json").read_text())
+
+    @asynccontextmanager
+    async def connected(self, address: str) -> AsyncIterator[Call]:
+        host, _, port = address.rpartition(":")
+        client = redis.asyncio.Redis(host=host, port=int(port), max_connections=256)
+
+        async def call(prepared: object) -> np.ndarray:
+            keys, bags, samples = prepared
+            return self.pool(await client.mget(keys), bags, samples)
+
+        yield call
+        await client.aclose()
+
+    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+        keys, bags, start = [], [], 0
+        for feature in self.spec["features"]:
+            table, width = feature["table"], feature["ids"]
+            asked = ids[:, start : start + width]
+            start += width
+            there = asked < self.spec["tables"][table]["rows"] - 1  # the last row is padding
+            keys += [b"%d:%d" % (table, id_) for id_ in asked[there].tolist()]
+            bags.append((self.spec["tables"][table]["dim"], there.sum(1)))
+        return keys, bags, len(ids)
+
+    def pool(self, rows: list[bytes], bags: list, samples: int) -> np.ndarray:
+        parts, start = [], 0
+        for dim, lengths in bags:
+            count = int(lengths.sum())
+            numbers = np.frombuffer(b"".join(rows[start : start + count]), np.float32).reshape(count, dim)
+            start += count
+            sums = np.zeros((samples, dim), np.float32)
+            asked = lengths > 0
+            if count:
+                firsts = (np.cumsum(lengths) - lengths)[asked]
+                sums[asked] = np.add.reduceat(numbers, firsts)
+            parts.append(sums)
+        return np.concatenate(parts, 1)
+
+    def read(self, answer: np.ndarray, samples: int) -> np.ndarray:
+        return answer
+
+
+def protocol(name: str, folder: Path) -> Grpc | Http | Redis:
+    """What a candidate speaks."""
+    return {
+        "kserve": Grpc,
+        "ours": Ours,
+        "nothing": Nothing,
+        "torchserve": TorchServe,
+        "mosec": lambda: Http("/inference"),
+        "litserve": lambda: Base64("/predict"),
+        "redis": lambda: Redis(folder),
+    }[name]()
+
+
+class Candidate:
+    """A server that is up, and what it is asked."""
+
+    def __init__(self, plan: dict, name: str, folder: Path) -> None:
+        self.name = name
+        self.protocol = protocol(plan["protocol"], folder)
+        self.address = plan["address"]
+        self.tolerance = plan["tolerance"]
+        self.requests: dict[int, list[object]] = {}
+
+    async def ready(self, call: Call, samples: int) -> bytes:
+        """Its first answer."""
+        end = time.monotonic() + READY_S
+        while True:
+            try:
+                return await call(self.requests[samples][0])
+            except Exception:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(0.25)
+
+    async def closed(self, call: Call, samples: int, clients: int, seconds: float) -> tuple[list[float], float]:
+        """Latencies of so many clients, each asking again when it was answered; and how long that took."""
+        latencies: list[float] = []
+        requests = self.requests[samples]
+        started = time.perf_counter()
+        turn = 0
+
+        async def one() -> None:
+            nonlocal turn
+            while (asked := time.perf_counter()) < started + seconds:
+                turn += 1
+                await call(requests[turn % len(requests)])
+                latencies.append(time.perf_counter() - asked)
+
+        await asyncio.gather(*(one() for _ in range(clients)))
+        return latencies, time.perf_counter() - started
+
+
+async def main(plan: dict) -> None:
+    folder = Path(plan["folder"])
+    requests = {samples: np.load(folder / f"requests_{samples}.npz") for samples in plan["samples"]}
+    up: list[tuple[Candidate, Call]] = []
+    stack = []
+    for name, each in plan["candidates"].items():
+        candidate = Candidate(each, name, folder)
+        for samples, arrays in requests.items():
+            ours = [arrays["ours"][start:end].tobytes() for start, end in pairwise(arrays["ends"])]
+            candidate.requests[samples] = [
+                candidate.protocol.prepare(ids, message) for ids, message in zip(arrays["ids"], ours, strict=True)
+            ]
+        context = candidate.protocol.connected(candidate.address)
+        call = await context.__aenter__()
+        try:
+            for samples, arrays in requests.items():
+                answer = candidate.protocol.read(await candidate.ready(call, samples), samples)
+                error = float(np.abs(answer - arrays["answer"]).max())
+                if candidate.tolerance is not None and not error <= candidate.tolerance:
+                    raise ValueError(f"answers are off by {error:.3g}, more than {candidate.tolerance:.3g}")
+        except Exception as error:  # whatever a peer does, the others are measured
+            print(json.dumps({"candidate": name, "absent": f"{type(error).__name__}: {error}"[:300]}), flush=True)
+            await context.__aexit__(None, None, None)
+            continue
+        stack.append(context)
+        up.append((candidate, call))
+    for samples, clients in plan["loads"]:
+        seen = {candidate.name: [] for candidate, _ in up}
+        for round_ in range(plan["rounds"] + 1):
+            for candidate, call in random.sample(up, len(up)):
+                seconds = plan["seconds"] if round_ else plan["warm_up_s"]
+                found = await candidate.closed(call, samples, clients, seconds)
+                if round_:
+                    seen[candidate.name].append(found)
+        for name, runs in seen.items():
+            latencies = np.concatenate([latencies for latencies, _ in runs])
+            rates = [len(latencies) / seconds for latencies, seconds in runs]
+            line = {
+                "candidate": name,
+                "samples": samples,
+                "clients": clients,
+                "answers_per_s": float(np.median(rates)),
+            }
+            line |= {f"p{percent}_s": float(np.percentile(latencies, percent)) for percent in (50, 99)}
+            print(json.dumps(line), flush=True)
+    for context in stack:
+        await context.__aexit__(None, None, None)
+
+
+asyncio.run(main(json.loads(Path(sys.argv[1]).read_text())))

@@ -1,0 +1,39 @@
+"""Put every row that a request asks for into Redis: `table:id` → FP32 row."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import redis
+
+
+def main(folder: Path, port: int) -> None:
+    client = redis.Redis(port=port)
+    end = time.monotonic() + 30
+    while True:
+        try:
+            client.ping()
+            break
+        except redis.ConnectionError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)
+    spec = json.loads((folder / "tables.json").read_text())
+    asked = [np.load(path)["ids"].reshape(-1, sum(each["ids"] for each in spec["features"]))
+             for path in folder.glob("requests_*.npz")]  # fmt: skip
+    ids = np.concatenate(asked)
+    start = 0
+    for feature in spec["features"]:
+        table = feature["table"]
+        columns = ids[:, start : start + feature["ids"]]
+        start += feature["ids"]
+        shape = spec["tables"][table]["rows"], spec["tables"][table]["dim"]
+        rows = np.memmap(folder / f"{table}.fp32", np.float32, mode="r", shape=shape)
+        wanted = np.unique(columns)
+        for part in np.array_split(wanted, max(1, wanted.size // 2000)):
+            client.mset({b"%d:%d" % (table, id_): rows[id_].tobytes() for id_ in part.tolist()})
+
+
+main(Path(sys.argv[1]), int(sys.argv[2]))
