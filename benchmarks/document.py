@@ -2,25 +2,44 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from matplotlib.figure import Figure
+
+from benchmarks.peers_served import PEERS
+from serving.plan import ShardingType
 
 TEMPLATE = "document.md.j2"
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parent.parent / "docs"
+WORKLOADS = {
+    "dlrm_1m": "DLRM-v2, rows capped at 1 M",
+    "dlrm_10m": "DLRM-v2, rows capped at 10 M",
+    "wide": "100 one-hot features of dim 16",
+    "movielens": "MovieLens",
+}
+CURVES = {"samples": "samples", "ids_a_bag": "ids in a bag", "tables": "tables", "rows": "rows"}
+LOADS = ((1, 1), (1, 32), (128, 1), (128, 8))
 
 
 def write(results: Path) -> Path:
-    """Write the page; its path."""
-    draft = PAGE.with_suffix(".new")
-    draft.write_text(render(json.loads(results.read_text())))
-    os.replace(draft, PAGE)
-    return PAGE
+    """Write the page and its picture; the page's path."""
+    run = json.loads(results.read_text())
+    _draw(run["results"], DOCS / "curves.png")
+    page = DOCS / "benchmarks.md"
+    draft = page.with_suffix(".new")
+    draft.write_text(render(run, results.resolve().name))
+    os.replace(draft, page)
+    return page
 
 
-def render(run: dict[str, Any]) -> str:
+def render(run: dict[str, Any], file: str) -> str:
     """The page.
+
+    Args:
+        run: a file of results, and its name.
 
     Raises:
         jinja2.UndefinedError: the run has no number of a name that the template asks for.
@@ -31,10 +50,58 @@ def render(run: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,
+        autoescape=False,  # Markdown
     )
     environment.filters |= {"ms": _ms, "rate": _rate, "ratio": _ratio, "bytes": _bytes}
-    return environment.get_template(TEMPLATE).render(run=run, got=run["results"], ratios=run["ratios"])
+    candidates = {"ours": "**ours**", "donothing": "a model that does nothing"}
+    return environment.get_template(TEMPLATE).render(
+        run=run,
+        file=file,
+        got=run["results"],
+        ratios=run["ratios"],
+        workloads=WORKLOADS,
+        candidates=candidates | {name: name.replace("_", " ") for name in PEERS},
+        ahead=list(_ahead(run["results"])),
+        curves=CURVES,
+        points={name: _points(run["results"], name) for name in CURVES},
+        kinds=[kind.value for kind in ShardingType],
+    )
+
+
+def _ahead(got: dict[str, float]) -> Iterator[str]:
+    """A line for each load of each workload on which others are ahead of ours."""
+    for name, title in WORKLOADS.items():
+        for samples, clients in LOADS:
+            key = "p50_s" if clients == 1 else "rps"
+            ours = got[f"{name}_ours_c{clients}_b{samples}_{key}"]
+            found = {peer: got.get(f"{name}_{peer}_c{clients}_b{samples}_{key}") for peer in PEERS}
+            better = {
+                peer: ours / value if clients == 1 else value / ours
+                for peer, value in found.items()
+                if value is not None and (value < ours if clients == 1 else value > ours)
+            }
+            if better:
+                what = "p50, 1 client" if clients == 1 else f"answers/s, {clients} clients"
+                who = ", ".join(f"{peer.replace('_', ' ')} by {by:.2f}" for peer, by in better.items())
+                yield f"{title}, B = {samples}, {what}: {who}"
+
+
+def _points(got: dict[str, float], curve: str) -> list[tuple[int, float]]:
+    prefix, suffix = f"curve_{curve}_", "_p50_s"
+    found = [key for key in got if key.startswith(prefix) and key.endswith(suffix)]
+    return sorted((int(key.removeprefix(prefix).removesuffix(suffix)), got[key]) for key in found)
+
+
+def _draw(got: dict[str, float], path: Path) -> None:
+    figure = Figure(figsize=(10, 2.8), layout="constrained")
+    for axes, (name, shown) in zip(figure.subplots(1, len(CURVES), sharey=True), CURVES.items(), strict=True):
+        values, seconds = zip(*_points(got, name), strict=True)
+        axes.loglog(values, [1e3 * each for each in seconds], marker="o", color="#0072B2")
+        axes.set_xlabel(shown)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("p50 in ms")
+    figure.savefig(path, dpi=130)
 
 
 def _ms(seconds: float) -> str:
