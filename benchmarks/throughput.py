@@ -31,7 +31,7 @@ CLIENTS = (1, 8, 32, 128)
 # Answered one request at a time.
 SINGLE = "single"
 REQUESTS = 64
-SECONDS = 2.0
+SECONDS = 1.5
 ROUNDS = 5
 # Requests a second, of one sample, at random moments.
 RATES = (250, 500, 1000)
