@@ -26,6 +26,7 @@ from benchmarks import (
 )
 from benchmarks.measure import Result, machine
 from benchmarks.workload import Workload
+from serving.atomic import replacing
 
 RESULTS = Path(__file__).parent / "results"
 Part = tuple[str, Callable[[Workload, Path], Iterable[Result]]]
@@ -92,9 +93,8 @@ def _write(results: list[Result]) -> Path:
     )
     path = RESULTS / f"{about['date'][:10]}-{cpu}.json"
     RESULTS.mkdir(exist_ok=True)
-    draft = path.with_suffix(".new")
-    draft.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(draft, path)
+    with replacing(path) as file:
+        file.write(json.dumps(report, indent=1).encode() + b"\n")
     link = RESULTS / "latest.new"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)

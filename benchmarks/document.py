@@ -1,7 +1,6 @@
 """docs/benchmarks.md from the results of a run: the numbers are the run's, the words are of document.md.j2."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import jinja2
 from matplotlib.figure import Figure
 
 from benchmarks.peers_served import PEERS
+from serving.atomic import replacing
 from serving.plan import ShardingType
 
 TEMPLATE = "document.md.j2"
@@ -29,9 +29,8 @@ def write(results: Path) -> Path:
     run = json.loads(results.read_text())
     _draw(run["results"], DOCS / "curves.png")
     page = DOCS / "benchmarks.md"
-    draft = page.with_suffix(".new")
-    draft.write_text(render(run, results.resolve().name))
-    os.replace(draft, page)
+    with replacing(page) as file:
+        file.write(render(run, results.resolve().name).encode())
     return page
 
 

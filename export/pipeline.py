@@ -26,7 +26,6 @@ from serving.bundle import (
     MANIFEST,
     MODEL,
     PROGRAM,
-    DefaultRow,
     Feature,
     Manifest,
     Table,
@@ -140,11 +139,8 @@ def describe(
         for table in trained
     )
     for table in tables:
-        if isinstance(policy := table.id_policy, DefaultRow) and not 0 <= policy.default_row < table.rows:
-            raise ConfigError(
-                f"table {table.name!r}: id policy default_row: expected a row in [0, {table.rows}), "
-                f"got {policy.default_row}"
-            )
+        if table.policy_error is not None:
+            raise ConfigError(f"table {table.name!r}: {table.policy_error}")
     features = tuple(Feature(name=name, table=table.name) for table in trained for name in table.features)
     return Manifest(
         format_version=FORMAT_VERSION,

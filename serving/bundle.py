@@ -117,6 +117,14 @@ class Table(Strict, frozen=True):
         """Bytes of one whole row."""
         return self.dtype.row_bytes(self.dim)
 
+    @property
+    def policy_error(self) -> str | None:
+        """What is wrong with the id policy; None where nothing is."""
+        policy = self.id_policy
+        if isinstance(policy, DefaultRow) and not 0 <= policy.default_row < self.rows:
+            return f"id policy default_row: expected a row in [0, {self.rows}), got {policy.default_row}"
+        return None
+
     def shard_bytes(self, shard: Shard) -> int:
         """Bytes of a shard of this table; every block of columns has a scale and a bias of its own."""
         return shard.height * self.dtype.row_bytes(shard.width)
@@ -319,9 +327,7 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
         expect(feature.table in tables, f"feature {feature.name!r}: no table {feature.table!r}")
     for table in manifest.tables:
         expect(table.rows > 0 and table.dim > 0, f"table {table.name!r}: expected rows and dim > 0")
-        if isinstance(policy := table.id_policy, DefaultRow):
-            inside = 0 <= policy.default_row < table.rows
-            expect(inside, f"table {table.name!r}: default_row {policy.default_row} is outside [0, {table.rows})")
+        expect(table.policy_error is None, f"table {table.name!r}: {table.policy_error}")
     for number, rank in enumerate(plan.ranks):
         expect(
             rank.device == DEVICE,

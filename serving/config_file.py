@@ -1,7 +1,5 @@
 """config.pbtxt of a served model, through Triton's own protobuf: read it, change it, write it."""
 
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from serving.atomic import replacing
 from serving.errors import ConfigurationError
 from serving.settings import ServingSettings, parsed
 
@@ -40,13 +39,8 @@ def write_config(model: Path, config: Any) -> None:
     """
     path = model / CONFIG
     try:
-        descriptor, draft = tempfile.mkstemp(dir=model, prefix=f".{CONFIG}.")
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text_format.MessageToString(config))
-            file.flush()
-            os.fchmod(file.fileno(), 0o644)
-            os.fsync(file.fileno())
-        os.replace(draft, path)
+        with replacing(path) as file:
+            file.write(text_format.MessageToString(config).encode())
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be written: {error.strerror}") from error
 

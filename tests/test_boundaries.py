@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXPORT_MAY_IMPORT = {
+    "serving.atomic",
     "serving.bundle",
     "serving.engine",
     "serving.errors",

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from export.__main__ import app as export_app
 from serving.bundle import open_bundle
+from serving.config_file import read_config, settings_of
 from serving.engine import Engine
 from serving.server import Server
 from tests import oracle
@@ -259,6 +260,10 @@ ranks = 4
 memory_per_rank = "1 GiB"
 types = "column_wise"
 min_partition = { item = 16 }
+
+[serving]
+instances = 2
+max_request_ids = 1000
 """
 
 
@@ -276,6 +281,8 @@ def test_a_file_says_it_all_and_options_count_after_it(tmp_path: Path) -> None:
     assert len(manifest.plan.ranks) == 2
     assert [kind.value for kind in manifest.plan.sharding.values()] == ["column_wise"] * 3 + ["row_wise"]
     assert {shard.width for shard in manifest.plan.shards_by_table["item"]} == {16}
+    served = settings_of(read_config(tmp_path / "r" / "m"))
+    assert (served.instances, served.max_request_ids) == (2, 1000)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +294,8 @@ def test_a_file_says_it_all_and_options_count_after_it(tmp_path: Path) -> None:
         ),
         pytest.param("dtype = ", "Invalid value (at end of document)", id="not TOML"),
         pytest.param('dtype = "int3"', "dtype: expected one of fp32", id="value"),
+        pytest.param("[serving]\ninstance = 2", "serving: unknown setting 'instance'", id="unknown setting"),
+        pytest.param("[serving]\ninstances = 0", "serving: instances: expected", id="setting"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_by_key(tmp_path: Path, text: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.filesize import decimal
 from export.compare.figures import draw
 from export.compare.study import Placement, Study
 from export.errors import ConfigError
+from serving.atomic import replacing
 
 PAGE = "report.html"
 NUMBERS = "study.json"
@@ -40,9 +40,8 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            draft = folder / f".{name}.new"
-            draft.write_bytes(content)
-            os.replace(draft, folder / name)
+            with replacing(folder / name) as file:
+                file.write(content)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
     return [folder / name for name in files]

@@ -11,7 +11,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
 from serving.client.answer import Answer, ModelInfo
-from serving.client.connection import DEFAULT_TIMEOUT_S, Connection, Metadata, Retries, Tls
+from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Metadata, Retries, Tls
 from serving.client.exchange import Call, Exchange, Steps
 from serving.encoding import Features
 from serving.errors import InvalidRequest, RequestCancelled, ServingError, from_status
@@ -81,7 +81,7 @@ class _Client:
         return from_status(error.code().name, f"{self._where}: {error.details()}")
 
 
-class LookupClient(_Client):
+class LookupClient(_Client, Closing):
     """A client of one model. Safe to use from several threads; keeps one channel."""
 
     def info(self) -> ModelInfo:
@@ -121,14 +121,6 @@ class LookupClient(_Client):
                 self._run(self._exchange.close(), self._deadline(None), None)
             self._closed = True
             self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _library(self) -> Any:
         return grpc

@@ -5,7 +5,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import grpc
 
@@ -56,6 +57,22 @@ class Tls:
         except OSError as error:
             raise InvalidRequest(f"tls: {error.filename} cannot be read: {error.strerror}") from error
         return grpc.ssl_channel_credentials(roots, key, chain)
+
+
+class Closing:
+    """Is closed where a `with` block ends."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

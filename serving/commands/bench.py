@@ -13,7 +13,7 @@ from rich.table import Table
 from serving.bundle import Bundle, open_bundle
 from serving.client import LookupClient, ModelInfo
 from serving.commands.terminal import DEFAULT_URL, UrlOption, err, fail, out, say
-from serving.errors import InvalidRequest, ServingError
+from serving.errors import BundleError, InvalidRequest, ServingError
 from serving.load.generator import Load, generate
 from serving.load.ids import Distribution, random_requests
 from serving.load.report import PERCENTILES, Report, refusal, summarize
@@ -79,6 +79,8 @@ def bench(
         opened = None if bundle is None else open_bundle(bundle)
         with LookupClient(url, model, 10) as client:
             info = client.info()
+        if opened is not None and opened.manifest.contract != info.contract:
+            raise BundleError(f"{bundle}: expected a version of the model that is served, {model!r}: features differ")
         pooling = _pooling_factors(pooling_factor or (), info)
         distribution = Distribution.parse(ids)
         asked = _requests(model, info, opened, replay, samples or _SAMPLES, distribution, pooling)

@@ -1,14 +1,15 @@
 """`tbe-serve configure`: how a model is served."""
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.table import Table
 
+from serving.atomic import replacing
 from serving.capture import WARM_UP, read_captured
 from serving.commands.terminal import fail, out
 from serving.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
@@ -46,22 +47,8 @@ def configure(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how a model is served, or change it; the server does so after `tbe-serve load`, or its next start."""
-    said: dict[str, Any] = {
-        name: value
-        for name, value in {
-            "instances": instances,
-            "merged_requests": merged_requests,
-            "queue_requests": queue_requests,
-            "queue_timeout_ms": queue_timeout_ms,
-            "max_request_ids": max_request_ids,
-            "max_request_samples": max_request_samples,
-            "max_call_ids": max_call_ids,
-            "max_call_samples": max_call_samples,
-            "capture_slow_ms": capture_slow_ms,
-            "capture_max_bytes": capture_max_bytes,
-        }.items()
-        if value is not None
-    }
+    given = locals()  # an option for each setting
+    said = {each.name: given[each.name] for each in fields(ServingSettings) if given[each.name] is not None}
     if capture is not None:
         said["capture"] = capture or None
     try:
@@ -104,9 +91,8 @@ def _set_warm_up(model: Path, source: str) -> None:
         return
     for _ in read_captured(Path(source)):
         pass
-    draft = target.with_suffix(".new")
-    shutil.copyfile(source, draft)
-    draft.replace(target)
+    with Path(source).open("rb") as captured, replacing(target) as file:
+        shutil.copyfileobj(captured, file)
 
 
 def _table(settings: ServingSettings, warms: bool) -> Table:

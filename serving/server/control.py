@@ -4,15 +4,14 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 """
 
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 from google.protobuf import json_format
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from serving.client.connection import Connection
+from serving.client.connection import Closing, Connection
 from serving.errors import from_status
 from serving.settings import INSTEAD_OF, RECOVERED
 
@@ -27,7 +26,7 @@ class VersionState:
     reason: str
 
 
-class Control:
+class Control(Closing):
     """Loads, unloads and asks; each call has the connection's deadline.
 
     Raises:
@@ -89,14 +88,6 @@ class Control:
     def close(self) -> None:
         """Close the channel."""
         self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def _where(self) -> str:

@@ -110,6 +110,20 @@ def test_in_the_clear_nothing_comes_of_it(secured: Server) -> None:
         client.lookup({"x": [[1]]})
 
 
+def test_a_server_that_asks_for_no_certificate_is_spoken_to_with_a_root_alone(pems: Path, one_model: Path) -> None:
+    options = (
+        "--grpc-use-ssl=true",
+        f"--grpc-server-cert={pems / 'server.pem'}",
+        f"--grpc-server-key={pems / 'server.key'}",
+    )
+    alone = Tls(root_certificates=pems / "root.pem", server_name="lookup.test")
+    with (
+        run_server(one_model, FREE, log=pems / "log", options=options) as server,
+        LookupClient(server.grpc, "m", 30, tls=alone) as client,
+    ):
+        assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
+
+
 # --- shared memory
 
 
@@ -137,6 +151,24 @@ def test_shared_memory_gives_the_same_answers(server: Server) -> None:
         for request in requests:
             client.lookup(request)
         assert len(regions() - before) == len(requests) - 1  # and they are used again
+    assert regions() == before
+
+
+def test_shared_memory_serves_many_lookups_of_one_event_loop(server: Server) -> None:
+    random = np.random.default_rng(2)
+    requests = [random_bags(random, MIXED, samples) for samples in range(1, 33)]
+    before = regions()
+
+    async def run() -> list[Answer]:
+        async with AsyncLookupClient(server.grpc, "mixed", 30, shared_memory=True) as client:
+            return await asyncio.gather(*(client.lookup(request) for request in requests))
+
+    answers = asyncio.run(run())
+    with LookupClient(server.grpc, "mixed", 30) as over_grpc:
+        for request, answer in zip(requests, answers, strict=True):
+            for name, rows in over_grpc.lookup(request).items():
+                np.testing.assert_array_equal(answer[name], rows)
+    del answer, answers
     assert regions() == before
 
 
