@@ -10,8 +10,9 @@ from rich import progress as bars
 from rich.console import Console
 
 from export.checkpoint import open_weights
+from export.compare.asked import STRATEGIES, Options, Tables
 from export.compare.page import findings, write_report
-from export.compare.run import STRATEGIES, Options, Tables, run_study
+from export.compare.run import run_study
 from export.compare.tables_file import read_tables
 from export.errors import ConfigError, ExportError
 from export.generated import generated_checkpoint

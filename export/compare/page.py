@@ -58,7 +58,7 @@ def findings(study: Study) -> Iterator[str]:
     for best in _best(study):
         if best.dtype != dtype:
             continue
-        gain = study.one_rank[dtype].latency_s / best.side_by_side_s
+        gain = best.latency_s / best.over_one_rank / best.side_by_side_s
         worth = f"{gain:.2f} times as fast as one rank" if gain > 1 else f"no faster than one rank ({gain:.2f} times)"
         yield (
             f"On {best.ranks} ranks, {best.strategy} is best: {_ms(best.latency_s)} ms in one process "
