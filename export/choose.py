@@ -7,7 +7,7 @@ from torch import Tensor
 
 from export.checkpoint import Checkpoint, blocks
 from export.errors import QuantizeError
-from export.quantize import check_dim, quantize
+from export.quantize import packs, quantize
 from export.tables import TrainedTable
 from serving.bundle import WeightDtype
 from serving.dequantize import Floats, dequantize
@@ -27,7 +27,7 @@ def smallest_dtype(
     Raises:
         QuantizeError: a row holds NaN or infinity.
     """
-    left = [dtype for dtype in WeightDtype if dtype is not WeightDtype.FP32 and _packs(table, dtype)]
+    left = [dtype for dtype in WeightDtype if dtype is not WeightDtype.FP32 and packs(table.dim, dtype)]
     for start, rows in blocks(table, weights):
         quantize(table.name, start, rows, WeightDtype.FP32)  # what FP32 cannot store, nothing can
         floats = rows.float().numpy()
@@ -36,14 +36,6 @@ def smallest_dtype(
         if not left:
             break
     return min(left, key=lambda dtype: dtype.row_bytes(table.dim), default=WeightDtype.FP32)
-
-
-def _packs(table: TrainedTable, dtype: WeightDtype) -> bool:
-    try:
-        check_dim(table.name, table.dim, dtype)
-    except QuantizeError:
-        return False
-    return True
 
 
 def _moves(table: TrainedTable, start: int, rows: Tensor, floats: Floats, dtype: WeightDtype) -> float:

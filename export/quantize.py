@@ -7,13 +7,18 @@ from export.errors import QuantizeError
 from serving.bundle import WeightDtype
 
 
+def packs(dim: int, dtype: WeightDtype) -> bool:
+    """Whether the codes of a row fill 16-bit words: FBGEMM's quantize op packs no others."""
+    return not (dtype.quantized and dim * dtype.bits % 16)
+
+
 def check_dim(table: str, dim: int, dtype: WeightDtype) -> None:
-    """Refuse a dim whose codes do not fill 16-bit words: FBGEMM's quantize op cannot pack it.
+    """Refuse a dim that does not pack as `dtype`.
 
     Raises:
         QuantizeError: naming the table and the multiple that its dim has to be of.
     """
-    if dtype.quantized and dim * dtype.bits % 16:
+    if not packs(dim, dtype):
         raise QuantizeError(
             f"table {table!r}: expected a dim that is a multiple of {16 // dtype.bits} for {dtype.value}, "
             f"got {dim}: store it as another dtype"

@@ -15,9 +15,8 @@ from export.compare.recommend import recommend
 from export.compare.study import DtypeReport, Placement, Recommendation, Study, TableStudy
 from export.compare.whole import Whole
 from export.config import ExportConfig
-from export.errors import QuantizeError
 from export.pipeline import describe
-from export.quantize import check_dim
+from export.quantize import packs
 from export.store import store_rows
 from export.tables import TrainedTable
 from serving.bundle import Agreement, WeightDtype
@@ -90,7 +89,7 @@ def _errors(tables: Tables) -> dict[str, list[DtypeReport]]:
     """Every dtype that can hold it, for each table; in the order of their bytes."""
     found: dict[str, list[DtypeReport]] = {table.name: [] for table in tables.trained}
     for dtype in sorted(WeightDtype, key=lambda each: each.bits):
-        packs = [table for table in tables.trained if _packs(table, dtype)]
+        packs = [table for table in tables.trained if packs(table.dim, dtype)]
         if not packs:
             continue
         agreements = _stored_errors(tables, packs, dtype)
@@ -116,14 +115,6 @@ def _stored_errors(tables: Tables, packs: Sequence[TrainedTable], dtype: WeightD
             name: error.tally.agreement
             for name, error, _ in store_rows(Path(folder), packs, manifest, tables.weights)
         }
-
-
-def _packs(table: TrainedTable, dtype: WeightDtype) -> bool:
-    try:
-        check_dim(table.name, table.dim, dtype)
-    except QuantizeError:
-        return False
-    return True
 
 
 @contextmanager

@@ -1,0 +1,31 @@
+"""`make fuzz`: a hundred thousand messages to a real server, and one line of figures."""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from serving.server import Ports, run_server
+from tests.fuzz.run import fuzz
+from tests.fuzz.served import publish
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--count", type=int, default=100_000)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--messages", action="store_true", help="print what the server said, and how often")
+arguments = parser.parse_args()
+with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
+    model = publish(Path(folder) / "repository")
+    free = Ports(grpc=0, http=0, metrics=0)
+    with run_server(Path(folder) / "repository", free, log=Path(folder) / "log") as server:
+        outcome = fuzz(server.grpc, psutil.Process(server.process.pid), model, arguments.count, arguments.seed)
+for line in outcome.wrong:
+    print(line, file=sys.stderr)
+if arguments.messages:
+    for status, said in outcome.said.items():
+        for text, times in said.most_common(12):
+            print(f"{times:8,}  {status}  {text!r}")
+print(outcome.line())
+sys.exit(bool(outcome.wrong))

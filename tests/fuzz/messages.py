@@ -1,0 +1,272 @@
+"""Messages made by rule: a good request, and one to three things done to it."""
+
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from tests.fuzz.contract import Model
+
+Random = np.random.Generator
+Request = "pb.ModelInferRequest"
+
+HUGE = (2**31 - 1, 2**31, 2**32, 2**40, 2**61 + 1, 2**62, 2**63 - 1)
+IDS = (-1, -(2**31), -(2**63), 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1)
+LENGTHS = (-1, -(2**31), 2**31 - 1, 2**30, 1 << 20)
+WORDS = ("", ",", "x", "values", "embeddings", "nobody", "x,x", "x" * 10_000, "\0", "ü", "../../etc", "x, y", "x,")
+BAD_UTF8 = b"\xff\xfe\xc0"
+# Replaced by bytes that are no UTF-8 after serializing, as long.
+_MARK = "\x01@\x01"
+
+
+def good(model: Model, random: Random) -> bytes:
+    """A request that keeps to the contract, over some features in some order."""
+    return _good(model, random).SerializeToString()
+
+
+def bad(model: Model, random: Random) -> bytes:
+    """A request that most often does not."""
+    request = _good(model, random)
+    for _ in range(random.integers(1, 4)):
+        MUTATIONS[random.integers(len(MUTATIONS))](request, model, random)
+    message = request.SerializeToString().replace(_MARK.encode(), BAD_UTF8)
+    if random.random() < 0.1:
+        message = _of_bytes(message, random)
+    return message
+
+
+def is_known_to_hang(message: bytes) -> bool:
+    """Triton never answers a request whose first dimension is 0 on every input."""
+    try:
+        request = pb.ModelInferRequest.FromString(message)
+    except Exception:
+        return False
+    return any(each.shape and each.shape[0] == 0 for each in request.inputs)
+
+
+def is_known_to_kill(message: bytes) -> bool:
+    """Triton 2.51 multiplies a shape's sizes without a look at overflow: what wraps around passes its check."""
+    try:
+        request = pb.ModelInferRequest.FromString(message)
+    except Exception:
+        return False
+    for tensor in request.inputs:
+        size = 8
+        for each in tensor.shape:
+            size *= each
+        if abs(size) >= 2**63:
+            return True
+    return False
+
+
+def _good(model: Model, random: Random) -> "pb.ModelInferRequest":
+    names = list(model.features)
+    asked = [names[n] for n in random.permutation(len(names))[: random.integers(1, len(names) + 1)]]
+    samples = int(random.choice((0, 1, 2, 17)))
+    lengths = random.integers(0, 5, (len(asked), samples)).astype(np.int32)
+    ids = [
+        random.integers(0, len(model.features[name].numbers), bags.sum())
+        for name, bags in zip(asked, lengths, strict=True)
+    ]
+    request = pb.ModelInferRequest(model_name=model.name)
+    _add(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
+    _add(request, "lengths", "INT32", lengths.ravel())
+    if asked != names or random.random() < 0.5:
+        request.parameters["features"].string_param = ",".join(asked)
+    return request
+
+
+def _add(request: "pb.ModelInferRequest", name: str, datatype: str, array: "np.ndarray") -> None:  # type: ignore[type-arg]
+    request.inputs.add(name=name, datatype=datatype, shape=[1, array.size])
+    request.raw_input_contents.append(array.tobytes())
+
+
+def _which(request: "pb.ModelInferRequest", random: Random) -> int | None:
+    there = min(len(request.inputs), len(request.raw_input_contents))
+    return int(random.integers(there)) if there else None
+
+
+def _pick(random: Random, values: Sequence[object]) -> object:
+    return values[random.integers(len(values))]
+
+
+def _shape(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    """Ranks, zeros, negative and huge sizes."""
+    if (at := _which(request, random)) is not None:
+        size = request.inputs[at].shape[-1] if request.inputs[at].shape else 1
+        shapes: tuple[tuple[int, ...], ...] = (
+            (), (size,), (1, 1, size), (size, 1), (1, size, 1), (2, size), (1, size + 1), (1, size - 1), (-1, size),
+            (1, -1), (-1, -size), (1, 0), *((1, huge) for huge in HUGE), *((huge, huge) for huge in HUGE), (1,) * 100,
+        )  # fmt: skip
+        del request.inputs[at].shape[:]
+        request.inputs[at].shape.extend(shapes[random.integers(len(shapes))])
+
+
+def _datatype(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    kinds = ("", "INT32", "INT64", "FP32", "FP16", "BYTES", "BOOL", "UINT64", "int64", "INT64 ", "INT65", _MARK)
+    if (at := _which(request, random)) is not None:
+        request.inputs[at].datatype = str(_pick(random, kinds))
+
+
+def _raw(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    """Contents that are truncated, longer, empty, missing or more."""
+    if (at := _which(request, random)) is None:
+        return
+    raw = request.raw_input_contents[at]
+    what = random.integers(6)
+    if what == 0:
+        request.raw_input_contents[at] = raw[: random.integers(len(raw) + 1)]
+    elif what == 1:
+        request.raw_input_contents[at] = raw + random.bytes(int(random.integers(1, 64)))
+    elif what == 2:
+        request.raw_input_contents[at] = b""
+    elif what == 3:
+        del request.raw_input_contents[at]
+    elif what == 4:
+        request.raw_input_contents.append(raw)
+    else:
+        request.raw_input_contents[at] = random.bytes(len(raw))
+
+
+def _numbers(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
+    """Ids and lengths at every boundary."""
+    if (at := _which(request, random)) is None:
+        return
+    raw, is_ids = request.raw_input_contents[at], request.inputs[at].name == "values"
+    kind, size = ("<q", 8) if is_ids else ("<i", 4)
+    if len(raw) >= size:
+        rows = [len(feature.numbers) for feature in model.features.values()]
+        edges = [*IDS, *rows, *(each - 1 for each in rows), 0] if is_ids else [*LENGTHS, 0, 1]
+        start = int(random.integers(len(raw) // size)) * size
+        number = struct.pack(kind, edges[random.integers(len(edges))])
+        request.raw_input_contents[at] = raw[:start] + number + raw[start + size :]
+
+
+def _typed(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    """Numbers in typed fields, beside the raw ones or instead."""
+    if (at := _which(request, random)) is not None:
+        field = str(_pick(random, ("int64_contents", "int_contents", "fp32_contents", "bool_contents")))
+        getattr(request.inputs[at].contents, field).extend([1, 0, 1])
+        if random.random() < 0.5:
+            del request.raw_input_contents[:]
+
+
+def _inputs(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    """Inputs that are missing, twice, swapped, or called otherwise."""
+    if (at := _which(request, random)) is None:
+        return
+    what = random.integers(5)
+    if what == 0:
+        del request.inputs[at]
+        del request.raw_input_contents[at]
+    elif what == 1:
+        request.inputs.add().CopyFrom(request.inputs[at])
+        request.raw_input_contents.append(request.raw_input_contents[at])
+    elif what == 2:
+        request.inputs[at].name = str(_pick(random, (*WORDS, _MARK)))
+    elif what == 3:
+        raw = list(request.raw_input_contents)[::-1]
+        del request.raw_input_contents[:]
+        request.raw_input_contents.extend(raw)
+    else:
+        _add(request, "weights", "FP32", np.ones(request.inputs[0].shape[-1:] or 1, np.float32)[:1000].ravel())
+
+
+def _features(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
+    words = (*WORDS, _MARK, ",".join(model.features) + ",", ",".join([*model.features] * 2000))
+    parameter = request.parameters["features"]
+    what = random.integers(5)
+    if what < 3:
+        parameter.string_param = str(_pick(random, words))
+    elif what == 3:
+        parameter.int64_param = int(random.integers(-(2**62), 2**62))
+    else:
+        parameter.bool_param = True
+
+
+def _parameters(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    """What Triton gives a meaning to, with absurd values."""
+    names = (
+        "sequence_id", "sequence_start", "priority", "timeout", "binary_data_size", "shared_memory_region",
+        "shared_memory_byte_size", "shared_memory_offset", "triton_enable_empty_final_response", "traceparent",
+        "classification", "triton_", "", "x" * 1000,
+    )  # fmt: skip
+    holders = [request.parameters]
+    if (at := _which(request, random)) is not None:
+        holders.append(request.inputs[at].parameters)
+    parameter = holders[random.integers(len(holders))][str(_pick(random, names))]
+    what = random.integers(3)
+    if what == 0:
+        parameter.int64_param = int(_pick(random, (-1, 0, 1, 2**62, -(2**63))))  # type: ignore[call-overload]
+    elif what == 1:
+        parameter.string_param = str(_pick(random, (*WORDS, _MARK)))
+    else:
+        parameter.bool_param = bool(random.integers(2))
+
+
+def _outputs(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    for _each in range(random.integers(1, 4)):
+        output = request.outputs.add(name=str(_pick(random, ("embeddings", *WORDS))))
+        if random.random() < 0.5:
+            name = str(_pick(random, ("classification", "shared_memory_region", "shared_memory_byte_size", "binary")))
+            if random.random() < 0.5:
+                output.parameters[name].int64_param = int(_pick(random, (-1, 0, 1, 2**62)))  # type: ignore[call-overload]
+            else:
+                output.parameters[name].string_param = str(_pick(random, WORDS))
+
+
+def _model(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    if random.random() < 0.5:
+        request.model_name = str(_pick(random, (*WORDS, "m/1", "m\0", _MARK)))
+    else:
+        request.model_version = str(
+            _pick(random, ("0", "-1", "2", "1.0", "99999999999999999999", "one", " 1", _MARK))
+        )
+
+
+def _id(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    request.id = str(_pick(random, (*WORDS, "i" * 100_000, _MARK)))
+
+
+def _gigantic(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    """More ids, or more samples, than anyone may ask for."""
+    del request.inputs[:]
+    del request.raw_input_contents[:]
+    count = int(random.choice((100_000, 1_000_000)))
+    if random.random() < 0.5:
+        _add(request, "values", "INT64", np.zeros(count, np.int64))
+        _add(request, "lengths", "INT32", np.array([count], np.int32))
+    else:
+        _add(request, "values", "INT64", np.zeros(0, np.int64))
+        _add(request, "lengths", "INT32", np.zeros(count, np.int32))
+
+
+def _empty(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+    name = request.model_name
+    request.Clear()
+    if random.random() < 0.8:
+        request.model_name = name
+
+
+MUTATIONS: tuple[Callable[["pb.ModelInferRequest", Model, Random], None], ...] = (
+    *(_shape, _raw, _numbers, _numbers, _features, _parameters, _inputs) * 3,
+    *(_datatype, _typed, _outputs, _model, _id) * 2,
+    _gigantic,
+    _empty,
+)
+
+
+def _of_bytes(message: bytes, random: Random) -> bytes:
+    """Below protobuf: cut off, flipped, repeated, or nothing but noise."""
+    what = random.integers(4)
+    if what == 0:
+        return message[: random.integers(len(message) + 1)]
+    if what == 1 and message:
+        flipped = bytearray(message)
+        for _ in range(random.integers(1, 9)):
+            flipped[random.integers(len(flipped))] ^= 1 << random.integers(8)
+        return bytes(flipped)
+    if what == 2:
+        return message + message[: random.integers(len(message) + 1)]
+    return random.bytes(int(random.integers(0, 2000)))
