@@ -60,3 +60,8 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     log = tmp_path_factory.mktemp("server") / "tritonserver.log"
     with run_server(repository, Ports(grpc=0, http=0, metrics=0), log=log) as running:
         yield running
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first: on two processes the others then fill the time beside it."""
+    items.sort(key=lambda item: item.path.name != "test_sharding.py")

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from serving.server import Ports, run_server
+from tests.fuzz.killer import recovery_s
 from tests.fuzz.run import fuzz
 from tests.fuzz.served import publish
 
@@ -21,11 +22,12 @@ with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
     free = Ports(grpc=0, http=0, metrics=0)
     with run_server(Path(folder) / "repository", free, log=Path(folder) / "log") as server:
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), model, arguments.count, arguments.seed)
+        recovered_s = recovery_s(server, model)
 for line in outcome.wrong:
     print(line, file=sys.stderr)
 if arguments.messages:
     for status, said in outcome.said.items():
         for text, times in said.most_common(12):
             print(f"{times:8,}  {status}  {text!r}")
-print(outcome.line())
+print(f"{outcome.line()}; after the message that kills a model it served again in {recovered_s:.1f} s")
 sys.exit(bool(outcome.wrong))

@@ -14,7 +14,7 @@ MOST_IDS, MOST_SAMPLES = 50_000, 5_000
 def publish(repository: Path) -> Model:
     """Export it into `repository`, its rows as they are (FP32)."""
     module = collection(MIXED)
-    policies = {"item": IdPolicy.ZERO, "word": DefaultRow(default_row=3)}
+    policies: dict[str, IdPolicy | DefaultRow] = {"item": IdPolicy.ZERO, "word": DefaultRow(default_row=3)}
     config = ExportConfig(
         dtype={"*": WeightDtype.FP32},
         id_policy=policies,
