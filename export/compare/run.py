@@ -89,11 +89,11 @@ def _errors(tables: Tables) -> dict[str, list[DtypeReport]]:
     """Every dtype that can hold it, for each table; in the order of their bytes."""
     found: dict[str, list[DtypeReport]] = {table.name: [] for table in tables.trained}
     for dtype in sorted(WeightDtype, key=lambda each: each.bits):
-        packs = [table for table in tables.trained if packs(table.dim, dtype)]
-        if not packs:
+        held = [table for table in tables.trained if packs(table.dim, dtype)]
+        if not held:
             continue
-        agreements = _stored_errors(tables, packs, dtype)
-        for table in packs:
+        agreements = _stored_errors(tables, held, dtype)
+        for table in held:
             agreement = agreements[table.name]
             found[table.name].append(
                 DtypeReport(
@@ -107,13 +107,12 @@ def _errors(tables: Tables) -> dict[str, list[DtypeReport]]:
     return found
 
 
-def _stored_errors(tables: Tables, packs: Sequence[TrainedTable], dtype: WeightDtype) -> dict[str, Agreement]:
+def _stored_errors(tables: Tables, held: Sequence[TrainedTable], dtype: WeightDtype) -> dict[str, Agreement]:
     config = ExportConfig(dtype={"*": dtype})
-    manifest = describe(packs, config, lambda: tables.weights)
+    manifest = describe(held, config, lambda: tables.weights)
     with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder:
         return {
-            name: error.tally.agreement
-            for name, error, _ in store_rows(Path(folder), packs, manifest, tables.weights)
+            name: error.tally.agreement for name, error, _ in store_rows(Path(folder), held, manifest, tables.weights)
         }
 
 
