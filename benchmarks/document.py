@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure
 
-from benchmarks.peers_served import PEERS
+from benchmarks.peers_served import LOADS, PEERS
 from serving.atomic import replacing
 from serving.plan import ShardingType
 
@@ -21,7 +21,6 @@ WORKLOADS = {
     "movielens": "MovieLens",
 }
 CURVES = {"samples": "samples", "ids_a_bag": "ids in a bag", "tables": "tables", "rows": "rows"}
-LOADS = ((1, 1), (1, 32), (128, 1), (128, 8))
 
 
 def write(results: Path) -> Path:

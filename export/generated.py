@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -36,11 +37,16 @@ class GeneratedTable:
 
 def generated_checkpoint(tables: Sequence[TrainedTable]) -> Checkpoint:
     """Normal floats for `tables`, the same ones every time."""
-    pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.05)
     return Checkpoint(
         "generated",
         {
-            table.key: GeneratedTable((table.rows, table.dim), pool, seed=1_000_003 * number)
+            table.key: GeneratedTable((table.rows, table.dim), _pool(), seed=1_000_003 * number)
             for number, table in enumerate(tables)
         },
     )
+
+
+@cache
+def _pool() -> Tensor:
+    """The same for every checkpoint."""
+    return torch.randn(_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.05)

@@ -35,13 +35,13 @@ class Tables:
 class Options:
     """How it is compared: every strategy on every number of ranks in every dtype, for `seconds` each."""
 
-    strategies: Sequence[str] = STRATEGIES
-    ranks: Sequence[int] = (2, 4)
-    ranks_per_host: int | None = None
-    memory_bytes: int | None = None
-    dtypes: Sequence[WeightDtype] = (WeightDtype.INT8, WeightDtype.INT4)
-    batch_size: int = 128
-    seconds: float = 1.0
+    strategies: Sequence[str]
+    ranks: Sequence[int]
+    ranks_per_host: int | None
+    memory_bytes: int | None
+    dtypes: Sequence[WeightDtype]
+    batch_size: int
+    seconds: float
 
     def __post_init__(self) -> None:
         for strategy in self.strategies:

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, PercentFormatter
-from rich.filesize import decimal
 
 from export.compare.study import Placement, Study
+from export.shown import size
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), less the black of lines and text.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -29,7 +29,6 @@ class Picture:
     """A figure, what it is called on disk, and what it says to those who cannot see it."""
 
     name: str
-    title: str
     alt: str
     figure: Figure
 
@@ -51,28 +50,23 @@ def draw(study: Study) -> Iterator[Picture]:
     if placed:
         yield Picture(
             "latency",
-            "Latency by strategy",
             f"Bars of the median latency of {study.batch_size} samples for each strategy and number of ranks: in one "
             "process, and with ranks side by side. The table under it has the numbers.",
             _latency(study, placed),
         )
     if most:
-        ranks = study.recommended_ranks
         yield Picture(
             "memory",
-            f"Memory of each of {ranks} ranks",
             "For each strategy, bars of the bytes that each rank holds, stacked by table.",
             _panels(most, _memory_of(most), "rank"),
         )
         yield Picture(
             "traffic",
-            f"Traffic between {ranks} ranks",
             f"For each strategy, a matrix of the bytes that ranks send one another for {study.batch_size} samples.",
             _panels(most, _traffic_of(most), "to rank"),
         )
     yield Picture(
         "errors",
-        "Error against bytes",
         "For each table, 1 − cosine of float and stored rows over the stored share of FP32 bytes, a point a dtype.",
         _errors(study),
     )
@@ -149,8 +143,8 @@ def _memory_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]
     """Paints the bytes of each rank, the largest tables by name and the rest in grey."""
     totals: dict[str, int] = {}
     for rank in placed[0].rank_bytes:
-        for table, size in rank.items():
-            totals[table] = totals.get(table, 0) + size
+        for table, held in rank.items():
+            totals[table] = totals.get(table, 0) + held
     for each in placed[1:]:
         for rank in each.rank_bytes:
             for table in rank:
@@ -203,7 +197,7 @@ def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None
 
 
 def _short(size_bytes: int) -> str:
-    return decimal(size_bytes).replace(" bytes", " B").replace(" byte", " B").replace(" ", "\n")
+    return size(size_bytes).replace(" ", "\n")
 
 
 def _errors(study: Study) -> Figure:

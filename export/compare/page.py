@@ -9,11 +9,11 @@ from pathlib import Path
 import jinja2
 import msgspec
 from markupsafe import Markup
-from rich.filesize import decimal
 
 from export.compare.figures import draw
 from export.compare.study import Placement, Study
 from export.errors import ConfigError
+from export.shown import size
 from serving.atomic import replacing
 
 PAGE = "report.html"
@@ -52,7 +52,7 @@ def findings(study: Study) -> Iterator[str]:
     for dtype, one in study.one_rank.items():
         yield (
             f"Whole on one rank, {dtype} answers {study.batch_size} samples in {_ms(one.latency_s)} ms and holds "
-            f"{_bytes(one.largest_rank_bytes)}."
+            f"{size(one.largest_rank_bytes)}."
         )
     dtype = next(iter(study.one_rank))
     for best in _best(study):
@@ -63,8 +63,8 @@ def findings(study: Study) -> Iterator[str]:
         yield (
             f"On {best.ranks} ranks, {best.strategy} is best: {_ms(best.latency_s)} ms in one process "
             f"({_ratio(best.over_one_rank)} times one rank's), {_ms(best.side_by_side_s)} ms side by side before the "
-            f"network, {worth}; the fullest rank holds {_bytes(best.largest_rank_bytes)}, a batch moves "
-            f"{_bytes(best.traffic_bytes)}."
+            f"network, {worth}; the fullest rank holds {size(best.largest_rank_bytes)}, a batch moves "
+            f"{size(best.traffic_bytes)}."
         )
     if not any(each.over_one_rank < 1 for each in study.placements if each.error is None):
         yield "In one process no way of cutting is faster than one rank: cut only what does not fit."
@@ -84,7 +84,7 @@ def _page(study: Study, pictures: dict[str, dict[str, str]], encoded: str) -> st
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.ChainableUndefined
     )
-    environment.filters |= {"ms": _ms, "bytes": _bytes, "ratio": _ratio, "count": _count, "error": _error}
+    environment.filters |= {"ms": _ms, "bytes": size, "ratio": _ratio, "count": _count, "error": _error}
     best = _best(study)
     return environment.get_template("page.html").render(
         study=study,
@@ -101,10 +101,6 @@ def _page(study: Study, pictures: dict[str, dict[str, str]], encoded: str) -> st
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g}"
-
-
-def _bytes(size: int) -> str:
-    return decimal(size).replace("bytes", "B").replace("byte", "B")
 
 
 def _ratio(number: float) -> str:
