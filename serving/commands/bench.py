@@ -75,7 +75,10 @@ def bench(
     Exits with 1 where nothing was answered, an answer was wrong, or this generator was the bottleneck.
     """
     try:
-        _check_positive(seconds=seconds, repeats=repeats, processes=processes, timeout_s=timeout_s)
+        _check_positive(seconds=[seconds], repeats=[repeats], processes=[processes], timeout_s=[timeout_s])
+        _check_positive(samples=samples or (), clients=clients or (), rate=rate or ())
+        if not 0 <= check <= 1:
+            raise InvalidRequest(f"check: expected a share in [0, 1], got {check}")
         opened = None if bundle is None else open_bundle(bundle)
         with LookupClient(url, model, 10) as client:
             info = client.info()
@@ -121,10 +124,10 @@ def bench(
     raise typer.Exit(len(reports) < len(found) or not all(report.answers for report in reports))
 
 
-def _check_positive(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not number > 0:
-            raise InvalidRequest(f"{name}: expected > 0, got {number}")
+def _check_positive(**numbers: Sequence[float]) -> None:
+    for name, given in numbers.items():
+        if not all(number > 0 for number in given):
+            raise InvalidRequest(f"{name}: expected > 0, got {min(given)}")
 
 
 def _requests(

@@ -48,6 +48,10 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
             (("--bundle", str(right), "--pooling-factor", "-1"), "expected [FEATURE=]X"),
             (("--bundle", str(right), "--ids", "normal"), "expected uniform or zipf:EXPONENT"),
             (("--bundle", str(right), "--repeats", "0"), "repeats: expected > 0"),
+            (("--bundle", str(right), "--clients", "0"), "clients: expected > 0"),
+            (("--bundle", str(right), "--rate", "-3"), "rate: expected > 0"),
+            (("--bundle", str(right), "--samples", "0"), "samples: expected > 0"),
+            (("--bundle", str(right), "--check", "2"), "check: expected a share in [0, 1]"),
             (("--bundle", str(tmp_path)), "is " + str(tmp_path)),
         ):
             done = tbe_serve(*bench, *arguments)
