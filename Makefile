@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz bench bench-quick pins clean
+.PHONY: help setup demo test lint fuzz bench bench-quick audit pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -24,7 +24,7 @@ demo: $(STAMP) ## Train on MovieLens, export, serve, look up, and show what happ
 	@$(BIN)/python -m examples.movielens.demo
 
 test: lint ## Everything: ruff, mypy --strict, unit, integration and end-to-end tests
-	@requirements/browser.sh
+	@requirements/test-tools.sh
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP) ## ruff and mypy --strict
@@ -42,6 +42,9 @@ bench: $(STAMP) ## Measure, beside limits and other servers, in one run; writes 
 bench-quick: $(STAMP) ## The same in four minutes: fewer workloads, nothing written
 	@requirements/bench.sh
 	@$(BIN)/python -m benchmarks --quick
+
+audit: ## Known vulnerabilities of the pinned packages; asks PyPI
+	@requirements/audit.sh
 
 pins: ## Resolve requirements/*.in anew into requirements/*.txt
 	@PYTHON=$(PYTHON) requirements/pin.sh

@@ -22,7 +22,8 @@ from export.sharding import Sharding
 from export.tables import collect_tables
 from export.verify import as_json, verify_bundle
 from serving.bundle import MANIFEST, open_bundle
-from serving.errors import BundleError
+from serving.errors import BundleError, ServingError
+from serving.signature import TrustedKeys
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,13 +50,25 @@ def model(
     config: Config,
     checkpoint: CheckpointOption = None,
     version: Annotated[int | None, typer.Option(help="The version's number; else the next free one.")] = None,
+    signing_key: Annotated[
+        Path | None, typer.Option(help="PEM file with the Ed25519 private key that signs the bundle.")
+    ] = None,
 ) -> None:
     """Quantize, shard, compile and check the tables of a trained model, then publish them as a bundle."""
     try:
         settings = config()
         module = build_module(model, meta=checkpoint is not None)
         with _progress_bar() as show:
-            path = export_model(module, repository, name, settings, version, checkpoint=checkpoint, progress=show)
+            path = export_model(
+                module,
+                repository,
+                name,
+                settings,
+                version,
+                checkpoint=checkpoint,
+                signing_key=signing_key,
+                progress=show,
+            )
     except ExportError as error:
         _err.print("Nothing was published.")
         _fail(error)
@@ -131,6 +144,9 @@ def verify(
         str | None, typer.Option(help="package.module:function of the model, to compare with its float rows.")
     ] = None,
     checkpoint: CheckpointOption = None,
+    trusted_keys: Annotated[
+        Path | None, typer.Option(help="PEM file with Ed25519 public keys, one of which must have signed it.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read every byte of a bundle and check what it answers, at every step; exits with 1 if anything differs."""
@@ -142,8 +158,10 @@ def verify(
             module = build_module(model, meta=checkpoint is not None)
             trained = collect_tables(module)
             weights = open_weights(module, trained, checkpoint)
-        verification = verify_bundle(bundle, trained, weights)
-    except (BundleError, ExportError) as error:
+        verification = verify_bundle(
+            bundle, trained, weights, None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+        )
+    except (ServingError, ExportError) as error:
         _fail(error)
     if json_:
         print(as_json(verification))
@@ -193,7 +211,7 @@ def _progress_bar() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _fail(error: ExportError | BundleError | str) -> NoReturn:
+def _fail(error: ExportError | ServingError | str) -> NoReturn:
     _err.print(f"tbe-export: {error}", markup=False, soft_wrap=True)
     raise typer.Exit(1)
 

@@ -148,7 +148,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 def _open_safetensors_set(index: Path) -> dict[str, InSafetensors]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected an index of safetensors files: {error!r}") from error
     return {key: table for name in sorted(names) for key, table in _open_safetensors(index.parent / name).items()}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from export.checkpoint import Checkpoint, WeightSource, open_weights
@@ -30,10 +31,12 @@ from serving.bundle import (
     Manifest,
     Table,
     WeightDtype,
-    digest_file,
     write_manifest,
 )
+from serving.digests import digest_file
+from serving.errors import ConfigurationError
 from serving.pins import installed
+from serving.signature import read_signing_key, sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ def export_model(
     version: int | None = None,
     *,
     checkpoint: WeightSource = None,
+    signing_key: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
     """Quantize, compile and check the embedding tables of `module`, then publish them as a bundle.
@@ -65,6 +69,8 @@ def export_model(
         version: the version's number; the next free one where None.
         checkpoint: where the weights are: a file, a folder, or a Checkpoint of tables that you read yourself; in
             `module` itself where None.
+        signing_key: a PEM file with the Ed25519 private key that signs the bundle (`serving.signature`); it is not
+            signed where None.
         progress: called as rows are stored.
 
     Returns:
@@ -72,6 +78,7 @@ def export_model(
 
     Raises:
         ModelError: the module's tables cannot be served.
+        ConfigError: a setting, or the signing key, cannot be used.
         CheckpointError: the checkpoint does not hold them.
         QuantizeError: a row does not fit its dtype.
         PlanError: the tables do not fit the ranks.
@@ -81,6 +88,7 @@ def export_model(
     Whatever is raised, nothing was published and no earlier version was touched.
     """
     config = config or ExportConfig()
+    key = None if signing_key is None else _signing_key(signing_key)
     trained = collect_tables(module)
     weights = open_weights(module, trained, checkpoint)
     for table in trained:
@@ -92,6 +100,8 @@ def export_model(
         progress(Progress("parity", *[_float_bytes(*trained)] * 2))
         with new.syncing():
             _check_parity(new.path, manifest, program, errors, config)
+            if key is not None:
+                sign(new.path / MANIFEST, key)
         return new.publish()
 
 
@@ -216,6 +226,13 @@ def _check_parity(
     limits = {table.name: config.max_error_of(table.name) for table in manifest.tables}
     parity = check_parity(manifest, errors, limits, answer_probe(directory, manifest, program))
     write_manifest(directory, msgspec.structs.replace(manifest, parity=parity))
+
+
+def _signing_key(path: Path) -> Ed25519PrivateKey:
+    try:
+        return read_signing_key(path)
+    except ConfigurationError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _float_bytes(*tables: TrainedTable) -> int:

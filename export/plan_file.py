@@ -14,6 +14,7 @@ import msgspec
 
 from export.errors import ConfigError
 from serving.plan import Block, Shard, ShardingType
+from serving.strict import UNREADABLE
 
 
 class _Rank(msgspec.Struct):
@@ -46,7 +47,7 @@ def read_plan(path: Path) -> tuple[list[int], dict[str, ShardingType], dict[str,
         plan = msgspec.json.decode(path.read_bytes(), type=_PlanFile)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path}: {error}") from error
     if not plan.ranks:
         raise ConfigError(f"{path}: ranks: expected at least one")

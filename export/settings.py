@@ -35,6 +35,7 @@ from export.sharding import Sharding
 from serving.bundle import DefaultRow, IdPolicy, OutputDtype, WeightDtype
 from serving.errors import ConfigurationError
 from serving.settings import ServingSettings
+from serving.strict import UNREADABLE
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
@@ -84,7 +85,7 @@ def read_settings(path: Path) -> Settings:
         return msgspec.convert(tomllib.loads(path.read_text()), Settings)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, *UNREADABLE) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 

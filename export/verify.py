@@ -15,6 +15,7 @@ from export.tables import TrainedTable
 from serving.bundle import Agreement, Bundle, Parity, open_bundle, verify_digests
 from serving.engine import load_program
 from serving.reference import read_rows
+from serving.signature import TrustedKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,10 @@ class Verification:
 
 
 def verify_bundle(
-    path: Path, trained: tuple[TrainedTable, ...] | None = None, weights: Checkpoint | None = None
+    path: Path,
+    trained: tuple[TrainedTable, ...] | None = None,
+    weights: Checkpoint | None = None,
+    trusted: TrustedKeys | None = None,
 ) -> Verification:
     """Read every byte of a bundle, and answer a probe by numpy, uncompiled, compiled and in a fresh process.
 
@@ -36,14 +40,15 @@ def verify_bundle(
         path: the bundle.
         trained: the tables that it was exported from; with `weights`, every row is compared with its float one.
         weights: of `trained`.
+        trusted: one of these keys must have signed it; anybody may have made it where None.
 
     Raises:
-        BundleError: a file differs from its digest, or the bundle cannot be opened.
+        BundleError: none of the keys signed it, a file differs from its digest, or the bundle cannot be opened.
         ModelError: the bundle holds other tables than `trained`.
         CheckpointError: `weights` does not hold them.
         ParityError: a fresh process cannot answer from it.
     """
-    bundle = open_bundle(path)
+    bundle = open_bundle(path, trusted)
     verify_digests(bundle)
     manifest = bundle.manifest
     quantized = {parity.table: parity.quantized for parity in manifest.parity}

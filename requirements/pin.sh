@@ -27,3 +27,4 @@ resolve cpu "The whole CPU environment"
 resolve serve "What deploy/Dockerfile installs" --constraint cpu.txt
 resolve bench "The servers that \`make bench\` compares ours with"
 resolve bench-mlserver "MLServer, for \`make bench\`"
+resolve audit "What \`make audit\` runs"

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends, and leaves nothing when it fails.
 
     Raises:
@@ -18,7 +18,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)
+            os.fchmod(descriptor, mode)
             yield file
             file.flush()
             os.fsync(descriptor)

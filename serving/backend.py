@@ -14,12 +14,14 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from serving.answering import Answerer, Outcome
+from serving.bundle import open_bundle, verify_digests
 from serving.capture import Recorder
 from serving.engine import Engine
 from serving.errors import InvalidRequest, Reason, ServingError
 from serving.kjt import Array, Tensors
 from serving.metrics import LookupMetrics, Publisher, triton_families
 from serving.settings import RECOVERED, ServingSettings, parsed
+from serving.signature import TrustedKeys
 from serving.warm_up import warm_up
 
 
@@ -48,17 +50,22 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     model = Path(args["model_repository"])
     config = json.loads(args["model_config"])["parameters"]
     parameters = {key: value["string_value"] for key, value in config.items()}
-    engine = Engine.open(model / args["model_version"])
     settings = ServingSettings(**parsed(parameters))
+    # The model serves when all its instances do: what one does for all is done by this.
+    is_first = args["model_instance_name"].endswith("_0")
+    bundle = open_bundle(model / args["model_version"], TrustedKeys.of_environment())
+    if settings.verify_weights and is_first:
+        verify_digests(bundle)
+    engine = Engine(bundle)
     warm_up(engine, model)
-    manifest = engine.bundle.manifest
+    manifest = bundle.manifest
     metrics = LookupMetrics(
         triton_families(pb_utils),
         {"model": args["model_name"], "version": args["model_version"]},
         [table.name for table in manifest.tables],
         manifest.exported_at,
     )
-    if RECOVERED in parameters and args["model_instance_name"].endswith("_0"):  # once, whatever its instances
+    if RECOVERED in parameters and is_first:
         metrics.recovered()
     recorder = Recorder.of(settings, args["model_name"], metrics.captured)
     answerer = Answerer(engine, settings.limits, metrics, recorder, pb_utils.Logger.log_error)

@@ -6,6 +6,7 @@ A bundle is one Triton model version::
     manifest.json        the types below, as JSON
     program.pt           TorchScript; holds no weights
     weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
+    manifest.sig         who published it, if that was to be known: serving/signature.py
 
 A row is `dim` FP32 or FP16 numbers, or, for the INT types, FBGEMM's fused row: FP16 scale, FP16 bias, then
 `dim` codes, the lower bits first (https://github.com/pytorch/FBGEMM, QuantUtils). value = code × scale + bias.
@@ -22,9 +23,11 @@ from pathlib import Path
 
 import msgspec
 
+from serving.digests import FileDigest, check_digest, check_size, read_file
 from serving.errors import BundleError
 from serving.plan import Plan, Shard, tiling_error
-from serving.strict import Strict
+from serving.signature import TrustedKeys
+from serving.strict import UNREADABLE, Strict
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
@@ -156,13 +159,6 @@ class Parity(Strict, frozen=True):
     reloaded: Agreement
 
 
-class FileDigest(Strict, frozen=True):
-    """Size and SHA-256 of a file of the bundle."""
-
-    size_bytes: int
-    sha256: str
-
-
 class Manifest(Strict, frozen=True):
     """What a bundle holds. `features` is the default order of a request and of its answer.
 
@@ -221,22 +217,26 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     (directory / MANIFEST).write_bytes(text + b"\n")
 
 
-def open_bundle(path: Path) -> Bundle:
+def open_bundle(path: Path, trusted: TrustedKeys | None = None) -> Bundle:
     """Read the manifest of the bundle at `path` and check all that costs no read of the weights.
 
     Every file must be there with its size; the digests of all files but the weights must agree. The time
     taken does not depend on the size of the tables; `verify_digests` reads them too.
 
+    Args:
+        path: the bundle.
+        trusted: one of these keys must have signed the manifest; anybody may have made it where None.
+
     Raises:
         BundleError: naming the file or key that is missing, unknown, inconsistent or too new.
     """
-    manifest = _read_manifest(path / MANIFEST)
+    manifest = _read_manifest(path / MANIFEST, trusted)
     _check_consistency(path, manifest)
     weights = {rank.weights for rank in manifest.plan.ranks}
     for name, digest in manifest.files.items():
-        _check_size(path / name, digest.size_bytes)
+        check_size(path / name, digest)
         if name not in weights:
-            _check_digest(path / name, digest.sha256)
+            check_digest(path / name, digest)
     return Bundle(path, manifest)
 
 
@@ -278,25 +278,17 @@ def verify_digests(bundle: Bundle) -> None:
         BundleError: naming the first file that differs.
     """
     for name, digest in bundle.manifest.files.items():
-        _check_digest(bundle.path / name, digest.sha256)
-
-
-def digest_file(path: Path) -> FileDigest:
-    """Size and SHA-256 of the file at `path`."""
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileDigest(size_bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
+        check_digest(bundle.path / name, digest)
 
 
 class _Header(msgspec.Struct):
     format_version: int
 
 
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{path}: cannot be read: {error.strerror}: is {path.parent} a bundle?") from error
+def _read_manifest(path: Path, trusted: TrustedKeys | None) -> Manifest:
+    text = read_file(path)
+    if trusted is not None:
+        trusted.check(path, text)
     try:
         # The version first: a newer manifest may have keys that this code does not know.
         found = msgspec.json.decode(text, type=_Header).format_version
@@ -306,7 +298,7 @@ def _read_manifest(path: Path) -> Manifest:
                 "serve it with the tbe-serving that exported it, or export it again"
             )
         return msgspec.json.decode(text, type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except UNREADABLE as error:
         raise BundleError(f"{path}: {error}") from error
 
 
@@ -355,21 +347,3 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
                 shard.offset_bytes >= 0 and end <= size,
                 f"table {name!r}: bytes [{shard.offset_bytes}, {end}) are outside a file of {size} bytes",
             )
-
-
-def _check_size(path: Path, expected: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise BundleError(f"{path}: cannot be read: {error.strerror}: publish the bundle again") from error
-    if found != expected:
-        raise BundleError(f"{path}: expected {expected} bytes, got {found}: publish the bundle again")
-
-
-def _check_digest(path: Path, expected: str) -> None:
-    found = digest_file(path).sha256
-    if found != expected:
-        raise BundleError(
-            f"{path}: expected SHA-256 {expected[:12]}…, got {found[:12]}…: the file changed after export; "
-            "publish the bundle again"
-        )

@@ -14,6 +14,7 @@ import numpy as np
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.kjt import Tensors
 from serving.settings import ServingSettings
+from serving.strict import UNREADABLE
 
 # Requests to answer before a model is ready, beside its config.pbtxt; `tbe-serve configure --warm-up` puts it there.
 WARM_UP = "warm_up.jsonl"
@@ -133,5 +134,5 @@ def read_captured(path: Path) -> Iterator[CapturedRequest]:
     for number, line in enumerate(lines, start=1):
         try:
             yield decoder.decode(line)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise InvalidRequest(f"{path}: line {number}: expected a captured request: {error}") from error

@@ -27,7 +27,7 @@ def read_config(model: Path) -> Any:
         raise ConfigurationError(
             f"{path}: cannot be read: {error.strerror}: expected a model that tbe-export made, REPOSITORY/NAME"
         ) from error
-    except text_format.ParseError as error:
+    except (text_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
 
 

@@ -1,5 +1,6 @@
 """A loaded bundle that answers lookups in this process, no server needed."""
 
+import io
 import mmap
 import os
 import warnings
@@ -12,6 +13,7 @@ import torch
 
 from serving import kjt
 from serving.bundle import PROGRAM, Bundle, hold, open_bundle
+from serving.digests import read_checked
 from serving.encoding import Features, decode, encode
 from serving.errors import BundleError, InvalidRequest
 from serving.kjt import Batch, Embeddings, Tensors
@@ -21,7 +23,7 @@ from serving.schema import Schema
 
 
 class Engine:
-    """The program of a bundle over its memory-mapped weights.
+    """The program of an opened bundle over its memory-mapped weights.
 
     Engines on one bundle, in any number of processes, share one copy of the weights: the page cache's. Not
     for use by several threads at once.
@@ -31,9 +33,9 @@ class Engine:
         schema: what requests are checked against.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.bundle = bundle = open_bundle(path)
-        weakref.finalize(self, os.close, hold(path))
+    def __init__(self, bundle: Bundle) -> None:
+        self.bundle = bundle
+        weakref.finalize(self, os.close, hold(bundle.path))
         self.schema = Schema.of(bundle.manifest)
         self._dims = dict(zip(self.schema.every.names, self.schema.every.dims.tolist(), strict=True))
         names = zip(self.schema.every.names, self.schema.every.weighted, strict=True)
@@ -41,19 +43,21 @@ class Engine:
         program = load_program(bundle)
         program.weights_host = map_weights(bundle.path, bundle.manifest.plan)
         # Constants folded in, and past the hooks of nn.Module.__call__, which cost a third of a small lookup.
-        self._lookup = torch.jit.freeze(program.eval()).forward
+        with torchscript():
+            self._lookup = torch.jit.freeze(program.eval()).forward
 
     @classmethod
     def open(cls, path: Path | str) -> "Engine":
         """Load the bundle at `path`, in a time that does not depend on the size of its tables.
 
-        `tbe-export prune` leaves it alone while the engine lives.
+        Their bytes are not read before they are looked up: `serving.bundle.verify_digests` compares them with their
+        digests. `tbe-export prune` leaves the bundle alone while the engine lives.
 
         Raises:
             BundleError: as `serving.bundle.open_bundle`, or it cannot be mapped.
             EnvironmentMismatch: torch and FBGEMM do not work together.
         """
-        return cls(Path(path))
+        return cls(open_bundle(Path(path)))
 
     def lookup(self, features: Features) -> dict[str, Embeddings]:
         """Pooled embeddings {feature: [B, dim]} of the features given, in the order given.
@@ -105,13 +109,15 @@ def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
 
     Raises:
         EnvironmentMismatch: torch and FBGEMM do not work together.
-        BundleError: torch cannot load it, or it was compiled for another manifest.
+        BundleError: it changed after export, torch cannot load it, or it was compiled for another manifest.
     """
     load_fbgemm()
     path = bundle.path / PROGRAM
+    # TorchScript is code: what is loaded is what was compared, whatever becomes of the file meanwhile.
+    code = io.BytesIO(read_checked(path, bundle.manifest.files[PROGRAM]))
     try:
         with torchscript():
-            program: torch.jit.ScriptModule = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call]
+            program: torch.jit.ScriptModule = torch.jit.load(code, map_location="cpu")  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
     if program.layout != bundle.manifest.layout:

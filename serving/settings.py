@@ -21,6 +21,8 @@ class ServingSettings:
         max_request_ids, max_request_samples: larger requests are refused as invalid.
         max_call_ids, max_call_samples: what is more together is answered by several TBE calls.
         version: the version that is served; the newest where None.
+        verify_weights: compare the weights with their digests before a version serves, in a time that grows with them
+            (about a second for each GB). Without it a byte that changed after export is served.
         capture: the folder that takes `<model>.jsonl`, refused requests for replay (ids only, never weights or
             embeddings); an absolute path that the server may write to. None keeps nothing.
         capture_slow_ms: keep requests too whose TBE call took longer than this.
@@ -36,6 +38,7 @@ class ServingSettings:
     max_call_ids: int = 1 << 20
     max_call_samples: int = 16 << 10
     version: int | None = None
+    verify_weights: bool = True
     capture: str | None = None
     capture_slow_ms: float | None = None
     capture_max_bytes: int = 64 << 20
@@ -60,8 +63,9 @@ class ServingSettings:
     @property
     def parameters(self) -> dict[str, str]:
         """What Triton's config has no field for, as the strings of its `parameters`."""
-        said = {name: getattr(self, name) for name in _PARAMETERS}
-        return {name: str(value) for name, value in said.items() if value is not None}
+        said = {name: getattr(self, name) for name in PARAMETERS}
+        texts = {name: str(value) for name, value in said.items() if value is not None}
+        return texts | {"verify_weights": str(self.verify_weights).lower()}
 
 
 # What `tbe-serve` adds to a served model's parameters, and config.pbtxt never has:
@@ -71,22 +75,29 @@ RECOVERED = "recovered"
 INSTEAD_OF = "instead_of_version"
 
 _LIMITS = ("max_request_ids", "max_request_samples", "max_call_ids", "max_call_samples")
-_PARAMETERS = dict.fromkeys((*_LIMITS, "capture_max_bytes"), int) | {"capture": str, "capture_slow_ms": float}
+# Settings that Triton's config has no field for, and what they are.
+PARAMETERS = dict.fromkeys((*_LIMITS, "capture_max_bytes"), int) | {
+    "verify_weights": bool,
+    "capture": str,
+    "capture_slow_ms": float,
+}
+_FLAGS = {"true": True, "false": False}
 
 
 def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of ServingSettings that config.pbtxt has as `parameters`, as far as they are there.
 
     Raises:
-        ConfigurationError: a value is not a number where one is expected.
+        ConfigurationError: a value is not a number, or true or false, where one is expected.
     """
     said: dict[str, Any] = {}
-    for name, kind in _PARAMETERS.items():
-        if name in parameters:
+    for name, kind in PARAMETERS.items():
+        if (text := parameters.get(name)) is not None:
             try:
-                said[name] = kind(parameters[name])
-            except ValueError as error:
-                raise ConfigurationError(f"{name}: expected a number, got {parameters[name]!r}") from error
+                said[name] = _FLAGS[text] if kind is bool else kind(text)
+            except (ValueError, KeyError) as error:
+                expected = "true or false" if kind is bool else "a number"
+                raise ConfigurationError(f"{name}: expected {expected}, got {text!r}") from error
     return said
 
 

@@ -52,6 +52,11 @@ def collection(specs: Sequence[Spec] = MIXED, *, weighted: bool = False, seed: i
     return ebc
 
 
+def summed() -> EmbeddingBagCollection:
+    """For `--model`."""
+    return collection(SUM)
+
+
 def float_tables(module: nn.Module) -> dict[str, npt.NDArray[np.float32]]:
     return {
         key.split(".")[-2]: tensor.numpy() for key, tensor in module.state_dict().items() if key.endswith(".weight")

@@ -177,7 +177,7 @@ def test_answers_and_requests_over_grpc_s_own_limit_pass(lookup: Lookup, address
 def test_a_deadline_is_always_set(lookup: Lookup, fake: Fake, address: str) -> None:
     lookup(address, timeout_s=1)
     (_, _, remaining), *_ = fake.calls
-    assert 0 < remaining <= 1
+    assert 0 < remaining < 2  # gRPC rounds it up
 
 
 def test_a_deadline_covers_all_tries(lookup: Lookup, fake: Fake, address: str) -> None:

@@ -17,6 +17,7 @@ import msgspec
 from export.errors import ConfigError
 from export.tables import TrainedTable
 from serving.bundle import Pooling
+from serving.strict import UNREADABLE
 
 
 class TableLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +46,7 @@ def read_tables(path: Path) -> tuple[tuple[TrainedTable, ...], Mapping[str, floa
         lines = msgspec.convert(tomllib.loads(path.read_text()), TablesFile).tables
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, *UNREADABLE) as error:
         raise ConfigError(f"{path}: {error}") from error
     if not lines:
         raise ConfigError(f"{path}: expected a table such as [tables.item], found none")

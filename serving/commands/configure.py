@@ -36,6 +36,13 @@ def configure(
     max_call_ids: Annotated[int | None, typer.Option(help="Most ids of a TBE call; more take several.")] = None,
     max_call_samples: Annotated[int | None, typer.Option(help="Most samples of a TBE call.")] = None,
     version: Annotated[str | None, typer.Option(help=f"The version to serve, or '{NEWEST}' (default).")] = None,
+    verify_weights: Annotated[
+        bool | None,
+        typer.Option(
+            "--verify-weights/--no-verify-weights",
+            help="Compare the weights with their digests before they serve: a second or so for each GB.",
+        ),
+    ] = None,
     capture: Annotated[
         str | None, typer.Option(help="Folder that takes refused requests for replay (ids alone); '' for none.")
     ] = None,
@@ -99,6 +106,6 @@ def _table(settings: ServingSettings, warms: bool) -> Table:
     table = Table.grid(padding=(0, 2))
     shown = asdict(settings) | {"version": settings.version or NEWEST, "warm_up": "yes" if warms else "no"}
     for name, value in shown.items():
-        text = f"{value:,}" if isinstance(value, int) else "none" if value is None else str(value)
+        text = "none" if value is None else f"{value:,}" if type(value) is int else str(value)
         table.add_row(name.replace("_", "-"), text)
     return table

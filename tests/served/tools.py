@@ -18,8 +18,9 @@ import numpy.typing as npt
 import psutil
 import tritonclient.grpc as triton
 
-from serving.bundle import MANIFEST, MODEL, digest_file
+from serving.bundle import MANIFEST, MODEL
 from serving.client import LookupClient
+from serving.digests import digest_file
 from serving.errors import ServingError
 from serving.metrics import Publisher
 from serving.server import Ports, Server
