@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
-from serving.server import Ports, Server, run_server
+from serving.server import Access, Ports, Server, run_server
 from tests.answering_here import answer
 from tests.models import MIXED, SUM, collection
 from tests.served.tools import add_gate
@@ -56,9 +56,10 @@ def mixed(repository: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A tritonserver on `repository`."""
+    """A tritonserver on `repository`, open to shared memory."""
     log = tmp_path_factory.mktemp("server") / "tritonserver.log"
-    with run_server(repository, Ports(grpc=0, http=0, metrics=0), log=log) as running:
+    access = Access(allow=("shared-memory",))
+    with run_server(repository, Ports(grpc=0, http=0, metrics=0), access=access, log=log) as running:
         yield running
 
 

@@ -1,5 +1,6 @@
 """What is deployed: manifests that Kubernetes takes, a Dockerfile without known faults, and the same words as ours."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -62,8 +64,53 @@ def test_it_runs_as_nobody_in_particular_and_writes_nowhere_it_should_not() -> N
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
     assert mounts["/repository"]["readOnly"] is True
+    assert mounts["/tls"]["readOnly"] is True
     assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_others_reach_lookups_over_tls_and_metrics_and_it_calls_nobody() -> None:
+    policy = of_kind("NetworkPolicy")["spec"]
+    assert policy["podSelector"] == of_kind("Deployment")["spec"]["selector"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["egress"] == []
+    assert [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]] == [["grpc"], ["metrics"]]
+    assert all(rule["from"] for rule in policy["ingress"])
+    exposed = [port["port"] for port in of_kind("Service")["spec"]["ports"]]
+    assert exposed == [8001, 8002]
+
+
+def arguments_of_kubernetes() -> list[str]:
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    found: list[str] = container["args"]
+    return found
+
+
+def arguments_of_the_image() -> list[str]:
+    (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("CMD ")]
+    found: list[str] = json.loads(line.removeprefix("CMD "))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments", [arguments_of_kubernetes(), arguments_of_the_image()], ids=["kubernetes", "image"]
+)
+def test_it_is_started_with_options_that_exist_and_asks_for_its_certificate(arguments: list[str]) -> None:
+    """Here there is none: that is what it has to fail for, once its options were understood."""
+    result = CliRunner().invoke(app, ["run", "/repository", *arguments])
+    assert result.exit_code == 1, result.output
+    assert "TLS: expected a certificate and its key in PEM, in /tls/tls.crt, /tls/tls.key" in result.output
+
+
+def test_what_probes_are_told_by_the_environment_are_options() -> None:
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    known = {param.envvar for param in typer.main.get_command(app).commands["health"].params}  # type: ignore[attr-defined]
+    assert {variable["name"] for variable in container["env"]} <= known
+    assert container["env"]
 
 
 @pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])

@@ -138,7 +138,9 @@ def _register(region: Region) -> Steps[None]:
         yield Call("SystemSharedMemoryRegister", request)
     except ServingError as error:
         raise from_status(
-            error.code, f"{error}: shared memory needs a server on this host that allows it: make the client without"
+            error.code,
+            f"{error}: shared memory needs a server on this host that allows it (tbe-serve run --allow "
+            "shared-memory): make the client without",
         ) from None
     region.registered = True
 

@@ -1,13 +1,15 @@
 """`tbe-serve load`: switch a running server to another version."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from serving.client.connection import Connection
-from serving.commands.terminal import DEFAULT_URL, UrlOption, fail, out
+from serving.commands.terminal import fail, out
 from serving.errors import ServingError
-from serving.server.control import Control
+from serving.server import LOOPBACK, Control, Ports
+from serving.server.run_file import find_run_file
+from serving.server.trust import check_trusted
 
 
 def load(
@@ -15,23 +17,28 @@ def load(
     version: Annotated[
         int | None, typer.Option(help="The version to serve; else the one config.pbtxt says: the newest.")
     ] = None,
-    url: UrlOption = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="The server's HTTP address.")] = f"{LOOPBACK}:{Ports().http}",
     timeout_s: Annotated[float, typer.Option(help="How long the version may take to load, in seconds.")] = 120.0,
 ) -> None:
     """Serve the newest version of a model, or the one given, without losing a request.
 
     The version that serves now goes on until the other is ready; if that cannot be loaded, it stays.
     To serve an older version after a restart too: `tbe-serve configure --version`.
+
+    On the server's own machine, by the user that runs it: `tbe-serve run` keeps the key to this for that user.
     """
+    run = find_run_file(url)
+    control = Control(http=url, key=None if run is None else run.key, timeout_s=timeout_s)
     try:
-        with Control(Connection(addresses=[url], timeout_s=timeout_s)) as control:
-            before = control.ready(model)
-            try:
-                after = control.load(model, version)
-            except ServingError:
-                now = control.ready(model)
-                out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")
-                raise
+        before = control.ready(model)
+        try:
+            if run is not None and run.trusted_keys is not None:
+                check_trusted(Path(run.repository) / model, Path(run.trusted_keys), version)
+            after = control.load(model, version)
+        except ServingError:
+            now = control.ready(model)
+            out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")
+            raise
     except ServingError as error:
         fail(error)
     out.print(f"{model}: version {_listed(before)} → {_listed(after)}")

@@ -8,7 +8,18 @@ import typer
 from rich.table import Table
 
 from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient
-from serving.commands.terminal import DEFAULT_URL, UrlOption, fail, out, say
+from serving.commands.terminal import (
+    DEFAULT_URL,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
+    TlsServerNameOption,
+    UrlOption,
+    fail,
+    out,
+    say,
+    tls_of,
+)
 from serving.encoding import Features
 from serving.errors import InvalidRequest, ServingError
 
@@ -21,6 +32,10 @@ def lookup(
     url: UrlOption = DEFAULT_URL,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = DEFAULT_TIMEOUT_S,
     as_table: Annotated[bool, typer.Option("--table", help="Print a table instead of JSON lines.")] = False,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    tls_server_name: TlsServerNameOption = None,
 ) -> None:
     """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
 
@@ -28,8 +43,9 @@ def lookup(
     A line that cannot be answered is reported, the others are answered, and the exit code is 1.
     """
     refused = False
+    tls = tls_of(tls_ca, tls_cert, tls_key, tls_server_name)
     try:
-        with LookupClient(url, model, timeout_s) as client:
+        with LookupClient(url, model, timeout_s, tls=tls) as client:
             for number, line in enumerate(file, start=1):
                 try:
                     answer = client.lookup(_request(line))
@@ -46,7 +62,7 @@ def lookup(
 def _request(line: str) -> Features:
     try:
         request: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InvalidRequest(f"expected JSON: {error}") from error
     if not isinstance(request, dict):
         raise InvalidRequest(f'expected {{"feature": [[id, ...], ...], ...}}, got {line.strip()[:40]!r}')

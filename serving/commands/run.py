@@ -11,9 +11,9 @@ import typer
 from rich.table import Table
 
 from serving.commands.terminal import fail, out, say
-from serving.errors import ServingError
-from serving.server.process import LOOPBACK, Ports, Server, run_server
-from serving.server.supervisor import Supervisor
+from serving.errors import ServerFailed, ServingError
+from serving.server import LOOPBACK, Access, Ports, Server, ServerTls, Supervisor, run_server
+from serving.server.access import CLOSED
 
 
 def run(
@@ -21,10 +21,28 @@ def run(
     triton_options: Annotated[
         list[str] | None, typer.Argument(metavar="[-- TRITON_OPTIONS]", help="Passed on to tritonserver.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = LOOPBACK,
+    host: Annotated[
+        str, typer.Option(help="Address of gRPC and metrics; HTTP stays on this machine unless --insecure.")
+    ] = LOOPBACK,
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = Ports().grpc,
     http_port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = Ports().http,
     metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 takes a free one.")] = Ports().metrics,
+    tls_cert: Annotated[Path | None, typer.Option(help="The server's certificate for gRPC, in PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM, without a password.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Ask clients for certificates signed by this, in PEM.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen beyond this machine in the clear: something else protects it.")
+    ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PROTOCOL", help=f"Leave open what else needs a key: {', '.join(CLOSED)}."),
+    ] = None,
+    trusted_keys: Annotated[
+        Path | None,
+        typer.Option(help="PEM file with Ed25519 public keys: serve only what `tbe-export --signing-key` signed."),
+    ] = None,
     recover: Annotated[
         bool, typer.Option(help="Load a model anew when its process died; else stop, and exit with 1.")
     ] = True,
@@ -45,7 +63,16 @@ def run(
         signal.signal(number, pass_on)
     ports = Ports(grpc=grpc_port, http=http_port, metrics=metrics_port)
     try:
-        with run_server(repository, ports, host=host, options=triton_options or ()) as server:
+        access = Access(
+            host=host,
+            tls=_tls(tls_cert, tls_key, tls_client_ca),
+            insecure=insecure,
+            allow=tuple(allow or ()),
+            trusted_keys=trusted_keys,
+        )
+        with run_server(repository, ports, access=access, options=triton_options or ()) as server:
+            for warning in server.warnings:
+                say(warning)
             supervisor = Supervisor(server, recover, say)
             print(_as_json(server)) if as_json else out.print(_as_text(server))
             sys.stdout.flush()
@@ -55,6 +82,14 @@ def run(
     if code:
         say(f"tritonserver exited with {code}")
     raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+def _tls(certificate: Path | None, key: Path | None, client_root: Path | None) -> ServerTls | None:
+    if certificate is None and key is None and client_root is None:
+        return None
+    if certificate is None or key is None:
+        raise ServerFailed("TLS: expected --tls-cert and --tls-key together")
+    return ServerTls(certificate=certificate, private_key=key, client_root=client_root)
 
 
 def _as_json(server: Server) -> str:

@@ -22,7 +22,7 @@ from tritonclient.grpc import service_pb2
 
 from serving.bundle import Bundle
 from serving.client import Retries
-from serving.client.connection import Connection
+from serving.client.connection import Connection, Tls
 from serving.errors import from_status
 from serving.load.requests import Prepared
 from serving.reference import pool
@@ -98,6 +98,7 @@ def generate(
     timeout_s: float,
     bundle: Bundle | None = None,
     processes: int = 1,
+    tls: Tls | None = None,
 ) -> list[Run]:
     """Put `load` on the server at `url`; one Run for each repeat.
 
@@ -105,11 +106,13 @@ def generate(
         timeout_s: deadline of each request.
         bundle: what answers are checked against; they are not where it is None.
         processes: share the load; at most as many as there are clients.
+        tls: certificates; in the clear where None.
     """
+    connection = Connection(addresses=[url], timeout_s=timeout_s, retries=Retries(attempts=1), tls=tls)
     shares = _shares(load, processes)
     if len(shares) == 1:
-        return _generate(url, requests, timeout_s, bundle, 0.0, load)
-    start = partial(_generate, url, requests, timeout_s, bundle, time.time() + _HEAD_START_S)
+        return _generate(connection, requests, bundle, 0.0, load)
+    start = partial(_generate, connection, requests, bundle, time.time() + _HEAD_START_S)
     with ProcessPoolExecutor(len(shares), get_context("spawn")) as pool:
         seen = list(pool.map(start, shares))
     for others in seen[1:]:
@@ -126,19 +129,18 @@ def _shares(load: Load, processes: int) -> list[Load]:
 
 
 def _generate(
-    url: str, requests: Sequence[Prepared], timeout_s: float, bundle: Bundle | None, at: float, load: Load
+    connection: Connection, requests: Sequence[Prepared], bundle: Bundle | None, at: float, load: Load
 ) -> list[Run]:
     time.sleep(max(0.0, at - time.time()))
-    return asyncio.run(_Generator(url, requests, load, timeout_s, bundle).runs())
+    return asyncio.run(_Generator(connection, requests, load, bundle).runs())
 
 
 class _Generator:
     def __init__(
-        self, url: str, requests: Sequence[Prepared], load: Load, timeout_s: float, bundle: Bundle | None
+        self, connection: Connection, requests: Sequence[Prepared], load: Load, bundle: Bundle | None
     ) -> None:
-        self._url = url
+        self._connection = connection
         self._load = load
-        self._timeout_s = timeout_s
         self._bundle = bundle
         self._random = np.random.default_rng(load.seed)
         shuffled = [requests[index] for index in self._random.permutation(len(requests))]
@@ -147,8 +149,7 @@ class _Generator:
         self._answers = 0
 
     async def runs(self) -> list[Run]:
-        connection = Connection(addresses=[self._url], retries=Retries(attempts=1))
-        async with connection.channel(grpc.aio) as channel:
+        async with self._connection.channel(grpc.aio) as channel:
             # No serializers: bytes go out and bytes come in.
             self._call = channel.unary_unary(_METHOD)
             if self._load.warm_up_s:
@@ -197,7 +198,7 @@ class _Generator:
     async def _ask(self, run: Run, kept: list[tuple[Prepared, bytes]], request: Prepared, due: float) -> None:
         run.late_s.append(time.perf_counter() - due)
         try:
-            answer: Any = await self._call(request.message, timeout=self._timeout_s)
+            answer: Any = await self._call(request.message, timeout=self._connection.timeout_s)
         except grpc.aio.AioRpcError as error:
             run.errors[type(from_status(error.code().name, "")).__name__] += 1
             return

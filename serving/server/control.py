@@ -1,19 +1,23 @@
-"""Which versions a server serves: Triton's model repository API, over gRPC.
+"""Which versions a server serves: Triton's model repository API, over HTTP on its own machine.
 
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
 """
 
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
-import grpc
-from google.protobuf import json_format
-from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
-
-from serving.client.connection import Closing, Connection
-from serving.errors import from_status
+from serving.errors import AccessDenied, DeadlineExceeded, ModelNotFound, ServerFault, ServerUnavailable, ServingError
+from serving.server.access import KEY_HEADER
 from serving.settings import INSTEAD_OF, RECOVERED
+
+# The server is on this machine: no proxy that the environment names knows it.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFound, 503: ServerUnavailable}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +30,35 @@ class VersionState:
     reason: str
 
 
-class Control(Closing):
-    """Loads, unloads and asks; each call has the connection's deadline.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Control:
+    """Loads, unloads and asks.
+
+    Attributes:
+        http: the server's HTTP address, "host:port".
+        key: opens what the server keeps closed; None where it keeps nothing closed.
+        timeout_s: deadline of each call.
 
     Raises:
         ServingError: from every method, when the server cannot be reached or refuses.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._channel = connection.channel(grpc)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+    http: str
+    key: str | None
+    timeout_s: float
+
+    def server_version(self) -> str:
+        """Triton's version, such as "2.51.0"."""
+        version: str = self._call("v2")["version"]
+        return version
 
     def index(self) -> tuple[VersionState, ...]:
         """Every version that the server has loaded, or failed to."""
-        found = self._call("RepositoryIndex", pb.RepositoryIndexRequest()).models
+        found = self._call("v2/repository/index", {})
         return tuple(
-            VersionState(each.name, int(each.version), each.state, each.reason) for each in found if each.version
+            VersionState(each["name"], int(each["version"]), each.get("state", ""), each.get("reason", ""))
+            for each in found
+            if each.get("version")
         )
 
     def ready(self, model: str) -> tuple[int, ...]:
@@ -50,8 +66,8 @@ class Control(Closing):
         return tuple(each.version for each in self.index() if each.model == model and each.state == "READY")
 
     def config(self, model: str) -> Any:
-        """The ModelConfig that `model` is served with."""
-        return self._call("ModelConfig", pb.ModelConfigRequest(name=model)).config
+        """The ModelConfig that `model` is served with, as JSON."""
+        return self._call(f"v2/models/{quote(model, safe='')}/config")
 
     def load(self, model: str, version: int | None = None) -> tuple[int, ...]:
         """Serve what config.pbtxt says, or `version`; the one that serves now goes on until that is ready.
@@ -66,14 +82,14 @@ class Control(Closing):
             self._load(model)
             # Triton reads config.pbtxt if that, or a version, changed; else it goes on with what it was given.
             config = self.config(model)
-            if INSTEAD_OF in config.parameters:
-                _serve(config, config.parameters.pop(INSTEAD_OF).string_value)
+            if INSTEAD_OF in config["parameters"]:
+                _serve(config, config["parameters"].pop(INSTEAD_OF)["string_value"])
                 self._load(model, config)
         else:
             config = self.config(model)
-            if INSTEAD_OF not in config.parameters:
-                said = config.version_policy.specific.versions
-                config.parameters[INSTEAD_OF].string_value = str(said[0]) if said else ""
+            if INSTEAD_OF not in config["parameters"]:
+                said = config.get("version_policy", {}).get("specific", {}).get("versions", [])
+                config["parameters"][INSTEAD_OF] = {"string_value": str(said[0]) if said else ""}
             _serve(config, str(version))
             self._load(model, config)
         return self.ready(model)
@@ -81,37 +97,46 @@ class Control(Closing):
     def recover(self, model: str) -> None:
         """Load a model anew, as it was served, when its process died: a load alone would do nothing."""
         config = self.config(model)
-        config.parameters[RECOVERED].string_value = "true"
-        self._call("RepositoryModelUnload", pb.RepositoryModelUnloadRequest(model_name=model))
+        config["parameters"][RECOVERED] = {"string_value": "true"}
+        self._call(f"v2/repository/models/{quote(model, safe='')}/unload", {})
         self._load(model, config)
 
-    def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
-
-    @property
-    def _where(self) -> str:
-        return ",".join(self._connection.addresses)
-
     def _load(self, model: str, config: Any = None) -> None:
-        request = pb.RepositoryModelLoadRequest(model_name=model)
-        if config is not None:
-            text = json_format.MessageToJson(config, preserving_proto_field_name=True)
-            request.parameters["config"].string_param = text
-        self._call("RepositoryModelLoad", request)
+        parameters = {} if config is None else {"parameters": {"config": json.dumps(config)}}
+        self._call(f"v2/repository/models/{quote(model, safe='')}/load", parameters)
 
-    def _call(self, method: str, request: Any) -> Any:
-        metadata = self._connection.call_metadata(None)
+    def _call(self, path: str, body: Any = None) -> Any:
+        """GET, or POST where there is a body."""
+        headers = {} if self.key is None else {KEY_HEADER: self.key}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://{self.http}/{path}", data=data, headers=headers)
         try:
-            return getattr(self._stub, method)(request, timeout=self._connection.timeout_s, metadata=metadata)
-        except grpc.RpcError as error:
-            reason = error.details().partition("\n\nAt:\n")[0]  # then Triton names the line of our code that gave it
-            raise from_status(error.code().name, f"{self._where}: {reason.strip()}") from None
+            with _DIRECT.open(request, timeout=self.timeout_s) as response:
+                content = response.read()
+            return json.loads(content) if content else None
+        except urllib.error.HTTPError as error:
+            raise _ERRORS.get(error.code, ServerFault)(f"{self.http}: {_reason(error)}") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.http}: no answer within {self.timeout_s:g} s") from None
+        except (urllib.error.URLError, OSError, ValueError) as error:
+            raise ServerUnavailable(f"{self.http}: {getattr(error, 'reason', error)}") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    content = error.read()
+    try:
+        reason: str = json.loads(content)["error"]
+    except (ValueError, TypeError, KeyError):
+        reason = f"{error.code} {error.reason}"
+    reason = reason.partition("\n\nAt:\n")[0].strip()  # then Triton names the line of our code that gave it
+    if error.code == 403:
+        reason += ": `tbe-serve run` keeps the key for its own user on its own machine"
+    return reason
 
 
 def _serve(config: Any, version: str) -> None:
     """Make `config` serve a version, the newest if it is ""."""
-    config.ClearField("version_policy")
-    if version:
-        config.version_policy.specific.versions.append(int(version))
-    config.parameters.pop(RECOVERED, None)
+    config["version_policy"] = (
+        {"specific": {"versions": [int(version)]}} if version else {"latest": {"num_versions": 1}}
+    )
+    config["parameters"].pop(RECOVERED, None)

@@ -2,33 +2,35 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from serving.bundle import MANIFEST
-from serving.errors import ServerFailed
+from serving.errors import ServerFailed, ServingError
+from serving.server.access import Access
+from serving.server.control import Control
+from serving.server.hidden import hide
 from serving.server.installation import Installation, find_tritonserver
+from serving.server.run_file import RunFile
+from serving.server.trust import check_trusted
+from serving.signature import TRUSTED_KEYS
 
-LOOPBACK = "127.0.0.1"
+# Of Triton: 26.04. Earlier ones lack fixes, the 2025 ones of the Python backend's shared memory among them.
+_FLOOR = (2, 68)
 _POLL_S = 0.05
 # What Triton adds to a reason that a Python model gave: the line of our code that gave it.
 _AT = re.compile(r"\\n\\nAt:.*")
 _HTTP_TIMEOUT_S = 5.0
-# The server is on this machine: no proxy that the environment names knows it.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,13 +56,21 @@ class Server:
 
     Attributes:
         grpc, http, metrics: addresses, "host:port".
+        key: opens what it keeps closed; a new one for each server.
+        warnings: what whoever runs it should know, a line each.
     """
 
     process: subprocess.Popen[bytes]
     grpc: str
     http: str
     metrics: str
+    key: str
     models: tuple[ServedModel, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def control(self, timeout_s: float) -> Control:
+        """What loads and unloads its models."""
+        return Control(http=self.http, key=self.key, timeout_s=timeout_s)
 
     def wait(self) -> int:
         """Wait until the server ends; its exit code."""
@@ -91,7 +101,7 @@ def run_server(
     ports: Ports,
     *,
     models: Sequence[str] | None = None,
-    host: str = LOOPBACK,
+    access: Access | None = None,
     ready_timeout_s: float = 120.0,
     log: Path | None = None,
     options: Sequence[str] = (),
@@ -104,23 +114,31 @@ def run_server(
         repository: a model repository with models made by tbe-export.
         ports: where to listen.
         models: the models to load; all that tbe-export made where None.
-        host: the address to listen on.
+        access: who may reach it; this machine alone, in the clear, where None.
         ready_timeout_s: how long the models may take to load.
         log: the file that takes the server's log; stderr where None.
         options: further options of tritonserver, such as "--log-info=true".
 
     Raises:
         ServerFailed: no tritonserver was found, a port is taken, a model did not load, or the time is up.
+        BundleError, ConfigurationError: what would be served was not signed by a trusted key, or names other code.
     """
     models = models or find_models(repository)
+    access = access or Access()
+    environment = {}
+    if access.trusted_keys is not None:
+        for model in models:
+            check_trusted(repository / model, access.trusted_keys)
+        environment[TRUSTED_KEYS] = str(access.trusted_keys.absolute())
+    key = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         installation = find_tritonserver(stack)
-        taken = _take_ports(host, ports)
+        taken = _take_ports(access, ports)
         output = stack.enter_context(log.open("wb")) if log else sys.stderr
         with _signals_deferred():
             process = subprocess.Popen(
-                _command(installation, repository, models, host, taken, options),
-                env=os.environ | installation.environment,
+                [*_command(installation, repository, models, taken), *access.options(key), *options],
+                env=os.environ | installation.environment | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output.fileno(),
                 stderr=subprocess.STDOUT,
@@ -128,17 +146,44 @@ def run_server(
                 preexec_fn=_die_with_parent,
             )
             stack.callback(_stop, process)
-        server = Server(process, f"{host}:{taken.grpc}", f"{host}:{taken.http}", f"{host}:{taken.metrics}")
+        is_hidden = hide(process.pid, key)
+        server = Server(
+            process,
+            grpc=f"{access.host}:{taken.grpc}",
+            http=f"{access.http_host}:{taken.http}",
+            metrics=f"{access.host}:{taken.metrics}",
+            key=key,
+        )
+        run_file = RunFile(
+            http=server.http,
+            key=key,
+            repository=str(repository.absolute()),
+            trusted_keys=environment.get(TRUSTED_KEYS),
+        )
+        stack.enter_context(run_file.written())
         server.models = _wait_until_ready(server, models, ready_timeout_s, log)
+        server.warnings = tuple(_warnings(server, is_hidden))
         yield server
 
 
-def _take_ports(host: str, ports: Ports) -> Ports:
+def _warnings(server: Server, is_hidden: bool) -> Iterator[str]:
+    version = server.control(_HTTP_TIMEOUT_S).server_version()
+    if tuple(map(int, version.split(".")[:2])) < _FLOOR:
+        yield (
+            f"tritonserver {version} lacks security fixes: let nobody but this machine reach it, or run "
+            f"{_FLOOR[0]}.{_FLOOR[1]} (26.04) or later"
+        )
+    if not is_hidden:
+        yield "the key to what the server keeps closed can be read in its command line by users of this machine"
+
+
+def _take_ports(access: Access, ports: Ports) -> Ports:
     """Check that the ports are free, and choose the ones that were left open (0)."""
     with contextlib.ExitStack() as stack:
         chosen = {}
         for name in ("grpc", "http", "metrics"):
             asked = getattr(ports, name)
+            host = access.http_host if name == "http" else access.host
             listener = stack.enter_context(socket.socket())
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -156,9 +201,7 @@ def _command(
     installation: Installation,
     repository: Path,
     models: Sequence[str],
-    host: str,
     ports: Ports,
-    options: Sequence[str],
 ) -> list[str]:
     command = [
         str(installation.program),
@@ -168,7 +211,6 @@ def _command(
         *(f"--load-model={model}" for model in models),
         # config.pbtxt says everything; completion would drop what makes ragged inputs merge.
         "--disable-auto-complete-config",
-        *(f"--{protocol}-address={host}" for protocol in ("grpc", "http", "metrics")),
         f"--grpc-port={ports.grpc}",
         f"--http-port={ports.http}",
         f"--metrics-port={ports.metrics}",
@@ -181,7 +223,7 @@ def _command(
     ]
     if installation.backends:
         command.append(f"--backend-directory={installation.backends}")
-    return [*command, *options]
+    return command
 
 
 @contextlib.contextmanager
@@ -216,7 +258,7 @@ def _wait_until_ready(
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
             raise ServerFailed(f"tritonserver exited with {code} before its models were ready: {_said(log)}")
-        ready = _ready_models(server.http)
+        ready = _ready_models(server)
         if {model.name for model in ready} >= set(models):
             return ready
         time.sleep(_POLL_S)
@@ -231,18 +273,16 @@ def _said(log: Path | None) -> str:
     return "\n".join(_AT.sub("", line) for line in lines if line.startswith("E")) or f"see {log}"
 
 
-def _ready_models(http: str) -> tuple[ServedModel, ...]:
+def _ready_models(server: Server) -> tuple[ServedModel, ...]:
     """What Triton's repository index calls ready; nothing while the server is still starting."""
-    request = urllib.request.Request(f"http://{http}/v2/repository/index", data=b"{}", method="POST")
     try:
-        with _DIRECT.open(request, timeout=_HTTP_TIMEOUT_S) as response:
-            index: list[dict[str, Any]] = json.load(response)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        index = server.control(_HTTP_TIMEOUT_S).index()
+    except ServingError:
         return ()
     versions: dict[str, list[int]] = {}
     for entry in index:
-        if entry.get("state") == "READY":
-            versions.setdefault(entry["name"], []).append(int(entry["version"]))
+        if entry.state == "READY":
+            versions.setdefault(entry.model, []).append(entry.version)
     return tuple(ServedModel(name, tuple(sorted(found))) for name, found in sorted(versions.items()))
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import psutil
 
-from serving.client.connection import Connection
 from serving.errors import ServerFailed, ServingError
 from serving.server.control import Control
 from serving.server.process import Server
@@ -53,13 +52,13 @@ class Supervisor:
         Raises:
             ServerFailed: a model's process died and was not, or could not be, replaced.
         """
-        with Control(Connection(addresses=[self._server.grpc], timeout_s=_LOAD_TIMEOUT_S)) as control:
-            while (code := self._server.process.poll()) is None:
-                if self._stopping:
-                    self._end()
-                else:
-                    self._look(control)
-                time.sleep(_PERIOD_S)
+        control = self._server.control(_LOAD_TIMEOUT_S)
+        while (code := self._server.process.poll()) is None:
+            if self._stopping:
+                self._end()
+            else:
+                self._look(control)
+            time.sleep(_PERIOD_S)
         if self._failure is not None:
             raise self._failure
         # Ended by us, when all its models had ended.
@@ -99,8 +98,8 @@ class Supervisor:
         for each in control.index():
             if each.state == "READY":
                 config = control.config(each.model)
-                instances = sum(group.count for group in config.instance_group)
-                if config.backend == "python" and living[each.model, each.version] < instances:
+                instances = sum(int(group["count"]) for group in config["instance_group"])
+                if config["backend"] == "python" and living[each.model, each.version] < instances:
                     missing.add(each.model)
         return missing
 

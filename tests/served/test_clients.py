@@ -15,7 +15,7 @@ import trustme
 from export import export_model
 from serving.client import Answer, AsyncLookupClient, LookupClient, Retries, Tls
 from serving.errors import InvalidRequest, ServerUnavailable, ServingError
-from serving.server import Server, run_server
+from serving.server import Access, Server, ServerTls, run_server
 from tests.models import MIXED, SUM, collection, random_bags
 from tests.served.tools import FREE, wait_for_answer
 
@@ -44,15 +44,12 @@ def secured(pems: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     """Mutual TLS, and lookups only for those who know the secret."""
     folder = tmp_path_factory.mktemp("secured")
     export_model(collection(SUM), folder / "r", "m")
-    options = (
-        "--grpc-use-ssl=true",
-        "--grpc-use-ssl-mutual=true",
-        f"--grpc-server-cert={pems / 'server.pem'}",
-        f"--grpc-server-key={pems / 'server.key'}",
-        f"--grpc-root-cert={pems / 'root.pem'}",
-        f"--grpc-restricted-protocol=inference:{SECRET}",
+    certificates = ServerTls(
+        certificate=pems / "server.pem", private_key=pems / "server.key", client_root=pems / "root.pem"
     )
-    with run_server(folder / "r", FREE, log=folder / "log", options=options) as server:
+    options = (f"--grpc-restricted-protocol=inference:{SECRET}",)
+    access = Access(tls=certificates)
+    with run_server(folder / "r", FREE, access=access, log=folder / "log", options=options) as server:
         yield server
 
 
@@ -111,14 +108,10 @@ def test_in_the_clear_nothing_comes_of_it(secured: Server) -> None:
 
 
 def test_a_server_that_asks_for_no_certificate_is_spoken_to_with_a_root_alone(pems: Path, one_model: Path) -> None:
-    options = (
-        "--grpc-use-ssl=true",
-        f"--grpc-server-cert={pems / 'server.pem'}",
-        f"--grpc-server-key={pems / 'server.key'}",
-    )
+    access = Access(tls=ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key"))
     alone = Tls(root_certificates=pems / "root.pem", server_name="lookup.test")
     with (
-        run_server(one_model, FREE, log=pems / "log", options=options) as server,
+        run_server(one_model, FREE, access=access, log=pems / "log") as server,
         LookupClient(server.grpc, "m", 30, tls=alone) as client,
     ):
         assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
@@ -191,12 +184,13 @@ def test_answers_in_shared_memory_do_not_change_under_their_reader(server: Serve
 
 def test_shared_memory_outlives_a_server(tmp_path: Path) -> None:
     export_model(collection(SUM), tmp_path / "r", "m")
-    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+    access = Access(allow=("shared-memory",))
+    with run_server(tmp_path / "r", FREE, access=access, log=tmp_path / "log") as server:
         port = int(server.grpc.rpartition(":")[2])
         client = LookupClient(server.grpc, "m", 30, shared_memory=True)
         before = client.lookup({"x": [[1]]})["x"].copy()
     ports = type(FREE)(grpc=port, http=0, metrics=0)
-    with run_server(tmp_path / "r", ports, log=tmp_path / "log"):
+    with run_server(tmp_path / "r", ports, access=access, log=tmp_path / "log"):
         wait_for_answer(client)
         np.testing.assert_array_equal(client.lookup({"x": [[1]]})["x"], before)
         client.close()
@@ -205,13 +199,15 @@ def test_shared_memory_outlives_a_server(tmp_path: Path) -> None:
 
 def test_shared_memory_where_the_server_does_not_allow_it(tmp_path: Path) -> None:
     export_model(collection(SUM), tmp_path / "r", "m")
-    options = (f"--grpc-restricted-protocol=shared-memory:{SECRET}",)
-    with run_server(tmp_path / "r", FREE, log=tmp_path / "log", options=options) as server:
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         with LookupClient(server.grpc, "m", 30) as client:
             client.lookup({"x": [[1]]})
         with (
             LookupClient(server.grpc, "m", 30, shared_memory=True, retries=Retries(attempts=1)) as client,
-            pytest.raises(ServingError, match="shared memory"),
+            pytest.raises(
+                ServingError,
+                match=r"shared memory needs a server on this host that allows it .*--allow shared-memory",
+            ),
         ):
             client.lookup({"x": [[1]]})
     assert regions() == set()

@@ -21,6 +21,7 @@ from export import export_model
 from serving.client import LookupClient, Retries
 from serving.errors import ServerFailed, ServerFault, ServerUnavailable
 from serving.server import Server, run_server
+from serving.server.run_file import find_run_file
 from serving.server.stubs import shared_regions
 from tests.models import SUM, collection
 from tests.served.tools import (
@@ -54,7 +55,9 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Server]]:
         try:
             said: dict[str, Any] = json.loads(process.stdout.readline())
             server: Any = psutil.Process(tritonserver_of(process).pid)
-            yield process, Server(server, said["grpc"], said["http"], said["metrics"])
+            run_file = find_run_file(said["http"])
+            assert run_file is not None
+            yield process, Server(server, said["grpc"], said["http"], said["metrics"], run_file.key)
         finally:
             process.kill() if process.poll() is None else None
 

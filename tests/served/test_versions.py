@@ -15,7 +15,6 @@ import torch
 
 from export import export_model
 from serving.client import LookupClient, Retries
-from serving.client.connection import Connection
 from serving.engine import Engine
 from serving.errors import ServingError
 from serving.server import Control, Server, run_server
@@ -56,9 +55,8 @@ def server(repository: Path, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def control(server: Server) -> Iterator[Control]:
-    with Control(Connection(addresses=[server.grpc], timeout_s=60)) as control:
-        yield control
+def control(server: Server) -> Control:
+    return server.control(60)
 
 
 def expected(bundle: Path, bags: dict[str, Bags]) -> dict[str, npt.NDArray[Any]]:
@@ -137,21 +135,21 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
     export_version(repository, 2)
     with LookupClient(server.grpc, "m", timeout_s=30) as client:
         assert client.lookup({"x": [[1]]}).version == 1
-        done = tbe_serve("load", "m", "--url", server.grpc)
+        done = tbe_serve("load", "m", "--url", server.http)
         assert (done.returncode, done.stdout) == (0, "m: version 1 → 2\n")
         assert client.lookup({"x": [[1]]}).version == 2
-        done = tbe_serve("load", "m", "--version", "1", "--url", server.grpc)
+        done = tbe_serve("load", "m", "--version", "1", "--url", server.http)
         assert (done.returncode, done.stdout) == (0, "m: version 2 → 1\n")
         assert client.lookup({"x": [[1]]}).version == 1
         # And again: Triton itself would leave the version that it was told to serve.
-        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
-        assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).stdout == "m: version 2 → 1\n"
-        done = tbe_serve("load", "m", "--version", "9", "--url", server.grpc)
+        assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 2\n"
+        assert tbe_serve("load", "m", "--version", "1", "--url", server.http).stdout == "m: version 2 → 1\n"
+        done = tbe_serve("load", "m", "--version", "9", "--url", server.http)
         assert done.returncode == 1
         assert done.stdout == "m: still serves version 1\n"
         assert "at least one version must be available" in done.stderr
         broken_version(repository)
-        done = tbe_serve("load", "m", "--url", server.grpc)
+        done = tbe_serve("load", "m", "--url", server.http)
         assert done.returncode == 1
         assert done.stdout == "m: still serves version 1\n"
         assert "weights.0.bin: expected" in done.stderr
@@ -159,7 +157,7 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
 
 
 def test_a_model_that_is_not_there_cannot_be_loaded(server: Server) -> None:
-    done = tbe_serve("load", "nobody", "--url", server.grpc)
+    done = tbe_serve("load", "nobody", "--url", server.http)
     assert done.returncode == 1
     assert "nobody: serves no version" in done.stdout
     done = tbe_serve("load", "m", "--url", "127.0.0.1:1", "--timeout-s", "5")
@@ -216,7 +214,7 @@ def test_pruning_leaves_what_is_in_use(repository: Path, server: Server) -> None
         del engine
         assert f"{model}/2: removed" in prune(str(model), "--keep", "1")
         # When the server has gone on to another version, the first may go too.
-        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 3\n"
+        assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 3\n"
         deadline = time.monotonic() + 30
         while f"{model}/1: removed" not in prune(str(model), "--keep", "1") and time.monotonic() < deadline:
             time.sleep(0.2)

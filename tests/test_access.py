@@ -1,0 +1,132 @@
+"""Who may reach a server: what tritonserver is told, and what is refused before it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+import trustme
+
+from serving.errors import ServerFailed
+from serving.server import Access, ServerTls
+from serving.server.access import CLOSED
+from serving.server.run_file import RunFile, find_run_file
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pems")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "root.pem")
+    for name in ("server", "other"):
+        certificate = authority.issue_cert("lookup.test")
+        certificate.private_key_pem.write_to_path(folder / f"{name}.key")
+        certificate.cert_chain_pems[0].write_to_path(folder / f"{name}.pem")
+    return folder
+
+
+def options(access: Access) -> dict[str, str]:
+    pairs = (option.removeprefix("--").partition("=") for option in access.options(KEY))
+    return {name: value for name, _, value in pairs}
+
+
+def test_by_default_this_machine_alone_and_only_lookups() -> None:
+    found = options(Access())
+    assert {found[f"{each}-address"] for each in ("grpc", "http", "metrics")} == {"127.0.0.1"}
+    closed = f"model-repository,shared-memory,trace,logging:tbe-serving-key={KEY}"
+    assert found["grpc-restricted-protocol"] == found["http-restricted-api"] == closed
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "lookup.example", "::"])
+def test_beyond_this_machine_only_with_tls_or_where_told(host: str, pems: Path) -> None:
+    with pytest.raises(ServerFailed, match=rf"--host {re.escape(host)}: others could listen in: expected --tls-cert"):
+        Access(host=host)
+    tls = ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key")
+    found = options(Access(host=host, tls=tls))
+    # Triton speaks HTTP in the clear alone: it stays.
+    assert (found["grpc-address"], found["http-address"], found["metrics-address"]) == (host, "127.0.0.1", host)
+    assert found["grpc-use-ssl"] == "true"
+    found = options(Access(host=host, insecure=True))
+    assert {found[f"{each}-address"] for each in ("grpc", "http", "metrics")} == {host}
+    assert "grpc-use-ssl" not in found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
+def test_this_machine_needs_no_tls(host: str) -> None:
+    assert options(Access(host=host))["grpc-address"] == host
+
+
+def test_certificates_of_clients_are_asked_for(pems: Path) -> None:
+    tls = ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key", client_root=pems / "root.pem")
+    found = options(Access(tls=tls))
+    assert found["grpc-use-ssl-mutual"] == "true"
+    assert found["grpc-root-cert"] == str(pems / "root.pem")
+
+
+def test_what_is_allowed_is_left_out_and_what_is_none_of_it_refused() -> None:
+    found = options(Access(allow=("shared-memory", "trace")))
+    assert found["grpc-restricted-protocol"].partition(":")[0] == "model-repository,logging"
+    assert "grpc-restricted-protocol" not in options(Access(allow=CLOSED))
+    with pytest.raises(ServerFailed, match="--allow inference: expected one of model-repository, shared-memory"):
+        Access(allow=("inference",))
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "root"),
+    [
+        pytest.param("nowhere.pem", "server.key", None, id="no certificate"),
+        pytest.param("server.pem", "nowhere.key", None, id="no key"),
+        pytest.param("server.pem", "other.key", None, id="another's key"),
+        pytest.param("server.key", "server.pem", None, id="swapped"),
+        pytest.param("server.pem", "server.key", "server.key", id="a key for a root"),
+    ],
+)
+def test_certificates_that_do_not_work_are_named(pems: Path, certificate: str, key: str, root: str | None) -> None:
+    with pytest.raises(ServerFailed, match=f"TLS: expected a certificate and its key in PEM, in .*{certificate}"):
+        ServerTls(
+            certificate=pems / certificate, private_key=pems / key, client_root=None if root is None else pems / root
+        )
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return RunFile(http="127.0.0.1:8000", key=KEY, repository="/r", trusted_keys=None)
+
+
+def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:
+    with run_file.written():
+        (folder,) = tmp_path.iterdir()
+        (file,) = folder.iterdir()
+        assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+        assert find_run_file("127.0.0.1:8000") == find_run_file("localhost:8000") == run_file
+        assert find_run_file("127.0.0.1:8001") is None
+    assert find_run_file("127.0.0.1:8000") is None
+
+
+def test_the_key_is_not_sent_to_another_machine(run_file: RunFile) -> None:
+    with run_file.written():
+        assert find_run_file("10.0.0.1:8000") is None
+        assert find_run_file("lookup.example:8000") is None
+
+
+def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path, run_file: RunFile) -> None:
+    with run_file.written():
+        (folder,) = tmp_path.iterdir()
+        folder.chmod(0o755)
+        assert find_run_file("127.0.0.1:8000") is None
+    with pytest.raises(ServerFailed, match="expected a folder that nobody else can open"), run_file.written():
+        pass
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ServerFailed, match="expected a folder that nobody else can open"), run_file.written():
+        pass
+
+
+def test_a_damaged_file_is_none(tmp_path: Path, run_file: RunFile) -> None:
+    with run_file.written():
+        (file,) = tmp_path.rglob("*.json")
+        file.write_bytes(b"{")
+        assert find_run_file("127.0.0.1:8000") is None
