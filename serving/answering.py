@@ -1,4 +1,8 @@
-"""Requests that wait together, answered with as few TBE calls as the limits allow: each with its own outcome."""
+"""Requests that wait together, answered with as few TBE calls as the limits allow: each with its own outcome.
+
+Triton hands over all that wait; its own limits of a queue stall (docs/decisions/0009). So under more load than there
+is capacity it is here that some are refused: what was not answered in time, before it is looked at.
+"""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -8,9 +12,14 @@ from typing import TypeVar
 from serving import kjt
 from serving.capture import Recorder
 from serving.engine import Engine
-from serving.errors import InvalidRequest, ServerFault, ServingError
+from serving.errors import InvalidRequest, ServerFault, ServerUnavailable, ServingError
 from serving.kjt import Embeddings, KjtRequest, Limits, Tensors
 from serving.metrics import LookupMetrics
+
+# However long they take, so many TBE calls are made: large requests are not overload.
+_LEAST_CALLS = 4
+# Triton hands over the next requests at once where any wait.
+_AT_ONCE_S = 0.005
 
 T = TypeVar("T")
 Outcome = Embeddings | ServingError
@@ -21,7 +30,7 @@ class Answerer:
 
     Args:
         engine: answers.
-        limits: ids and samples of a request and of a call.
+        limits: of a request, of a call, and of all that wait together.
         metrics: count.
         recorder: keeps slow and refused requests; None keeps none.
         log: takes the trace of what no check foresaw; callers get a fixed text.
@@ -40,6 +49,7 @@ class Answerer:
         self._metrics = metrics
         self._recorder = recorder
         self._log = log
+        self._backlog = _Backlog()
 
     def answer(self, requests: Sequence[T], decode: Callable[[T], Tensors]) -> list[Outcome]:
         """The embeddings [B, D] of each request, or its own error.
@@ -49,24 +59,53 @@ class Answerer:
             decode: the tensors of one; may raise InvalidRequest.
         """
         call = _Call(len(requests))
-        started = perf_counter()
-        for position, request in enumerate(requests):
-            try:
-                tensors = decode(request)
-                call.tensors[position] = tensors
-                call.accepted[position] = kjt.accept(self._engine.schema, tensors, self._limits)
-            except InvalidRequest as error:
-                self._refuse(call, position, error)
-            except Exception:
-                self._fail(call, [position])
-        positions = list(call.accepted)
-        for group in kjt.grouped(list(call.accepted.values()), self._limits):
-            self._answer_group(call, [positions[index] for index in group], started)
+        self._backlog.meet(len(requests) >= self._limits.waiting_requests)
+        for first in range(0, len(requests), self._limits.merged_requests):
+            positions = range(first, min(first + self._limits.merged_requests, len(requests)))
+            if self._is_overdue():
+                self._turn_away(call, positions)
+                continue
             started = perf_counter()
+            members = [each for each in positions if self._accept(call, each, requests[each], decode)]
+            for indices in kjt.grouped([call.accepted[each] for each in members], self._limits):
+                group = [members[index] for index in indices]
+                if self._is_overdue():
+                    self._turn_away(call, group)
+                else:
+                    self._answer_group(call, group, started)
+                started = perf_counter()
+        self._backlog.leave()
         return call.outcomes
+
+    def _accept(self, call: "_Call", position: int, request: T, decode: Callable[[T], Tensors]) -> bool:
+        """Whether a request has a form that can be answered."""
+        try:
+            tensors = decode(request)
+            call.tensors[position] = tensors
+            call.accepted[position] = kjt.accept(self._engine.schema, tensors, self._limits)
+        except InvalidRequest as error:
+            self._refuse(call, position, error)
+        except Exception:
+            self._fail(call, [position])
+        return position in call.accepted
+
+    def _is_overdue(self) -> bool:
+        backlog = self._backlog
+        return backlog.calls >= _LEAST_CALLS and 1e3 * (perf_counter() - backlog.since) > self._limits.busy_ms
+
+    def _turn_away(self, call: "_Call", positions: Sequence[int]) -> None:
+        """Refuse requests that would be answered too late, unseen."""
+        self._metrics.turned_away(len(positions))
+        error = ServerUnavailable(
+            f"busy: {len(call.outcomes)} requests or more waited, which is more than {self._limits.busy_ms} ms of "
+            "work: try again later"
+        )
+        for position in positions:
+            call.outcomes[position] = error
 
     def _answer_group(self, call: "_Call", group: list[int], started: float) -> None:
         """One TBE call."""
+        self._backlog.calls += 1
         try:
             try:
                 checked = kjt.check([call.accepted[position] for position in group])
@@ -127,3 +166,27 @@ class _Call:
         self.outcomes: list[Outcome] = [ServerFault("not answered")] * requests
         self.tensors: dict[int, Tensors] = {}
         self.accepted: dict[int, KjtRequest] = {}
+
+
+class _Backlog:
+    """Since when requests wait, and how many TBE calls were made for them.
+
+    As many as Triton hands over together may not be all that wait: where it does so again at once, the same backlog
+    is worked on.
+    """
+
+    def __init__(self) -> None:
+        self.since = self._left = 0.0
+        self.calls = 0
+        self._is_full = False
+
+    def meet(self, is_full: bool) -> None:
+        """Requests were handed over; as many as may be, where `is_full`."""
+        now = perf_counter()
+        if not (self._is_full and is_full and now - self._left < _AT_ONCE_S):
+            self.since, self.calls = now, 0
+        self._is_full = is_full
+
+    def leave(self) -> None:
+        """They have their outcomes."""
+        self._left = perf_counter()

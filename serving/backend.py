@@ -17,12 +17,15 @@ from serving.answering import Answerer, Outcome
 from serving.bundle import open_bundle, verify_digests
 from serving.capture import Recorder
 from serving.engine import Engine
-from serving.errors import InvalidRequest, Reason, ServingError
+from serving.errors import IdsOutside, InvalidRequest, Reason, ServerUnavailable, ServingError
 from serving.kjt import Array, Tensors
 from serving.metrics import LookupMetrics, Publisher, triton_families
 from serving.settings import RECOVERED, ServingSettings, parsed
 from serving.signature import TrustedKeys
 from serving.warm_up import warm_up
+
+# Names of pb_utils.TritonError, whose members are there once the backend runs; INTERNAL for what is not here.
+_STATUS = {InvalidRequest: "INVALID_ARG", IdsOutside: "INVALID_ARG", ServerUnavailable: "UNAVAILABLE"}
 
 
 class TritonPythonModel:
@@ -106,8 +109,7 @@ def _features(parameters: Mapping[str, Any]) -> list[str] | None:
 
 
 def _response(outcome: Outcome) -> Any:
-    if isinstance(outcome, InvalidRequest):
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), pb_utils.TritonError.INVALID_ARG))
     if isinstance(outcome, ServingError):
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), pb_utils.TritonError.INTERNAL))
+        status = getattr(pb_utils.TritonError, _STATUS.get(type(outcome), "INTERNAL"))
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), status))
     return pb_utils.InferenceResponse([pb_utils.Tensor("embeddings", outcome[np.newaxis])])

@@ -55,7 +55,6 @@ def settings_of(config: Any) -> ServingSettings:
     versions = config.version_policy.specific.versions
     said: dict[str, Any] = {
         "instances": sum(group.count for group in config.instance_group) or 1,
-        "merged_requests": config.max_batch_size or 1,
         "queue_requests": queue.max_queue_size,
         "queue_timeout_ms": queue.default_timeout_microseconds // 1000,
         "version": versions[0] if versions else None,
@@ -65,7 +64,7 @@ def settings_of(config: Any) -> ServingSettings:
 
 def apply_settings(config: Any, settings: ServingSettings) -> None:
     """Make `config` serve its model so."""
-    config.max_batch_size = settings.merged_requests
+    config.max_batch_size = settings.limits.waiting_requests
     config.instance_group[0].count = settings.instances
     config.dynamic_batching.ClearField("default_queue_policy")
     if settings.queue_requests or settings.queue_timeout_ms:

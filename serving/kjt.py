@@ -32,15 +32,24 @@ _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """How much one request may ask for, and how much is answered by one TBE call.
+    """How much one request may ask for, how much is answered by one TBE call, and how long those that wait may take.
 
     A request is never refused for what it was merged with: requests that are too much together take several calls.
+
+    Attributes:
+        request_ids, request_samples: of one request; larger ones are refused.
+        merged_requests, call_ids, call_samples: of one TBE call.
+        waiting_requests: most that are handed over together.
+        busy_ms: what waits together and is not answered within this is refused.
     """
 
     request_ids: int = 4 << 20
     request_samples: int = 64 << 10
-    call_ids: int = 1 << 20
+    merged_requests: int = 64
+    call_ids: int = 128 << 10
     call_samples: int = 16 << 10
+    waiting_requests: int = 256
+    busy_ms: int = 100
 
 
 @dataclass(eq=False, slots=True)

@@ -14,12 +14,15 @@ class ServingSettings:
 
     Attributes:
         instances: processes that answer; each uses one core, all share one copy of the weights.
-        merged_requests: most requests that are answered together.
+        merged_requests: most requests that are answered by one TBE call.
         queue_requests: a request that finds this many waiting is refused as UNAVAILABLE; 0 for any number.
         queue_timeout_ms: a request that waited longer is refused as UNAVAILABLE; 0 waits as long as the caller does.
             With either of the two, Triton 2.51 stalls an idle model for up to 500 ms (docs/decisions/0009).
         max_request_ids, max_request_samples: larger requests are refused as invalid.
         max_call_ids, max_call_samples: what is more together is answered by several TBE calls.
+        max_busy_ms: of the requests that wait together, those that are not answered within this are refused as
+            UNAVAILABLE, once a few calls were made: under more load than there is capacity no answer takes much
+            longer than twice this.
         version: the version that is served; the newest where None.
         verify_weights: compare the weights with their digests before a version serves, in a time that grows with them
             (about a second for each GB). Without it a byte that changed after export is served.
@@ -35,8 +38,9 @@ class ServingSettings:
     queue_timeout_ms: int = 0
     max_request_ids: int = 4 << 20
     max_request_samples: int = 64 << 10
-    max_call_ids: int = 1 << 20
+    max_call_ids: int = 128 << 10
     max_call_samples: int = 16 << 10
+    max_busy_ms: int = 100
     version: int | None = None
     verify_weights: bool = True
     capture: str | None = None
@@ -44,7 +48,7 @@ class ServingSettings:
     capture_max_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        for name in ("instances", "merged_requests", "capture_max_bytes", *_LIMITS):
+        for name in ("instances", "capture_max_bytes", *_LIMITS):
             _expect(name, getattr(self, name), 1)
         for name in ("queue_requests", "queue_timeout_ms"):
             _expect(name, getattr(self, name), 0)
@@ -74,7 +78,14 @@ RECOVERED = "recovered"
 # it serves a version other than config.pbtxt says, which says this one; "" for the newest.
 INSTEAD_OF = "instead_of_version"
 
-_LIMITS = ("max_request_ids", "max_request_samples", "max_call_ids", "max_call_samples")
+_LIMITS = (
+    "max_request_ids",
+    "max_request_samples",
+    "merged_requests",
+    "max_call_ids",
+    "max_call_samples",
+    "max_busy_ms",
+)
 # Settings that Triton's config has no field for, and what they are.
 PARAMETERS = dict.fromkeys((*_LIMITS, "capture_max_bytes"), int) | {
     "verify_weights": bool,

@@ -24,7 +24,9 @@ def configure(
     instances: Annotated[
         int | None, typer.Option(help="Processes that answer; a core each, one copy of the weights.")
     ] = None,
-    merged_requests: Annotated[int | None, typer.Option(help="Most requests that are answered together.")] = None,
+    merged_requests: Annotated[
+        int | None, typer.Option(help="Most requests that are answered by one TBE call.")
+    ] = None,
     queue_requests: Annotated[
         int | None, typer.Option(help="Most requests that wait; more are refused. 0: any number.")
     ] = None,
@@ -35,6 +37,9 @@ def configure(
     max_request_samples: Annotated[int | None, typer.Option(help="Most samples of a request.")] = None,
     max_call_ids: Annotated[int | None, typer.Option(help="Most ids of a TBE call; more take several.")] = None,
     max_call_samples: Annotated[int | None, typer.Option(help="Most samples of a TBE call.")] = None,
+    max_busy_ms: Annotated[
+        int | None, typer.Option(help="Of what waits together, what is not answered within this is refused.")
+    ] = None,
     version: Annotated[str | None, typer.Option(help=f"The version to serve, or '{NEWEST}' (default).")] = None,
     verify_weights: Annotated[
         bool | None,

@@ -61,7 +61,8 @@ class Run:
         seconds: how long it took, the last answers included.
         latencies_s: of each answer; from when the request was due, where it was due at a time.
         samples, ids: of the requests that were answered.
-        errors: how often each kind of error came instead, by class name.
+        errors: how often each kind of error came instead, by class name,
+        errors_s: and after how long.
         checked: how many answers were compared,
         wrong: and what was wrong with some.
         busy: the share of the time that the generator was at work itself, of its busiest process.
@@ -73,6 +74,7 @@ class Run:
     samples: int = 0
     ids: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+    errors_s: list[float] = field(default_factory=list)
     checked: int = 0
     wrong: list[str] = field(default_factory=list)
     busy: float = 0.0
@@ -85,6 +87,7 @@ class Run:
         self.samples += other.samples
         self.ids += other.ids
         self.errors += other.errors
+        self.errors_s += other.errors_s
         self.checked += other.checked
         self.wrong += other.wrong
         self.busy = max(self.busy, other.busy)
@@ -147,6 +150,8 @@ class _Generator:
         self._source = cycle(shuffled)
         self._every = round(1 / load.check) if load.check else 0
         self._answers = 0
+        # By the identity of a request, which keeps it: the answer that was found right.
+        self._right: dict[int, bytes] = {}
 
     async def runs(self) -> list[Run]:
         async with self._connection.channel(grpc.aio) as channel:
@@ -165,8 +170,12 @@ class _Generator:
         run.seconds = time.perf_counter() - started
         run.busy = (time.thread_time() - worked) / run.seconds
         for request, answer in kept:  # afterwards: checking takes longer than answering
-            run.checked += 1
-            run.wrong += what_is_wrong(self._bundle, request, answer)
+            if self._right.get(id(request)) == answer:
+                continue
+            if wrong := what_is_wrong(self._bundle, request, answer):
+                run.wrong += wrong
+            else:
+                self._right[id(request)] = answer
         return run
 
     async def _closed(self, run: Run, kept: list[tuple[Prepared, bytes]], end: float) -> None:
@@ -201,13 +210,16 @@ class _Generator:
             answer: Any = await self._call(request.message, timeout=self._connection.timeout_s)
         except grpc.aio.AioRpcError as error:
             run.errors[type(from_status(error.code().name, "")).__name__] += 1
+            run.errors_s.append(time.perf_counter() - due)
             return
         run.latencies_s.append(time.perf_counter() - due)
         run.samples += request.samples
         run.ids += request.tensors.values.size
         if self._every and self._bundle is not None:
             if self._answers % self._every == 0:
-                kept.append((request, answer))
+                run.checked += 1
+                if self._right.get(id(request)) != answer:
+                    kept.append((request, answer))
             self._answers += 1
 
 

@@ -1,0 +1,139 @@
+"""Under more load than there is capacity some are refused, soon and unseen; the others are answered as ever."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving import answering
+from serving.answering import Answerer
+from serving.engine import Engine
+from serving.errors import InvalidRequest, ServerUnavailable
+from serving.kjt import Batch, Embeddings, Limits, Tensors
+from serving.metrics import LookupMetrics
+
+BUSY_MS = 100
+
+
+class Counter:
+    """A metric of Triton's."""
+
+    def __init__(self, name: str, counts: dict[str, float]) -> None:
+        self._name, self._counts = name, counts
+
+    def Metric(self, labels: Any) -> "Counter":  # noqa: N802, ARG002
+        return self
+
+    def increment(self, value: float) -> None:
+        self._counts[self._name] = self._counts.get(self._name, 0) + value
+
+    def set(self, value: float) -> None: ...
+
+
+class Bench:
+    """An answerer whose TBE calls take as long as is said, by a clock that nothing else moves."""
+
+    def __init__(self, bundle: Path, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
+        self.now = 0.0
+        self.call_ms = 0.0
+        self.decoded = 0
+        self.counts: dict[str, float] = {}
+        self.engine = Engine.open(bundle)
+        run = self.engine.run
+
+        def slow(batch: Batch) -> Embeddings:
+            self.now += self.call_ms / 1e3
+            return run(batch)
+
+        monkeypatch.setattr(answering, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(self.engine, "run", slow)
+        self.metrics = LookupMetrics(lambda name, *_: Counter(name, self.counts), {}, ["a"], 0.0)
+        self.answerer = Answerer(self.engine, limits, self.metrics, None, lambda _: None)
+        self.tensors = Tensors(["user_id"], np.array([1]), np.array([1], np.int32))
+        self.expected = self.engine.answer(self.tensors)
+
+    def answer(self, requests: int, call_ms: float, decode: Callable[[Tensors], Tensors] | None = None) -> str:
+        """Letters: an answer, a refusal because of load, an invalid request."""
+        self.call_ms = call_ms
+
+        def count(tensors: Tensors) -> Tensors:
+            self.decoded += 1
+            return tensors
+
+        outcomes = self.answerer.answer([self.tensors] * requests, decode or count)
+        said = ""
+        for outcome in outcomes:
+            if isinstance(outcome, ServerUnavailable):
+                assert "busy" in str(outcome)
+                assert f"{BUSY_MS} ms" in str(outcome)
+                said += "r"
+            elif isinstance(outcome, InvalidRequest):
+                said += "i"
+            else:
+                assert isinstance(outcome, np.ndarray)
+                np.testing.assert_array_equal(outcome, self.expected)
+                said += "a"
+        return said
+
+    @property
+    def turned_away(self) -> float:
+        self.metrics.publish()
+        return self.counts.get("tbe_turned_away_total", 0)
+
+
+@pytest.fixture
+def bench(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """One request in a call, and never more than eight handed over."""
+    return Bench(mixed, monkeypatch, Limits(merged_requests=1, waiting_requests=8, busy_ms=BUSY_MS))
+
+
+def test_what_takes_too_long_is_refused_unseen(bench: Bench) -> None:
+    assert bench.answer(7, 30) == "aaaarrr"
+    assert bench.decoded == 4
+    assert bench.turned_away == 3
+
+
+def test_what_can_be_answered_in_time_is(bench: Bench) -> None:
+    assert bench.answer(8, 10) == "a" * 8
+    assert bench.turned_away == 0
+
+
+def test_a_few_large_requests_are_no_overload(bench: Bench) -> None:
+    assert bench.answer(4, 5000) == "aaaa"
+    bench.now += 1
+    assert bench.answer(5, 5000) == "aaaar"
+
+
+def test_what_is_merged_is_refused_by_the_call(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the requests that were decoded together, too: their ids make several calls."""
+    bench = Bench(mixed, monkeypatch, Limits(merged_requests=6, call_ids=1, busy_ms=BUSY_MS))
+    assert bench.answer(12, 30) == "aaaarr" + "r" * 6
+    assert bench.decoded == 6
+
+
+def test_an_invalid_request_is_told_so_and_costs_the_others_nothing(bench: Bench) -> None:
+    def refuse_every_other(tensors: Tensors) -> Tensors:
+        bench.decoded += 1
+        if bench.decoded % 2:
+            raise InvalidRequest("no")
+        return tensors
+
+    assert bench.answer(7, 19, refuse_every_other) == "iaiaiai"
+
+
+def test_full_handovers_one_after_the_other_are_one_backlog(bench: Bench) -> None:
+    """Triton hands over so many at most: more wait behind them, and are refused until fewer do."""
+    assert bench.answer(8, 19) == "aaaaaarr"
+    assert bench.answer(8, 19) == "r" * 8
+    assert bench.answer(8, 19) == "r" * 8
+    assert bench.answer(3, 19) == "aaa"
+    assert bench.answer(8, 10) == "a" * 8
+    assert bench.decoded == 6 + 3 + 8
+
+
+def test_a_full_handover_after_a_pause_is_another_backlog(bench: Bench) -> None:
+    assert bench.answer(8, 19) == "aaaaaarr"
+    bench.now += 0.1
+    assert bench.answer(8, 19) == "aaaaaarr"
