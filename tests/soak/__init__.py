@@ -1,0 +1,1 @@
+"""Load for a long time, and more load than there is capacity."""

@@ -1,0 +1,78 @@
+"""What is put under load: a server, its requests, and one function that does it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from export import ExportConfig, export_model
+from serving.bundle import Bundle, open_bundle
+from serving.client import LookupClient
+from serving.load.generator import Load, Run, generate
+from serving.load.ids import Distribution, random_requests
+from serving.load.requests import Prepared, prepare
+from serving.server import Ports, Server, run_server
+from serving.settings import ServingSettings
+from tests.models import Spec, collection
+from tests.served.tools import replace_model_py
+
+TABLES = tuple(Spec(f"t{number}", 20_000, 32, "SUM", (f"f{number}",)) for number in range(8))
+_DEADLINE_S = 10
+# Makes a lookup take as long as on much larger tables, without the cores that the sender needs beside it.
+SLOW = """
+import time
+from serving.backend import TritonPythonModel
+from serving.engine import Engine
+
+run = Engine.run
+
+def run_slowly(self, batch):
+    time.sleep(batch.values.size * {s_per_id})
+    return run(self, batch)
+
+Engine.run = run_slowly
+"""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server under load."""
+
+    server: Server
+    bundle: Bundle
+    requests: list[Prepared]
+
+    def load(self, *, clients: int = 0, rate: float = 0.0, seconds: float, repeats: int = 1) -> list[Run]:
+        """So many clients, or so many requests a second; all answers are checked."""
+        load = Load(clients=clients, rate=rate, seconds=seconds, repeats=repeats, warm_up_s=0.0, check=1.0)
+        return generate(self.server.grpc, self.requests, load, _DEADLINE_S, self.bundle)
+
+    def capacity_per_s(self, seconds: float) -> float:
+        """Answers a second to eight clients, each waiting for its answers."""
+        self.load(clients=8, seconds=1)
+        (run,) = self.load(clients=8, seconds=seconds)
+        return len(run.latencies_s) / run.seconds
+
+
+@contextmanager
+def serving(
+    folder: Path, settings: ServingSettings, samples: int, pooling_factor: float, s_per_id: float = 0.0
+) -> Iterator[Served]:
+    """A server on a model of eight tables, and 64 requests to it.
+
+    Args:
+        folder: takes the repository.
+        settings: of the model.
+        samples, pooling_factor: of a request.
+        s_per_id: what a lookup takes longer, for each id.
+    """
+    path = export_model(collection(TABLES), folder / "r", "m", ExportConfig(serving=settings))
+    if s_per_id:
+        replace_model_py(path, SLOW.format(s_per_id=s_per_id))
+    bundle = open_bundle(path)
+    with run_server(folder / "r", Ports(grpc=0, http=0, metrics=0), log=folder / "log") as server:
+        with LookupClient(server.grpc, "m", _DEADLINE_S) as client:
+            info = client.info()
+        pooling = dict.fromkeys(info.dims, pooling_factor)
+        asked = random_requests(bundle.manifest, samples, Distribution.parse("zipf:1.05"), pooling)
+        yield Served(server, bundle, prepare("m", asked, info))
