@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz soak bench bench-quick audit pins clean
+.PHONY: help setup demo test lint fuzz faults soak bench bench-quick audit pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ lint: $(STAMP) ## ruff and mypy --strict
 
 fuzz: $(STAMP) ## A hundred thousand malformed and hostile requests to a real server; ends in one line of figures
 	@$(BIN)/python -m tests.fuzz
+
+faults: $(STAMP) ## Kill, cut, fill and cancel, again and again; ends in one line of figures
+	@$(BIN)/python -m tests.faults
 
 soak: $(STAMP) ## Half an hour at 80 % of capacity, then three times the capacity; ends in one line of figures
 	@$(BIN)/python -m tests.soak

@@ -12,14 +12,18 @@ from typing import TypeVar
 from serving import kjt
 from serving.capture import Recorder
 from serving.engine import Engine
-from serving.errors import InvalidRequest, ServerFault, ServerUnavailable, ServingError
+from serving.errors import InvalidRequest, RequestCancelled, ServerFault, ServerUnavailable, ServingError
 from serving.kjt import Embeddings, KjtRequest, Limits, Tensors
 from serving.metrics import LookupMetrics
 
 # However long they take, so many TBE calls are made: large requests are not overload.
 _LEAST_CALLS = 4
-# Triton hands over the next requests at once where any wait.
-_AT_ONCE_S = 0.005
+# Where requests wait, Triton hands over the next within this; more than it takes to copy 256 of them.
+_AT_ONCE_S = 0.05
+# To ask Triton whether a caller has gone takes as long as a small lookup: of those that may have waited long some are
+# asked for, and all where one of these has gone.
+_LONG_S = 0.05
+_ASKED_FOR = 4
 
 T = TypeVar("T")
 Outcome = Embeddings | ServingError
@@ -51,12 +55,18 @@ class Answerer:
         self._log = log
         self._backlog = _Backlog()
 
-    def answer(self, requests: Sequence[T], decode: Callable[[T], Tensors]) -> list[Outcome]:
+    def answer(
+        self,
+        requests: Sequence[T],
+        decode: Callable[[T], Tensors],
+        is_gone: Callable[[T], bool] = lambda _: False,
+    ) -> list[Outcome]:
         """The embeddings [B, D] of each request, or its own error.
 
         Args:
             requests: in any form.
             decode: the tensors of one; may raise InvalidRequest.
+            is_gone: whether nobody waits for the answer to one any more.
         """
         call = _Call(len(requests))
         self._backlog.meet(len(requests) >= self._limits.waiting_requests)
@@ -65,8 +75,9 @@ class Answerer:
             if self._is_overdue():
                 self._turn_away(call, positions)
                 continue
+            wanted = self._wanted(call, positions, lambda each: is_gone(requests[each]))
             started = perf_counter()
-            members = [each for each in positions if self._accept(call, each, requests[each], decode)]
+            members = [each for each in wanted if self._accept(call, each, requests[each], decode)]
             for indices in kjt.grouped([call.accepted[each] for each in members], self._limits):
                 group = [members[index] for index in indices]
                 if self._is_overdue():
@@ -88,6 +99,18 @@ class Answerer:
         except Exception:
             self._fail(call, [position])
         return position in call.accepted
+
+    def _wanted(self, call: "_Call", positions: Sequence[int], is_gone: Callable[[int], bool]) -> Sequence[int]:
+        """Those whose callers still wait: a deadline that passes while many do passes for many."""
+        if self._backlog.waited_s < _LONG_S:
+            return positions
+        if not any(map(is_gone, positions[:: max(1, len(positions) // _ASKED_FOR)])):
+            return positions
+        gone = set(filter(is_gone, positions))
+        self._metrics.gone(len(gone))
+        for position in gone:
+            call.outcomes[position] = RequestCancelled("nobody waits for the answer any more")
+        return [position for position in positions if position not in gone]
 
     def _is_overdue(self) -> bool:
         backlog = self._backlog
@@ -176,16 +199,21 @@ class _Backlog:
     """
 
     def __init__(self) -> None:
-        self.since = self._left = 0.0
+        self.since = self._met = self._left = 0.0
         self.calls = 0
+        # How long they may have waited.
+        self.waited_s = 0.0
         self._is_full = False
 
     def meet(self, is_full: bool) -> None:
         """Requests were handed over; as many as may be, where `is_full`."""
         now = perf_counter()
-        if not (self._is_full and is_full and now - self._left < _AT_ONCE_S):
+        at_once = now - self._left < _AT_ONCE_S
+        if not (self._is_full and is_full and at_once):
             self.since, self.calls = now, 0
-        self._is_full = is_full
+        # While the last ones were answered; and Triton may have had two handovers ready.
+        self.waited_s = self._left - self._met + self.waited_s / 2 if at_once else 0.0
+        self._met, self._is_full = now, is_full
 
     def leave(self) -> None:
         """They have their outcomes."""

@@ -17,7 +17,7 @@ from serving.answering import Answerer, Outcome
 from serving.bundle import open_bundle, verify_digests
 from serving.capture import Recorder
 from serving.engine import Engine
-from serving.errors import IdsOutside, InvalidRequest, Reason, ServerUnavailable, ServingError
+from serving.errors import IdsOutside, InvalidRequest, Reason, RequestCancelled, ServerUnavailable, ServingError
 from serving.kjt import Array, Tensors
 from serving.metrics import LookupMetrics, Publisher, triton_families
 from serving.settings import RECOVERED, ServingSettings, parsed
@@ -25,7 +25,12 @@ from serving.signature import TrustedKeys
 from serving.warm_up import warm_up
 
 # Names of pb_utils.TritonError, whose members are there once the backend runs; INTERNAL for what is not here.
-_STATUS = {InvalidRequest: "INVALID_ARG", IdsOutside: "INVALID_ARG", ServerUnavailable: "UNAVAILABLE"}
+_STATUS = {
+    InvalidRequest: "INVALID_ARG",
+    IdsOutside: "INVALID_ARG",
+    ServerUnavailable: "UNAVAILABLE",
+    RequestCancelled: "CANCELLED",
+}
 
 
 class TritonPythonModel:
@@ -46,7 +51,7 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer `requests`, each with its embeddings or its own error."""
-        return [_response(outcome) for outcome in self._answerer.answer(requests, _decode)]
+        return [_response(outcome) for outcome in self._answerer.answer(requests, _decode, _is_gone)]
 
 
 def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
@@ -73,6 +78,12 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     recorder = Recorder.of(settings, args["model_name"], metrics.captured)
     answerer = Answerer(engine, settings.limits, metrics, recorder, pb_utils.Logger.log_error)
     return answerer, Publisher(metrics.publish)
+
+
+def _is_gone(request: Any) -> bool:
+    """Whether the caller cancelled, or its deadline passed."""
+    gone: bool = request.is_cancelled()
+    return gone
 
 
 def _decode(request: Any) -> Tensors:

@@ -87,6 +87,7 @@ class LookupMetrics:
         self._empty = total("tbe_empty_bags_total", "Bags without ids, which are answered with zeros")
         self._failed = total("tbe_failed_total", "Requests that failed by a fault of the server; its log says why")
         self._turned_away = total("tbe_turned_away_total", "Requests refused as UNAVAILABLE because too many waited")
+        self._gone = total("tbe_gone_total", "Requests whose callers had gone before they were looked up")
         self._captured = total("tbe_captured_total", "Requests written to the capture file")
         self._rejected = totals(
             "tbe_rejected_total", "Requests refused as invalid, by what is wrong", "reason", [r.value for r in Reason]
@@ -143,6 +144,10 @@ class LookupMetrics:
     def turned_away(self, requests: int) -> None:
         """Count requests that were refused because too many waited."""
         self._turned_away.count += requests
+
+    def gone(self, requests: int) -> None:
+        """Count requests that nobody waited for any more."""
+        self._gone.count += requests
 
     def captured(self) -> None:
         """Count one request that was written to the capture file."""

@@ -1,6 +1,7 @@
 """Under more load than there is capacity some are refused, soon and unseen; the others are answered as ever."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from serving import answering
 from serving.answering import Answerer
 from serving.engine import Engine
-from serving.errors import InvalidRequest, ServerUnavailable
+from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable
 from serving.kjt import Batch, Embeddings, Limits, Tensors
 from serving.metrics import LookupMetrics
 
@@ -38,7 +39,7 @@ class Bench:
     def __init__(self, bundle: Path, monkeypatch: pytest.MonkeyPatch, limits: Limits) -> None:
         self.now = 0.0
         self.call_ms = 0.0
-        self.decoded = 0
+        self.decoded = self.asked_for = 0
         self.counts: dict[str, float] = {}
         self.engine = Engine.open(bundle)
         run = self.engine.run
@@ -54,15 +55,26 @@ class Bench:
         self.tensors = Tensors(["user_id"], np.array([1]), np.array([1], np.int32))
         self.expected = self.engine.answer(self.tensors)
 
-    def answer(self, requests: int, call_ms: float, decode: Callable[[Tensors], Tensors] | None = None) -> str:
-        """Letters: an answer, a refusal because of load, an invalid request."""
+    def answer(
+        self,
+        requests: int,
+        call_ms: float,
+        decode: Callable[[Tensors], Tensors] | None = None,
+        gone: Callable[[int], bool] | None = None,
+    ) -> str:
+        """Letters: an answer, a refusal because of load, an invalid request, one whose caller has gone."""
         self.call_ms = call_ms
+        asked = [replace(self.tensors, trace=str(number)) for number in range(requests)]
+
+        def is_gone(tensors: Tensors) -> bool:
+            self.asked_for += 1
+            return gone is not None and gone(int(tensors.trace or 0))
 
         def count(tensors: Tensors) -> Tensors:
             self.decoded += 1
             return tensors
 
-        outcomes = self.answerer.answer([self.tensors] * requests, decode or count)
+        outcomes = self.answerer.answer(asked, decode or count, is_gone)
         said = ""
         for outcome in outcomes:
             if isinstance(outcome, ServerUnavailable):
@@ -71,6 +83,8 @@ class Bench:
                 said += "r"
             elif isinstance(outcome, InvalidRequest):
                 said += "i"
+            elif isinstance(outcome, RequestCancelled):
+                said += "g"
             else:
                 assert isinstance(outcome, np.ndarray)
                 np.testing.assert_array_equal(outcome, self.expected)
@@ -137,3 +151,27 @@ def test_a_full_handover_after_a_pause_is_another_backlog(bench: Bench) -> None:
     assert bench.answer(8, 19) == "aaaaaarr"
     bench.now += 0.1
     assert bench.answer(8, 19) == "aaaaaarr"
+
+
+def test_who_waits_no_more_is_not_looked_up(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(mixed, monkeypatch, Limits(merged_requests=64, busy_ms=BUSY_MS))
+    assert bench.answer(1, 2000) == "a"
+    assert bench.answer(200, 1, gone=lambda _: True) == "g" * 200
+    assert bench.decoded == 1
+    bench.metrics.publish()
+    assert bench.counts["tbe_gone_total"] == 200
+
+
+def test_among_others_too(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(mixed, monkeypatch, Limits(merged_requests=64, busy_ms=BUSY_MS))
+    assert bench.answer(1, 2000) == "a"
+    assert bench.answer(64, 1, gone=lambda number: number < 40) == "g" * 40 + "a" * 24
+
+
+def test_nobody_is_asked_for_who_cannot_have_waited_long(bench: Bench) -> None:
+    assert bench.answer(8, 2) == "a" * 8
+    assert bench.answer(8, 2) == "a" * 8
+    assert bench.answer(1, 2000) == "a"
+    bench.now += 1  # nothing waited: it was idle
+    assert bench.answer(8, 2) == "a" * 8
+    assert bench.asked_for == 0

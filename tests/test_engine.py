@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +155,25 @@ def test_a_bag_of_100_000_ids(engine: Engine, mixed: Path) -> None:
     np.testing.assert_allclose(engine.lookup(bags)["user_id"], expected, rtol=1e-3, atol=0.5)
 
 
+def test_eight_threads_on_one_program_answer_as_one(engine: Engine) -> None:
+    """They share the tensor that FBGEMM counts its warnings in (FBGEMM #3631)."""
+    random = np.random.default_rng(5)
+    requests = [random_bags(random, MIXED, int(random.integers(1, 30))) for _ in range(20)]
+    expected = [engine.lookup(request) for request in requests]
+    together = threading.Barrier(8)
+
+    def ask(seed: int) -> int:
+        together.wait()
+        right = 0
+        for number in np.random.default_rng(seed).integers(0, len(requests), 200):
+            answer = engine.lookup(requests[number])
+            right += all(np.array_equal(answer[name], rows) for name, rows in expected[number].items())
+        return right
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [200] * 8
+
+
 def test_ids_out_of_range_are_refused_by_name(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match=r"feature 'genres': expected an id in \[0, 20\), got 20"):
         engine.lookup({"genres": [[20]]})
@@ -178,6 +199,8 @@ import resource, sys
 import torch
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from serving.engine import map_weights
 from serving.bundle import open_bundle

@@ -14,6 +14,7 @@ from serving.commands.terminal import fail, out, say
 from serving.errors import ServerFailed, ServingError
 from serving.server import LOOPBACK, Access, Ports, Server, ServerTls, Supervisor, run_server
 from serving.server.access import CLOSED
+from serving.server.process import SHM_BYTES
 
 
 def run(
@@ -43,6 +44,9 @@ def run(
         Path | None,
         typer.Option(help="PEM file with Ed25519 public keys: serve only what `tbe-export --signing-key` signed."),
     ] = None,
+    shm_mib: Annotated[
+        int, typer.Option(min=1, help="Most shared memory of an instance, for the requests it is handed together.")
+    ] = SHM_BYTES >> 20,
     recover: Annotated[
         bool, typer.Option(help="Load a model anew when its process died; else stop, and exit with 1.")
     ] = True,
@@ -70,7 +74,8 @@ def run(
             allow=tuple(allow or ()),
             trusted_keys=trusted_keys,
         )
-        with run_server(repository, ports, access=access, options=triton_options or ()) as server:
+        options = triton_options or ()
+        with run_server(repository, ports, access=access, shm_bytes=shm_mib << 20, options=options) as server:
             for warning in server.warnings:
                 say(warning)
             supervisor = Supervisor(server, recover, say)

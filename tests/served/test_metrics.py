@@ -70,6 +70,7 @@ def test_default_row_is_read_in_place_of_ids_outside(counted: Server) -> None:
         ("tbe_rejected_total", {"reason": "size"}, 0),
         ("tbe_failed_total", {}, 0),
         ("tbe_turned_away_total", {}, 0),
+        ("tbe_gone_total", {}, 0),
         ("tbe_call_requests_bucket", {"le": "1"}, 2),
         ("tbe_call_requests_bucket", {"le": "+Inf"}, 2),
         ("tbe_recoveries_total", {}, 0),

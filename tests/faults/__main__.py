@@ -1,0 +1,30 @@
+"""`make faults`: each fault again and again, and one line of figures."""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.faults import clients, files, memory, servers
+
+IDS = 237_000_000  # 1.9 GB
+
+figures: list[str] = []
+with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
+    folder = Path(name)
+    faults: list[Callable[[], str]] = [
+        lambda: servers.restarted(folder / "restarted", 10).line(),
+        lambda: servers.stub_killed(folder / "killed", 10).line(),
+        lambda: (
+            f"{len(files.published_at_once(folder / 'published', 4, 5))} of 20 versions of 4 publishers are whole"
+        ),
+        lambda: clients.gone(folder / "cancelled", 2000, cancelled=True).line(),
+        lambda: clients.gone(folder / "deadlines", 2000, cancelled=False).line(),
+        lambda: clients.slow(folder / "slow", 40).line(),
+        lambda: memory.shared_memory_full(folder / "full").line(),
+        lambda: memory.huge(folder / "huge", IDS, 5).line(),
+    ]
+    for fault in faults:
+        figures.append(fault())
+        print(figures[-1], file=sys.stderr)
+print("; ".join(figures))

@@ -1,0 +1,144 @@
+"""Clients that go away, do not wait, or are slow."""
+
+import socket
+import struct
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from serving.client import LookupClient, Retries
+from serving.server import Server, run_server
+from tests.faults.tools import Oracle, publish
+from tests.fuzz.run import METHOD
+from tests.served.tools import FREE, add_gate, held, metric, wait_for_execution
+
+
+def message(values: int = 1) -> bytes:
+    """A request for feature x of the model m."""
+    request = pb.ModelInferRequest(
+        model_name="m", raw_input_contents=[bytes(8 * values), np.array([values], np.int32).tobytes()]
+    )
+    request.inputs.add(name="values", datatype="INT64", shape=[1, values])
+    request.inputs.add(name="lengths", datatype="INT32", shape=[1, 1])
+    request.parameters["features"].string_param = "x"
+    content: bytes = request.SerializeToString()
+    return content
+
+
+@dataclass
+class Gone:
+    """Figures of `gone`: requests that were sent and given up, and how many of them were looked up all the same."""
+
+    sent: int
+    looked_up: int
+    neighbours_right: int
+
+    def line(self) -> str:
+        return (
+            f"of {self.sent:,} requests whose callers had gone {self.looked_up} were looked up; "
+            f"{self.neighbours_right} neighbours answered right"
+        )
+
+
+def gone(folder: Path, sent: int, *, cancelled: bool) -> Gone:
+    """A storm of requests whose callers cancel, or whose deadlines pass, before their turn comes."""
+    bundle = publish(folder)
+    oracle = Oracle(bundle)
+    add_gate(bundle)
+    with run_server(folder / "r", FREE, log=folder / "log") as server, ExitStack() as stack:
+        channel = stack.enter_context(grpc.insecure_channel(server.grpc))
+        client = stack.enter_context(LookupClient(server.grpc, "m", 60, retries=Retries(attempts=1)))
+        assert oracle.is_right(client, 0)
+        call = channel.unary_unary(METHOD)
+        with held(bundle):
+            first = call.future(message(), timeout=60)
+            wait_for_execution(server, "m")
+            before = metric(server, "tbe_requests_total", model="m")
+            storm = [call.future(message(), timeout=60 if cancelled else 1) for _ in range(sent)]
+            time.sleep(2)  # sent, and waiting
+            for each in storm if cancelled else ():
+                each.cancel()
+            codes = {each.code() for each in storm}
+            time.sleep(1)
+        first.result()
+        right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
+        looked_up = metric(server, "tbe_requests_total", model="m") - before - 1 - right
+    assert codes == {grpc.StatusCode.CANCELLED if cancelled else grpc.StatusCode.DEADLINE_EXCEEDED}
+    return Gone(sent, round(looked_up), right)
+
+
+# HTTP/2 (RFC 9113): the preface, empty SETTINGS, and HEADERS of a gRPC call with literal fields (RFC 7541).
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_FIELDS = {
+    ":method": "POST",
+    ":scheme": "http",
+    ":path": METHOD,
+    ":authority": "localhost",
+    "content-type": "application/grpc",
+    "te": "trailers",
+}
+
+
+def _frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+    return struct.pack(">I", len(content))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + content
+
+
+def _headers() -> bytes:
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in _FIELDS.items()
+    )
+
+
+def slow_starts() -> list[bytes]:
+    """Beginnings of calls that never go on: no preface, no headers, half a message."""
+    called = _PREFACE + _frame(4, 0, 0, b"") + _frame(1, 4, 1, _headers())
+    half = b"\0" + struct.pack(">I", 1 << 20) + message()[:20]
+    return [b"", _PREFACE[:10], _PREFACE + _frame(4, 0, 0, b""), called, called + _frame(0, 0, 1, half)]
+
+
+@dataclass
+class Slow:
+    """Figures of `slow`: connections that say no more, and lookups beside them."""
+
+    connections: int
+    asked: int
+    right: int
+
+    def line(self) -> str:
+        return f"beside {self.connections} connections that say no more {self.right} of {self.asked} lookups answered right"
+
+
+def slow(folder: Path, each: int) -> Slow:
+    """Connections that begin a call, and trickle; lookups beside them are answered."""
+    oracle = Oracle(publish(folder))
+    with run_server(folder / "r", FREE, log=folder / "log") as server, ExitStack() as stack:
+        opened = [_stall(stack, server, start) for start in slow_starts() for _ in range(each)]
+        opened += [_stall(stack, server, b"POST /v2/models/m/infer HTTP/1.1\r\nHost", http=True) for _ in range(each)]
+        right = 0
+        with LookupClient(server.grpc, "m", 5, retries=Retries(attempts=1)) as client:
+            for number in range(200):
+                if number % 50 == 0:
+                    for connection in opened:
+                        _trickle(connection)
+                right += oracle.is_right(client, number % len(oracle.requests))
+        return Slow(len(opened), 200, right)
+
+
+def _stall(stack: ExitStack, server: Server, start: bytes, *, http: bool = False) -> socket.socket:
+    host, _, port = (server.http if http else server.grpc).rpartition(":")
+    connection = stack.enter_context(socket.create_connection((host, int(port))))
+    connection.sendall(start)
+    return connection
+
+
+def _trickle(connection: socket.socket) -> None:
+    try:
+        connection.send(b"\0")
+    except OSError:  # the server has had enough of it
+        return

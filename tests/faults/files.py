@@ -1,0 +1,107 @@
+"""Files of a bundle that change under the server that has them open, and publishers that meet."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.bundle import open_bundle, verify_digests
+from serving.client import LookupClient, Retries
+from serving.errors import ServingError
+from tests.faults.tools import Oracle, publish, python, running
+from tests.served.tools import stubs
+
+WEIGHTS = "weights.0.bin"
+
+
+def deleted(weights: Path) -> None:
+    """As an operator would by mistake."""
+    weights.unlink()
+
+
+def replaced(weights: Path) -> None:
+    """By another file of the same size, at once."""
+    other = weights.with_name("other")
+    other.write_bytes(bytes(weights.stat().st_size))
+    other.replace(weights)
+
+
+def truncated(weights: Path) -> None:
+    """In place: pages that are mapped are gone."""
+    os.truncate(weights, 0)
+
+
+@dataclass
+class Changed:
+    """Figures of `weights_change`.
+
+    Attributes:
+        right, refused, wrong: what came of twenty lookups after the change;
+        after: what came of those after them, while the model was loaded anew.
+        said: what `tbe-serve run` said, and `code`, how it ended.
+    """
+
+    right: int
+    refused: int
+    wrong: int
+    after: list[str]
+    said: str
+    code: int
+
+
+def weights_change(folder: Path, change: Callable[[Path], None], *, kill: bool) -> Changed:
+    """Change the weights of a version under the server that serves it, look up, and have the model loaded anew.
+
+    Args:
+        kill: the model's process, which does not end by itself.
+    """
+    bundle = publish(folder)
+    oracle = Oracle(bundle)
+    counts = {"right": 0, "refused": 0, "wrong": 0}
+    after: list[str] = []
+
+    def ask(client: LookupClient) -> str:
+        try:
+            return "right" if oracle.is_right(client, 0) else "wrong"
+        except ServingError:
+            return "refused"
+
+    with (
+        running(folder / "r") as server,
+        LookupClient(server.grpc, "m", 5, retries=Retries(attempts=1)) as client,
+    ):
+        assert ask(client) == "right"
+        change(bundle / WEIGHTS)
+        for _ in range(20):
+            counts[ask(client)] += 1
+        for stub in stubs(server.triton, "m") if kill else ():
+            stub.kill()
+        # It cannot be loaded anew: the command ends, and says why.
+        while server.process.poll() is None:
+            after.append(ask(client))
+        assert server.process.stderr is not None
+        return Changed(**counts, after=after, said=server.process.stderr.read(), code=server.process.returncode)
+
+
+PUBLISH = """
+import sys
+from export import export_model
+from tests.models import SUM, collection
+for _ in range(int(sys.argv[2])):
+    print(export_model(collection(SUM), sys.argv[1], "m"))
+"""
+
+
+def published_at_once(folder: Path, publishers: int, each: int) -> list[Path]:
+    """The versions of so many processes, each of which publishes so many; every byte of them was read."""
+    processes = [python("-c", PUBLISH, str(folder / "r"), str(each)) for _ in range(publishers)]
+    bundles = []
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args, out, err)
+        bundles += [Path(line) for line in out.splitlines()]
+    for bundle in bundles:
+        verify_digests(open_bundle(bundle))
+    return bundles

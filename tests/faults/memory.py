@@ -1,0 +1,123 @@
+"""Memory that is not there, or is taken and has to be given back."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from serving.client import LookupClient, Retries
+from serving.errors import ServerFault
+from tests.faults.clients import message
+from tests.faults.tools import Oracle, Running, publish, running
+from tests.fuzz.run import METHOD
+from tests.served.tools import FREE_PORTS
+
+_UNLIMITED = [("grpc.max_send_message_length", -1)]
+
+
+@dataclass
+class Huge:
+    """Figures of `huge`."""
+
+    request_bytes: int
+    times: int
+    told: set[str]
+    kept_bytes: int
+    right: int
+
+    def line(self) -> str:
+        return (
+            f"{self.times} requests of {self.request_bytes / 1e9:.1f} GB: {', '.join(sorted(self.told))}, "
+            f"{self.kept_bytes / 1e6:+.0f} MB kept"
+        )
+
+
+def huge(folder: Path, ids: int, times: int) -> Huge:
+    """Requests far beyond every limit: refused, and their memory given back."""
+    oracle = Oracle(publish(folder))
+    content = message(ids)
+    told = set()
+    with running(folder / "r") as server, LookupClient(server.grpc, "m", 30) as client:
+        assert oracle.is_right(client, 0)
+        before = server.memory_bytes()
+        for _ in range(times):
+            with grpc.insecure_channel(server.grpc, _UNLIMITED) as channel:
+                told.add(_refusal(channel, content))
+            assert oracle.is_right(client, 0)
+        time.sleep(1)
+        kept = server.memory_bytes() - before
+        right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
+    return Huge(len(content), times, told, kept, right)
+
+
+def _refusal(channel: grpc.Channel, content: bytes) -> str:
+    try:
+        channel.unary_unary(METHOD)(content, timeout=120)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+def lying_lengths(folder: Path) -> tuple[set[str], int]:
+    """Lengths of 2³¹ − 1 with a payload of a few bytes: what they are told, and what memory grew by."""
+    publish(folder)
+    request = pb.ModelInferRequest.FromString(message())
+    request.raw_input_contents[1] = np.array([2**31 - 1] * 64, np.int32).tobytes()
+    request.inputs[1].shape[1] = 64
+    content = request.SerializeToString()
+    with running(folder / "r") as server, grpc.insecure_channel(server.grpc) as channel:
+        for _ in range(20):
+            _refusal(channel, content)
+        before = server.memory_bytes()
+        told = {_refusal(channel, content) for _ in range(200)}
+        return told, server.memory_bytes() - before
+
+
+@dataclass
+class Full:
+    """Figures of `shared_memory_full`: what a request was told that did not fit, and whether later ones were right."""
+
+    told: str
+    right: int
+    asked: int
+
+    def line(self) -> str:
+        return (
+            f"/dev/shm full: told {self.told.partition(':')[0]!r}, then {self.right} of {self.asked} answered right"
+        )
+
+
+def shared_memory_full(folder: Path) -> Full:
+    """A server whose /dev/shm has 24 MB: what does not fit is refused, and what fits is answered as before.
+
+    In a mount namespace of its own; where this process is not root, in a user namespace too.
+    """
+    oracle = Oracle(publish(folder))
+    namespace = ["unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",))]
+    serve = [sys.executable, "-m", "serving", "run", str(folder / "r"), *FREE_PORTS, "--json"]
+    command = 'mount -t tmpfs -o size=24m tmpfs /dev/shm && exec "$@"'
+    with subprocess.Popen(
+        [*namespace, "sh", "-c", command, "sh", *serve], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            server = Running(process, said["grpc"], said["http"])
+            with LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1)) as client:
+                told = "answered"
+                try:
+                    client.lookup({"x": (np.ones(4_000_000, np.int64), np.array([4_000_000], np.int32))})
+                except ServerFault as error:
+                    told = str(error).rpartition("model 'm': ")[2]
+                right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
+        finally:
+            process.terminate()
+            process.wait()
+    return Full(told, right, len(oracle.requests))

@@ -1,0 +1,81 @@
+"""Servers that die."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.faults.tools import Oracle, asking, publish, running, wait_until_all_are_answered
+
+
+@dataclass
+class Restarted:
+    """Figures of `restarted`. `recovered_s`: the worst of all clients and times."""
+
+    times: int
+    answers: int
+    wrong: int
+    errors: set[str]
+    recovered_s: float
+
+    def line(self) -> str:
+        return (
+            f"server killed and started again under load {self.times} times: {self.answers:,} answers, {self.wrong} "
+            f"wrong, all clients answered {self.recovered_s:.1f} s after it was ready"
+        )
+
+
+def restarted(folder: Path, times: int) -> Restarted:
+    """Kill a server under load and start another on its ports: clients find it by themselves."""
+    bundle = publish(folder)
+    oracle = Oracle(bundle)
+    worst = 0.0
+    with running(folder / "r") as first:
+        ports = [first.grpc.rpartition(":")[2], first.http.rpartition(":")[2]]
+        url = first.grpc
+    options = ("--grpc-port", ports[0], "--http-port", ports[1], "--metrics-port", "0")
+    with asking(url, oracle) as seen:
+        for _ in range(times):
+            with running(folder / "r", options) as server:
+                worst = max(worst, wait_until_all_are_answered(seen))
+                time.sleep(0.5)
+                server.triton.kill()
+                server.process.wait()
+    return Restarted(
+        times,
+        sum(each.right for each in seen),
+        sum(each.wrong for each in seen),
+        set().union(*(each.errors for each in seen)),
+        worst,
+    )
+
+
+@dataclass
+class Mended:
+    """Figures of `stub_killed`. `recovered_s`: the longest from the kill until all clients were answered."""
+
+    times: int
+    answers: int
+    wrong: int
+    recovered_s: float
+
+    def line(self) -> str:
+        return (
+            f"a model's process killed under load {self.times} times: {self.answers:,} answers, {self.wrong} wrong, all "
+            f"clients answered again after {self.recovered_s:.1f} s"
+        )
+
+
+def stub_killed(folder: Path, times: int) -> Mended:
+    """Kill the process of a model under load: `tbe-serve run` loads it anew."""
+    oracle = Oracle(publish(folder))
+    worst = 0.0
+    with running(folder / "r") as server, asking(server.grpc, oracle) as seen:
+        for _ in range(times):
+            wait_until_all_are_answered(seen)
+            for child in server.triton.children():
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    child.kill()
+            worst = max(worst, wait_until_all_are_answered(seen))
+    return Mended(times, sum(each.right for each in seen), sum(each.wrong for each in seen), worst)

@@ -1,0 +1,143 @@
+"""A supervised server, as `tbe-serve run` has it, and clients that know what its answers have to be."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from export import export_model
+from serving.client import LookupClient
+from serving.engine import Engine
+from serving.errors import ServingError
+from tests.models import SUM, collection, random_bags
+from tests.served.tools import FREE_PORTS, start_tbe_serve, tritonserver_of
+
+Bags = dict[str, Any]
+PATIENCE_S = 60
+
+
+@dataclass
+class Running:
+    """`tbe-serve run`, ready."""
+
+    process: "subprocess.Popen[str]"
+    grpc: str
+    http: str
+
+    @property
+    def triton(self) -> psutil.Process:
+        """Its tritonserver."""
+        return tritonserver_of(self.process)
+
+    def memory_bytes(self) -> int:
+        """What tritonserver and its models have to themselves, and what they share with one another."""
+        processes = [self.triton, *self.triton.children()]
+        shared = sum(path.stat().st_blocks * 512 for path in Path("/dev/shm").glob("triton_python_backend_*"))
+        return shared + sum(each.memory_full_info().uss for each in processes)
+
+
+@contextmanager
+def running(repository: Path, options: Sequence[str] = FREE_PORTS) -> Iterator[Running]:
+    with start_tbe_serve(str(repository), *options, "--json") as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            yield Running(process, said["grpc"], said["http"])
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def publish(folder: Path) -> Path:
+    """A bundle of the model `m`."""
+    return export_model(collection(SUM), folder / "r", "m")
+
+
+class Oracle:
+    """Requests and their answers, by an engine in this process."""
+
+    def __init__(self, bundle: Path) -> None:
+        random = np.random.default_rng(0)
+        self.requests: list[Bags] = [dict(random_bags(random, SUM, int(random.integers(1, 20)))) for _ in range(16)]
+        engine = Engine.open(bundle)
+        self.answers = [engine.lookup(bags) for bags in self.requests]
+
+    def is_right(self, client: LookupClient, number: int) -> bool:
+        """Ask, and compare bit for bit."""
+        answer = client.lookup(self.requests[number])
+        return all(np.array_equal(answer[name], rows) for name, rows in self.answers[number].items())
+
+
+@dataclass
+class Seen:
+    """What clients met."""
+
+    right: int = 0
+    wrong: int = 0
+    failed: int = 0
+    last_failure: float = 0.0
+    errors: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def asking(url: str, oracle: Oracle, clients: int = 4, timeout_s: float = 1.0) -> Iterator[list[Seen]]:
+    """Clients that ask all the time, each with what it has seen so far."""
+    seen, stopped = [Seen() for _ in range(clients)], threading.Event()
+
+    def ask(mine: Seen) -> None:
+        with LookupClient(url, "m", timeout_s) as client:
+            while not stopped.is_set():
+                for number in range(len(oracle.requests)):
+                    try:
+                        if oracle.is_right(client, number):
+                            mine.right += 1
+                        else:
+                            mine.wrong += 1
+                    except ServingError as error:
+                        mine.failed += 1
+                        mine.last_failure = time.monotonic()
+                        mine.errors.add(type(error).__name__)
+
+    threads = [threading.Thread(target=ask, args=(mine,)) for mine in seen]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join()
+
+
+def wait_until_all_are_answered(seen: Sequence[Seen]) -> float:
+    """Until each client has had another right answer; how long it took."""
+    before, started = [each.right for each in seen], time.monotonic()
+    while any(each.right <= was for each, was in zip(seen, before, strict=True)):
+        assert time.monotonic() < started + PATIENCE_S, [each.errors for each in seen]
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def eventually_right(client: LookupClient, oracle: Oracle) -> float:
+    """Seconds until an answer came, which has to be right."""
+    started = time.monotonic()
+    while True:
+        with suppress(ServingError):
+            assert oracle.is_right(client, 0)
+            return time.monotonic() - started
+        assert time.monotonic() < started + PATIENCE_S
+        time.sleep(0.05)
+
+
+def python(*arguments: str) -> "subprocess.Popen[str]":
+    """Another interpreter like this one."""
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
