@@ -90,7 +90,7 @@ class Full:
 
     def line(self) -> str:
         return (
-            f"/dev/shm full: told {self.told.partition(':')[0]!r}, then {self.right} of {self.asked} answered right"
+            f"/dev/shm full: told {self.told.partition(' for key')[0]!r}, then {self.right} of {self.asked} answered right"
         )
 
 

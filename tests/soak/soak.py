@@ -77,7 +77,7 @@ class Soaked:
 def soak(folder: Path, seconds: float) -> Soaked:
     """Ask at `SHARE` of what the server can, for so long."""
     held, stopped = Held(), threading.Event()
-    with serving(folder, ServingSettings(), samples=16, pooling_factor=5) as served:
+    with serving(folder, ServingSettings(), samples=128, pooling_factor=5) as served:
         rate = SHARE * served.capacity_per_s(5.0)
         watcher = threading.Thread(target=held.watch, args=(served.server, stopped))
         watcher.start()
