@@ -102,6 +102,7 @@ def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_pa
         assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
         assert find_run_file("127.0.0.1:8000") == find_run_file("localhost:8000") == run_file
         assert find_run_file("127.0.0.1:8001") is None
+        assert KEY not in repr(run_file)
     assert find_run_file("127.0.0.1:8000") is None
 
 

@@ -7,7 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -44,7 +44,7 @@ class Control:
     """
 
     http: str
-    key: str | None
+    key: str | None = field(repr=False)
     timeout_s: float
 
     def server_version(self) -> str:

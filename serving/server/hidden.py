@@ -4,6 +4,7 @@ tritonserver takes the key to what it keeps closed as an option alone. It copies
 the words themselves are no longer needed (proc(5): arg_start and arg_end of /proc/PID/stat, and /proc/PID/mem).
 """
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -11,16 +12,18 @@ _POLL_S = 0.002
 _PATIENCE_S = 5.0
 
 
-def hide(pid: int, secret: str) -> bool:
+def hide(child: "subprocess.Popen[bytes]", secret: str) -> bool:
     """Overwrite `secret` in the command line of a child that has just started, once it has read it.
 
     Returns:
         Whether nobody can read it any more. The kernel may forbid it: Yama's ptrace_scope 2 and above.
     """
-    process = Path("/proc") / str(pid)
+    process = Path("/proc") / str(child.pid)
     deadline = time.monotonic() + _PATIENCE_S
     try:
         while not _has_read_options(process) and time.monotonic() < deadline:
+            if child.poll() is not None:
+                return True
             time.sleep(_POLL_S)
         fields = (process / "stat").read_text().rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -67,7 +67,7 @@ class Server:
     grpc: str
     http: str
     metrics: str
-    key: str
+    key: str = field(repr=False)
     models: tuple[ServedModel, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -152,7 +152,7 @@ def run_server(
                 preexec_fn=partial(_in_child, shm_bytes),
             )
             stack.callback(_stop, process)
-        is_hidden = hide(process.pid, key)
+        is_hidden = hide(process, key)
         server = Server(
             process,
             grpc=f"{access.host}:{taken.grpc}",

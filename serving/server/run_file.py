@@ -23,6 +23,10 @@ class RunFile(Strict, frozen=True):
     repository: str
     trusted_keys: str | None
 
+    def __repr__(self) -> str:
+        """Without the key: errors and logs show this."""
+        return f"RunFile({self.http})"
+
     @contextmanager
     def written(self) -> Iterator[None]:
         """There to be found inside the block.

@@ -89,9 +89,7 @@ class Full:
     asked: int
 
     def line(self) -> str:
-        return (
-            f"/dev/shm full: told {self.told.partition(' for key')[0]!r}, then {self.right} of {self.asked} answered right"
-        )
+        return f"/dev/shm full: told {self.told.partition(' for key')[0]!r}, then {self.right} of {self.asked} answered right"
 
 
 def shared_memory_full(folder: Path) -> Full:
