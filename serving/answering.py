@@ -56,10 +56,7 @@ class Answerer:
         self._backlog = _Backlog()
 
     def answer(
-        self,
-        requests: Sequence[T],
-        decode: Callable[[T], Tensors],
-        is_gone: Callable[[T], bool] = lambda _: False,
+        self, requests: Sequence[T], decode: Callable[[T], Tensors], is_gone: Callable[[T], bool]
     ) -> list[Outcome]:
         """The embeddings [B, D] of each request, or its own error.
 
