@@ -25,7 +25,7 @@ demo: $(STAMP) ## Train on MovieLens, export, serve, look up, and show what happ
 
 test: lint ## Everything: ruff, mypy --strict, unit, integration and end-to-end tests
 	@requirements/test-tools.sh
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .

@@ -14,7 +14,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from serving.answering import Answerer, Outcome
-from serving.bundle import open_bundle, verify_digests
+from serving.bundle import open_bundle, verify_digests, weights_changed_since
 from serving.capture import Recorder
 from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest, Reason, RequestCancelled, ServerUnavailable, ServingError
@@ -59,10 +59,11 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     config = json.loads(args["model_config"])["parameters"]
     parameters = {key: value["string_value"] for key, value in config.items()}
     settings = ServingSettings(**parsed(parameters))
-    # The model serves when all its instances do: what one does for all is done by this.
-    is_first = args["model_instance_name"].endswith("_0")
     bundle = open_bundle(model / args["model_version"], TrustedKeys.of_environment())
-    if settings.verify_weights and is_first:
+    recovered = parameters.get(RECOVERED)
+    is_verified = recovered is not None and not weights_changed_since(bundle, float(recovered))
+    # Every instance: where one fails and another does not, Triton 2.51 may hang, and lose the version that serves.
+    if settings.verify_weights and not is_verified:
         verify_digests(bundle)
     engine = Engine(bundle)
     warm_up(engine, model)
@@ -73,7 +74,7 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
         [table.name for table in manifest.tables],
         manifest.exported_at,
     )
-    if RECOVERED in parameters and is_first:
+    if recovered is not None and args["model_instance_name"].endswith("_0"):  # once, whatever its instances
         metrics.recovered()
     recorder = Recorder.of(settings, args["model_name"], metrics.captured)
     answerer = Answerer(engine, settings.limits, metrics, recorder, pb_utils.Logger.log_error)

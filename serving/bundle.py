@@ -281,6 +281,11 @@ def verify_digests(bundle: Bundle) -> None:
         check_digest(bundle.path / name, digest)
 
 
+def weights_changed_since(bundle: Bundle, moment: float) -> bool:
+    """Whether anything was done to a file of weights after `moment`, Unix time; the kernel's word for it (ctime)."""
+    return any((bundle.path / rank.weights).stat().st_ctime >= moment for rank in bundle.manifest.plan.ranks)
+
+
 class _Header(msgspec.Struct):
     format_version: int
 

@@ -73,7 +73,7 @@ class ServingSettings:
 
 
 # What `tbe-serve` adds to a served model's parameters, and config.pbtxt never has:
-# it was loaded anew because its process died, so that a metric can tell;
+# it was loaded anew because its process died, so that a metric can tell, by a server started then (Unix time);
 RECOVERED = "recovered"
 # it serves a version other than config.pbtxt says, which says this one; "" for the newest.
 INSTEAD_OF = "instead_of_version"

@@ -17,6 +17,7 @@ from serving.errors import BundleError
 from serving.kjt import Tensors
 from tests.models import MIXED, collection
 
+pytestmark = pytest.mark.usefixtures("_answering_here")
 Change = Callable[[Path], None]
 WEIGHTS = ("weights.0.bin", "weights.1.bin")
 CODE = (MODEL, PROGRAM)

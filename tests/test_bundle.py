@@ -1,14 +1,16 @@
 """A bundle is read strictly: whatever is missing, unknown, damaged or too new is refused by name."""
 
 import json
+import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serving.bundle import open_bundle, verify_digests
+from serving.bundle import open_bundle, verify_digests, weights_changed_since
 from serving.engine import Engine
 from serving.errors import BundleError
 
@@ -106,6 +108,21 @@ def test_a_flipped_weight_is_found_by_verifying(bundle: Path) -> None:
     opened = open_bundle(bundle)  # costs no read of the weights, so it cannot know
     with pytest.raises(BundleError, match=r"weights\.0\.bin: expected SHA-256"):
         verify_digests(opened)
+
+
+def test_whether_weights_changed_is_the_kernel_s_to_say(bundle: Path) -> None:
+    opened = open_bundle(bundle)
+    weights = bundle / "weights.0.bin"
+    created = weights.stat().st_ctime
+    assert weights_changed_since(opened, created - 1)
+    assert not weights_changed_since(opened, created + 1)
+    content = weights.read_bytes()
+    time.sleep(0.05)
+    moment = time.time()
+    time.sleep(0.05)
+    weights.write_bytes(content)
+    os.utime(weights, (0, 0))  # what anybody can say of a file's times
+    assert weights_changed_since(opened, moment)
 
 
 def test_no_manifest_at_all_and_no_json(bundle: Path, tmp_path: Path) -> None:

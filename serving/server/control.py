@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote
 
@@ -94,10 +95,15 @@ class Control:
             self._load(model, config)
         return self.ready(model)
 
-    def recover(self, model: str) -> None:
-        """Load a model anew, as it was served, when its process died: a load alone would do nothing."""
+    def recover(self, model: str, since: float) -> None:
+        """Load a model anew, as it was served, when its process died: a load alone would do nothing.
+
+        Args:
+            model: its name.
+            since: when the server was started, Unix time: weights that have not changed since were verified.
+        """
         config = self.config(model)
-        config["parameters"][RECOVERED] = {"string_value": "true"}
+        config["parameters"][RECOVERED] = {"string_value": str(since)}
         self._call(f"v2/repository/models/{quote(model, safe='')}/unload", {})
         self._load(model, config)
 
@@ -118,8 +124,9 @@ class Control:
             raise _ERRORS.get(error.code, ServerFault)(f"{self.http}: {_reason(error)}") from None
         except TimeoutError:
             raise DeadlineExceeded(f"{self.http}: no answer within {self.timeout_s:g} s") from None
-        except (urllib.error.URLError, OSError, ValueError) as error:
-            raise ServerUnavailable(f"{self.http}: {getattr(error, 'reason', error)}") from None
+        except (urllib.error.URLError, OSError, ValueError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or repr(error)
+            raise ServerUnavailable(f"{self.http}: expected the HTTP address of a server: {reason}") from None
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -89,7 +89,7 @@ class Supervisor:
             raise ServerFailed(f"{reason}; stopping, as --no-recover says")
         self._say(f"{reason}; loading it anew")
         started = time.monotonic()
-        control.recover(model)
+        control.recover(model, self._process.create_time())
         self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
 
     def _missing(self, control: Control) -> set[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from serving.bundle import open_bundle, verify_digests
 from serving.client import LookupClient, Retries
 from serving.errors import ServingError
-from tests.faults.tools import Oracle, publish, python, running
-from tests.served.tools import stubs
+from tests.faults.tools import Oracle, publish, python
+from tests.served.tools import running, stubs
 
 WEIGHTS = "weights.0.bin"
 
@@ -30,6 +30,12 @@ def replaced(weights: Path) -> None:
 def truncated(weights: Path) -> None:
     """In place: pages that are mapped are gone."""
     os.truncate(weights, 0)
+
+
+def overwritten(weights: Path) -> None:
+    """In place, as long as before."""
+    with weights.open("r+b") as file:
+        file.write(bytes(weights.stat().st_size))
 
 
 @dataclass

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.tools import Oracle, asking, publish, running, wait_until_all_are_answered
+from tests.faults.tools import Oracle, asking, publish, wait_until_all_are_answered
+from tests.served.tools import running
 
 
 @dataclass
@@ -34,10 +35,10 @@ def restarted(folder: Path, times: int) -> Restarted:
     with running(folder / "r") as first:
         ports = [first.grpc.rpartition(":")[2], first.http.rpartition(":")[2]]
         url = first.grpc
-    options = ("--grpc-port", ports[0], "--http-port", ports[1], "--metrics-port", "0")
+    options = ("--grpc-port", ports[0], "--http-port", ports[1])
     with asking(url, oracle) as seen:
         for _ in range(times):
-            with running(folder / "r", options) as server:
+            with running(folder / "r", *options) as server:
                 worst = max(worst, wait_until_all_are_answered(seen))
                 time.sleep(0.5)
                 server.triton.kill()

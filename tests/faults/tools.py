@@ -1,60 +1,25 @@
-"""A supervised server, as `tbe-serve run` has it, and clients that know what its answers have to be."""
+"""A bundle, and clients that know what its answers have to be."""
 
-import json
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from export import export_model
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
 from tests.models import SUM, collection, random_bags
-from tests.served.tools import FREE_PORTS, start_tbe_serve, tritonserver_of
 
 Bags = dict[str, Any]
 PATIENCE_S = 60
-
-
-@dataclass
-class Running:
-    """`tbe-serve run`, ready."""
-
-    process: "subprocess.Popen[str]"
-    grpc: str
-    http: str
-
-    @property
-    def triton(self) -> psutil.Process:
-        """Its tritonserver."""
-        return tritonserver_of(self.process)
-
-    def memory_bytes(self) -> int:
-        """What tritonserver and its models have to themselves, and what they share with one another."""
-        processes = [self.triton, *self.triton.children()]
-        shared = sum(path.stat().st_blocks * 512 for path in Path("/dev/shm").glob("triton_python_backend_*"))
-        return shared + sum(each.memory_full_info().uss for each in processes)
-
-
-@contextmanager
-def running(repository: Path, options: Sequence[str] = FREE_PORTS) -> Iterator[Running]:
-    with start_tbe_serve(str(repository), *options, "--json") as process:
-        try:
-            assert process.stdout is not None
-            said = json.loads(process.stdout.readline())
-            yield Running(process, said["grpc"], said["http"])
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def publish(folder: Path) -> Path:
@@ -125,17 +90,6 @@ def wait_until_all_are_answered(seen: Sequence[Seen]) -> float:
         assert time.monotonic() < started + PATIENCE_S, [each.errors for each in seen]
         time.sleep(0.01)
     return time.monotonic() - started
-
-
-def eventually_right(client: LookupClient, oracle: Oracle) -> float:
-    """Seconds until an answer came, which has to be right."""
-    started = time.monotonic()
-    while True:
-        with suppress(ServingError):
-            assert oracle.is_right(client, 0)
-            return time.monotonic() - started
-        assert time.monotonic() < started + PATIENCE_S
-        time.sleep(0.05)
 
 
 def python(*arguments: str) -> "subprocess.Popen[str]":

@@ -8,9 +8,11 @@ import pytest
 from serving.server.process import SHM_BYTES
 from tests.faults import clients, files, memory, servers
 
+pytestmark = pytest.mark.usefixtures("_answering_here")
+
 
 def test_clients_find_a_server_that_was_killed_and_started_again(tmp_path: Path) -> None:
-    seen = servers.restarted(tmp_path, times=2)
+    seen = servers.restarted(tmp_path, times=1)
     print(seen.line())
     assert seen.wrong == 0
     assert seen.answers >= 8
@@ -42,6 +44,15 @@ def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_
     assert seen.wrong == 0
     assert "wrong" not in seen.after
     assert "weights.0.bin: expected 800 bytes, got 0: publish the bundle again" in seen.said
+    assert seen.code == 1
+
+
+def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tmp_path: Path) -> None:
+    """What is mapped changes with the file, which nothing of ours does; what is loaded anew is verified."""
+    seen = files.weights_change(tmp_path, files.overwritten, kill=True)
+    assert seen.wrong == 20
+    assert set(seen.after) <= {"refused", "wrong"}
+    assert "weights.0.bin: expected SHA-256" in seen.said
     assert seen.code == 1
 
 

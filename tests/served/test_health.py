@@ -202,7 +202,7 @@ def with_a_capture_that_cannot_be_written(bundle: Path) -> None:
 
 def with_a_setting_that_is_no_number(bundle: Path) -> None:
     config = bundle.parent / "config.pbtxt"
-    config.write_text(config.read_text().replace('string_value: "1048576"', 'string_value: "many"'))
+    config.write_text(config.read_text().replace('string_value: "131072"', 'string_value: "many"'))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
 """Who should not get in does not: closed protocols, TLS, keys, and bundles that somebody else made or changed."""
 
-import json
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,35 +28,14 @@ from tests.served.tools import (
     FREE,
     FREE_PORTS,
     replace_model_py,
-    start_tbe_serve,
+    running,
     stubs,
     tbe_serve,
-    tritonserver_of,
     wait_for_answer,
 )
 
+pytestmark = pytest.mark.usefixtures("_answering_here")
 ASKED = {"x": [[1]]}
-
-
-@dataclass(frozen=True)
-class Running:
-    """`tbe-serve run`, ready."""
-
-    process: "subprocess.Popen[str]"
-    grpc: str
-    http: str
-
-
-@contextmanager
-def running(*arguments: str) -> Iterator[Running]:
-    with start_tbe_serve(*arguments, *FREE_PORTS, "--json") as process:
-        try:
-            assert process.stdout is not None
-            said = json.loads(process.stdout.readline())
-            yield Running(process, said["grpc"], said["http"])
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def answers(url: str, tls: Tls | None = None) -> int:
@@ -202,7 +178,7 @@ def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path:
     as_client = (
         "--tls-ca", str(pems / "root.pem"), "--tls-cert", str(pems / "client.pem"), "--tls-key", str(pems / "client.key"),
     )  # fmt: skip
-    with running(str(repository), *tls, "--tls-client-ca", str(pems / "root.pem")) as server:
+    with running(repository, *tls, "--tls-client-ca", str(pems / "root.pem")) as server:
         assert answers(server.grpc, trusted) == 1
         for options in ((), as_client[:2]):  # in the clear; without a certificate of its own
             done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "2", *options)
@@ -214,7 +190,7 @@ def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path:
         assert done.returncode == 0, done.stderr
         export_model(collection(SUM), repository, "m")
         assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 2\n"
-        for stub in stubs(tritonserver_of(server.process), "m"):  # version 1's may not have ended yet
+        for stub in stubs(server.triton, "m"):  # version 1's may not have ended yet
             stub.kill()
         with LookupClient(server.grpc, "m", 1, tls=trusted) as client:
             wait_for_answer(client)
@@ -270,7 +246,7 @@ def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_pa
     repository, mark = tmp_path / "r", tmp_path / "somebody else's code ran"
     signed = ("--signing-key", str(keys / "key.pem"))
     publish(repository, *signed)
-    with running(str(repository), "--trusted-keys", str(keys / "trusted.pem")) as server:
+    with running(repository, "--trusted-keys", str(keys / "trusted.pem")) as server:
         assert answers(server.grpc) == 1
         second = publish(repository, *signed)
         assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 2\n"

@@ -160,6 +160,9 @@ def test_a_model_that_is_not_there_cannot_be_loaded(server: Server) -> None:
     done = tbe_serve("load", "nobody", "--url", server.http)
     assert done.returncode == 1
     assert "nobody: serves no version" in done.stdout
+    done = tbe_serve("load", "m", "--url", server.grpc, "--timeout-s", "5")
+    assert done.returncode == 1
+    assert f"{server.grpc}: expected the HTTP address of a server" in done.stderr
     done = tbe_serve("load", "m", "--url", "127.0.0.1:1", "--timeout-s", "5")
     assert done.returncode == 1
     assert "127.0.0.1:1" in done.stderr

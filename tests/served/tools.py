@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,33 @@ def wait_for_answer(client: LookupClient) -> None:
             time.sleep(0.1)
         else:
             return
+
+
+@dataclass(frozen=True)
+class Running:
+    """`tbe-serve run`, ready."""
+
+    process: "subprocess.Popen[str]"
+    grpc: str
+    http: str
+
+    @property
+    def triton(self) -> psutil.Process:
+        """Its tritonserver."""
+        return tritonserver_of(self.process)
+
+
+@contextmanager
+def running(repository: Path, *options: str) -> Iterator[Running]:
+    """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""
+    with start_tbe_serve(str(repository), *FREE_PORTS, *options, "--json") as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            yield Running(process, said["grpc"], said["http"])
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
