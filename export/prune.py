@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import PublishError
-from serving.bundle import in_use
+from serving.bundle import in_use, versions
 from serving.config_file import read_config, settings_of
 from serving.errors import ConfigurationError
 
@@ -40,8 +40,7 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
         configured = settings_of(read_config(model)).version
     except ConfigurationError as error:
         raise PublishError(str(error)) from error
-    versions = sorted((int(path.name) for path in model.iterdir() if path.name.isdecimal()), reverse=True)
-    for position, version in enumerate(versions):
+    for position, version in enumerate(reversed(versions(model))):
         path = model / str(version)
         if position < keep:
             yield Fate(version, f"among the newest {keep}")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from export.errors import PublishError
 from export.model_config import check_model, model_config
-from serving.bundle import Manifest
+from serving.bundle import Manifest, versions
 from serving.config_file import CONFIG
 from serving.settings import ServingSettings
 
@@ -176,8 +176,7 @@ def _remove_abandoned(repository: Path) -> None:
 
 
 def _next_version(model: Path) -> int:
-    taken = [int(entry.name) for entry in model.iterdir() if entry.name.isdecimal()]
-    return max(taken, default=0) + 1
+    return max(versions(model), default=0) + 1
 
 
 def _rename(source: Path, target: Path) -> bool:

@@ -20,14 +20,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from serving.digests import FileDigest, check_digest, check_size, read_file
 from serving.errors import BundleError
 from serving.plan import Plan, Shard, tiling_error
-from serving.signature import TrustedKeys
 from serving.strict import UNREADABLE, Strict
+
+if TYPE_CHECKING:  # cryptography is of no use to a client
+    from serving.signature import TrustedKeys
 
 FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
@@ -211,13 +214,18 @@ class Bundle:
     manifest: Manifest
 
 
+def versions(model: Path) -> list[int]:
+    """The versions of the model at `<repository>/<name>`, oldest first; none where there is no model."""
+    return sorted(int(entry.name) for entry in model.glob("[0-9]*") if entry.name.isdecimal())
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest` into `directory`, indented for people."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     (directory / MANIFEST).write_bytes(text + b"\n")
 
 
-def open_bundle(path: Path, trusted: TrustedKeys | None = None) -> Bundle:
+def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
     """Read the manifest of the bundle at `path` and check all that costs no read of the weights.
 
     Every file must be there with its size; the digests of all files but the weights must agree. The time
@@ -290,7 +298,7 @@ class _Header(msgspec.Struct):
     format_version: int
 
 
-def _read_manifest(path: Path, trusted: TrustedKeys | None) -> Manifest:
+def _read_manifest(path: Path, trusted: "TrustedKeys | None") -> Manifest:
     text = read_file(path)
     if trusted is not None:
         trusted.check(path, text)

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from serving.atomic import replacing
+from serving.bundle import versions
 from serving.capture import WARM_UP, read_captured
 from serving.commands.terminal import fail, out
 from serving.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
@@ -90,7 +91,7 @@ def _version(model: Path, text: str) -> int | None:
     if text == NEWEST:
         return None
     if not text.isdecimal() or not (model / text).is_dir():
-        there = sorted((int(path.name) for path in model.glob("[0-9]*")), reverse=True)
+        there = versions(model)[::-1]
         raise ConfigurationError(f"version: expected {NEWEST!r} or one of {there} in {model}, got {text!r}")
     return int(text)
 

@@ -6,7 +6,7 @@ this is done before it is asked to.
 
 from pathlib import Path
 
-from serving.bundle import MODEL, open_bundle
+from serving.bundle import MODEL, open_bundle, versions
 from serving.config_file import CONFIG, read_config, settings_of
 from serving.errors import BundleError, ConfigurationError
 from serving.settings import PARAMETERS
@@ -40,12 +40,7 @@ def check_trusted(model: Path, keys: Path, version: int | None = None) -> None:
         raise ConfigurationError(
             f"{model / CONFIG}: {foreign[0]}: expected nothing that could name other code than a signed bundle's"
         )
-    version = version or settings_of(config).version or _newest(model)
-    open_bundle(model / str(version), trusted)
-
-
-def _newest(model: Path) -> int:
-    versions = [int(path.name) for path in model.iterdir() if path.name.isdecimal()]
-    if not versions:
+    found = versions(model)
+    if not found:
         raise BundleError(f"{model}: expected versions made by tbe-export, found none")
-    return max(versions)
+    open_bundle(model / str(version or settings_of(config).version or found[-1]), trusted)
