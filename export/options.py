@@ -1,12 +1,9 @@
 """The options that `tbe-export model` and `tbe-export plan` share, and the module that they are about."""
 
-import functools
 import importlib
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -15,6 +12,7 @@ from torch import nn
 from export.config import ExportConfig
 from export.errors import ConfigError, ModelError
 from export.settings import Settings, ShardingSettings, by_table, export_config, merge_settings, read_settings
+from serving.options import shared_options
 
 ModelOption = Annotated[str, typer.Option(help="package.module:function that builds the module, without arguments.")]
 CheckpointOption = Annotated[
@@ -103,21 +101,8 @@ def _settings(
     return export_config(said if config is None else merge_settings(read_settings(config), said))
 
 
-def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command` the options above; in their place it gets `config()`, which reads them or raises ConfigError."""
-    own, shared = inspect.signature(command).parameters, inspect.signature(_settings).parameters
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        options = {name: given.pop(name) for name in shared}
-        command(**given, config=lambda: _settings(**options))
-
-    parameters = [each for name, each in own.items() if name != "config"]
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*parameters, *shared.values())]
-    )
-    run.__annotations__ = command.__annotations__ | _settings.__annotations__ | {"return": None}
-    return run
+# A command gets `config()`, which reads the options above or raises ConfigError.
+takes_settings = shared_options("config", _settings)
 
 
 def build_module(spec: str, *, meta: bool) -> nn.Module:

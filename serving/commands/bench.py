@@ -12,19 +12,7 @@ from rich.table import Table
 
 from serving.bundle import Bundle, open_bundle
 from serving.client import LookupClient, ModelInfo
-from serving.commands.terminal import (
-    DEFAULT_URL,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TlsServerNameOption,
-    UrlOption,
-    err,
-    fail,
-    out,
-    say,
-    tls_of,
-)
+from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, err, fail, out, say, takes_tls
 from serving.errors import BundleError, InvalidRequest, ServingError
 from serving.load.generator import Load, generate
 from serving.load.ids import Distribution, random_requests
@@ -44,8 +32,10 @@ class Refusal(msgspec.Struct, frozen=True):
     refused: str
 
 
+@takes_tls
 def bench(
     model: Annotated[str, typer.Argument(help="The model's name.")],
+    tls: TlsOf,
     url: UrlOption = DEFAULT_URL,
     bundle: Annotated[
         Path | None,
@@ -80,24 +70,19 @@ def bench(
     check: Annotated[float, typer.Option(help="The share of answers that is compared with --bundle.")] = 0.01,
     processes: Annotated[int, typer.Option(help="How many send, for servers faster than one can.")] = 1,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 1.0,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    tls_server_name: TlsServerNameOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line for each load.")] = False,
 ) -> None:
     """Measure throughput and latency of a running server, and check its answers meanwhile.
 
     Exits with 1 where nothing was answered, an answer was wrong, or this generator was the bottleneck.
     """
-    tls = tls_of(tls_ca, tls_cert, tls_key, tls_server_name)
     try:
         _check_positive(seconds=[seconds], repeats=[repeats], processes=[processes], timeout_s=[timeout_s])
         _check_positive(samples=samples or (), clients=clients or (), rate=rate or ())
         if not 0 <= check <= 1:
             raise InvalidRequest(f"check: expected a share in [0, 1], got {check}")
         opened = None if bundle is None else open_bundle(bundle)
-        with LookupClient(url, model, 10, tls=tls) as client:
+        with LookupClient(url, model, 10, tls=tls()) as client:
             info = client.info()
         if opened is not None and opened.manifest.contract != info.contract:
             raise BundleError(f"{bundle}: expected a version of the model that is served, {model!r}: features differ")
@@ -120,7 +105,7 @@ def bench(
         found: list[Report | Refusal] = []
         for size, requests in asked:
             for load in loads:
-                runs = generate(url, requests, load, timeout_s, opened, processes, tls)
+                runs = generate(url, requests, load, timeout_s, opened, processes, tls())
                 why = refusal(load, runs)
                 found.append(
                     summarize(load, size, runs) if why is None else Refusal(load.clients, load.rate, size, why)

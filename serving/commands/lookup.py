@@ -8,34 +8,21 @@ import typer
 from rich.table import Table
 
 from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient
-from serving.commands.terminal import (
-    DEFAULT_URL,
-    TlsCaOption,
-    TlsCertOption,
-    TlsKeyOption,
-    TlsServerNameOption,
-    UrlOption,
-    fail,
-    out,
-    say,
-    tls_of,
-)
+from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, fail, out, say, takes_tls
 from serving.encoding import Features
 from serving.errors import InvalidRequest, ServingError
 
 
+@takes_tls
 def lookup(
     model: Annotated[str, typer.Argument(help="The model's name.")],
+    tls: TlsOf,
     file: Annotated[
         typer.FileText, typer.Argument(help="JSON lines, one request each; standard input by default.")
     ] = "-",  # type: ignore[assignment]
     url: UrlOption = DEFAULT_URL,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = DEFAULT_TIMEOUT_S,
     as_table: Annotated[bool, typer.Option("--table", help="Print a table instead of JSON lines.")] = False,
-    tls_ca: TlsCaOption = None,
-    tls_cert: TlsCertOption = None,
-    tls_key: TlsKeyOption = None,
-    tls_server_name: TlsServerNameOption = None,
 ) -> None:
     """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
 
@@ -43,9 +30,8 @@ def lookup(
     A line that cannot be answered is reported, the others are answered, and the exit code is 1.
     """
     refused = False
-    tls = tls_of(tls_ca, tls_cert, tls_key, tls_server_name)
     try:
-        with LookupClient(url, model, timeout_s, tls=tls) as client:
+        with LookupClient(url, model, timeout_s, tls=tls()) as client:
             for number, line in enumerate(file, start=1):
                 try:
                     answer = client.lookup(_request(line))
