@@ -4,26 +4,19 @@ import re
 from pathlib import Path
 
 import pytest
-import trustme
 
 from serving.errors import ServerFailed
 from serving.server import Access, ServerTls
 from serving.server.access import CLOSED
 from serving.server.run_file import RunFile, find_run_file
+from tests.certificates import write_certificates
 
 KEY = "0123456789abcdef"
 
 
 @pytest.fixture(scope="module")
 def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pems")
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(folder / "root.pem")
-    for name in ("server", "other"):
-        certificate = authority.issue_cert("lookup.test")
-        certificate.private_key_pem.write_to_path(folder / f"{name}.key")
-        certificate.cert_chain_pems[0].write_to_path(folder / f"{name}.pem")
-    return folder
+    return write_certificates(tmp_path_factory.mktemp("pems"), server="lookup.test", other="lookup.test")
 
 
 def options(access: Access) -> dict[str, str]:

@@ -19,6 +19,16 @@ from tests.models import MIXED, collection
 
 pytestmark = pytest.mark.usefixtures("_answering_here")
 Change = Callable[[Path], None]
+CONFIG = ExportConfig(
+    dtype={
+        "user": WeightDtype.INT8,
+        "item": WeightDtype.INT4,
+        "genre": WeightDtype.FP16,
+        "word": WeightDtype.INT2,
+    },
+    id_policy={"word": IdPolicy.ZERO},
+    sharding=Sharding(ranks=2, types={"*": "row_wise", "genre": "table_wise"}),
+)
 WEIGHTS = ("weights.0.bin", "weights.1.bin")
 CODE = (MODEL, PROGRAM)
 
@@ -26,17 +36,7 @@ CODE = (MODEL, PROGRAM)
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two ranks, every dtype, both id policies."""
-    config = ExportConfig(
-        dtype={
-            "user": WeightDtype.INT8,
-            "item": WeightDtype.INT4,
-            "genre": WeightDtype.FP16,
-            "word": WeightDtype.INT2,
-        },
-        id_policy={"word": IdPolicy.ZERO},
-        sharding=Sharding(ranks=2, types={"*": "row_wise", "genre": "table_wise"}),
-    )
-    return export_model(collection(MIXED), tmp_path_factory.mktemp("whole") / "r", "m", config)
+    return export_model(collection(MIXED), tmp_path_factory.mktemp("whole") / "r", "m", CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +45,7 @@ def another(tmp_path_factory: pytest.TempPathFactory, original: Path) -> Path:
     module = collection(MIXED)
     for weights in module.parameters():
         weights.data.mul_(-1)
-    config = ExportConfig(
-        dtype={
-            "user": WeightDtype.INT8,
-            "item": WeightDtype.INT4,
-            "genre": WeightDtype.FP16,
-            "word": WeightDtype.INT2,
-        },
-        id_policy={"word": IdPolicy.ZERO},
-        sharding=Sharding(ranks=2, types={"*": "row_wise", "genre": "table_wise"}),
-    )
-    found = export_model(module, tmp_path_factory.mktemp("other") / "r", "m", config)
+    found = export_model(module, tmp_path_factory.mktemp("other") / "r", "m", CONFIG)
     assert (found / WEIGHTS[0]).stat().st_size == (original / WEIGHTS[0]).stat().st_size
     return found
 

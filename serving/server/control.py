@@ -68,7 +68,7 @@ class Control:
 
     def config(self, model: str) -> Any:
         """The ModelConfig that `model` is served with, as JSON."""
-        return self._call(f"v2/models/{quote(model, safe='')}/config")
+        return self._call(f"v2/models/{_quoted(model)}/config")
 
     def load(self, model: str, version: int | None = None) -> tuple[int, ...]:
         """Serve what config.pbtxt says, or `version`; the one that serves now goes on until that is ready.
@@ -104,12 +104,12 @@ class Control:
         """
         config = self.config(model)
         config["parameters"][RECOVERED] = {"string_value": str(since)}
-        self._call(f"v2/repository/models/{quote(model, safe='')}/unload", {})
+        self._call(f"v2/repository/models/{_quoted(model)}/unload", {})
         self._load(model, config)
 
     def _load(self, model: str, config: Any = None) -> None:
         parameters = {} if config is None else {"parameters": {"config": json.dumps(config)}}
-        self._call(f"v2/repository/models/{quote(model, safe='')}/load", parameters)
+        self._call(f"v2/repository/models/{_quoted(model)}/load", parameters)
 
     def _call(self, path: str, body: Any = None) -> Any:
         """GET, or POST where there is a body."""
@@ -127,6 +127,10 @@ class Control:
         except (urllib.error.URLError, OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", None) or repr(error)
             raise ServerUnavailable(f"{self.http}: expected the HTTP address of a server: {reason}") from None
+
+
+def _quoted(model: str) -> str:
+    return quote(model, safe="")
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import trustme
 
 from export import export_model
 from serving.client import Answer, AsyncLookupClient, LookupClient, Retries, Tls
 from serving.errors import InvalidRequest, ServerUnavailable, ServingError
 from serving.server import Access, Server, ServerTls, run_server
+from tests.certificates import write_certificates
 from tests.models import MIXED, SUM, collection, random_bags
 from tests.served.tools import FREE, wait_for_answer
 
@@ -23,20 +23,9 @@ SECRET = "tbe=let-me-in"
 
 
 @pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
-
-
-@pytest.fixture(scope="module")
-def pems(authority: trustme.CA, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root.pem, and key and chain of a server and of a client."""
-    folder = tmp_path_factory.mktemp("pems")
-    authority.cert_pem.write_to_path(folder / "root.pem")
-    for name, identity in (("server", "lookup.test"), ("client", "client.test")):
-        certificate = authority.issue_cert(identity)
-        certificate.private_key_pem.write_to_path(folder / f"{name}.key")
-        certificate.cert_chain_pems[0].write_to_path(folder / f"{name}.pem")
-    return folder
+    return write_certificates(tmp_path_factory.mktemp("pems"), server="lookup.test", client="client.test")
 
 
 @pytest.fixture(scope="module")
@@ -232,5 +221,16 @@ def test_a_client_imports_fast_and_little() -> None:
     """What it imports; how long that takes is for `make bench` to say."""
     code = "import sys, serving.client; print(sorted({name.partition('.')[0] for name in sys.modules}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for heavy in ("torch", "torchrec", "fbgemm_gpu", "pandas", "matplotlib", "scipy", "rich", "typer", "psutil"):
+    for heavy in (
+        "torch",
+        "torchrec",
+        "fbgemm_gpu",
+        "pandas",
+        "matplotlib",
+        "scipy",
+        "rich",
+        "typer",
+        "psutil",
+        "cryptography",
+    ):
         assert f"'{heavy}'" not in done.stdout

@@ -12,7 +12,6 @@ import grpc
 import psutil
 import pytest
 import tritonclient.grpc as triton
-import trustme
 from tritonclient.utils import InferenceServerException
 
 from export import export_model
@@ -23,6 +22,7 @@ from serving.errors import AccessDenied, ServingError
 from serving.server import Access, Control, Server, run_server
 from serving.server.access import GRPC_KEY_HEADER
 from serving.server.run_file import find_run_file
+from tests.certificates import write_certificates
 from tests.models import SUM, collection
 from tests.served.tools import (
     FREE,
@@ -158,14 +158,7 @@ def test_run_refuses_what_others_could_listen_in_on(one_model: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pems")
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(folder / "root.pem")
-    for name, identity in (("server", "127.0.0.1"), ("client", "client.test")):
-        certificate = authority.issue_cert(identity)
-        certificate.private_key_pem.write_to_path(folder / f"{name}.key")
-        certificate.cert_chain_pems[0].write_to_path(folder / f"{name}.pem")
-    return folder
+    return write_certificates(tmp_path_factory.mktemp("pems"), server="127.0.0.1", client="client.test")
 
 
 def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path: Path, pems: Path) -> None:

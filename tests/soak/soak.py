@@ -1,6 +1,7 @@
 """Load for a long time: answers stay right and quick, and nothing grows."""
 
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -89,17 +90,13 @@ def soak(folder: Path, seconds: float) -> Soaked:
             watcher.join()
     p99 = [float(np.percentile(run.latencies_s, 99)) for run in runs if run.latencies_s]
     tenth = max(1, int(_TENTH * len(p99)))
-    errors: dict[str, int] = {}
-    for run in runs:
-        for name, count in run.errors.items():
-            errors[name] = errors.get(name, 0) + count
     return Soaked(
         seconds=sum(run.seconds for run in runs),
         rate=rate,
         answers=sum(len(run.latencies_s) for run in runs),
         checked=sum(run.checked for run in runs),
         wrong=[line for run in runs for line in run.wrong],
-        errors=errors,
+        errors=dict(sum((run.errors for run in runs), Counter[str]())),
         first_p99_s=median(p99[tenth : 2 * tenth]),
         last_p99_s=median(p99[-tenth:]),
         memory_bytes=growth(held.memory_bytes),
