@@ -135,10 +135,9 @@ def test_numbers_about_the_generator_itself_are_refused(load_: Load, run: Run, w
 def test_a_busy_generator_is_noticed() -> None:
     with serving() as url:
         (run,) = generate(url, [ONE], load(clients=16, seconds=0.5), 5)
-    assert run.busy > 0.2  # it has nothing to wait for
-    with serving(lambda: time.sleep(0.02)) as url:
+    with serving(lambda: time.sleep(0.1)) as url:
         (waiting,) = generate(url, [ONE], load(clients=1, seconds=0.5), 5)
-    assert waiting.busy < run.busy / 2
+    assert 0 < waiting.busy < run.busy / 2 < 0.5  # how busy, others on the machine have a say in
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 1000, 1024, 40_000_000])
