@@ -24,6 +24,8 @@ from serving.server.control import Control
 from serving.server.hidden import hide
 from serving.server.installation import Installation, find_tritonserver
 from serving.server.run_file import RunFile
+from serving.server.shared_memory import region_prefix
+from serving.server.stubs import end_orphans
 from serving.server.trust import check_trusted
 from serving.signature import TRUSTED_KEYS
 
@@ -140,10 +142,11 @@ def run_server(
     with contextlib.ExitStack() as stack:
         installation = find_tritonserver(stack)
         taken = _take_ports(access, ports)
+        regions = stack.enter_context(region_prefix())
         output = stack.enter_context(log.open("wb")) if log else sys.stderr
         with _signals_deferred():
             process = subprocess.Popen(
-                [*_command(installation, repository, models, taken), *access.options(key), *options],
+                [*_command(installation, repository, models, taken, regions), *access.options(key), *options],
                 env=os.environ | installation.environment | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output.fileno(),
@@ -208,6 +211,7 @@ def _command(
     repository: Path,
     models: Sequence[str],
     ports: Ports,
+    regions: str,
 ) -> list[str]:
     command = [
         str(installation.program),
@@ -223,6 +227,7 @@ def _command(
         "--allow-gpu-metrics=false",
         # Kept for reuse, a request's memory is never given back: eight of 1.9 GB are 15 GB.
         "--grpc-infer-allocation-pool-size=0",
+        f"--backend-config=python,shm-region-prefix-name={regions}",
         "--pinned-memory-pool-byte-size=0",  # for copies to a GPU, which a CPU model never makes
         "--log-info=false",
         # Of the headers only the trace context is the backend's business.
@@ -306,3 +311,4 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
     process.wait()
+    end_orphans(process.pid)

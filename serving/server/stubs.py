@@ -1,12 +1,13 @@
 """The processes of a server's Python models. Triton 2.51 does not notice when one dies."""
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 _STUB = "triton_python_backend_stub"
-_REGION = "triton_python_backend_shm_region_"
 
 
 def living_stubs(server: psutil.Process) -> Iterator[tuple[str, int]]:
@@ -21,7 +22,13 @@ def living_stubs(server: psutil.Process) -> Iterator[tuple[str, int]]:
             yield version.parent.name, int(version.name)
 
 
-def shared_regions(server: psutil.Process) -> list[Path]:
-    """The files in /dev/shm that a server shares with its Python models."""
-    paths = [Path(each.path) for each in server.memory_maps()]
-    return [path for path in paths if path.name.startswith(_REGION)]
+def end_orphans(server: int) -> None:
+    """End what a server left that was killed: a model's process notices, but may hang and hold its memory.
+
+    Args:
+        server: the id that it had. It led a session, which is theirs too.
+    """
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):  # it has just ended
+            if os.getsid(process.pid) == server:
+                process.kill()

@@ -10,7 +10,7 @@ import psutil
 from serving.errors import ServerFailed, ServingError
 from serving.server.control import Control
 from serving.server.process import Server
-from serving.server.stubs import living_stubs, shared_regions
+from serving.server.stubs import living_stubs
 
 _PERIOD_S = 0.25
 # After so many looks in vain it is worth a word.
@@ -107,7 +107,4 @@ class Supervisor:
         """Triton waits for a model whose process died until its exit timeout; nothing is left to wait for."""
         if self._abandoned and not any(living_stubs(self._process)):
             time.sleep(_LAST_ANSWERS_S)
-            regions = shared_regions(self._process)
             self._server.process.kill()
-            for region in regions:
-                region.unlink(missing_ok=True)  # a server that is killed leaves them

@@ -1,9 +1,6 @@
 """Memory that is not there, or is taken and has to be given back."""
 
-import json
 import os
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +11,10 @@ from tritonclient.grpc import service_pb2 as pb
 
 from serving.client import LookupClient, Retries
 from serving.errors import ServerFault
-from serving.server.stubs import shared_regions
 from tests.faults.clients import message
 from tests.faults.tools import Oracle, publish
 from tests.fuzz.run import METHOD
-from tests.served.tools import FREE_PORTS, Running, running
+from tests.served.tools import Running, running, shared_regions
 
 _UNLIMITED = [("grpc.max_send_message_length", -1)]
 
@@ -106,24 +102,16 @@ def shared_memory_full(folder: Path) -> Full:
     In a mount namespace of its own; where this process is not root, in a user namespace too.
     """
     oracle = Oracle(publish(folder))
-    namespace = ["unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",))]
-    serve = [sys.executable, "-m", "serving", "run", str(folder / "r"), *FREE_PORTS, "--json"]
-    command = 'mount -t tmpfs -o size=24m tmpfs /dev/shm && exec "$@"'
-    with subprocess.Popen(
-        [*namespace, "sh", "-c", command, "sh", *serve], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    namespace = ("unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",)))
+    small = 'mount -t tmpfs -o size=24m tmpfs /dev/shm && exec "$@"'
+    with (
+        running(folder / "r", within=(*namespace, "sh", "-c", small, "sh")) as server,
+        LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1)) as client,
+    ):
+        told = "answered"
         try:
-            assert process.stdout is not None
-            said = json.loads(process.stdout.readline())
-            server = Running(process, said["grpc"], said["http"])
-            with LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1)) as client:
-                told = "answered"
-                try:
-                    client.lookup({"x": (np.ones(4_000_000, np.int64), np.array([4_000_000], np.int32))})
-                except ServerFault as error:
-                    told = str(error).rpartition("model 'm': ")[2]
-                right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
-        finally:
-            process.terminate()
-            process.wait()
+            client.lookup({"x": (np.ones(4_000_000, np.int64), np.array([4_000_000], np.int32))})
+        except ServerFault as error:
+            told = str(error).rpartition("model 'm': ")[2]
+        right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
     return Full(told, right, len(oracle.requests))

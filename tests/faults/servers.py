@@ -7,23 +7,30 @@ from pathlib import Path
 import psutil
 
 from tests.faults.tools import Oracle, asking, publish, wait_until_all_are_answered
-from tests.served.tools import running
+from tests.served.tools import running, shared_regions
 
 
 @dataclass
 class Restarted:
-    """Figures of `restarted`. `recovered_s`: the worst of all clients and times."""
+    """Figures of `restarted`.
+
+    Attributes:
+        recovered_s: the worst of all clients and times.
+        left: how many processes and files in /dev/shm those that were killed left behind.
+    """
 
     times: int
     answers: int
     wrong: int
     errors: set[str]
     recovered_s: float
+    left: int
 
     def line(self) -> str:
         return (
             f"server killed and started again under load {self.times} times: {self.answers:,} answers, {self.wrong} "
-            f"wrong, all clients answered {self.recovered_s:.1f} s after it was ready"
+            f"wrong, all clients answered {self.recovered_s:.1f} s after it was ready, {self.left} processes and "
+            "regions left behind"
         )
 
 
@@ -31,7 +38,7 @@ def restarted(folder: Path, times: int) -> Restarted:
     """Kill a server under load and start another on its ports: clients find it by themselves."""
     bundle = publish(folder)
     oracle = Oracle(bundle)
-    worst = 0.0
+    worst, left = 0.0, 0
     with running(folder / "r") as first:
         ports = [first.grpc.rpartition(":")[2], first.http.rpartition(":")[2]]
         url = first.grpc
@@ -41,14 +48,19 @@ def restarted(folder: Path, times: int) -> Restarted:
             with running(folder / "r", *options) as server:
                 worst = max(worst, wait_until_all_are_answered(seen))
                 time.sleep(0.5)
+                stubs, regions = server.triton.children(), shared_regions(server.triton)
                 server.triton.kill()
                 server.process.wait()
+                _, alive = psutil.wait_procs(stubs, timeout=1)
+                left += sum(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in alive)
+                left += sum(region.exists() for region in regions)
     return Restarted(
         times,
         sum(each.right for each in seen),
         sum(each.wrong for each in seen),
         set().union(*(each.errors for each in seen)),
         worst,
+        left,
     )
 
 

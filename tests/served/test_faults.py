@@ -18,6 +18,7 @@ def test_clients_find_a_server_that_was_killed_and_started_again(tmp_path: Path)
     assert seen.answers >= 8
     assert seen.errors <= {"ServerUnavailable", "DeadlineExceeded"}
     assert seen.recovered_s < 30
+    assert seen.left == 0
 
 
 def test_clients_are_answered_again_when_a_model_s_process_was_killed(tmp_path: Path) -> None:

@@ -3,12 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,21 @@ import psutil
 import pytest
 import tritonclient.grpc as triton
 
-from export import export_model
+from export import ExportConfig, Sharding, WeightDtype, export_model
 from serving.client import LookupClient, Retries
 from serving.errors import ServerFailed, ServerFault, ServerUnavailable
-from serving.server import Server, run_server
-from serving.server.run_file import find_run_file
-from serving.server.stubs import shared_regions
-from tests.models import SUM, collection
+from serving.server import run_server
+from tests.models import SUM, Spec, collection
 from tests.served.tools import (
     FREE,
-    FREE_PORTS,
     add_gate,
     held,
     metric,
     replace_model_py,
-    start_tbe_serve,
+    running,
+    shared_regions,
     stubs,
     tbe_serve,
-    tritonserver_of,
     wait_for_answer,
     wait_for_execution,
     wait_for_pending,
@@ -47,23 +42,8 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "r"
 
 
-@contextmanager
-def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], Server]]:
-    """`tbe-serve run`, once it is ready."""
-    with start_tbe_serve(*arguments, *FREE_PORTS, "--json") as process:
-        assert process.stdout is not None
-        try:
-            said: dict[str, Any] = json.loads(process.stdout.readline())
-            server: Any = psutil.Process(tritonserver_of(process).pid)
-            run_file = find_run_file(said["http"])
-            assert run_file is not None
-            yield process, Server(server, said["grpc"], said["http"], said["metrics"], run_file.key)
-        finally:
-            process.kill() if process.poll() is None else None
-
-
-def kill_stubs(server: Server, model: str, count: int | None = None) -> None:
-    for stub in stubs(psutil.Process(server.process.pid), model)[:count]:
+def kill_stubs(triton: psutil.Process, model: str, count: int | None = None) -> None:
+    for stub in stubs(triton, model)[:count]:
         stub.kill()
 
 
@@ -74,7 +54,7 @@ def test_health_tells_the_truth_where_triton_does_not(repository: Path, tmp_path
     ):
         done = tbe_serve("health", "m", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (0, "m: version 1 answers\n")
-        kill_stubs(server, "m")
+        kill_stubs(psutil.Process(server.process.pid), "m")
         time.sleep(1)
         done = tbe_serve("health", "m", "--url", server.grpc)
         assert done.returncode == 1
@@ -95,21 +75,21 @@ def test_health_has_a_deadline(repository: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_died_serves_again(repository: Path) -> None:
-    with running(str(repository)) as (process, server):
+    with running(repository) as server:
         with LookupClient(server.grpc, "m", timeout_s=30) as client:
             alone = client.lookup({"x": [[1, 2]]})
             for times in (1, 2):
-                kill_stubs(server, "m")
+                kill_stubs(server.triton, "m")
                 wait_for_answer(client)
                 np.testing.assert_array_equal(client.lookup({"x": [[1, 2]]})["x"], alone["x"])
                 assert metric(server, "tbe_recoveries_total", model="m") == times
-        regions = shared_regions(psutil.Process(server.process.pid))
-        process.send_signal(signal.SIGTERM)
+        regions = shared_regions(server.triton)
+        server.process.send_signal(signal.SIGTERM)
         started = time.monotonic()
-        assert process.wait(60) == 0
+        assert server.process.wait(60) == 0
         assert time.monotonic() - started < 25, "it waited for the dead process until Triton's exit timeout, 30 s"
-        assert process.stderr is not None
-        said = process.stderr.read()
+        assert server.process.stderr is not None
+        said = server.process.stderr.read()
     assert said.count("model 'm': a process of its died; loading it anew") == 2
     assert said.count("model 'm': serves again after") == 2
     assert regions
@@ -118,30 +98,30 @@ def test_a_model_that_died_serves_again(repository: Path) -> None:
 
 def test_one_of_two_instances_that_died_is_noticed(repository: Path) -> None:
     assert tbe_serve("configure", str(repository / "m"), "--instances", "2").returncode == 0
-    with running(str(repository)) as (process, server), LookupClient(server.grpc, "m", timeout_s=30) as client:
-        kill_stubs(server, "m", 1)
+    with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=30) as client:
+        kill_stubs(server.triton, "m", 1)
         deadline = time.monotonic() + 60
         while metric(server, "tbe_recoveries_total", model="m") != 1:
             assert time.monotonic() < deadline
         wait_for_answer(client)
-        assert len(stubs(psutil.Process(server.process.pid), "m")) == 2
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        assert len(stubs(server.triton, "m")) == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
 
 
 def test_no_recover_ends_with_the_reason(repository: Path) -> None:
-    with running(str(repository), "--no-recover") as (process, server):
-        kill_stubs(server, "m")
-        assert process.wait(60) == 1
-        assert process.stderr is not None
-        said = process.stderr.read()
+    with running(repository, "--no-recover") as server:
+        kill_stubs(server.triton, "m")
+        assert server.process.wait(60) == 1
+        assert server.process.stderr is not None
+        said = server.process.stderr.read()
     assert "tbe-serve: model 'm': a process of its died; stopping, as --no-recover says" in said
 
 
 def test_a_stop_answers_all_that_was_accepted(repository: Path) -> None:
     bundle = repository / "m" / "1"
     add_gate(bundle)
-    with running(str(repository)) as (process, server):
+    with running(repository) as server:
         client = LookupClient(server.grpc, "m", timeout_s=60, retries=Retries(attempts=1))
         expected = client.lookup({"x": [[1, 2]]})
         with ThreadPoolExecutor(40) as pool, held(bundle):
@@ -149,13 +129,13 @@ def test_a_stop_answers_all_that_was_accepted(repository: Path) -> None:
             wait_for_execution(server, "m")
             answers = [first, *(pool.submit(client.lookup, {"x": [[1, 2]]}) for _ in range(39))]
             wait_for_pending(server, "m", 39)
-            process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             time.sleep(1)
             with pytest.raises(ServerUnavailable):  # what comes after is refused, and may be tried elsewhere
                 client.lookup({"x": [[1, 2]]})
         for answer in answers:
             np.testing.assert_array_equal(answer.result()["x"], expected["x"])
-        assert process.wait(60) == 0
+        assert server.process.wait(60) == 0
         client.close()
 
 
@@ -205,6 +185,23 @@ def with_a_setting_that_is_no_number(bundle: Path) -> None:
     config.write_text(config.read_text().replace('string_value: "131072"', 'string_value: "many"'))
 
 
+LITTLE_ADDRESS_SPACE = """
+import resource
+from pathlib import Path
+from serving.backend import TritonPythonModel
+from serving.engine import Engine
+
+init = Engine.__init__
+
+def init_with_little(self, bundle):
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + {spare_bytes}, taken + {spare_bytes}))
+    init(self, bundle)
+
+Engine.__init__ = init_with_little
+"""
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -230,13 +227,30 @@ def test_a_bundle_that_cannot_be_served_is_refused_in_one_line(
     assert [line for line in reasons if "backend.py" in line] == []
 
 
+def test_a_rank_that_memory_does_not_suffice_for_is_said_and_the_version_before_serves_on(tmp_path: Path) -> None:
+    """Two ranks of 128 MB each, and address space for one and a half."""
+    repository = tmp_path / "r"
+    config = ExportConfig(dtype={"*": WeightDtype.FP32}, sharding=Sharding(ranks=2, types={"*": "row_wise"}))
+    first = export_model(collection((Spec("t", 500_000, 128, "SUM", ("x",)),)), repository, "m", config)
+    second = shutil.copytree(first, first.with_name("2"))
+    replace_model_py(second, LITTLE_ADDRESS_SPACE.format(spare_bytes=192_000_000))
+    assert tbe_serve("configure", str(first.parent), "--version", "1").returncode == 0
+    with run_server(repository, FREE, log=tmp_path / "log") as server, LookupClient(server.grpc, "m", 30) as client:
+        expected = client.lookup({"x": [[1, 499_999]]})
+        done = tbe_serve("load", "m", "--version", "2", "--url", server.http)
+        assert (done.returncode, done.stdout) == (1, "m: still serves version 1\n")
+        assert "weights.1.bin: cannot be mapped: Cannot allocate memory: " in done.stderr
+        assert "Traceback" not in done.stderr
+        np.testing.assert_array_equal(client.lookup({"x": [[1, 499_999]]})["x"], expected["x"])
+
+
 def test_a_dead_model_is_a_typed_error(repository: Path, tmp_path: Path) -> None:
     with (
         run_server(repository, FREE, log=tmp_path / "log") as server,
         LookupClient(server.grpc, "m", timeout_s=30) as client,
     ):
         client.lookup({"x": [[1]]})
-        kill_stubs(server, "m")
+        kill_stubs(psutil.Process(server.process.pid), "m")
         time.sleep(0.5)
         with pytest.raises(ServerFault):
             client.lookup({"x": [[1]]})

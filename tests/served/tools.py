@@ -31,7 +31,7 @@ FREE_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
 DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 
 
-def scrape(server: Server) -> str:
+def scrape(server: "Server | Running") -> str:
     """The metrics page, once all that was counted is published."""
     time.sleep(2 * Publisher.PERIOD_S)
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
@@ -39,7 +39,7 @@ def scrape(server: Server) -> str:
         return page
 
 
-def metric(server: Server, name: str, **labels: str) -> float:
+def metric(server: "Server | Running", name: str, **labels: str) -> float:
     """The sum of a metric over everything with these labels."""
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
@@ -71,6 +71,11 @@ def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
         with suppress(psutil.ZombieProcess):  # Triton does not wait for one that was killed
             found += [child] if any(f"/{model}/" in part for part in child.cmdline()) else []
     return found
+
+
+def shared_regions(process: psutil.Process) -> list[Path]:
+    """The files in /dev/shm that a server shares with its models, as one of them has them mapped."""
+    return [path for each in process.memory_maps() if (path := Path(each.path)).parent == Path("/dev/shm")]
 
 
 GATE = """
@@ -121,14 +126,14 @@ def held(bundle: Path) -> Iterator[None]:
         gate.unlink()
 
 
-def wait_for_pending(server: Server, model: str, least: int) -> None:
+def wait_for_pending(server: "Server | Running", model: str, least: int) -> None:
     """Until this many requests wait for a model, beside those that are with it."""
     deadline = time.monotonic() + 60
     while metric(server, "nv_inference_pending_request_count", model=model) < least:
         assert time.monotonic() < deadline, f"{least} requests did not come"
 
 
-def wait_for_execution(server: Server, model: str) -> None:
+def wait_for_execution(server: "Server | Running", model: str) -> None:
     """Until the one request that was sent is with the model, not in its queue."""
     wait_for_pending(server, model, 0)
     time.sleep(1)
@@ -169,9 +174,9 @@ def tbe_serve(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
 
 
-def start_tbe_serve(*arguments: str) -> subprocess.Popen[str]:
-    """Start `tbe-serve run`."""
-    command = [sys.executable, "-m", "serving", "run", *arguments]
+def start_tbe_serve(*arguments: str, within: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start `tbe-serve run`, as what the command `within` executes."""
+    command = [*within, sys.executable, "-m", "serving", "run", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -195,6 +200,7 @@ class Running:
     process: "subprocess.Popen[str]"
     grpc: str
     http: str
+    metrics: str
 
     @property
     def triton(self) -> psutil.Process:
@@ -203,13 +209,13 @@ class Running:
 
 
 @contextmanager
-def running(repository: Path, *options: str) -> Iterator[Running]:
+def running(repository: Path, *options: str, within: tuple[str, ...] = ()) -> Iterator[Running]:
     """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""
-    with start_tbe_serve(str(repository), *FREE_PORTS, *options, "--json") as process:
+    with start_tbe_serve(str(repository), *FREE_PORTS, *options, "--json", within=within) as process:
         try:
             assert process.stdout is not None
             said = json.loads(process.stdout.readline())
-            yield Running(process, said["grpc"], said["http"])
+            yield Running(process, said["grpc"], said["http"], said["metrics"])
         finally:
             process.terminate()
             process.wait()
