@@ -67,8 +67,10 @@ class Answerer:
         """
         call = _Call(len(requests))
         self._backlog.meet(len(requests) >= self._limits.waiting_requests)
+        # Where some have to be refused, those that waited longest: whoever is answered was answered soon.
+        newest_first = range(len(requests))[::-1]
         for first in range(0, len(requests), self._limits.merged_requests):
-            positions = range(first, min(first + self._limits.merged_requests, len(requests)))
+            positions = newest_first[first : first + self._limits.merged_requests]
             if self._is_overdue():
                 self._turn_away(call, positions)
                 continue

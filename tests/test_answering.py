@@ -103,8 +103,8 @@ def bench(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(mixed, monkeypatch, Limits(merged_requests=1, waiting_requests=8, busy_ms=BUSY_MS))
 
 
-def test_what_takes_too_long_is_refused_unseen(bench: Bench) -> None:
-    assert bench.answer(7, 30) == "aaaarrr"
+def test_of_what_takes_too_long_those_that_waited_longest_are_refused_unseen(bench: Bench) -> None:
+    assert bench.answer(7, 30) == "rrraaaa"
     assert bench.decoded == 4
     assert bench.turned_away == 3
 
@@ -117,13 +117,13 @@ def test_what_can_be_answered_in_time_is(bench: Bench) -> None:
 def test_a_few_large_requests_are_no_overload(bench: Bench) -> None:
     assert bench.answer(4, 5000) == "aaaa"
     bench.now += 1
-    assert bench.answer(5, 5000) == "aaaar"
+    assert bench.answer(5, 5000) == "raaaa"
 
 
 def test_what_is_merged_is_refused_by_the_call(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the requests that were decoded together, too: their ids make several calls."""
     bench = Bench(mixed, monkeypatch, Limits(merged_requests=6, call_ids=1, busy_ms=BUSY_MS))
-    assert bench.answer(12, 30) == "aaaarr" + "r" * 6
+    assert bench.answer(12, 30) == "r" * 6 + "rraaaa"
     assert bench.decoded == 6
 
 
@@ -139,7 +139,7 @@ def test_an_invalid_request_is_told_so_and_costs_the_others_nothing(bench: Bench
 
 def test_full_handovers_one_after_the_other_are_one_backlog(bench: Bench) -> None:
     """Triton hands over so many at most: more wait behind them, and are refused until fewer do."""
-    assert bench.answer(8, 19) == "aaaaaarr"
+    assert bench.answer(8, 19) == "rraaaaaa"
     assert bench.answer(8, 19) == "r" * 8
     assert bench.answer(8, 19) == "r" * 8
     assert bench.answer(3, 19) == "aaa"
@@ -148,9 +148,9 @@ def test_full_handovers_one_after_the_other_are_one_backlog(bench: Bench) -> Non
 
 
 def test_a_full_handover_after_a_pause_is_another_backlog(bench: Bench) -> None:
-    assert bench.answer(8, 19) == "aaaaaarr"
+    assert bench.answer(8, 19) == "rraaaaaa"
     bench.now += 0.1
-    assert bench.answer(8, 19) == "aaaaaarr"
+    assert bench.answer(8, 19) == "rraaaaaa"
 
 
 def test_who_waits_no_more_is_not_looked_up(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
