@@ -7,23 +7,25 @@ from unittest import mock
 
 import pytest
 
-from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
+from export import ExportConfig, OutputDtype, Sharding, export_model
+from export.probe import run_reloaded
 from serving.server import Access, Ports, Server, run_server
 from tests.answering_here import answer
-from tests.models import MIXED, SUM, collection
+from tests.models import MIXED, MIXED_CONFIG, SUM, collection
 from tests.served.tools import add_gate
 
-# Every dtype at once, and both id policies.
-MIXED_CONFIG = ExportConfig(
-    dtype={"user": WeightDtype.INT8, "item": WeightDtype.INT4, "genre": WeightDtype.FP16, "word": WeightDtype.INT2},
-    id_policy={"word": IdPolicy.ZERO},
-)
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def _answering_here() -> Iterator[None]:
-    """For modules with many exports that are about something else than an export's last check."""
+    """An export's last check starts a Python, which takes three seconds: in the tests it is done in theirs."""
     with mock.patch("export.parity.run_reloaded", answer):
+        yield
+
+
+@pytest.fixture
+def _answering_anew() -> Iterator[None]:
+    """For tests that are about that check, or all of an export. Commands do it anyway."""
+    with mock.patch("export.parity.run_reloaded", run_reloaded):
         yield
 
 

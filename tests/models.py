@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
+from export import ExportConfig, IdPolicy, WeightDtype
+
 Bags = list[list[int]]
 
 
@@ -26,6 +28,11 @@ MIXED = (
     Spec("item", 300, 32, "MEAN", ("item_id", "recent_items")),
     Spec("genre", 20, 8, "SUM", ("genres",)),
     Spec("word", 1000, 24, "MEAN", ("words",)),
+)
+# Every dtype at once, and both id policies.
+MIXED_CONFIG = ExportConfig(
+    dtype={"user": WeightDtype.INT8, "item": WeightDtype.INT4, "genre": WeightDtype.FP16, "word": WeightDtype.INT2},
+    id_policy={"word": IdPolicy.ZERO},
 )
 MEAN = (Spec("a", 50, 8, "MEAN", ("x", "y")), Spec("b", 10, 12, "MEAN", ("z",)))
 SUM = (Spec("a", 50, 8, "SUM", ("x", "y")), Spec("b", 10, 12, "SUM", ("z",)))

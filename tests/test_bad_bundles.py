@@ -17,7 +17,6 @@ from serving.errors import BundleError
 from serving.kjt import Tensors
 from tests.models import MIXED, collection
 
-pytestmark = pytest.mark.usefixtures("_answering_here")
 Change = Callable[[Path], None]
 CONFIG = ExportConfig(
     dtype={

@@ -11,8 +11,6 @@ from export.pipeline import plan_model
 from tests import oracle
 from tests.models import MIXED, collection, float_tables
 
-pytestmark = pytest.mark.usefixtures("_answering_here")
-
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 300.0])
 def test_the_smallest_dtype_within_the_limit_is_the_smallest_that_numpy_finds(tmp_path: Path, scale: float) -> None:

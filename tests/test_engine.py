@@ -19,8 +19,6 @@ from serving.errors import InvalidRequest
 from tests import oracle
 from tests.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
 
-pytestmark = pytest.mark.usefixtures("_answering_here")
-
 
 @pytest.fixture(scope="module")
 def engine(mixed: Path) -> Engine:

@@ -23,8 +23,6 @@ from serving.plan import ShardingType
 from tests import oracle
 from tests.models import MIXED, Spec, collection, flat, random_bags, table_of
 
-pytestmark = pytest.mark.usefixtures("_answering_here")
-
 DTYPES = {
     "user": WeightDtype.INT8,
     "item": WeightDtype.INT4,

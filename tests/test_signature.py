@@ -18,7 +18,6 @@ from serving.errors import BundleError, ConfigurationError
 from serving.signature import SIGNATURE, TrustedKeys, read_signing_key
 from tests.models import SUM, collection
 
-pytestmark = pytest.mark.usefixtures("_answering_here")
 PEM, RAW = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
 
 

@@ -8,8 +8,6 @@ import pytest
 from serving.server.process import SHM_BYTES
 from tests.faults import clients, files, memory, servers
 
-pytestmark = pytest.mark.usefixtures("_answering_here")
-
 
 def test_clients_find_a_server_that_was_killed_and_started_again(tmp_path: Path) -> None:
     seen = servers.restarted(tmp_path, times=1)

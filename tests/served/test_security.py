@@ -34,7 +34,6 @@ from tests.served.tools import (
     wait_for_answer,
 )
 
-pytestmark = pytest.mark.usefixtures("_answering_here")
 ASKED = {"x": [[1]]}
 
 

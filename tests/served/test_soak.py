@@ -7,7 +7,6 @@ import pytest
 from tests.soak.overload import overload
 from tests.soak.soak import growth, soak
 
-pytestmark = pytest.mark.usefixtures("_answering_here")
 SECONDS = 60
 
 
