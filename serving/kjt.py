@@ -49,7 +49,7 @@ class Limits:
     call_ids: int = 128 << 10
     call_samples: int = 16 << 10
     waiting_requests: int = 256
-    busy_ms: int = 100
+    busy_ms: int = 400
 
 
 @dataclass(eq=False, slots=True)

@@ -22,7 +22,7 @@ class ServingSettings:
         max_call_ids, max_call_samples: what is more together is answered by several TBE calls.
         max_busy_ms: of the requests that wait together, those that are not answered within this are refused as
             UNAVAILABLE, once a few calls were made: under more load than there is capacity no answer takes much
-            longer than twice this.
+            longer than twice this, which by default is within the deadline that clients have by default, 1 s.
         version: the version that is served; the newest where None.
         verify_weights: compare the weights with their digests before a version serves, in a time that grows with them
             (about a second for each GB). Without it a byte that changed after export is served.
@@ -40,7 +40,7 @@ class ServingSettings:
     max_request_samples: int = 64 << 10
     max_call_ids: int = 128 << 10
     max_call_samples: int = 16 << 10
-    max_busy_ms: int = 100
+    max_busy_ms: int = 400
     version: int | None = None
     verify_weights: bool = True
     capture: str | None = None
