@@ -32,6 +32,9 @@ from serving.signature import TRUSTED_KEYS
 # Of Triton: 26.04. Earlier ones lack fixes, the 2025 ones of the Python backend's shared memory among them.
 _FLOOR = (2, 68)
 SHM_BYTES = 1 << 30
+# mallopt(3): what requests took is kept for the next ones, up to so much. Given back each time, it is asked for anew
+# page by page, which large requests feel; Triton's own pool would keep any size for ever.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 _POLL_S = 0.05
 # What Triton adds to a reason that a Python model gave: the line of our code that gave it.
 _AT = re.compile(r"\\n\\nAt:.*")
@@ -147,7 +150,7 @@ def run_server(
         with _signals_deferred():
             process = subprocess.Popen(
                 [*_command(installation, repository, models, taken, regions), *access.options(key), *options],
-                env=os.environ | installation.environment | environment,
+                env=_MALLOC | os.environ | installation.environment | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output.fileno(),
                 stderr=subprocess.STDOUT,
