@@ -31,7 +31,7 @@ def test_by_default_this_machine_alone_and_only_lookups() -> None:
     assert found["grpc-restricted-protocol"] == found["http-restricted-api"] == closed
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "lookup.example", "::"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
 def test_beyond_this_machine_only_with_tls_or_where_told(host: str, pems: Path) -> None:
     with pytest.raises(ServerFailed, match=rf"--host {re.escape(host)}: others could listen in: expected --tls-cert"):
         Access(host=host)
@@ -45,7 +45,16 @@ def test_beyond_this_machine_only_with_tls_or_where_told(host: str, pems: Path) 
     assert "grpc-use-ssl" not in found
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "localhost", "::1"])
+@pytest.mark.parametrize("host", ["localhost", "lookup.example", "::1", "10.1.2", ""])
+def test_a_host_that_triton_would_misread_is_refused(host: str) -> None:
+    """Of names and of IPv6 its metrics make 255.255.255.255."""
+    with pytest.raises(
+        ServerFailed, match=rf"--host {re.escape(host)}: expected an IPv4 address, such as 0\.0\.0\.0"
+    ):
+        Access(host=host, insecure=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9"])
 def test_this_machine_needs_no_tls(host: str) -> None:
     assert options(Access(host=host))["grpc-address"] == host
 

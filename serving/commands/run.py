@@ -23,7 +23,7 @@ def run(
         list[str] | None, typer.Argument(metavar="[-- TRITON_OPTIONS]", help="Passed on to tritonserver.")
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address of gRPC and metrics; HTTP stays on this machine unless --insecure.")
+        str, typer.Option(help="IPv4 address of gRPC and metrics; HTTP stays on this machine unless --insecure.")
     ] = LOOPBACK,
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = Ports().grpc,
     http_port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = Ports().http,

@@ -56,7 +56,7 @@ class Access:
     """Who may reach a server.
 
     Attributes:
-        host: the address that gRPC and metrics listen on. HTTP, which Triton speaks in the clear alone, stays on
+        host: the IPv4 address that gRPC and metrics listen on. HTTP, which Triton speaks in the clear alone, stays on
             loopback unless `insecure`.
         tls: certificates of the gRPC port; in the clear where None.
         insecure: listen beyond loopback in the clear, because something in front keeps others out.
@@ -64,7 +64,7 @@ class Access:
         trusted_keys: Ed25519 public keys, one of which must have signed what is served; see serving/signature.py.
 
     Raises:
-        ServerFailed: others could listen in, or `allow` names something else.
+        ServerFailed: `host` is no such address, others could listen in, or `allow` names something else.
     """
 
     host: str = LOOPBACK
@@ -76,6 +76,13 @@ class Access:
     def __post_init__(self) -> None:
         if unknown := [name for name in self.allow if name not in CLOSED]:
             raise ServerFailed(f"--allow {unknown[0]}: expected one of {', '.join(CLOSED)}")
+        try:
+            ipaddress.IPv4Address(self.host)
+        except ValueError:
+            # Triton's metrics would listen on 255.255.255.255, and say nothing.
+            raise ServerFailed(
+                f"--host {self.host}: expected an IPv4 address, such as 0.0.0.0 for all of this machine's"
+            ) from None
         if self.tls is None and not self.insecure and not is_loopback(self.host):
             raise ServerFailed(
                 f"--host {self.host}: others could listen in: expected --tls-cert and --tls-key, or --insecure where "
