@@ -1,6 +1,7 @@
 """Servers that die."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +53,7 @@ def restarted(folder: Path, times: int) -> Restarted:
                 server.triton.kill()
                 server.process.wait()
                 _, alive = psutil.wait_procs(stubs, timeout=1)
-                left += sum(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in alive)
-                left += sum(region.exists() for region in regions)
+                left += sum(map(_lives, alive)) + sum(region.exists() for region in regions)
     return Restarted(
         times,
         sum(each.right for each in seen),
@@ -62,6 +62,13 @@ def restarted(folder: Path, times: int) -> Restarted:
         worst,
         left,
     )
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it still does anything: one that ended may stay until its parent takes note."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @dataclass

@@ -217,32 +217,22 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def publish(repository: Path, *options: str) -> Path:
+def publish_signed(repository: Path, key: Path) -> None:
     """By the command, as a user would."""
-    command = [
-        sys.executable,
-        "-m",
-        "export",
-        "model",
-        "--model",
-        "tests.models:summed",
-        "--repository",
-        str(repository),
-    ]
-    done = subprocess.run([*command, "--name", "m", *options], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "export", "model", "--model", "tests.models:summed", "--name", "m"]
+    options = ["--repository", str(repository), "--signing-key", str(key)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return max((path for path in (repository / "m").iterdir() if path.is_dir()), key=lambda path: int(path.name))
 
 
 def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_path: Path, keys: Path) -> None:
     repository, mark = tmp_path / "r", tmp_path / "somebody else's code ran"
-    signed = ("--signing-key", str(keys / "key.pem"))
-    publish(repository, *signed)
+    publish_signed(repository, keys / "key.pem")
     with running(repository, "--trusted-keys", str(keys / "trusted.pem")) as server:
         assert answers(server.grpc) == 1
-        second = publish(repository, *signed)
+        second = export_model(collection(SUM), repository, "m", signing_key=keys / "key.pem")
         assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 2\n"
-        evil = publish(repository)
+        evil = export_model(collection(SUM), repository, "m")
         replace_model_py(evil, EVIL.format(mark=str(mark)))
         done = tbe_serve("load", "m", "--url", server.http)
         assert (done.returncode, done.stdout) == (1, "m: still serves version 2\n")
@@ -251,7 +241,7 @@ def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_pa
         # Whoever has the key and asks Triton itself runs model.py, but gets no program of another's loaded.
         run_file = find_run_file(server.http)
         assert run_file is not None
-        unsigned = publish(repository)
+        unsigned = export_model(collection(SUM), repository, "m")
         with pytest.raises(ServingError, match=r"manifest\.sig: cannot be read"):
             Control(http=server.http, key=run_file.key, timeout_s=60).load("m", int(unsigned.name))
         assert answers(server.grpc) == 2
