@@ -49,6 +49,23 @@ def test_what_a_killed_server_left_is_removed_by_the_next(shm: Path) -> None:
     assert names == {path.name for path in living} | {"triton_python_backend_shm_region_of_somebody"}
 
 
+def test_a_server_that_starts_at_the_same_moment_takes_nothing_away(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, others = fcntl.flock, ["another"]
+
+    def another_starts_first(file: int, operation: int) -> None:
+        if others:
+            others.clear()
+            with region_prefix():
+                pass
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", another_starts_first)
+    with region_prefix() as prefix:
+        assert [path.name for path in shm.iterdir()] == [f"{prefix}.lock"]
+
+
 def test_names_that_others_choose_remove_nothing_of_ours(shm: Path, tmp_path: Path) -> None:
     """Everybody may write to /dev/shm."""
     precious = tmp_path / "precious"

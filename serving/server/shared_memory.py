@@ -35,7 +35,9 @@ def region_prefix() -> Iterator[str]:
     path = _FOLDER / f"{_NAME}{secrets.token_hex(8)}{_LOCK}"
     with ExitStack() as stack:
         try:
-            stack.enter_context(_locked(path, os.O_CREAT | os.O_EXCL))
+            draft = path.with_suffix(".draft")
+            stack.enter_context(_locked(draft, os.O_CREAT | os.O_EXCL))
+            draft.rename(path)  # which nobody sees unlocked, and takes for one of a server that has ended
         except OSError as error:
             raise ServerFailed(f"{path}: cannot be made: {error.strerror}: tritonserver needs it") from error
         stack.callback(_remove, path)
