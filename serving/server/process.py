@@ -25,7 +25,6 @@ from serving.server.hidden import hide
 from serving.server.installation import Installation, find_tritonserver
 from serving.server.run_file import RunFile
 from serving.server.shared_memory import region_prefix
-from serving.server.stubs import end_orphans
 from serving.server.trust import check_trusted
 from serving.signature import TRUSTED_KEYS
 
@@ -314,4 +313,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
     process.wait()
-    end_orphans(process.pid)
+    # A server that was killed leaves its models' processes, which notice, but may hang and hold their memory.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

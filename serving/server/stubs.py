@@ -1,8 +1,6 @@
 """The processes of a server's Python models. Triton 2.51 does not notice when one dies."""
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,15 +18,3 @@ def living_stubs(server: psutil.Process) -> Iterator[tuple[str, int]]:
         if command and Path(command[0]).name == _STUB:
             version = Path(command[1]).parent  # …/<model>/<version>/model.py
             yield version.parent.name, int(version.name)
-
-
-def end_orphans(server: int) -> None:
-    """End what a server left that was killed: a model's process notices, but may hang and hold its memory.
-
-    Args:
-        server: the id that it had. It led a session, which is theirs too.
-    """
-    for process in psutil.process_iter():
-        with suppress(OSError, psutil.Error):  # it has just ended
-            if os.getsid(process.pid) == server:
-                process.kill()
