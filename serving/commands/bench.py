@@ -82,7 +82,8 @@ def bench(
         if not 0 <= check <= 1:
             raise InvalidRequest(f"check: expected a share in [0, 1], got {check}")
         opened = None if bundle is None else open_bundle(bundle)
-        with LookupClient(url, model, 10, tls=tls()) as client:
+        spoken = tls()
+        with LookupClient(url, model, 10, tls=spoken) as client:
             info = client.info()
         if opened is not None and opened.manifest.contract != info.contract:
             raise BundleError(f"{bundle}: expected a version of the model that is served, {model!r}: features differ")
@@ -105,7 +106,7 @@ def bench(
         found: list[Report | Refusal] = []
         for size, requests in asked:
             for load in loads:
-                runs = generate(url, requests, load, timeout_s, opened, processes, tls())
+                runs = generate(url, requests, load, timeout_s, opened, processes, spoken)
                 why = refusal(load, runs)
                 found.append(
                     summarize(load, size, runs) if why is None else Refusal(load.clients, load.rate, size, why)
