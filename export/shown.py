@@ -129,7 +129,12 @@ def _ranges(numbers: set[int]) -> str:
 
 def _table(title: str, *left: str, right: tuple[str, ...]) -> Table:
     table = Table(
-        title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=f"\n{title}",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for name in left:
         table.add_column(name, no_wrap=True)
