@@ -79,5 +79,5 @@ def _export(folder: Path, rows: Sequence[int], serving: ServingSettings | None =
             for n, each in enumerate(rows)
         ],
     )
-    checkpoint = generated_checkpoint(collect_tables(module))
+    checkpoint = generated_checkpoint(collect_tables(module).tables)
     return export_model(module, folder / "repository", "m", ExportConfig(serving=serving), checkpoint=checkpoint)

@@ -154,7 +154,7 @@ def _read_once(bundle: Bundle) -> None:
 def _export(repository: Path) -> None:
     with torch.device("meta"):
         module = whole()
-    tables = collect_tables(module)
+    tables = collect_tables(module).tables
     # Served at once: comparing 15 GB with their digests takes as long as reading them.
     serving = ServingSettings(verify_weights=False)
     config = ExportConfig(dtype={"*": WeightDtype.INT4}, serving=serving)

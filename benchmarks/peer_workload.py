@@ -74,7 +74,7 @@ class PeerWorkload:
 
     def checkpoint(self) -> Checkpoint:
         """Normal rows, the same every time."""
-        return generated_checkpoint(collect_tables(self.module()))
+        return generated_checkpoint(collect_tables(self.module()).tables)
 
     def export(self, repository: Path, dtype: WeightDtype = WeightDtype.INT8) -> Path:
         """Our bundle."""
@@ -112,7 +112,7 @@ class PeerWorkload:
             self._write_requests(folder / f"requests_{samples}.npz", samples)
 
     def _stored(self, number: int) -> GeneratedTable:
-        (table,) = (each for each in collect_tables(self.module()) if each.name == f"t{number}")
+        (table,) = (each for each in collect_tables(self.module()).tables if each.name == f"t{number}")
         found = self.checkpoint()._find(table)
         assert isinstance(found, GeneratedTable)
         return found
@@ -130,7 +130,7 @@ class PeerWorkload:
         padding = np.repeat([self.rows[table] for table, _ in self.features], [ids for _, ids in self.features])
         ids = np.where(self.requests[samples] == _PAD, padding, self.requests[samples])
         dims = {f"f{n}": self.dims[table] for n, (table, _) in enumerate(self.features)}
-        info = ModelInfo(dims, (), np.dtype(np.float32), "")
+        info = ModelInfo(dims, {name: (name,) for name in dims}, (), np.dtype(np.float32), "")
         ours = [infer_request(MODEL, each, info).SerializeToString() for each in self.tensors(samples)]
         np.savez(
             path,

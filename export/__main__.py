@@ -21,7 +21,7 @@ from export.prune import prune as prune_versions
 from export.sharding import Sharding
 from export.tables import collect_tables
 from export.verify import as_json, verify_bundle
-from serving.bundle import MANIFEST, open_bundle
+from serving.bundle import MANIFEST, Manifest, open_bundle
 from serving.errors import BundleError, ServingError
 from serving.signature import TrustedKeys
 
@@ -77,6 +77,7 @@ def model(
     if shown.is_sharded(manifest.plan):
         _out.print(shown.ranks_table(report_plan(manifest, settings.sharding), traffic=False))
     _out.print(shown.parity_table(manifest.parity))
+    _remark(manifest)
     _out.print(f"published {path}", soft_wrap=True)
     _out.print(f"next: tbe-serve run {repository}", soft_wrap=True)
 
@@ -134,6 +135,7 @@ def inspect(
         _out.print(shown.placement_table(report))
         _out.print(shown.ranks_table(report, traffic=False))
     _out.print(shown.parity_table(manifest.parity))
+    _remark(manifest)
     _out.print("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
 
 
@@ -156,7 +158,7 @@ def verify(
         trained = weights = None
         if model is not None:
             module = build_module(model, meta=checkpoint is not None)
-            trained = collect_tables(module)
+            trained = collect_tables(module).tables
             weights = open_weights(module, trained, checkpoint)
         verification = verify_bundle(
             bundle, trained, weights, None if trusted_keys is None else TrustedKeys.read(trusted_keys)
@@ -190,6 +192,11 @@ def prune(
             _out.print(f"{model / str(fate.version)}: {fate.kept or removed}", soft_wrap=True)
     except ExportError as error:
         _fail(error)
+
+
+def _remark(manifest: Manifest) -> None:
+    for line in shown.remarks(manifest):
+        _out.print(line, markup=False, soft_wrap=True)
 
 
 @contextmanager

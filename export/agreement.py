@@ -27,7 +27,7 @@ class Tally:
     def add(self, start: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Compare rows `start`, `start` + 1, … of both [n, dim], n > 0; the largest error of each row [n]."""
         # torch's reductions: numpy's take several times as long along short rows, or start BLAS threads.
-        error = torch.from_numpy(a - b)
+        error = torch.from_numpy(difference(a, b))
         self.squared += _squared(error)
         self.squared_a += _squared(torch.from_numpy(a))
         self.squared_b += _squared(torch.from_numpy(b))
@@ -67,6 +67,21 @@ class Tally:
         )
 
 
+def difference(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """a − b; 0 where both are the same infinity, or no number."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        moved: npt.NDArray[Any] = a - b
+        if not np.isfinite(moved.sum()):
+            moved = np.where((a == b) | (np.isnan(a) & np.isnan(b)), np.zeros_like(moved), moved)
+    return moved
+
+
 def _squared(numbers: Tensor) -> float:
+    """The sum of the squares of all finite numbers."""
     flat = numbers.reshape(-1)
+    squared = float(torch.dot(flat, flat))
+    if math.isfinite(squared):
+        return squared
+    flat = flat.double()
+    flat = flat[flat.isfinite()]
     return float(torch.dot(flat, flat))

@@ -26,13 +26,15 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
     if manifest.weighted:
         config.input.add(name="weights", data_type=model_config_pb2.TYPE_FP32, dims=[-1], allow_ragged_batch=True)
     config.output[0].data_type = _DATA_TYPE[manifest.output_dtype]
-    tables = zip(manifest.features, manifest.feature_tables, strict=True)
+    keys = [feature.key for feature in manifest.features]
     parameters = {
         "features": ",".join(feature.name for feature in manifest.features),
         "dims": ",".join(str(table.dim) for table in manifest.feature_tables),
-        "weighted": ",".join(feature.name for feature, table in tables if table.weighted),
+        "weighted": ",".join(manifest.weighted_keys),
         "contract": manifest.contract,
     }
+    if len(manifest.keys) < len(keys):
+        parameters["keys"] = ",".join(keys)
     for key, value in parameters.items():
         config.parameters[key].string_value = value
     apply_settings(config, settings)

@@ -9,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from export.agreement import Tally
+from export.agreement import Tally, difference
 from export.errors import ParityError
 from export.probe import make_probe, run_program, run_reloaded
 from export.program import build_program
 from serving.bundle import Agreement, Manifest, Parity, Table, WeightDtype
 from serving.dequantize import FP16_SUBNORMAL, FP16_UNIT, FP32_UNIT, Bytes, Floats, dequantize
 from serving.engine import map_weights
+from serving.kjt import Tensors
 from serving.reference import Pooled, pool
 
 
@@ -41,16 +42,18 @@ def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> npt.NDAr
 
 @dataclass(slots=True)
 class TableError:
-    """The error of one table's stored rows, gathered block by block."""
+    """The error of one table's stored rows, and its largest element by size, gathered block by block."""
 
     dtype: WeightDtype
     tally: Tally = field(default_factory=Tally)
     bound: float = 0.0
+    largest: float = 0.0
     unexplained_row: int | None = None
 
     def add(self, start: int, rows: Floats, stored: Bytes) -> None:
         """Compare float `rows` [n, dim], the first of which is row `start`, with what was stored for them."""
         worst = self.tally.add(start, rows, dequantize(stored, self.dtype))
+        self.largest = max(self.largest, float(rows.max()), -float(rows.min()))
         bounds = rounding_bounds(rows, stored, self.dtype)
         self.bound = max(self.bound, float(bounds.max()))
         if self.unexplained_row is None and (worst > bounds).any():
@@ -60,14 +63,16 @@ class TableError:
         """Take in what was found in rows behind these."""
         self.tally.join(later.tally)
         self.bound = max(self.bound, later.bound)
+        self.largest = max(self.largest, later.largest)
         if self.unexplained_row is None:
             self.unexplained_row = later.unexplained_row
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A probe's answers [B, D] on the way from the stored rows to a served model."""
+    """A probe, and its answers [B, D] on the way from the stored rows to a served model."""
 
+    probe: Tensors
     pooled: Pooled
     sharded: npt.NDArray[Any]
     scripted: npt.NDArray[Any]
@@ -85,7 +90,7 @@ class Answers:
             ("a fresh process", self.scripted, self.reloaded),
         ):
             for table in manifest.tables:
-                moved = _of_table(manifest, table, after) - _of_table(manifest, table, before)
+                moved = difference(_of_table(manifest, table, after), _of_table(manifest, table, before))
                 if moved.any():
                     largest = np.abs(moved).max()
                     refusals.append(f"table {table.name!r}: {what} answers differently, by {largest:.3g}")
@@ -103,7 +108,8 @@ class Answers:
             table=table.name,
             limit=limit,
             quantized=quantized,
-            sharded=step(self.pooled.answer, self.sharded),
+            # Where a sum may leave the range of its dtype, there is nothing to compare with.
+            sharded=step(np.where(np.isinf(self.pooled.bound), self.sharded, self.pooled.answer), self.sharded),
             scripted=step(self.sharded, self.scripted),
             reloaded=step(self.scripted, self.reloaded),
         )
@@ -125,9 +131,10 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module) -> Ans
     for each in (built, program):
         each.weights_host = map_weights(directory, manifest.plan)  # type: ignore[assignment]
     return Answers(
+        probe=probe,
         pooled=pool(directory, manifest, probe),
-        sharded=run_program(built, probe),
-        scripted=run_program(program, probe),
+        sharded=run_program(built, manifest, probe),
+        scripted=run_program(program, manifest, probe),
         reloaded=run_reloaded(directory, probe),
     )
 

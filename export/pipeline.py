@@ -1,8 +1,9 @@
 """The whole way from a trained module to a published bundle."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,9 @@ from torch import nn
 from export.checkpoint import Checkpoint, WeightSource, open_weights
 from export.choose import smallest_dtype
 from export.config import ExportConfig
-from export.errors import ConfigError
+from export.errors import ConfigError, PublishError
 from export.model_config import model_py
+from export.overflow import overflow_notes
 from export.parity import TableError, answer_probe, check_parity
 from export.planner import plan_shards
 from export.program import compile_program, save_program
@@ -22,6 +24,7 @@ from export.publish import draft
 from export.quantize import check_dim
 from export.store import store_rows
 from export.tables import TrainedTable, collect_tables
+from export.trained_answers import Answer, compare_trained, trained_answers
 from serving.bundle import (
     FORMAT_VERSION,
     MANIFEST,
@@ -31,10 +34,12 @@ from serving.bundle import (
     Manifest,
     Table,
     WeightDtype,
+    open_bundle,
     write_manifest,
 )
 from serving.digests import digest_file
-from serving.errors import ConfigurationError
+from serving.errors import BundleError, ConfigurationError
+from serving.kjt import Tensors
 from serving.pins import installed
 from serving.signature import read_signing_key, sign
 
@@ -62,7 +67,8 @@ def export_model(
     """Quantize, compile and check the embedding tables of `module`, then publish them as a bundle.
 
     Args:
-        module: holds one or more EmbeddingBagCollections; what else it holds does not matter.
+        module: holds one or more EmbeddingBagCollections. Every module around them has to hand the ids that it is
+            given on to them as they are; what it does with their answers is left out (`Manifest.left_out`).
         repository: Triton's model repository; made if it is missing.
         name: the model's name in it.
         config: dtypes, id policies and limits by table; INT8 and `error` where None.
@@ -77,12 +83,12 @@ def export_model(
         The bundle's path, `<repository>/<name>/<version>`.
 
     Raises:
-        ModelError: the module's tables cannot be served.
+        ModelError: the module's tables cannot be served, or something around them changes ids or weights.
         ConfigError: a setting, or the signing key, cannot be used.
         CheckpointError: the checkpoint does not hold them.
         QuantizeError: a row does not fit its dtype.
         PlanError: the tables do not fit the ranks.
-        ParityError: a table's answers moved further than its limit.
+        ParityError: a table's answers moved further than its limit, or the module itself answers otherwise.
         PublishError: the repository cannot take the bundle.
 
     Whatever is raised, nothing was published and no earlier version was touched.
@@ -90,18 +96,22 @@ def export_model(
     config = config or ExportConfig()
     key = None if signing_key is None else _signing_key(signing_key)
     trained = collect_tables(module)
-    weights = open_weights(module, trained, checkpoint)
-    for table in trained:
+    weights = open_weights(module, trained.tables, checkpoint)
+    for table in trained.tables:
         weights.check(table)
-    manifest = describe(trained, config, lambda: weights, progress)
+    manifest = describe(trained.tables, config, lambda: weights, progress)
+    manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
     program = compile_program(manifest)
     with draft(Path(repository), name, version, manifest, config.serving) as new:
-        errors = _store(new.path, trained, manifest, weights, progress)
-        progress(Progress("parity", *[_float_bytes(*trained)] * 2))
+        errors = _store(new.path, trained.tables, manifest, weights, progress)
+        progress(Progress("parity", *[_float_bytes(*trained.tables)] * 2))
         with new.syncing():
-            _check_parity(new.path, manifest, program, errors, config)
+            # A checkpoint's weights are not in the module, which cannot be run then.
+            run = partial(trained_answers, trained) if checkpoint is None else _cannot_run
+            _check_parity(new.path, manifest, program, errors, config, run)
             if key is not None:
                 sign(new.path / MANIFEST, key)
+        _read_back(new.path)
         return new.publish()
 
 
@@ -119,7 +129,7 @@ def plan_model(
     Raises:
         ModelError, ConfigError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
-    trained = collect_tables(module)
+    trained = collect_tables(module).tables
     return describe(trained, config, lambda: open_weights(module, trained, checkpoint), progress)
 
 
@@ -151,7 +161,7 @@ def describe(
     for table in tables:
         if table.policy_error is not None:
             raise ConfigError(f"table {table.name!r}: {table.policy_error}")
-    features = tuple(Feature(name=name, table=table.name) for table in trained for name in table.features)
+    features = tuple(_features(trained))
     return Manifest(
         format_version=FORMAT_VERSION,
         features=features,
@@ -163,6 +173,17 @@ def describe(
         versions=installed(),
         files={},
     )
+
+
+def _features(trained: Sequence[TrainedTable]) -> Iterator[Feature]:
+    """In the order of their keys, so that those of one key are side by side."""
+    named = [
+        Feature(name=name, table=table.name, shared_key=None if key == name else key)
+        for table in trained
+        for key, name in zip(table.keys, table.features, strict=True)
+    ]
+    keys = list(dict.fromkeys(feature.key for feature in named))
+    yield from sorted(named, key=lambda feature: keys.index(feature.key))
 
 
 def _dtypes(
@@ -215,6 +236,7 @@ def _check_parity(
     program: torch.jit.ScriptModule,
     errors: dict[str, TableError],
     config: ExportConfig,
+    run_trained: Callable[[Manifest, Tensors], dict[str, Answer]],
 ) -> None:
     """Write the rest of the draft, answer a probe at each step, and record how they agree."""
     (directory / MODEL).write_text(model_py())
@@ -224,8 +246,24 @@ def _check_parity(
     write_manifest(directory, manifest)
 
     limits = {table.name: config.max_error_of(table.name) for table in manifest.tables}
-    parity = check_parity(manifest, errors, limits, answer_probe(directory, manifest, program))
-    write_manifest(directory, msgspec.structs.replace(manifest, parity=parity))
+    answers = answer_probe(directory, manifest, program)
+    parity = check_parity(manifest, errors, limits, answers)
+    trained = compare_trained(run_trained(manifest, answers.probe), manifest, answers, errors)
+    parity = tuple(msgspec.structs.replace(each, trained=trained.get(each.table)) for each in parity)
+    notes = tuple(overflow_notes(manifest, errors, config.sharding))
+    write_manifest(directory, msgspec.structs.replace(manifest, parity=parity, notes=notes))
+
+
+def _read_back(directory: Path) -> None:
+    """Nothing is published that serving would refuse."""
+    try:
+        open_bundle(directory)
+    except BundleError as error:
+        raise PublishError(f"the draft of this version could not be served: {error}") from error
+
+
+def _cannot_run(manifest: Manifest, probe: Tensors) -> dict[str, Answer]:  # noqa: ARG001
+    return {}
 
 
 def _signing_key(path: Path) -> Ed25519PrivateKey:

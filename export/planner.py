@@ -1,8 +1,6 @@
 """Where each table goes: TorchRec's planner, told what quantized tables weigh."""
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from export.errors import ConfigError, PlanError
 from export.fitting import check_fits, overflow_of
 from export.matching import last_match
 from export.plan_file import read_plan
+from export.quiet import quiet
 from export.sharding import AUTO, AUTO_SIMPLE, Sharding
 from serving.bundle import DEVICE, SHARD_ALIGNMENT, Feature, Table, WeightDtype
 from serving.plan import COLUMN_MULTIPLE, Plan, Rank, Shard, ShardingType, tiling_error
@@ -106,7 +105,7 @@ def _plan(
         ],
     )
     by_name = {names[table.name]: table for table in tables}
-    with _quiet():
+    with quiet():
         topology = _topology(sharding)
         enumerator = EmbeddingEnumerator(
             topology,
@@ -303,14 +302,3 @@ def _with_offsets(tables: Sequence[Table], shards: Mapping[str, Sequence[Shard]]
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // SHARD_ALIGNMENT) * SHARD_ALIGNMENT
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without TorchRec's warnings, which are about training jobs."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)

@@ -9,44 +9,51 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from export.errors import ParityError
+from serving import kjt
 from serving.bundle import Manifest
 from serving.kjt import Tensors
+from serving.schema import Schema
 
 _SEED = 20_451
 _SAMPLES = 64
 _LONGEST_BAG = 100
 
+Arguments = tuple[Tensor, Tensor, Tensor | None]
+
 
 def make_probe(manifest: Manifest) -> Tensors:
     """A seeded request with empty bags, a long bag, and the first and last row of every table."""
     random = np.random.default_rng(_SEED)
-    tables = manifest.feature_tables
-    lengths = random.integers(0, 9, (len(tables), _SAMPLES)).astype(np.int32)
+    rows = manifest.rows_of_keys
+    lengths = random.integers(0, 9, (len(rows), _SAMPLES)).astype(np.int32)
     lengths[:, 0] = _LONGEST_BAG
     lengths[:, 1] = 0
     columns = []
-    for table, bags in zip(tables, lengths, strict=True):
-        ids = random.integers(0, table.rows, bags.sum())
-        ids[:2] = 0, table.rows - 1
+    for height, bags in zip(rows.values(), lengths, strict=True):
+        ids = random.integers(0, height, bags.sum())
+        ids[:2] = 0, height - 1
         columns.append(ids)
     values = np.concatenate(columns)
     weights = random.normal(size=values.size).astype(np.float32) if manifest.weighted else None
     if weights is not None:
-        counted = np.repeat([table.weighted for table in tables], lengths.sum(axis=1))
+        counted = np.repeat([key in manifest.weighted_keys for key in rows], lengths.sum(axis=1))
         weights[~counted] = 1
     return Tensors(None, values, lengths.ravel(), weights)
 
 
-def run_program(program: nn.Module, probe: Tensors) -> npt.NDArray[Any]:
+def as_arguments(manifest: Manifest, request: Tensors) -> Arguments:
+    """What programs take, of a request over all keys: values [N], offsets [F·B + 1], weights [N] or None."""
+    checked = kjt.check([kjt.accept(Schema.of(manifest), request)])
+    weights = None if checked.weights is None else torch.from_numpy(checked.weights)
+    return torch.from_numpy(checked.values), torch.from_numpy(checked.offsets), weights
+
+
+def run_program(program: nn.Module, manifest: Manifest, probe: Tensors) -> npt.NDArray[Any]:
     """A program's answer to `probe`, [B, D]; compiled or not."""
-    offsets = np.concatenate([[0], np.cumsum(probe.lengths)])
-    weights = None if probe.weights is None else torch.from_numpy(probe.weights)
-    answer: npt.NDArray[Any] = program(
-        torch.from_numpy(probe.values), torch.from_numpy(offsets), weights, None
-    ).numpy()
+    answer: npt.NDArray[Any] = program(*as_arguments(manifest, probe), None).numpy()
     return answer
 
 

@@ -1,6 +1,6 @@
 """Bundles, plans and verifications as tables that fit a terminal of 80 columns."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich import box
 from rich.filesize import decimal
@@ -67,7 +67,7 @@ def parity_table(parity: Iterable[Parity]) -> Table:
     table = _table(
         "largest error of an element, step by step from the float table",
         "table",
-        right=("quantized", "limit", "cosine", "sharded", "scripted", "reloaded"),
+        right=("quantized", "limit", "cosine", "sharded", "scripted", "reloaded", "trained"),
     )
     for each in parity:
         table.add_row(
@@ -76,8 +76,17 @@ def parity_table(parity: Iterable[Parity]) -> Table:
             shown_error(each.limit),
             f"{each.quantized.cosine:.6f}",
             *(shown_error(step.largest) for step in (each.sharded, each.scripted, each.reloaded)),
+            shown_error(each.trained.largest) if each.trained else "–",
         )
+    table.caption = "trained: answers of the trained module itself; – where it could not be run"
     return table
+
+
+def remarks(manifest: Manifest) -> Iterator[str]:
+    """What is not in the bundle, and what whoever serves it should know."""
+    if manifest.left_out:
+        yield f"left out: {', '.join(manifest.left_out)}"
+    yield from (f"note: {note}" for note in manifest.notes)
 
 
 def verification_table(verification: Verification) -> Table:

@@ -2,16 +2,15 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from export.errors import ModelError
+from export.modules import Found, find_collections
 from serving.bundle import Pooling
 
-_COLLECTIONS = (EmbeddingBagCollection, FusedEmbeddingBagCollection)
 _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN}
 
 
@@ -22,8 +21,9 @@ class TrainedTable:
     Attributes:
         name: its name in the config; `path.name` where two collections of the module have a table of that name.
         key: its weights in the module's state dict.
-        features: the KJT keys that read it; `key@name` for a key that several tables read, as TorchRec calls
-            the embeddings it returns for them.
+        features: what its answers are called: as the KJT key that it reads, or `key@name` for a key that several
+            tables read, as TorchRec calls the embeddings it returns for them.
+        keys: the KJT key of each feature.
     """
 
     name: str
@@ -33,36 +33,71 @@ class TrainedTable:
     pooling: Pooling
     weighted: bool
     features: tuple[str, ...]
+    keys: tuple[str, ...]
 
 
-def collect_tables(module: nn.Module) -> tuple[TrainedTable, ...]:
-    """The tables of every (Fused)EmbeddingBagCollection in `module`, in the order TorchRec returns them.
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What of a module is served, and what is not.
+
+    Attributes:
+        module: the module.
+        found: its collections, and what is left out.
+        by_collection: the tables of each collection, by its path, in the order TorchRec returns them.
+    """
+
+    module: nn.Module
+    found: Found
+    by_collection: dict[str, tuple[TrainedTable, ...]]
+
+    @property
+    def tables(self) -> tuple[TrainedTable, ...]:
+        """All of them."""
+        return tuple(table for tables in self.by_collection.values() for table in tables)
+
+
+def collect_tables(module: nn.Module) -> Trained:
+    """The tables of every (Fused)EmbeddingBagCollection in `module`.
 
     Raises:
-        ModelError: there is no collection, a table is pruned, virtual or position-weighted, or a feature has a
-            name that requests cannot carry.
+        ModelError: a collection is not there or not served (`export.modules`), a table is pruned, virtual or
+            position-weighted, or a feature has a name that requests cannot carry, or that another has.
     """
-    found = [
-        (path, config, collection.is_weighted())
-        for path, collection in module.named_modules()
-        if isinstance(collection, _COLLECTIONS)
-        for config in collection.embedding_bag_configs()
-    ]
-    if not found:
-        raise ModelError(f"{type(module).__name__}: expected an EmbeddingBagCollection in it, found none")
-    tables = Counter(config.name for _, config, _ in found)
-    readers = Counter(feature for _, config, _ in found for feature in config.feature_names)
-    return tuple(
-        _trained_table(path, _servable(config), weighted, tables[config.name] > 1, readers)
-        for path, config, weighted in found
-    )
+    found = find_collections(module)
+    configs = {path: _configs(collection) for path, collection in found.collections.items()}
+    every = [config for each in configs.values() for config in each]
+    tables = Counter(config.name for config in every)
+    readers = Counter(key for config in every for key in config.feature_names)
+    by_collection = {
+        path: tuple(
+            _trained_table(path, config, _is_weighted(found.collections[path]), tables[config.name] > 1, readers)
+            for config in each
+        )
+        for path, each in configs.items()
+    }
+    trained = Trained(module, found, by_collection)
+    for name, count in Counter(name for table in trained.tables for name in table.features).items():
+        if count > 1:
+            raise ModelError(
+                f"feature {name!r}: expected different names, got {count} answers of this one: rename it"
+            )
+    return trained
+
+
+def _configs(collection: Any) -> list[EmbeddingBagConfig]:
+    return [_servable(config) for config in collection.embedding_bag_configs()]
+
+
+def _is_weighted(collection: Any) -> bool:
+    weighted: bool = collection.is_weighted()
+    return weighted
 
 
 def _trained_table(
     path: str, config: EmbeddingBagConfig, weighted: bool, qualified: bool, readers: Counter[str]
 ) -> TrainedTable:
     name = _dotted(path, config.name) if qualified else config.name
-    features = (f"{each}@{name}" if readers[each] > 1 else each for each in config.feature_names)
+    keys = tuple(map(_checked, config.feature_names))
     return TrainedTable(
         name=name,
         key=_dotted(path, "embedding_bags", config.name, "weight"),
@@ -70,7 +105,8 @@ def _trained_table(
         dim=config.embedding_dim,
         pooling=_POOLING[config.pooling],
         weighted=weighted,
-        features=tuple(map(_checked, features)),
+        features=tuple(f"{key}@{name}" if readers[key] > 1 else key for key in keys),
+        keys=keys,
     )
 
 
@@ -80,6 +116,7 @@ def _dotted(*parts: str) -> str:
 
 def _servable(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
     refused = {
+        "not pooled": config.pooling not in _POOLING,
         "pruned": config.num_embeddings_post_pruning is not None,
         "position-weighted": config.need_pos,
         "virtual": config.use_virtual_table,

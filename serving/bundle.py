@@ -32,7 +32,9 @@ from serving.strict import UNREADABLE, Strict
 if TYPE_CHECKING:  # cryptography is of no use to a client
     from serving.signature import TrustedKeys
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+# Before 4 a feature was its own key, and nothing was said of what was left out, or of the model's own answers.
+_READABLE_VERSIONS = (3, FORMAT_VERSION)
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
@@ -100,11 +102,21 @@ class OutputDtype(enum.Enum):
     FP16 = "FP16"
 
 
-class Feature(Strict, frozen=True):
-    """A key of the request, and the table its ids index."""
+class Feature(Strict, frozen=True, omit_defaults=True):
+    """A part of the answer: the bags of a key of the request, looked up in a table.
+
+    Attributes:
+        shared_key: the key, where several tables read it; else it is called as the feature is.
+    """
 
     name: str
     table: str
+    shared_key: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The key of the request, TorchRec's KJT key."""
+        return self.name if self.shared_key is None else self.shared_key
 
 
 class Table(Strict, frozen=True):
@@ -145,13 +157,14 @@ class Agreement(Strict, frozen=True):
     worst_row: int
 
 
-class Parity(Strict, frozen=True):
+class Parity(Strict, frozen=True, omit_defaults=True):
     """How far one table's numbers moved at each step of the export.
 
     `quantized` compares the table's float rows with its stored ones; no element moved by more than `limit`. The
     others compare answers to a probe, so that a row is a sample: `sharded` the program before compiling with
     numpy's reading of the shards, `scripted` TorchScript with that, `reloaded` the published files in another
-    process with that.
+    process with that. `trained` compares the trained module itself, run by TorchRec, with `reloaded`; None where it
+    could not be run.
     """
 
     table: str
@@ -160,12 +173,18 @@ class Parity(Strict, frozen=True):
     sharded: Agreement
     scripted: Agreement
     reloaded: Agreement
+    trained: Agreement | None = None
 
 
 class Manifest(Strict, frozen=True):
-    """What a bundle holds. `features` is the default order of a request and of its answer.
+    """What a bundle holds.
 
-    `exported_at` is in seconds of Unix time.
+    Attributes:
+        features: the default order of an answer. Those of one key are side by side, and their keys are the default
+            order of a request.
+        exported_at: seconds of Unix time.
+        left_out: what of the trained module is not in the bundle.
+        notes: what whoever serves it should know.
     """
 
     format_version: int
@@ -177,6 +196,28 @@ class Manifest(Strict, frozen=True):
     exported_at: float
     versions: dict[str, str]
     files: dict[str, FileDigest]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> dict[str, tuple[Feature, ...]]:
+        """The features of each key of a request, in feature order."""
+        by_key: dict[str, tuple[Feature, ...]] = {}
+        for feature in self.features:
+            by_key[feature.key] = (*by_key.get(feature.key, ()), feature)
+        return by_key
+
+    @property
+    def weighted_keys(self) -> tuple[str, ...]:
+        """The keys whose ids carry weights: a table that takes them reads them."""
+        weighted = {table.name for table in self.tables if table.weighted}
+        return tuple(key for key, read in self.keys.items() if any(each.table in weighted for each in read))
+
+    @property
+    def rows_of_keys(self) -> dict[str, int]:
+        """How many ids of each key are in all tables that read it."""
+        rows = {table.name: table.rows for table in self.tables}
+        return {key: min(rows[each.table] for each in read) for key, read in self.keys.items()}
 
     @property
     def feature_tables(self) -> tuple[Table, ...]:
@@ -196,7 +237,11 @@ class Manifest(Strict, frozen=True):
         Versions with the same contract can replace one another under a running client.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
-        seen = [[[feature.name, table.dim, table.weighted] for feature, table in tables], self.output_dtype.value]
+        shared = {feature.name: [feature.key] for feature in self.features if feature.shared_key is not None}
+        seen = [
+            [[feature.name, table.dim, table.weighted, *shared.get(feature.name, [])] for feature, table in tables],
+            self.output_dtype.value,
+        ]
         return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
 
     @property
@@ -305,9 +350,9 @@ def _read_manifest(path: Path, trusted: "TrustedKeys | None") -> Manifest:
     try:
         # The version first: a newer manifest may have keys that this code does not know.
         found = msgspec.json.decode(text, type=_Header).format_version
-        if found != FORMAT_VERSION:
+        if found not in _READABLE_VERSIONS:
             raise BundleError(
-                f"{path}: format_version: expected {FORMAT_VERSION}, got {found}: "
+                f"{path}: format_version: expected one of {_READABLE_VERSIONS}, got {found}: "
                 "serve it with the tbe-serving that exported it, or export it again"
             )
         return msgspec.json.decode(text, type=Manifest)
@@ -328,6 +373,8 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
     names = [feature.name for feature in manifest.features]
     expect(len(names) > 0, "features: expected at least one")
     expect(len(set(names)) == len(names), "features: a name appears twice")
+    side_by_side = [feature for features in manifest.keys.values() for feature in features]
+    expect(side_by_side == list(manifest.features), "features: those of one key are not side by side")
     for feature in manifest.features:
         expect(feature.table in tables, f"feature {feature.name!r}: no table {feature.table!r}")
     for table in manifest.tables:

@@ -78,11 +78,10 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     )
 
 
-def decode(embeddings: Embeddings, tensors: Tensors, dims: Mapping[str, int]) -> dict[str, Embeddings]:
-    """Cut the answer [B, D] to `tensors` into {feature: [B, dim]}. The arrays are views: nothing is copied."""
-    features = list(dims) if tensors.features is None else tensors.features
-    ends = np.cumsum([dims[name] for name in features])
-    return {name: embeddings[:, end - dims[name] : end] for name, end in zip(features, ends, strict=True)}
+def decode(embeddings: Embeddings, dims: Mapping[str, int]) -> dict[str, Embeddings]:
+    """Cut an answer [B, D] into {feature: [B, dim]}, by the width of each. They are views: nothing is copied."""
+    ends = np.cumsum(list(dims.values()))
+    return {name: embeddings[:, end - dim : end] for (name, dim), end in zip(dims.items(), ends, strict=True)}
 
 
 def _expects_weights(name: str, given: bool, weighted: Collection[str]) -> bool:

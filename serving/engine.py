@@ -37,9 +37,7 @@ class Engine:
         self.bundle = bundle
         weakref.finalize(self, os.close, hold(bundle.path))
         self.schema = Schema.of(bundle.manifest)
-        self._dims = dict(zip(self.schema.every.names, self.schema.every.dims.tolist(), strict=True))
-        names = zip(self.schema.every.names, self.schema.every.weighted, strict=True)
-        self._weighted = tuple(name for name, counts in names if counts)
+        self._weighted = bundle.manifest.weighted_keys
         program = load_program(bundle)
         program.weights_host = map_weights(bundle.path, bundle.manifest.plan)
         # Constants folded in, and past the hooks of nn.Module.__call__, which cost a third of a small lookup.
@@ -62,14 +60,17 @@ class Engine:
     def lookup(self, features: Features) -> dict[str, Embeddings]:
         """Pooled embeddings {feature: [B, dim]} of the features given, in the order given.
 
+        The answers of a key that several tables read are called `key@table`, as TorchRec calls them.
+
         Args:
-            features: ids by feature, in any form that `serving.encoding.encode` takes.
+            features: ids by feature, TorchRec's KJT key, in any form that `serving.encoding.encode` takes.
 
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
         """
         tensors = encode(features, self._weighted)
-        return decode(self.answer(tensors), tensors, self._dims)
+        selection = self.schema.select(tensors.features)
+        return decode(self.answer(tensors), dict(zip(selection.names, selection.dims.tolist(), strict=True)))
 
     def answer(self, tensors: Tensors) -> Embeddings:
         """The answer to one request: [B, D], its features side by side, in the bundle's output dtype.

@@ -15,6 +15,6 @@ def canary(client: LookupClient) -> Answer:
     info = client.info()
     row = np.zeros(1, np.int64), np.ones(1, np.int32)
     features: Features = {
-        name: (*row, np.ones(1, np.float32)) if name in info.weighted else row for name in info.dims
+        name: (*row, np.ones(1, np.float32)) if name in info.weighted else row for name in info.keys
     }
     return client.lookup(features)

@@ -126,7 +126,9 @@ class Batch:
 
 
 def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
-    """Take the tensors of one request, if they are of the right kind and size. Nothing is copied.
+    """Take the tensors of one request, if they are of the right kind and size.
+
+    Nothing is copied, but for the ids of keys that several features read.
 
     Args:
         schema: what the model holds.
@@ -140,11 +142,11 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     selection = schema.select(tensors.features)
     _expect_vector("values", values, _INT64)
     _expect_vector("lengths", lengths, _INT32)
-    samples, left_over = divmod(lengths.size, len(selection.names))
+    samples, left_over = divmod(lengths.size, len(selection.keys))
     if left_over:
         raise InvalidRequest(
-            f"lengths: expected a multiple of {len(selection.names)}, one length for each sample of each feature "
-            f"({listed(selection.names)}), got {lengths.size}",
+            f"lengths: expected a multiple of {len(selection.keys)}, one length for each sample of each feature "
+            f"({listed(selection.keys)}), got {lengths.size}",
             Reason.LENGTHS,
         )
     if limits is not None:
@@ -160,7 +162,8 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
             raise InvalidRequest(
                 f"weights: expected {values.size}, one for each id, got {weights.size}", Reason.WEIGHTS
             )
-    return KjtRequest(selection, values, lengths, weights, samples)  # type: ignore[arg-type]
+    request = KjtRequest(selection, values, lengths, weights, samples)  # type: ignore[arg-type]
+    return request if selection.reads is None else _by_feature(request, selection.reads)
 
 
 def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int]]:
@@ -217,18 +220,7 @@ def mend(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
         IdsOutside: the same, where ids are outside a table whose policy is `error`.
     """
     selection = request.selection
-    bags = request.lengths.reshape(len(selection.names), -1)
-    if bags.size and bags.min() < 0:
-        row, sample = np.argwhere(bags < 0)[0]
-        raise InvalidRequest(
-            f"feature {selection.names[row]!r}: expected lengths >= 0, got {bags[row, sample]} for sample {sample}",
-            Reason.LENGTHS,
-        )
-    bounds = _offsets(request.lengths)[np.arange(len(bags) + 1) * request.samples]
-    if bounds[-1] != request.values.size:
-        _refuse_sum(selection, bounds, request.values.size)
-
-    ids = np.diff(bounds)
+    ids = np.diff(_bounds(selection.names, request))
     outside = request.values.view(np.uint64) >= np.repeat(selection.rows, ids)
     feature_of = np.repeat(np.arange(len(ids)), ids)
     counted: dict[str, int] = {}
@@ -306,6 +298,41 @@ def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
     return answers
 
 
+def _by_feature(request: KjtRequest, reads: npt.NDArray[np.int64]) -> KjtRequest:
+    """A request by key as one by feature: each feature gets the bags and ids of the key that it reads.
+
+    Raises:
+        InvalidRequest: the lengths are not right, so that it cannot be told whose ids are whose.
+    """
+    bounds = _bounds(request.selection.keys, request)
+    ids = _ranges(bounds[reads], np.diff(bounds)[reads])
+    return replace(
+        request,
+        values=request.values[ids],
+        lengths=request.lengths.reshape(-1, request.samples)[reads].ravel(),
+        weights=None if request.weights is None else request.weights[ids],
+    )
+
+
+def _bounds(names: Sequence[str], request: KjtRequest) -> Ids:
+    """Where the ids of each of `names` start in the values of a request; ends with N.
+
+    Raises:
+        InvalidRequest: a length is negative, or they do not add up to the number of ids.
+    """
+    bags = request.lengths.reshape(len(names), -1)
+    if bags.size and bags.min() < 0:
+        row, sample = np.argwhere(bags < 0)[0]
+        raise InvalidRequest(
+            f"feature {names[row]!r}: expected lengths >= 0, got {bags[row, sample]} for sample {sample}",
+            Reason.LENGTHS,
+        )
+    bounds: Ids = _offsets(request.lengths)[np.arange(len(bags) + 1) * request.samples]
+    if bounds[-1] != request.values.size:
+        _refuse_sum(names, bounds, request.values.size)
+    return bounds
+
+
 def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """One array behind the other; the array itself where there is one."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
@@ -365,12 +392,12 @@ def _expect_at_most(what: str, found: int, limit: int) -> None:
         )
 
 
-def _refuse_sum(selection: Selection, bounds: Ids, found: int) -> None:
+def _refuse_sum(names: Sequence[str], bounds: Ids, found: int) -> None:
     """Name the feature whose bags run past the ids, or the last one where ids are left over."""
     total = bounds[-1]
-    row = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(selection.names) - 1
+    row = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(names) - 1
     raise InvalidRequest(
-        f"feature {selection.names[row]!r}: expected its bags to take ids "
+        f"feature {names[row]!r}: expected its bags to take ids "
         f"[{bounds[row]}, {bounds[row + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
         Reason.LENGTHS,
     )

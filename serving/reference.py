@@ -20,7 +20,10 @@ _NUMBERS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The answer to a request, and how far FP32 summation may be from it, by feature [B, dim]."""
+    """The answer to a request, and how far FP32 summation may be from it, by feature [B, dim].
+
+    Where a sum may leave the range of its dtype, the bound is infinite.
+    """
 
     features: Sequence[str]
     answers: Sequence[Doubles]
@@ -31,37 +34,49 @@ class Pooled:
         """All features side by side [B, D]."""
         return np.concatenate(self.answers, axis=1)
 
+    @property
+    def bound(self) -> Doubles:
+        """Those of all features side by side [B, D]."""
+        return np.concatenate(self.bounds, axis=1)
+
     def misses(self, answer: npt.NDArray[Any]) -> Iterator[tuple[str, float]]:
         """The features whose columns of `answer` [B, D] are further off than rounding explains, and how far."""
         end = 0
         for name, expected, bound in zip(self.features, self.answers, self.bounds, strict=True):
             start, end = end, end + bound.shape[1]
             error = np.abs(answer[:, start:end].astype(np.float64) - expected)
-            if not (error <= bound).all():
+            if not ((error <= bound) | np.isinf(bound)).all():
                 yield name, float(error.max(initial=0.0))
 
 
 def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
     """Answer `request`, which the bundle in `directory` accepts, in float64 from the stored bytes."""
-    tables = dict(zip((feature.name for feature in manifest.features), manifest.feature_tables, strict=True))
-    names = tuple(tables) if request.features is None else tuple(request.features)
+    tables = {table.name: table for table in manifest.tables}
+    keys = manifest.keys if request.features is None else {key: manifest.keys[key] for key in request.features}
     pieces = manifest.plan.pieces_by_table
-    lengths = request.lengths.reshape(len(names), -1)
-    end = 0
-    answers, bounds = [], []
-    for name, bags in zip(names, lengths, strict=True):
-        start, end = end, end + int(bags.sum(dtype=np.int64))
-        table = tables[name]
-        ids: Ids = request.values[start:end].astype(np.int64, copy=False)
-        weights = None if request.weights is None else request.weights[start:end]
+    bags_by_key = request.lengths.reshape(len(keys), -1)
+    ends = np.cumsum(bags_by_key.sum(axis=1, dtype=np.int64))
+    names, answers, bounds = [], [], []
+    for feature, bags, end in (
+        (feature, bags, end)
+        for features, bags, end in zip(keys.values(), bags_by_key, ends, strict=True)
+        for feature in features
+    ):
+        table = tables[feature.table]
+        here = slice(end - int(bags.sum(dtype=np.int64)), end)
+        ids: Ids = request.values[here].astype(np.int64, copy=False)
+        weights = None if request.weights is None or not table.weighted else request.weights[here]
         answer, size, counted = _pool_bags(directory, manifest, pieces[table.name], table, ids, weights, bags)
         # Each of the bag's additions, and the arithmetic of a row, may round once.
         bound = size * ((bags[:, np.newaxis] + 8) * FP32_UNIT)
+        bound[size + bound > np.finfo(np.float32).max] = np.inf
         if table.pooling is Pooling.MEAN:
             counts = np.maximum(counted, 1)[:, np.newaxis]
             answer, bound = answer / counts, bound / counts
         if manifest.output_dtype is OutputDtype.FP16:
             bound += np.abs(answer) * FP16_UNIT + FP16_SUBNORMAL
+            bound[np.abs(answer) + bound > np.finfo(np.float16).max] = np.inf
+        names.append(feature.name)
         answers.append(answer)
         bounds.append(bound)
     return Pooled(names, answers, bounds)

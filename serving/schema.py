@@ -19,6 +19,8 @@ class Selection:
     """Some features, in the order of an answer. Arrays have one entry for each feature [F].
 
     Attributes:
+        keys: what the request brings ids for, in order; each is read by one feature, or by some side by side.
+        reads: which of `keys` each feature reads; None where that is its own.
         positions: where the features are in the schema.
         index: 0 to F [F + 1].
         rows: rows of their tables.
@@ -27,9 +29,11 @@ class Selection:
         zero: whether ids outside the table contribute nothing.
         default_rows: the row that ids outside the table read, or -1.
         default: whether this is every feature, in the schema's order.
+        key_of: the key that each reads.
     """
 
     names: tuple[str, ...]
+    key_of: tuple[str, ...]
     tables: tuple[str, ...]
     positions: npt.NDArray[np.int64]
     rows: npt.NDArray[np.uint64]
@@ -38,10 +42,16 @@ class Selection:
     zero: npt.NDArray[np.bool_]
     default_rows: npt.NDArray[np.int64]
     default: bool
+    keys: tuple[str, ...] = field(init=False)
+    reads: npt.NDArray[np.int64] | None = field(init=False)
     index: npt.NDArray[np.int64] = field(init=False)
     ends: npt.NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
+        rows = {key: row for row, key in enumerate(dict.fromkeys(self.key_of))}
+        is_shared = len(rows) < len(self.key_of)
+        object.__setattr__(self, "keys", tuple(rows))
+        object.__setattr__(self, "reads", np.array([rows[key] for key in self.key_of]) if is_shared else None)
         object.__setattr__(self, "index", np.arange(len(self.names) + 1))
         object.__setattr__(self, "ends", np.cumsum(self.dims))
 
@@ -49,6 +59,7 @@ class Selection:
         """The features at `chosen`, positions in this selection."""
         return Selection(
             names=tuple(self.names[position] for position in chosen),
+            key_of=tuple(self.key_of[position] for position in chosen),
             tables=tuple(self.tables[position] for position in chosen),
             positions=self.positions[chosen],
             rows=self.rows[chosen],
@@ -79,11 +90,12 @@ class Schema:
 
     every: Selection
     weighted: bool
-    _positions: dict[str, int] = field(init=False, default_factory=dict)
+    _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
     _selections: dict[tuple[str, ...] | None, Selection] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._positions.update({name: position for position, name in enumerate(self.every.names)})
+        for position, key in enumerate(self.every.key_of):
+            self._positions.setdefault(key, []).append(position)
         self._selections[None] = self.every
 
     @classmethod
@@ -93,6 +105,7 @@ class Schema:
         policies = [table.id_policy for table in tables]
         every = Selection(
             names=tuple(feature.name for feature in manifest.features),
+            key_of=tuple(feature.key for feature in manifest.features),
             tables=tuple(table.name for table in tables),
             positions=np.arange(len(tables)),
             rows=np.array([table.rows for table in tables], np.uint64),
@@ -104,20 +117,20 @@ class Schema:
         )
         return cls(every, manifest.weighted)
 
-    def select(self, names: Sequence[str] | None) -> Selection:
-        """The features called `names`; all of them where it is None. The same object for the same names.
+    def select(self, keys: Sequence[str] | None) -> Selection:
+        """The features of `keys`; all of them where it is None. The same object for the same keys.
 
         Raises:
-            InvalidRequest: a name is unknown or comes twice, or there is none.
+            InvalidRequest: a key is unknown or comes twice, or there is none.
         """
-        key = None if names is None else tuple(names)
-        selection = self._selections.get(key)
+        asked = None if keys is None else tuple(keys)
+        selection = self._selections.get(asked)
         if selection is None:
-            selection = self.every.at(np.array(self._find(key or ()), np.int64))
+            selection = self.every.at(np.array(self._find(asked or ()), np.int64))
             if len(self._selections) >= _KEPT_SELECTIONS:
                 self._selections.clear()
                 self._selections[None] = self.every
-            self._selections[key] = selection
+            self._selections[asked] = selection
         return selection
 
     def _find(self, names: tuple[str, ...]) -> list[int]:
@@ -126,13 +139,13 @@ class Schema:
 
         for name in names:
             if name not in self._positions:
-                raise refuse(f"feature {_shortened(name)!r}: expected one of {listed(self.every.names)}")
+                raise refuse(f"feature {_shortened(name)!r}: expected one of {listed(self.every.keys)}")
         if not names:
-            raise refuse(f"features: expected at least one of {listed(self.every.names)}, got none")
+            raise refuse(f"features: expected at least one of {listed(self.every.keys)}, got none")
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise refuse(f"feature {twice!r}: expected each feature once, got it twice")
-        return [self._positions[name] for name in names]
+        return [position for name in names for position in self._positions[name]]
 
 
 def listed(names: Sequence[str]) -> str:

@@ -30,11 +30,23 @@ def test_a_published_bundle_opens_and_its_digests_agree(bundle: Path) -> None:
     verify_digests(open_bundle(bundle))
 
 
+def test_a_bundle_of_the_format_before_is_read(bundle: Path) -> None:
+    def as_before(manifest: Any) -> None:
+        manifest["format_version"] = 3
+        del manifest["left_out"], manifest["notes"]
+        for parity in manifest["parity"]:
+            parity.pop("trained", None)
+
+    edit(bundle, as_before)
+    manifest = open_bundle(bundle).manifest
+    assert list(manifest.keys) == [feature.name for feature in manifest.features]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(lambda m: m.update(format_version=4), "format_version: expected 3, got 4", id="newer format"),
-        pytest.param(lambda m: m.update(format_version=4, more={}), "format_version: expected 3, got 4", id="newer format, new key"),
+        pytest.param(lambda m: m.update(format_version=5), r"format_version: expected one of \(3, 4\), got 5", id="newer format"),
+        pytest.param(lambda m: m.update(format_version=5, more={}), r"format_version: expected one of \(3, 4\), got 5", id="newer format, new key"),
         pytest.param(lambda m: m.update(more=1), "unknown field `more`", id="unknown key"),
         pytest.param(lambda m: m["tables"][0].update(more=1), r"unknown field `more` - at `\$.tables\[0\]`", id="unknown key in a table"),
         pytest.param(lambda m: m.pop("plan"), "missing required field `plan`", id="missing key"),

@@ -125,7 +125,7 @@ def test_a_checkpoint_of_two_processes_is_read_by_one(
 ) -> None:
     checkpoint = open_checkpoint(sharded)
     initial = collection(SHARDED).state_dict()
-    for table in collect_tables(nn.ModuleDict({"sparse": collection(SHARDED)})):
+    for table in collect_tables(nn.ModuleDict({"sparse": collection(SHARDED)})).tables:
         checkpoint.check(table)
         for start, stop in [(0, table.rows), (0, 1), (table.rows - 1, table.rows), (7, 29)]:
             np.testing.assert_array_equal(checkpoint.rows(table, start, stop), trained[table.name][start:stop])
@@ -213,5 +213,5 @@ def test_views_and_transposed_tensors_of_a_state_dict_are_read_right(tmp_path: P
     state = collection().state_dict() | {"embedding_bags.item.weight": base[:, 300:600].T}
     torch.save(state, tmp_path / "w.pt")
     checkpoint = open_checkpoint(tmp_path / "w.pt")
-    item = next(table for table in collect_tables(collection()) if table.name == "item")
+    item = next(table for table in collect_tables(collection()).tables if table.name == "item")
     np.testing.assert_array_equal(checkpoint.rows(item, 100, 200), base[:, 400:500].T)

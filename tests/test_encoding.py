@@ -9,7 +9,6 @@ from torchrec import KeyedJaggedTensor
 
 from serving.encoding import decode, encode
 from serving.errors import InvalidRequest
-from serving.kjt import Tensors
 
 LISTS = {"a": [[3, 5], [], [1]], "b": [[2], [0], []]}
 VALUES, LENGTHS = [3, 5, 1, 2, 0], [2, 0, 1, 1, 1, 0]
@@ -104,7 +103,7 @@ def test_what_is_no_request_is_refused_by_name(features: Any, message: str) -> N
 
 def test_an_answer_is_cut_into_views() -> None:
     embeddings = np.arange(10, dtype=np.float32).reshape(2, 5)
-    answer = decode(embeddings, Tensors(("b", "a"), np.zeros(0), np.zeros(0)), {"a": 2, "b": 3})
+    answer = decode(embeddings, {"b": 3, "a": 2})
     assert list(answer) == ["b", "a"]
     assert answer["b"].tolist() == [[0, 1, 2], [5, 6, 7]]
     assert answer["a"].tolist() == [[3, 4], [8, 9]]

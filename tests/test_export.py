@@ -298,9 +298,10 @@ def test_a_dim_that_cannot_be_packed_is_refused_before_anything_is_written(tmp_p
 
 
 class Deep(nn.Module):
-    def __init__(self, *parts: nn.Module) -> None:
+    def __init__(self, collection: nn.Module) -> None:
         super().__init__()
-        self.inner = nn.Sequential(*parts)
+        self.inner = nn.Sequential(collection)
+        self.dense = nn.Linear(2, 2)
 
 
 def config(name: str, *features: str, **more: Any) -> EmbeddingBagConfig:
@@ -321,9 +322,7 @@ def test_every_collection_of_a_module_is_served_under_names_that_differ(tmp_path
     )
     module = nn.ModuleDict(
         {
-            "one": Deep(
-                nn.Linear(2, 2), EmbeddingBagCollection(tables=[config("same", "x"), config("two", "x", "y")])
-            ),
+            "one": Deep(EmbeddingBagCollection(tables=[config("same", "x"), config("two", "x", "y")])),
             "fused": fused,
             "weighted": EmbeddingBagCollection(tables=[config("third", "z")], is_weighted=True),
         }
@@ -331,26 +330,37 @@ def test_every_collection_of_a_module_is_served_under_names_that_differ(tmp_path
     exact = ExportConfig(dtype={"*": WeightDtype.FP32, "fused.*": WeightDtype.FP16})
     answer = Engine.open(export_model(module, tmp_path / "r", "m", exact)).lookup(
         {
-            "x@one.inner.1.same": [[1]],
-            "x@two": [[2]],
-            "x@fused.same": [[3]],
+            "x": [[3]],
             "y": [[4]],
             "z": ([5, 6], [2], [0.5, -2.0]),
         }
     )
-    np.testing.assert_array_equal(answer["x@one.inner.1.same"][0], one_row(module["one"], "same", 1))
-    np.testing.assert_array_equal(answer["x@two"][0], one_row(module, "two", 2))
+    assert list(answer) == ["x@one.inner.0.same", "x@two", "x@fused.same", "y", "z"]
+    np.testing.assert_array_equal(answer["x@one.inner.0.same"][0], one_row(module["one"], "same", 3))
+    np.testing.assert_array_equal(answer["x@two"][0], one_row(module, "two", 3))
     np.testing.assert_allclose(answer["x@fused.same"][0], one_row(fused, "same", 3), rtol=2**-10)
     np.testing.assert_array_equal(answer["y"][0], one_row(module, "two", 4))
     expected = 0.5 * one_row(module, "third", 5) - 2 * one_row(module, "third", 6)
     np.testing.assert_allclose(answer["z"][0], expected, rtol=1e-6)
 
 
-def test_one_collection_names_a_shared_feature_as_torchrec_does(tmp_path: Path) -> None:
-    ebc = EmbeddingBagCollection(tables=[config("a", "x"), config("b", "x", "y")])
-    bundle = export_model(ebc, tmp_path / "r", "m")
-    kjt = KeyedJaggedTensor.from_lengths_sync(["x", "y"], torch.tensor([1, 2]), torch.tensor([1, 1]))
-    assert [feature.name for feature in open_bundle(bundle).manifest.features] == ebc(kjt).keys()
+def test_a_key_of_several_tables_is_sent_once_and_answered_as_torchrec_does(tmp_path: Path) -> None:
+    """By the model's own KJT; the answers of a key are side by side."""
+    ebc = EmbeddingBagCollection(tables=[config("a", "x", "y"), config("b", "z", "x")])
+    exact = ExportConfig(dtype={"*": WeightDtype.FP32})
+    engine = Engine.open(export_model(ebc, tmp_path / "r", "m", exact))
+    kjt = KeyedJaggedTensor.from_lengths_sync(
+        ["x", "y", "z"], torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([2, 0, 1, 1, 0, 2])
+    )
+    expected = ebc(kjt).to_dict()
+    answer = engine.lookup(kjt)
+    assert list(answer) == ["x@a", "x@b", "y", "z"]
+    assert answer.keys() == expected.keys()
+    for name, rows in answer.items():
+        np.testing.assert_allclose(rows, expected[name].detach().numpy(), rtol=1e-6)
+    alone = engine.lookup({"z": [[5, 6], []], "x": [[1, 2], []]})
+    assert list(alone) == ["z", "x@a", "x@b"]
+    np.testing.assert_array_equal(alone["x@b"][0], answer["x@b"][0])
 
 
 @pytest.mark.parametrize(
@@ -358,6 +368,8 @@ def test_one_collection_names_a_shared_feature_as_torchrec_does(tmp_path: Path) 
     [
         pytest.param(lambda: nn.Linear(2, 2), "Linear: expected an EmbeddingBagCollection in it, found none", id="no tables"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x,y")]), "feature 'x,y': expected a name without a comma", id="comma"),
+        pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x", "x")]), "feature 'x@a': expected different names, got 2 answers", id="a key twice"),
+        pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "f", "f@b"), config("b", "f")]), "feature 'f@b': expected different names, got 2 answers", id="a name that is made"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x", num_embeddings_post_pruning=5)]), "table 'a': .* pruned", id="pruned"),
     ],
 )  # fmt: skip

@@ -102,7 +102,7 @@ def _tables(model: str | None, checkpoint: Path | None, file: Path | None, pooli
         weights = generated_checkpoint(trained)
     else:
         module = build_module(str(model), meta=checkpoint is not None)
-        trained, factors = collect_tables(module), {}
+        trained, factors = collect_tables(module).tables, {}
         weights = open_weights(module, trained, checkpoint)
         for table in trained:
             weights.check(table)

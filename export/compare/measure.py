@@ -9,27 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from export.probe import Arguments
 from serving.engine import torchscript
-from serving.kjt import Tensors
 
 _LEAST_ROUNDS = 30
 _WARM_UP_ROUNDS = 5
 
 
 # (values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None), as programs take them.
-Request = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-
-
-def prepare(requests: Sequence[Tensors]) -> list[Request]:
-    """Requests over all features, as programs take them."""
-    return [
-        (
-            torch.from_numpy(each.values),
-            torch.from_numpy(np.concatenate([[0], np.cumsum(each.lengths, dtype=np.int64)])),
-            None if each.weights is None else torch.from_numpy(each.weights),
-        )
-        for each in requests
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +35,7 @@ class Times:
 def measure(
     program: torch.jit.ScriptModule,
     one_rank: torch.jit.ScriptModule,
-    requests: Sequence[Request],
+    requests: Sequence[Arguments],
     ranks: int,
     seconds: float,
 ) -> Times:
@@ -80,13 +67,13 @@ def measure(
     )
 
 
-def _timed(forward: Any, request: Request) -> float:
+def _timed(forward: Any, request: Arguments) -> float:
     start = time.perf_counter()
     forward(*request, None)
     return time.perf_counter() - start
 
 
-def _steps(program: Any, ranks: int, request: Request) -> tuple[float, float, float]:
+def _steps(program: Any, ranks: int, request: Arguments) -> tuple[float, float, float]:
     """Seconds of splitting, of the slowest rank's lookup, and of merging; one rank has its lookup alone."""
     if not hasattr(program, "split"):
         return 0.0, _timed(program.forward, request), 0.0

@@ -76,4 +76,5 @@ def _table(where: str, name: str, line: TableLine) -> TrainedTable:
         pooling=pooling,
         weighted=False,
         features=line.features or (name,),
+        keys=line.features or (name,),
     )

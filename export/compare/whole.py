@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from export.compare.asked import MIXED, Options, Tables
-from export.compare.measure import Times, measure, prepare
+from export.compare.measure import Times, measure
 from export.compare.study import Placement, Recommendation
 from export.compare.traffic import traffic_between
 from export.config import ExportConfig
 from export.errors import ConfigError, ParityError, PlanError
 from export.pipeline import describe
 from export.plan_report import report_plan
-from export.probe import make_probe, run_program
+from export.probe import as_arguments, make_probe, run_program
 from export.program import compile_program
 from export.sharding import Sharding
 from export.shards import write_rows
@@ -47,8 +47,9 @@ class Whole:
         for _ in store_rows(directory, tables.trained, self.manifest, tables.weights):
             pass
         self.readers = Counter(feature.table for feature in self.manifest.features)
-        factors = {feature.name: tables.pooling_factors.get(feature.table, 1.0) for feature in self.manifest.features}
-        self._requests = prepare(random_requests(self.manifest, options.batch_size, Distribution(), factors))
+        factors = {feature.key: tables.pooling_factors.get(feature.table, 1.0) for feature in self.manifest.features}
+        requests = random_requests(self.manifest, options.batch_size, Distribution(), factors)
+        self._requests = [as_arguments(self.manifest, request) for request in requests]
         self._program = compile_program(self.manifest)
         self._program.weights_host = map_weights(directory, self.manifest.plan)
         self._check(directory, self.manifest, self._program)
@@ -159,7 +160,7 @@ class Whole:
     def _check(self, directory: Path, manifest: Manifest, program: torch.jit.ScriptModule) -> None:
         """What is fast must also be right."""
         probe = make_probe(manifest)
-        answer = run_program(program, probe)
+        answer = run_program(program, manifest, probe)
         for feature, error in pool(directory, manifest, probe).misses(answer):
             raise ParityError(
                 f"feature {feature!r}: the placement answers otherwise than its rows say, by {error:.3g}"

@@ -27,12 +27,14 @@ class ModelInfo:
 
     Attributes:
         dims: width of each feature's embedding, in the model's default order.
-        weighted: the features whose ids carry weights.
+        keys: what requests bring ids for, in the model's default order, and the features that read each.
+        weighted: the keys whose ids carry weights.
         output_dtype: float32 or float16.
         contract: equal for versions that answer the same features with the same dims and dtype.
     """
 
     dims: dict[str, int]
+    keys: dict[str, tuple[str, ...]]
     weighted: tuple[str, ...]
     output_dtype: np.dtype[Any]
     contract: str
@@ -40,9 +42,13 @@ class ModelInfo:
     @classmethod
     def of(cls, parameters: Mapping[str, str], output_dtype: "np.dtype[Any]") -> "ModelInfo":
         """What the `parameters` of a model's config say."""
-        dims = [int(dim) for dim in parameters["dims"].split(",")]
+        features, dims = parameters["features"].split(","), map(int, parameters["dims"].split(","))
+        keys: dict[str, tuple[str, ...]] = {}
+        for key, feature in zip(parameters.get("keys", parameters["features"]).split(","), features, strict=True):
+            keys[key] = (*keys.get(key, ()), feature)
         return cls(
-            dims=dict(zip(parameters["features"].split(","), dims, strict=True)),
+            dims=dict(zip(features, dims, strict=True)),
+            keys=keys,
             weighted=tuple(filter(None, parameters["weighted"].split(","))),
             output_dtype=output_dtype,
             contract=parameters["contract"],

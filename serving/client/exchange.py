@@ -70,12 +70,12 @@ class Exchange:
         """The embeddings of some samples."""
         info = yield from self.info()
         tensors = encode(features, info.weighted)
-        names = tensors.features or ()
-        for name in names:
-            if name not in info.dims:
-                raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.dims))}")
-        width = sum(info.dims[name] for name in names)
-        shape = (tensors.lengths.size // len(names), width)
+        keys = tensors.features or ()
+        for name in keys:
+            if name not in info.keys:
+                raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")
+        dims = {name: info.dims[name] for key in keys for name in info.keys[key]}
+        shape = (tensors.lengths.size // len(keys), sum(dims.values()))
         request = infer_request(self._model, tensors, info)
         if self._regions is None or 0 in shape:
             response = yield Call("ModelInfer", request)
@@ -83,7 +83,7 @@ class Exchange:
             embeddings = np.frombuffer(response.raw_output_contents[0], info.output_dtype).reshape(shape)
         else:
             response, embeddings = yield from self._through_region(self._regions, request, info, shape)
-        return Answer(decode(embeddings, tensors, info.dims), int(response.model_version))
+        return Answer(decode(embeddings, dims), int(response.model_version))
 
     def close(self) -> Steps[None]:
         """Take back what the server was told."""
@@ -156,6 +156,6 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
         if array is not None:
             request.inputs.add(name=name, datatype=datatype, shape=[1, array.size])
             request.raw_input_contents.append(array.tobytes())
-    if tensors.features is not None and list(tensors.features) != list(info.dims):
+    if tensors.features is not None and list(tensors.features) != list(info.keys):
         request.parameters["features"].string_param = ",".join(tensors.features)
     return request

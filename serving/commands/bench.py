@@ -154,7 +154,7 @@ def _requests(
 
 
 def _pooling_factors(given: Sequence[str], info: ModelInfo) -> dict[str, float]:
-    factors = dict.fromkeys(info.dims, 10.0)
+    factors = dict.fromkeys(info.keys, 10.0)
     for each in given:
         name, _, number = each.rpartition("=")
         try:

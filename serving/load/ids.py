@@ -65,22 +65,22 @@ def random_requests(
     pooling_factors: Mapping[str, float],
     seed: int = 0,
 ) -> list[Tensors]:
-    """Requests over all features of `manifest`.
+    """Requests over all keys of `manifest`.
 
     Args:
         samples: of each request.
         ids: how often each id is asked for.
-        pooling_factors: ids in a bag, by feature; bags of 2.3 have 2 or 3, 2.3 on average.
+        pooling_factors: ids in a bag, by key; bags of 2.3 have 2 or 3, 2.3 on average.
     """
     random = np.random.default_rng(seed)
-    rows = [table.rows for table in manifest.feature_tables]
-    factors = np.array([pooling_factors[feature.name] for feature in manifest.features])
+    rows = manifest.rows_of_keys
+    factors = np.array([pooling_factors[key] for key in rows])
     expected = max(1, int(factors.sum() * samples))
     requests = []
     for _ in range(min(_COUNT, max(4, _IDS_IN_ALL // expected))):
         lengths = np.floor(factors[:, np.newaxis] + random.random((factors.size, samples))).astype(np.int32)
         values = np.concatenate(
-            [ids.draw(random, height, bags.sum()) for height, bags in zip(rows, lengths, strict=True)]
+            [ids.draw(random, height, bags.sum()) for height, bags in zip(rows.values(), lengths, strict=True)]
         )
         requests.append(
             Tensors(None, values, lengths.ravel(), np.ones(values.size, np.float32) if manifest.weighted else None)

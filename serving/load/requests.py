@@ -26,7 +26,7 @@ def prepare(model: str, requests: Sequence[Tensors], info: ModelInfo) -> list[Pr
     """Serialize `requests`."""
     prepared = []
     for tensors in requests:
-        features = len(info.dims if tensors.features is None else tensors.features)
+        features = len(info.keys if tensors.features is None else tensors.features)
         message = infer_request(model, tensors, info).SerializeToString()
         prepared.append(Prepared(tensors, message, tensors.lengths.size // features))
     return prepared
@@ -55,11 +55,11 @@ def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
 
 
 def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:
-    names = list(info.dims) if tensors.features is None else list(tensors.features)
+    names = list(info.keys) if tensors.features is None else list(tensors.features)
     lengths: Lengths = tensors.lengths  # type: ignore[assignment]
     return (
         bool(names)
-        and info.dims.keys() >= set(names)
+        and info.keys.keys() >= set(names)
         and not lengths.size % len(names)
         and not (lengths < 0).any()
         and int(lengths.sum(dtype=np.int64)) == tensors.values.size

@@ -13,7 +13,7 @@ from serving.settings import PARAMETERS
 from serving.signature import TrustedKeys
 
 # Parameters of ours; of others, EXECUTION_ENV_PATH names a Python that is run.
-_PARAMETERS = {"features", "dims", "weighted", "contract", *PARAMETERS}
+_PARAMETERS = {"features", "keys", "dims", "weighted", "contract", *PARAMETERS}
 # What else of config.pbtxt can name code, and what of it is ours.
 _CODE_FIELDS = ("backend", "default_model_filename", "cc_model_filenames", "model_operations", "runtime", "platform")
 _OURS = {"backend": "python", "default_model_filename": MODEL}

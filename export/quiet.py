@@ -1,0 +1,16 @@
+"""Other libraries' warnings, kept off the screen."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what TorchRec and torch log, which is about training jobs and compilers."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(disabled)
