@@ -4,8 +4,8 @@ Usage: python -m tests.sharded_training FOLDER
 """
 
 import os
-import socket
 import sys
+import tempfile
 
 import numpy as np
 import torch
@@ -42,10 +42,10 @@ class Model(nn.Module):
         return logits
 
 
-def train(rank: int, folder: str, port: int) -> None:
+def train(rank: int, folder: str, meeting: str) -> None:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
     os.environ.update({name: str(number) for name, number in names.items()})
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD_SIZE)
     model = Model()
     apply_optimizer_in_backward(torch.optim.SGD, model.sparse.parameters(), {"lr": 0.5})
     sharder = EmbeddingBagCollectionSharder()
@@ -75,7 +75,6 @@ def train(rank: int, folder: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    spawn(train, args=(sys.argv[1], port), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
+    # A file: a port that is free when it is asked for may be taken when it is used.
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(train, args=(sys.argv[1], f"{folder}/meeting"), nprocs=WORLD_SIZE)  # type: ignore[no-untyped-call]
