@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -302,3 +303,19 @@ def test_what_is_no_manifest_is_refused(bundle: Path, content: bytes, expected: 
     asked = probe(open_bundle(bundle).manifest)
     (bundle / MANIFEST).write_bytes(content)
     assert outcome(bundle, asked, expected) == "refused"
+
+
+def test_a_program_compiled_for_another_manifest_is_refused(original: Path, tmp_path: Path) -> None:
+    """Every digest agrees: only what the program says of itself tells that it reads other bytes."""
+    module = collection(MIXED)
+    other = export_model(module, tmp_path / "r", "m", replace(CONFIG, sharding=Sharding(ranks=1)))
+    bundle = Path(shutil.copytree(original, tmp_path / "mixed up"))
+    shutil.copy(other / PROGRAM, bundle / PROGRAM)
+    manifest = json.loads((bundle / MANIFEST).read_text())
+    manifest["files"][PROGRAM] = json.loads((other / MANIFEST).read_text())["files"][PROGRAM]
+    (bundle / MANIFEST).write_text(json.dumps(manifest))
+    verify_digests(open_bundle(bundle))
+    with pytest.raises(
+        BundleError, match=r"program\.pt: was compiled for another manifest: publish the bundle again"
+    ):
+        Engine.open(bundle)

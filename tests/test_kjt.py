@@ -2,11 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from serving import kjt
@@ -301,6 +302,26 @@ def test_checking_together_refuses_exactly_what_is_refused_alone(every: list[tup
         else:
             with pytest.raises(InvalidRequest):
                 kjt.mend(request)
+
+
+@given(st.lists(requests(), min_size=2, max_size=5), st.data())
+def test_lengths_that_add_up_only_together_are_refused(every: list[Tensors], data: st.DataObject) -> None:
+    """One request's bags would take another's ids: what one has too many, the other has too few."""
+    taker, giver = data.draw(st.permutations(range(len(every))))[:2]
+    assume(every[taker].lengths.size and any(every[giver].lengths))
+    longer, shorter = every[taker].lengths.copy(), every[giver].lengths.copy()
+    bag = data.draw(st.sampled_from(np.flatnonzero(shorter).tolist()))
+    moved = data.draw(st.integers(1, int(shorter[bag])))
+    longer[data.draw(st.integers(0, longer.size - 1))] += moved
+    shorter[bag] -= moved
+    hostile = list(every)
+    hostile[taker], hostile[giver] = replace(every[taker], lengths=longer), replace(every[giver], lengths=shorter)
+    accepted = [kjt.accept(schema(), request) for request in hostile]
+    with pytest.raises(InvalidRequest):
+        kjt.check(accepted)
+    for each in (taker, giver):
+        with pytest.raises(InvalidRequest):
+            kjt.mend(accepted[each])
 
 
 def test_one_request_is_merged_and_split_without_a_copy() -> None:

@@ -1,17 +1,20 @@
 """Requests that are kept for replay, and what is done with them."""
 
 import json
+import queue
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from export import ExportConfig, export_model
-from serving.capture import read_captured
+from serving.capture import Recorder, read_captured
 from serving.client import LookupClient, Retries
 from serving.errors import InvalidRequest, ServerUnavailable
+from serving.kjt import Tensors
 from serving.server import run_server
 from serving.settings import ServingSettings
 from tests.models import SUM, collection
@@ -73,6 +76,26 @@ def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
     requests = list(read_captured(tmp_path / "m.jsonl"))
     assert [request.values for request in requests] == [[each] for each in range(len(requests))]
     assert all(request.why.startswith("slow: ") and request.features == ["x"] for request in requests)
+
+
+class NotRead(np.ndarray[Any, Any]):
+    """Ids that nobody may turn into text."""
+
+    def tolist(self) -> Any:
+        raise AssertionError("it was read")
+
+
+def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path) -> None:
+    """Two bytes for each number, at least: four million ids are not made into text to be thrown away."""
+    kept: queue.SimpleQueue[None] = queue.SimpleQueue()
+    recorder = Recorder(tmp_path / "file", None, 1000, lambda: kept.put(None))
+    lengths = np.array([498], np.int32)
+    recorder.record(Tensors(None, np.zeros(499, np.int64).view(NotRead), lengths), "refused: lengths")
+    with pytest.raises(AssertionError, match="it was read"):
+        recorder.record(Tensors(None, np.zeros(498, np.int64).view(NotRead), lengths), "refused: lengths")
+    recorder.record(Tensors(None, np.zeros(1, np.int64), lengths), "refused: lengths")
+    kept.get(timeout=60)
+    assert len((tmp_path / "file").read_text().splitlines()) == 1
 
 
 def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
