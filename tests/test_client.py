@@ -175,9 +175,9 @@ def test_answers_and_requests_over_grpc_s_own_limit_pass(lookup: Lookup, address
 
 
 def test_a_deadline_is_always_set(lookup: Lookup, fake: Fake, address: str) -> None:
-    lookup(address, timeout_s=1)
+    lookup(address, timeout_s=100)
     (_, _, remaining), *_ = fake.calls
-    assert 0 < remaining < 2  # gRPC rounds it up
+    assert 0 < remaining < 102  # gRPC rounds it up
 
 
 def test_a_deadline_covers_all_tries(lookup: Lookup, fake: Fake, address: str) -> None:
@@ -196,10 +196,10 @@ def test_a_deadline_covers_all_tries(lookup: Lookup, fake: Fake, address: str) -
 
 def test_a_call_s_own_deadline_and_trace(fake: Fake, address: str) -> None:
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    with LookupClient(address, "m", timeout_s=100) as client:
-        client.lookup({"x": [[1]]}, timeout_s=5, trace=trace)
+    with LookupClient(address, "m", timeout_s=1000) as client:
+        client.lookup({"x": [[1]]}, timeout_s=100, trace=trace)
     (_, metadata, remaining), *_ = fake.calls
-    assert remaining <= 5
+    assert remaining <= 102
     assert metadata["traceparent"] == trace
 
 

@@ -66,15 +66,17 @@ def test_a_stall_shows_in_every_request_that_it_held_up() -> None:
             time.sleep(0.5)
 
     with serving(stall) as url:
-        (run,) = generate(url, [ONE], load(rate=100, seconds=1.5), 5)
+        (run,) = generate(url, [ONE], load(rate=100, seconds=1.5), 60)
     held_up = [latency for latency in run.latencies_s if latency > 0.1]
     assert len(held_up) > 15  # 0.4 s at 100 a second, less luck
     assert max(held_up) > 0.4
-    assert 100 < len(run.latencies_s) < 200
+    assert 100 < len(run.latencies_s) < 200  # however busy the machine is: all that were due in that time
+    assert sum(run.latencies_s) > run.seconds
     calls.clear()
     with serving(stall) as url:
-        (run,) = generate(url, [ONE], load(clients=1), 5)
-    assert sum(latency > 0.4 for latency in run.latencies_s) == 1
+        (run,) = generate(url, [ONE], load(clients=1), 60)
+    assert max(run.latencies_s) > 0.4
+    assert sum(run.latencies_s) <= run.seconds  # one after the other
 
 
 def test_requests_are_counted_with_their_samples_and_ids_and_errors_apart() -> None:
@@ -92,7 +94,7 @@ def test_requests_are_counted_with_their_samples_and_ids_and_errors_apart() -> N
         assert 0 < len(run.latencies_s) == run.samples == run.ids / 3
         assert run.errors.keys() == {"ServerFault"}
         assert abs(run.errors["ServerFault"] - run.samples) <= 3
-        assert 0.3 <= run.seconds < 1.5
+        assert run.seconds >= 0.3
     assert len(shared) == 1
 
 
@@ -137,7 +139,7 @@ def test_a_busy_generator_is_noticed() -> None:
         (run,) = generate(url, [ONE], load(clients=16, seconds=0.5), 5)
     with serving(lambda: time.sleep(0.1)) as url:
         (waiting,) = generate(url, [ONE], load(clients=1, seconds=0.5), 5)
-    assert 0 < waiting.busy < run.busy / 2 < 0.5  # how busy, others on the machine have a say in
+    assert 0 < waiting.busy < run.busy <= 1  # how busy, others on the machine have a say in
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 1000, 1024, 40_000_000])

@@ -15,7 +15,7 @@ from serving.client import LookupClient, Retries
 from serving.server import Server, run_server
 from tests.faults.tools import Oracle, publish
 from tests.fuzz.run import METHOD
-from tests.served.tools import FREE, add_gate, held, metric, wait_for_execution
+from tests.served.tools import FREE, add_gate, held, metric, wait_for_execution, wait_for_pending
 
 
 def message(values: int = 1) -> bytes:
@@ -45,8 +45,8 @@ class Gone:
         )
 
 
-def gone(folder: Path, sent: int, *, cancelled: bool) -> Gone:
-    """A storm of requests whose callers cancel, or whose deadlines pass, before their turn comes."""
+def gone(folder: Path, sent: int, *, cancelled: bool, settle_s: float = 1.0) -> Gone:
+    """A storm of requests whose callers cancel, or whose deadlines pass, `settle_s` before their turn comes."""
     bundle = publish(folder)
     oracle = Oracle(bundle)
     add_gate(bundle)
@@ -57,14 +57,15 @@ def gone(folder: Path, sent: int, *, cancelled: bool) -> Gone:
         call = channel.unary_unary(METHOD)
         with held(bundle):
             first = call.future(message(), timeout=60)
-            wait_for_execution(server, "m")
+            wait_for_execution(bundle)
             before = metric(server, "tbe_requests_total", model="m")
             storm = [call.future(message(), timeout=60 if cancelled else 1) for _ in range(sent)]
-            time.sleep(2)  # sent, and waiting
+            if cancelled:
+                wait_for_pending(server, "m", sent)
             for each in storm if cancelled else ():
                 each.cancel()
             codes = {each.code() for each in storm}
-            time.sleep(1)
+            time.sleep(settle_s)
         first.result()
         right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
         looked_up = metric(server, "tbe_requests_total", model="m") - before - 1 - right
@@ -121,7 +122,7 @@ def slow(folder: Path, each: int) -> Slow:
         opened = [_stall(stack, server, start) for start in slow_starts() for _ in range(each)]
         opened += [_stall(stack, server, b"POST /v2/models/m/infer HTTP/1.1\r\nHost", http=True) for _ in range(each)]
         right = 0
-        with LookupClient(server.grpc, "m", 5, retries=Retries(attempts=1)) as client:
+        with LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1)) as client:
             for number in range(200):
                 if number % 50 == 0:
                     for connection in opened:

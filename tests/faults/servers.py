@@ -1,8 +1,10 @@
 """Servers that die."""
 
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
@@ -40,10 +42,11 @@ def restarted(folder: Path, times: int) -> Restarted:
     bundle = publish(folder)
     oracle = Oracle(bundle)
     worst, left = 0.0, 0
-    with running(folder / "r") as first:
-        ports = [first.grpc.rpartition(":")[2], first.http.rpartition(":")[2]]
+    # An address of its own, so that nobody else takes the port meanwhile.
+    host = str(ip_address("127.1.0.0") + os.getpid())
+    with running(folder / "r", "--host", host) as first:
         url = first.grpc
-    options = ("--grpc-port", ports[0], "--http-port", ports[1])
+    options = ("--host", host, "--grpc-port", url.rpartition(":")[2])
     with asking(url, oracle) as seen:
         for _ in range(times):
             with running(folder / "r", *options) as server:
@@ -52,7 +55,7 @@ def restarted(folder: Path, times: int) -> Restarted:
                 stubs, regions = server.triton.children(), shared_regions(server.triton)
                 server.triton.kill()
                 server.process.wait()
-                _, alive = psutil.wait_procs(stubs, timeout=1)
+                _, alive = psutil.wait_procs(stubs, timeout=30)
                 left += sum(map(_lives, alive)) + sum(region.exists() for region in regions)
     return Restarted(
         times,

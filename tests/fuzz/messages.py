@@ -34,6 +34,19 @@ def bad(model: Model, random: Random) -> bytes:
     return _of_bytes(message, random) if random.random() < 0.1 else message
 
 
+def thieves(model: Model, random: Random) -> list[bytes]:
+    """Two requests whose lengths add up only together: merged, the first would be answered from the ids of the second."""
+    found: list[bytes] = []
+    while len(found) < 2:
+        request = _good(model, random)
+        lengths = np.frombuffer(request.raw_input_contents[1], np.int32).copy()
+        if lengths.any():
+            lengths[lengths.argmax()] += -1 if found else 1
+            request.raw_input_contents[1] = lengths.tobytes()
+            found.append(request.SerializeToString())
+    return found
+
+
 def is_known_to_hang(message: bytes) -> bool:
     """Triton never answers a request whose first dimension is 0 on every input."""
     try:

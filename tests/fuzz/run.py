@@ -1,10 +1,11 @@
-"""Send messages to a server and judge every answer; between them, requests that must be answered right."""
+"""Send messages to a server and judge every answer; among them, requests that must be answered right."""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import grpc
@@ -13,9 +14,9 @@ import psutil
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.fuzz.contract import Model, judge
-from tests.fuzz.messages import bad, good, is_known_to_hang, is_known_to_kill
+from tests.fuzz.messages import bad, good, is_known_to_hang, is_known_to_kill, thieves
 
-DEADLINE_S = 10
+DEADLINE_S = 60
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 LIMITS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 # What a caller may be told. gRPC itself says INTERNAL or CANCELLED where bytes are no message.
@@ -28,9 +29,10 @@ TOLD = {
     "UNIMPLEMENTED",
     "CANCELLED",
 }
-WELL_EVERY = 10
-# Memory is looked at once this share of all was sent: caches, pools and shared memory have grown by then.
-SETTLED = 0.4
+# So many messages are in flight at once, and so many good ones among them.
+TOGETHER, WELL = 20, 4
+# How often memory is looked at.
+LOOKS = 10
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Outcome:
         statuses: how often each came, OK among them.
         said: how often each message came with it, its names and numbers left out.
         wrong: what should not have been, a line each.
-        grown_bytes: of the server's processes, from when they had settled to the end.
+        memory_bytes: what the server's processes had to themselves, after each tenth of the messages.
     """
 
     sent: int = 0
@@ -49,53 +51,64 @@ class Outcome:
     statuses: Counter[str] = field(default_factory=Counter)
     said: dict[str, Counter[str]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    grown_bytes: int = 0
+    memory_bytes: list[int] = field(default_factory=list)
 
     def line(self) -> str:
         """All in one."""
         told = ", ".join(f"{count:,} {status}" for status, count in self.statuses.most_common())
         return (
-            f"{self.sent:,} messages: {told}; {self.well:,} good requests between them; "
-            f"memory {self.grown_bytes / 1e6:+.1f} MB; {len(self.wrong)} wrong"
+            f"{self.sent:,} messages: {told}; {self.well:,} good requests among them; "
+            f"memory {', '.join(f'{each / 1e6:.0f}' for each in self.memory_bytes)} MB; {len(self.wrong)} wrong"
         )
 
 
 def fuzz(address: str, server: psutil.Process, model: Model, count: int, seed: int = 0) -> Outcome:
-    """Send `count` messages; stop at the tenth thing that is wrong."""
+    """Send `count` messages, many at once and good ones among them; stop at the tenth thing that is wrong."""
     outcome = Outcome()
     random = np.random.default_rng(seed)
     processes = _processes(server)
-    settled = 0
+    source = _messages(model, random, count)
     with grpc.insecure_channel(address, LIMITS) as channel:
         call = channel.unary_unary(METHOD)
-        for message in _messages(model, random, count):
-            _send(call, model, message, outcome)
-            if outcome.sent % WELL_EVERY == 0:
-                _send_well(call, model, random, outcome)
-            if outcome.sent == int(SETTLED * count):
-                settled = _memory_bytes(server)
-            if len(outcome.wrong) >= 10:
-                break
-        outcome.grown_bytes = _memory_bytes(server) - settled
+        while len(outcome.wrong) < 10 and (hostile := list(islice(source, TOGETHER))):
+            _send_together(call, model, hostile, random, outcome)
+            if outcome.sent * LOOKS >= count * (len(outcome.memory_bytes) + 1):
+                outcome.memory_bytes.append(_memory_bytes(server))
     if _processes(server) != processes:
         outcome.wrong.append("a process of the server died")
     return outcome
 
 
 def _messages(model: Model, random: np.random.Generator, count: int) -> Iterator[bytes]:
+    """One in ten is half of a pair whose lengths add up only together."""
     made = 0
     while made < count:
-        message = bad(model, random)
-        if not is_known_to_hang(message) and not is_known_to_kill(message):
-            made += 1
-            yield message
+        few = thieves(model, random) if random.random() < 0.05 else [bad(model, random)]
+        for message in few[: count - made]:
+            if not is_known_to_hang(message) and not is_known_to_kill(message):
+                made += 1
+                yield message
 
 
-def _send(call: Callable[..., bytes], model: Model, message: bytes, outcome: Outcome) -> None:
+def _send_together(
+    call: Any, model: Model, hostile: Sequence[bytes], random: np.random.Generator, outcome: Outcome
+) -> None:
+    """All in flight at once, so that the server merges them; each is judged by itself."""
+    well = [good(model, random) for _ in range(WELL)]
+    # Where hostile ones lie side by side, as pairs do, good ones come before and behind.
+    at = int(random.integers(len(hostile) + 1))
+    messages = [*well[: WELL // 2], *hostile[:at], *well[WELL // 2 :], *hostile[at:]]
+    sent = [call.future(message, timeout=DEADLINE_S) for message in messages]
+    is_well = set(map(id, well))
+    for message, answer in zip(messages, sent, strict=True):
+        (_judge_well if id(message) in is_well else _judge)(answer, model, message, outcome)
+
+
+def _judge(answer: Any, model: Model, message: bytes, outcome: Outcome) -> None:
     outcome.sent += 1
     verdict = judge(model, message)
     try:
-        response = pb.ModelInferResponse.FromString(call(message, timeout=DEADLINE_S))
+        response = pb.ModelInferResponse.FromString(answer.result())
     except grpc.RpcError as error:
         status, said = error.code().name, error.details() or ""
         outcome.statuses[status] += 1
@@ -113,13 +126,12 @@ def _send(call: Callable[..., bytes], model: Model, message: bytes, outcome: Out
         outcome.wrong.append(f"{why} for {message[:300]!r}")
 
 
-def _send_well(call: Callable[..., bytes], model: Model, random: np.random.Generator, outcome: Outcome) -> None:
-    message = good(model, random)
+def _judge_well(answer: Any, model: Model, message: bytes, outcome: Outcome) -> None:
     outcome.well += 1
     expected = judge(model, message).answer
     assert expected is not None
     try:
-        response = pb.ModelInferResponse.FromString(call(message, timeout=DEADLINE_S))
+        response = pb.ModelInferResponse.FromString(answer.result())
     except grpc.RpcError as error:
         outcome.wrong.append(f"a good request got {error.code().name}: {error.details()}")
         return

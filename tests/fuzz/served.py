@@ -18,7 +18,7 @@ def publish(repository: Path) -> Model:
     config = ExportConfig(
         dtype={"*": WeightDtype.FP32},
         id_policy=policies,
-        serving=ServingSettings(max_request_ids=MOST_IDS, max_request_samples=MOST_SAMPLES),
+        serving=ServingSettings(max_request_ids=MOST_IDS, max_request_samples=MOST_SAMPLES, max_busy_ms=60_000),
     )
     bundle = export_model(module, repository, "m", config)
     tables = float_tables(module)

@@ -21,18 +21,22 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
         one, many = map(json.loads, done.stdout.splitlines())
         assert (one["samples"], many["samples"]) == (1, 16)
         for report in (one, many):
-            assert report["checked"] >= report["answers"] // 10 > 0
+            assert report["checked"] >= max(1, report["answers"] // 10)
             rates = [report[name]["median"] for name in ("answers_per_s", "samples_per_s", "ids_per_s")]
             assert 0 < rates[0] <= rates[1] < rates[2]
             assert report["answers_per_s"]["low"] <= rates[0] <= report["answers_per_s"]["high"]
-            assert rates[2] / rates[1] == 6.5 or abs(rates[2] / rates[1] - 6.5) < 0.5  # x, y, z: 3 + 0.5 + 3
+            assert 6 <= rates[2] / rates[1] <= 7  # x, y, z: 3 + 0.5 + 3
             assert report["errors"] == {}
 
         done = tbe_serve(*bench, "--bundle", str(right), "--rate", "50")
-        assert done.returncode == 0, done.stderr
-        assert "1 × 50/s" in done.stdout
-        assert "answers were compared with the bundle's rows: all right" in done.stdout
-        assert max(map(len, done.stdout.splitlines())) <= 80
+        # A machine with other things to do sends late: then there are no figures, and that is said.
+        if done.returncode:
+            assert "the generator was the bottleneck: half of the requests went out" in done.stderr
+            assert done.stdout == ""
+        else:
+            assert "1 × 50/s" in done.stdout
+            assert "answers were compared with the bundle's rows: all right" in done.stdout
+            assert max(map(len, done.stdout.splitlines())) <= 80
 
         done = tbe_serve(*bench, "--bundle", str(other), "--clients", "1")
         assert done.returncode == 1

@@ -14,12 +14,12 @@ from serving.server import Server, run_server
 from tests.fuzz.contract import Model, judge
 from tests.fuzz.killer import recovery_s
 from tests.fuzz.messages import good
-from tests.fuzz.run import METHOD, fuzz
+from tests.fuzz.run import LOOKS, METHOD, TOGETHER, WELL, fuzz
 from tests.fuzz.served import publish
-from tests.served.tools import FREE
+from tests.growth import keeps_growing
+from tests.served.tools import FREE, metric
 
 COUNT = 5000
-GROWTH_BYTES = 100 << 20
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,12 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[Model,
     outcome = fuzz(server.grpc, psutil.Process(server.process.pid), model, COUNT, seed=1)
     assert outcome.wrong == []
     assert outcome.sent == COUNT
-    assert outcome.well == COUNT // 10
+    assert outcome.well == COUNT // TOGETHER * WELL
     assert outcome.statuses["INVALID_ARGUMENT"] > COUNT // 3
     assert outcome.statuses["OK"] > COUNT // 50
-    assert outcome.grown_bytes < GROWTH_BYTES
+    assert len(outcome.memory_bytes) == LOOKS
+    assert not keeps_growing(outcome.memory_bytes), outcome.memory_bytes
+    assert metric(server, "tbe_calls_total") < metric(server, "tbe_requests_total"), "nothing was merged"
 
 
 def test_the_oracle_is_not_taken_in(served: tuple[Model, Server]) -> None:
@@ -59,7 +61,7 @@ def test_after_a_shape_that_overflows_the_model_serves_again(tmp_path: Path) -> 
     """Triton 2.51's own fault; how soon is for `make fuzz` to say."""
     model = publish(tmp_path / "r")
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
-        assert recovery_s(server, model) < 60
+        recovery_s(server, model)
 
 
 def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import tritonclient.grpc as triton
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from serving.client import LookupClient, Retries
-from serving.errors import ServerFailed, ServerFault, ServerUnavailable
+from serving.errors import DeadlineExceeded, ServerFailed, ServerFault, ServerUnavailable
 from serving.server import run_server
 from tests.models import SUM, Spec, collection
 from tests.served.tools import (
@@ -75,7 +76,8 @@ def test_health_has_a_deadline(repository: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_died_serves_again(repository: Path) -> None:
-    with running(repository) as server:
+    # Triton waits for a process that died until its exit timeout: here that would be seen.
+    with running(repository, "--", "--exit-timeout-secs=600") as server:
         with LookupClient(server.grpc, "m", timeout_s=30) as client:
             alone = client.lookup({"x": [[1, 2]]})
             for times in (1, 2):
@@ -85,9 +87,7 @@ def test_a_model_that_died_serves_again(repository: Path) -> None:
                 assert metric(server, "tbe_recoveries_total", model="m") == times
         regions = shared_regions(server.triton)
         server.process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
-        assert server.process.wait(60) == 0
-        assert time.monotonic() - started < 25, "it waited for the dead process until Triton's exit timeout, 30 s"
+        assert server.process.wait(120) == 0
         assert server.process.stderr is not None
         said = server.process.stderr.read()
     assert said.count("model 'm': a process of its died; loading it anew") == 2
@@ -118,6 +118,13 @@ def test_no_recover_ends_with_the_reason(repository: Path) -> None:
     assert "tbe-serve: model 'm': a process of its died; stopping, as --no-recover says" in said
 
 
+def look_up_until_refused(client: LookupClient) -> None:
+    """What comes before a held server has noticed that it is to stop waits until its deadline."""
+    while True:
+        with suppress(DeadlineExceeded):
+            client.lookup({"x": [[1, 2]]}, timeout_s=1)
+
+
 def test_a_stop_answers_all_that_was_accepted(repository: Path) -> None:
     bundle = repository / "m" / "1"
     add_gate(bundle)
@@ -126,13 +133,12 @@ def test_a_stop_answers_all_that_was_accepted(repository: Path) -> None:
         expected = client.lookup({"x": [[1, 2]]})
         with ThreadPoolExecutor(40) as pool, held(bundle):
             first = pool.submit(client.lookup, {"x": [[1, 2]]})
-            wait_for_execution(server, "m")
+            wait_for_execution(bundle)
             answers = [first, *(pool.submit(client.lookup, {"x": [[1, 2]]}) for _ in range(39))]
             wait_for_pending(server, "m", 39)
             server.process.send_signal(signal.SIGTERM)
-            time.sleep(1)
             with pytest.raises(ServerUnavailable):  # what comes after is refused, and may be tried elsewhere
-                client.lookup({"x": [[1, 2]]})
+                look_up_until_refused(client)
         for answer in answers:
             np.testing.assert_array_equal(answer.result()["x"], expected["x"])
         assert server.process.wait(60) == 0

@@ -99,7 +99,7 @@ def test_each_stage_takes_time(counted: Server) -> None:
 def test_the_bundle_s_age_is_since_its_export(counted: Server) -> None:
     import time
 
-    assert 0 < time.time() - metric(counted, "tbe_bundle_exported_timestamp_seconds") < 600
+    assert 0 < time.time() - metric(counted, "tbe_bundle_exported_timestamp_seconds") < 3600
 
 
 # --- the dashboard

@@ -22,8 +22,8 @@ from tests import oracle
 from tests.models import SUM, Bags, collection, random_bags, table_of
 from tests.served.tools import FREE, tbe_serve
 
-# How long versions are switched under load.
-SWITCHING_S = 60
+# How often versions are switched under load, back and forth.
+ROUNDS = 5
 
 
 def export_version(repository: Path, seed: int) -> Path:
@@ -95,7 +95,6 @@ def ask_until(stopped: threading.Event, url: str, bundles: dict[int, Path], seed
                         seen.wrong.append(f"version {answer.version}, feature {name}")
 
 
-@pytest.mark.timeout(SWITCHING_S + 180)
 def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     repository: Path, server: Server, control: Control
 ) -> None:
@@ -109,16 +108,12 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     ]
     for asker in askers:
         asker.start()
-    switches = refusals = 0
-    ends = time.monotonic() + SWITCHING_S
     try:
-        while time.monotonic() < ends:
+        for _ in range(ROUNDS):
             for version in (2, 1):
                 assert control.load("m", version) == (version,)
-                switches += 1
             with pytest.raises(ServingError, match=r"weights\.0\.bin: expected \d+ bytes, got \d+"):
                 control.load("m")  # the newest is the broken one
-            refusals += 1
             assert control.ready("m") == (1,)
     finally:
         stopped.set()
@@ -127,8 +122,7 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     assert seen.failed == []
     assert seen.wrong == []
     assert set(seen.versions) == {1, 2}
-    assert min(switches, refusals) >= 3
-    print(f"{seen.versions.total()} answers over {switches} switches and {refusals} refusals")
+    print(f"{seen.versions.total()} answers over {2 * ROUNDS} switches and {ROUNDS} refusals")
 
 
 def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, server: Server) -> None:
@@ -218,7 +212,7 @@ def test_pruning_leaves_what_is_in_use(repository: Path, server: Server) -> None
         assert f"{model}/2: removed" in prune(str(model), "--keep", "1")
         # When the server has gone on to another version, the first may go too.
         assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 3\n"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while f"{model}/1: removed" not in prune(str(model), "--keep", "1") and time.monotonic() < deadline:
             time.sleep(0.2)
     assert sorted(path.name for path in model.iterdir() if path.is_dir()) == ["3", "5"]

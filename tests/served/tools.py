@@ -34,17 +34,25 @@ DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 def scrape(server: "Server | Running") -> str:
     """The metrics page, once all that was counted is published."""
     time.sleep(2 * Publisher.PERIOD_S)
+    return _page(server)
+
+
+def _page(server: "Server | Running") -> str:
     with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
         page: str = response.read().decode()
         return page
 
 
 def metric(server: "Server | Running", name: str, **labels: str) -> float:
-    """The sum of a metric over everything with these labels."""
+    """The sum of a metric over everything with these labels, once all that was counted is published."""
+    return _sum(scrape(server), name, **labels)
+
+
+def _sum(page: str, name: str, **labels: str) -> float:
     wanted = [f'{key}="{value}"' for key, value in labels.items()]
     return sum(
         float(line.split()[-1])
-        for line in scrape(server).splitlines()
+        for line in page.splitlines()
         if line.startswith(name + "{") and all(label in line for label in wanted)
     )
 
@@ -84,10 +92,11 @@ from pathlib import Path
 from serving.backend import TritonPythonModel
 from serving.engine import Engine
 
-run = Engine.run
+run, gate = Engine.run, Path({gate!r})
 
 def run_when_open(self, batch):
-    while Path({gate!r}).exists():
+    while gate.exists():
+        Path({entered!r}).touch()
         time.sleep(0.01)
     return run(self, batch)
 
@@ -110,15 +119,22 @@ def gate_of(bundle: Path) -> Path:
     return repository.with_name(f"{repository.name}.{bundle.parent.name}.gate")
 
 
+def _entered(bundle: Path) -> Path:
+    """The file that says that a held version was asked for an answer."""
+    gate = gate_of(bundle)
+    return gate.with_name(f"{gate.name}.entered")
+
+
 def add_gate(bundle: Path) -> None:
     """Make a version answer only while `held` does not hold it. (Suspending its process makes Triton give it up.)"""
-    replace_model_py(bundle, GATE.format(gate=str(gate_of(bundle))))
+    replace_model_py(bundle, GATE.format(gate=str(gate_of(bundle)), entered=str(_entered(bundle))))
 
 
 @contextmanager
 def held(bundle: Path) -> Iterator[None]:
     """A gated version that answers nothing inside the block: what is sent meanwhile waits."""
     gate = gate_of(bundle)
+    _entered(bundle).unlink(missing_ok=True)
     gate.touch()
     try:
         yield
@@ -129,14 +145,17 @@ def held(bundle: Path) -> Iterator[None]:
 def wait_for_pending(server: "Server | Running", model: str, least: int) -> None:
     """Until this many requests wait for a model, beside those that are with it."""
     deadline = time.monotonic() + 60
-    while metric(server, "nv_inference_pending_request_count", model=model) < least:
+    while _sum(_page(server), "nv_inference_pending_request_count", model=model) < least:
         assert time.monotonic() < deadline, f"{least} requests did not come"
+        time.sleep(0.05)
 
 
-def wait_for_execution(server: "Server | Running", model: str) -> None:
-    """Until the one request that was sent is with the model, not in its queue."""
-    wait_for_pending(server, model, 0)
-    time.sleep(1)
+def wait_for_execution(bundle: Path) -> None:
+    """Until a request that was sent to a held version is with the model, not in its queue."""
+    deadline = time.monotonic() + 60
+    while not _entered(bundle).exists():
+        assert time.monotonic() < deadline, "no request came"
+        time.sleep(0.01)
 
 
 def raw_request(
@@ -211,7 +230,7 @@ class Running:
 @contextmanager
 def running(repository: Path, *options: str, within: tuple[str, ...] = ()) -> Iterator[Running]:
     """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""
-    with start_tbe_serve(str(repository), *FREE_PORTS, *options, "--json", within=within) as process:
+    with start_tbe_serve(str(repository), *FREE_PORTS, "--json", *options, within=within) as process:
         try:
             assert process.stdout is not None
             said = json.loads(process.stdout.readline())

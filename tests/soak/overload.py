@@ -12,7 +12,7 @@ from tests.soak.served import serving
 TIMES = 3
 BUSY_MS = 40
 # A request of 160 ids takes 4 ms, and three are answered together.
-_SAMPLES, _POOLING_FACTOR, _S_PER_ID, _CALL_IDS = 2, 10, 25e-6, 480
+SAMPLES, POOLING_FACTOR, S_PER_ID, CALL_IDS = 2, 10, 25e-6, 480
 _WINDOW_S, _WINDOWS = 0.5, 8
 
 
@@ -52,8 +52,8 @@ class Overloaded:
 
 def overload(folder: Path, seconds: float) -> Overloaded:
     """Ask for 80 % of what the server can, then for three times of it, then for 80 % again."""
-    settings = ServingSettings(max_busy_ms=BUSY_MS, max_call_ids=_CALL_IDS)
-    with serving(folder, settings, _SAMPLES, _POOLING_FACTOR, _S_PER_ID) as served:
+    settings = ServingSettings(max_busy_ms=BUSY_MS, max_call_ids=CALL_IDS)
+    with serving(folder, settings, SAMPLES, POOLING_FACTOR, S_PER_ID) as served:
         capacity = served.capacity_per_s(3.0)
         (usual,) = served.load(rate=0.8 * capacity, seconds=seconds)
         (much,) = served.load(rate=TIMES * capacity, seconds=seconds)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -22,15 +23,14 @@ _TENTH = 0.1
 
 @dataclass
 class Held:
-    """What a server's processes hold, one number for each second."""
+    """What some processes hold together, one number for each look."""
 
     memory_bytes: list[int] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
 
-    def look(self, server: psutil.Process) -> None:
+    def look(self, found: Sequence[psutil.Process]) -> None:
         """Take note of what they hold now: memory of their own, without the tables' pages."""
-        found = [server, *server.children(recursive=True)]
         self.memory_bytes.append(sum(each.memory_info().rss - each.memory_info().shared for each in found))
         self.descriptors.append(sum(each.num_fds() for each in found))
         self.threads.append(sum(each.num_threads() for each in found))
@@ -39,7 +39,7 @@ class Held:
         """Look every second until `stopped`."""
         process = psutil.Process(server.process.pid)
         while not stopped.wait(_PERIOD_S):
-            self.look(process)
+            self.look([process, *process.children(recursive=True)])
 
 
 def growth(numbers: list[int]) -> int:
