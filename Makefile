@@ -16,7 +16,7 @@ help: ## Show this list
 
 setup: $(STAMP) ## Make .venv with the pinned packages (every other target does this first)
 
-$(STAMP): requirements/cpu.txt pyproject.toml requirements/setup.sh
+$(STAMP): $(wildcard requirements/cpu.txt requirements/torch*) pyproject.toml requirements/setup.sh requirements/install.sh
 	@PYTHON=$(PYTHON) requirements/setup.sh $(VENV)
 	@touch $@
 

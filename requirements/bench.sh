@@ -4,17 +4,18 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3.11}
 
-install() {
-  local environment=.bench/$1 pins=requirements/$2
-  if [ -e "$environment/.installed" ] && [ "$environment/.installed" -nt "$pins" ]; then return; fi
-  echo "bench: installing $(grep -c == "$pins") pinned packages into $environment"
+install() { # an environment, and its locks
+  local environment=.bench/$1
+  shift
+  if [ -e "$environment/.installed" ] && [ "$environment/.installed" -nt "requirements/$1" ]; then return; fi
+  echo "bench: making $environment"
   rm -rf "$environment"
-  "$python" -m venv "$environment" &&
-    "$environment/bin/pip" install --quiet --no-deps --requirement "$pins" && touch "$environment/.installed" && return
+  "$python" -m venv "$environment" && requirements/install.sh "$environment" "$@" && touch "$environment/.installed" && return
   rm -rf "$environment"
   echo "bench: $environment could not be made: its servers will be absent" >&2
 }
 
 mkdir -p .bench
-install peers bench.txt
-install mlserver bench-mlserver.txt
+torch=$(requirements/torch.sh .venv/bin/pip)
+install peers bench.txt "$torch"
+install mlserver bench-mlserver.txt "$torch"

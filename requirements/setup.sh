@@ -28,7 +28,6 @@ if ! [ -x "$environment/bin/pip" ]; then
   fi
 fi
 
-echo "setup: installing $(grep -c == requirements/cpu.txt) pinned packages (about 1 GB on disk)"
-"$environment/bin/pip" install --quiet --no-deps --requirement requirements/cpu.txt || fail \
-  "a pin could not be installed. torch==2.13.0+cpu is PyTorch's CPU build: point pip at PyTorch's CPU wheel index (PIP_EXTRA_INDEX_URL) or at a folder that holds the wheel (PIP_FIND_LINKS), then run this again"
+torch=$(requirements/torch.sh "$environment/bin/pip") || fail "pip could not look for torch: the line above says why"
+requirements/install.sh "$environment" cpu.txt "$torch" || fail "a pin could not be installed: the lines above say why"
 "$environment/bin/pip" install --quiet --no-deps --no-build-isolation --editable .

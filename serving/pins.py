@@ -5,7 +5,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from serving.errors import EnvironmentMismatch
 
-_INSTALL = "install the pins of requirements/cpu.txt with `pip install --no-deps -r requirements/cpu.txt`"
+_INSTALL = (
+    "install the pins of requirements/cpu.txt with `pip install --no-deps -r requirements/cpu.txt -r "
+    "requirements/torch-cpu.txt`"
+)
 
 # Minor versions that were built against one another (FBGEMM's release table) and that our tests run on.
 _TORCH = "2.13"

@@ -13,6 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from serving.__main__ import app
+from tests.test_setup import pins
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -142,18 +143,11 @@ def test_the_dockerfile_copies_what_there_is() -> None:
     (image,) = [line for line in lines if line.startswith("ARG TRITON_IMAGE=")]
     year, month = image.partition("tritonserver:")[2].removesuffix("-py3").split(".")
     assert (int(year), int(month)) >= (26, 4), "below the security floor"
+    assert {"ARG TRITON_DIGEST", "FROM ${TRITON_IMAGE}@${TRITON_DIGEST}"} <= set(lines), "a tag can be moved"
 
 
 def test_the_image_s_pins_are_the_environment_s() -> None:
     requirements = DEPLOY.parent / "requirements"
-    every, served = (
-        {
-            name.lower().replace("_", "-"): version
-            for line in (requirements / file).read_text().splitlines()
-            if "==" in line
-            for name, _, version in [line.partition("==")]
-        }
-        for file in ("cpu.txt", "serve.txt")
-    )
-    assert {"torch", "fbgemm-gpu-cpu", "tritonclient", "msgspec"} <= served.keys()
+    every, served = (pins(requirements / file) for file in ("cpu.txt", "serve.txt"))
+    assert {"fbgemm-gpu-cpu", "tritonclient", "msgspec"} <= served.keys()
     assert {name: every.get(name) for name in served} == served
