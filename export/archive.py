@@ -1,5 +1,6 @@
 """Archives of `torch.save`: which tensors they hold and where their numbers lie, without reading the numbers."""
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,14 @@ def locate_tensors(path: Path, start: int = 0, length: int | None = None) -> dic
         with path.open("rb") as file, FakeTensorMode():
             archive: Any = _create_file_view(file, start, length)
             loaded = torch.load(archive, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's advice is to run what is in there
+        raise CheckpointError(
+            f"{path}: expected tensors and plain containers alone at byte {start}, found what only running code "
+            "could read: save a state dict, torch.save(module.state_dict(), …)"
+        ) from error
     except Exception as error:  # zip, pickle and torch have errors of their own, and none names the file
-        raise CheckpointError(f"{path}: expected an archive of torch.save at byte {start}: {error}") from error
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path}: expected an archive of torch.save at byte {start}: {why}") from error
     return {key: _locate(path, start, tensor) for key, tensor in _flatten(loaded).items()}
 
 

@@ -1,5 +1,6 @@
 """What to export: dtype, id policy and error limit by table, and the dtype of the answer."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -37,8 +38,8 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         for pattern, limit in self.max_error.items():
-            if not limit > 0:
-                raise ConfigError(f"max_error {pattern!r}: expected > 0, got {limit}")
+            if not (limit > 0 and math.isfinite(limit)):
+                raise ConfigError(f"max_error {pattern!r}: expected a finite number > 0, got {limit}")
 
     def dtype_of(self, table: str) -> WeightDtype | None:
         """How the rows of `table` are stored, if that was said."""

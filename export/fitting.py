@@ -23,7 +23,7 @@ def check_fits(tables: Sequence[Table], plan: Plan, memory_bytes: int | None) ->
             size, name = max(here)
             raise PlanError(
                 f"rank {rank} would hold {total:,} bytes, {total - memory_bytes:,} more than its {memory_bytes:,}: "
-                f"its largest shard is {size:,} bytes of table {name!r}"
+                f"its largest shard is {size:,} bytes of table {name!r}: give more --memory-per-rank or --ranks"
             )
 
 
@@ -36,8 +36,8 @@ def overflow_of(pieces: Sequence[tuple[int, str]], ranks: int, memory_bytes: int
         if size > free[rank]:
             return (
                 f"table {name!r}: a shard of it takes {size:,} bytes, {size - free[rank]:,} more than any of {ranks} "
-                f"ranks has left of its {memory_bytes:,}: all tables take {total:,} bytes: give more memory or "
-                "ranks, allow types that cut smaller, or store narrower dtypes"
+                f"ranks has left of its {memory_bytes:,}: all tables take {total:,} bytes: give more "
+                "--memory-per-rank or --ranks, allow types that cut smaller, or store narrower dtypes"
             )
         free[rank] -= size
     return None

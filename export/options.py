@@ -2,6 +2,8 @@
 
 import importlib
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -56,9 +58,10 @@ def _settings(
     ranks: Annotated[int | None, typer.Option(help="How many ranks, on all hosts together; 1 by default.")] = None,
     ranks_per_host: Annotated[int | None, typer.Option(help="How many on each host; else all on one.")] = None,
     memory_per_rank: Annotated[str | None, typer.Option(help="What a rank can hold, as 16GB; else no limit.")] = None,
-    sharding: Annotated[
+    types: Annotated[
         _Tables,
         typer.Option(
+            "--sharding",
             metavar="[TABLE=]TYPE",
             help="auto (TorchRec's planner, default), auto-simple (row-wise over 1 M rows, else column-wise over "
             "256 columns, else table-wise), or table_wise, row_wise, column_wise, table_row_wise, "
@@ -70,8 +73,11 @@ def _settings(
     min_partition: Annotated[
         _Tables, typer.Option(metavar="[TABLE=]N", help="How narrow a block of columns may be.")
     ] = None,
-    pooling_factor: Annotated[
-        _Tables, typer.Option(metavar="[TABLE=]X", help="Ids in a bag on average, for planning; 1 by default.")
+    pooling_factors: Annotated[
+        _Tables,
+        typer.Option(
+            "--pooling-factor", metavar="[TABLE=]X", help="Ids in a bag on average, for planning; 1 by default."
+        ),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Samples in a request, for planning; 512 by default.")
@@ -89,8 +95,8 @@ def _settings(
             ranks=ranks,
             ranks_per_host=ranks_per_host,
             memory_per_rank=memory_per_rank,
-            types=by_table(sharding),
-            pooling_factors=by_table(pooling_factor),
+            types=by_table(types),
+            pooling_factors=by_table(pooling_factors),
             min_partition=by_table(min_partition),
             batch_size=batch_size,
             row_wise_over=row_wise_over,
@@ -110,16 +116,27 @@ def build_module(spec: str, *, meta: bool) -> nn.Module:
 
     Raises:
         ConfigError: there is no such function.
-        ModelError: it returned no module.
+        ModelError: it raised something, or returned no module.
     """
     package, _, function = spec.partition(":")
     sys.path.insert(0, "")  # as `python -m` does: what lies in the working directory can be named
     try:
         build = getattr(importlib.import_module(package), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"--model {spec}: expected package.module:function: {error}") from error
-    with torch.device("meta" if meta else "cpu"):
-        module = build()
+        with torch.device("meta" if meta else "cpu"):
+            module = build()
+    except (Exception, SystemExit) as error:  # it is other people's code
+        said = f"{type(error).__name__}: {error}"
+        if place := _last_own_line(error):
+            raise ModelError(f"--model {spec}: {said} ({place}); --verbose shows how it came there") from error
+        raise ConfigError(f"--model {spec}: expected package.module:function, without arguments: {said}") from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"--model {spec}: expected a torch.nn.Module, got {type(module).__name__}")
     return module
+
+
+def _last_own_line(error: BaseException) -> str | None:
+    """Where `error` left the user's own code, "file:line"; None where none of that ran."""
+    installed = (*sysconfig.get_paths().values(), str(Path(__file__).parent), "<frozen")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None

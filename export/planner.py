@@ -33,12 +33,10 @@ from export.fitting import check_fits, overflow_of
 from export.matching import last_match
 from export.plan_file import read_plan
 from export.quiet import quiet
-from export.sharding import AUTO, AUTO_SIMPLE, Sharding
+from export.sharding import AUTO, AUTO_SIMPLE, MOST_BYTES, Sharding
 from serving.bundle import DEVICE, SHARD_ALIGNMENT, Feature, Table, WeightDtype
 from serving.plan import COLUMN_MULTIPLE, Plan, Rank, Shard, ShardingType, tiling_error
 
-# More than any machine has: TorchRec's planner wants a number.
-_NO_LIMIT = 1 << 60
 # What its estimate of a lookup's time goes by; it knows no dtype below a byte.
 _PARAMETER_DTYPE = {WeightDtype.FP32: torch.float32, WeightDtype.FP16: torch.float16}
 # Types that cut columns, and over what: with one block for each of these, every one of them has work.
@@ -229,7 +227,7 @@ def _topology(sharding: Sharding) -> Topology:
         TrainerConfig(
             world_size=sharding.ranks,
             local_world_size=sharding.local_ranks,
-            hbm_cap_bytes=sharding.memory_bytes or _NO_LIMIT,
+            hbm_cap_bytes=sharding.memory_bytes or MOST_BYTES,
         ),
         kernel_config=KernelConfig(compute_device="cuda"),
     )
@@ -239,7 +237,7 @@ def _why(
     options: Sequence[ShardingOption], tables: Mapping[str, Table], sharding: Sharding, error: PlannerError
 ) -> str:
     """Which table does not fit, and by how much."""
-    memory = sharding.memory_bytes or _NO_LIMIT
+    memory = sharding.memory_bytes or MOST_BYTES
     smallest: dict[str, list[int]] = {}
     for option in options:
         sizes = sorted((shard.storage.hbm for shard in option.shards), reverse=True)

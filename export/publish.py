@@ -24,7 +24,9 @@ from serving.config_file import CONFIG
 from serving.settings import ServingSettings
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+# Triton's versions are int64.
+_MOST_VERSION = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,11 @@ def draft(
             disk is full.
     """
     if not _NAME.fullmatch(name):
-        raise PublishError(f"name: expected letters, digits, '_', '-' and '.', not '.' first, got {name!r}")
-    if version is not None and version < 1:
-        raise PublishError(f"version: expected 1 or more, got {version}")
+        raise PublishError(
+            f"name: expected at most 128 letters, digits, '_', '-' and '.', not '-' or '.' first, got {name!r}"
+        )
+    if version is not None and not 1 <= version <= _MOST_VERSION:
+        raise PublishError(f"version: expected 1 to {_MOST_VERSION}, got {version}")
     repository = repository.absolute()
     if version is not None and (bundle := repository / name / str(version)).exists():
         raise PublishError(f"{bundle}: exists; published versions are never changed: pick another version")

@@ -20,6 +20,7 @@ What the command line says comes after the file, and counts where both speak of 
 """
 
 import dataclasses
+import math
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ import msgspec
 
 from export.config import ExportConfig
 from export.errors import ConfigError
-from export.sharding import Sharding
+from export.sharding import MOST_BYTES, Sharding
 from serving.bundle import DefaultRow, IdPolicy, OutputDtype, WeightDtype
 from serving.errors import ConfigurationError
 from serving.settings import ServingSettings
@@ -82,10 +83,10 @@ def read_settings(path: Path) -> Settings:
         ConfigError: naming the line or key that is wrong.
     """
     try:
-        return msgspec.convert(tomllib.loads(path.read_text()), Settings)
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Settings)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, *UNREADABLE) as error:
+    except (ValueError, *UNREADABLE) as error:  # tomllib's own, and what int() has against 5,000 digits
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -126,16 +127,25 @@ def export_config(settings: Settings) -> ExportConfig:
     return ExportConfig(
         dtype=_parsed(settings.dtype, dtype_named),
         id_policy=_parsed(settings.id_policy, _id_policy),
-        max_error=_parsed(settings.max_error, lambda text: _number("max-error", float, text)),
-        output_dtype=_member("output-dtype", OutputDtype, (settings.output_dtype or "fp32").upper()),
+        max_error=_parsed(settings.max_error, lambda text: _number("max_error", float, text)),
+        output_dtype=_member("output_dtype", OutputDtype, (settings.output_dtype or "fp32").upper()),
         sharding=Sharding(
             types=_parsed(sharding.types, lambda text: text.lower()),
-            pooling_factors=_parsed(sharding.pooling_factors, lambda text: _number("pooling-factor", float, text)),
-            min_partition=_parsed(sharding.min_partition, lambda text: _number("min-partition", int, text)),
+            pooling_factors=factors_by_table(sharding.pooling_factors),
+            min_partition=_parsed(sharding.min_partition, lambda text: _number("min_partition", int, text)),
             **{name: value for name, value in said.items() if value is not None},
         ),
         serving=None if settings.serving is None else _serving(settings.serving),
     )
+
+
+def factors_by_table(given: ByTable | None) -> Mapping[str, float]:
+    """Pooling factors; Sharding says which can be.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    return _parsed(given, lambda text: _number("pooling_factors", float, text))
 
 
 def dtype_named(text: str) -> WeightDtype:
@@ -154,9 +164,10 @@ def size_bytes(text: str | int) -> int:
         ConfigError: it is none of these.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", str(text).strip())
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"memory-per-rank: expected a size such as 16GB or 16GiB, got {str(text)!r}")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = float(match[1]) * _UNITS.get(match[2].lower(), math.nan) if match else math.nan
+    if not 1 <= size <= MOST_BYTES:
+        raise ConfigError(f"memory_per_rank: expected a size such as 16GB or 16GiB, got {str(text)!r}")
+    return int(size)
 
 
 def _merge(first: Any, then: Any) -> Any:
@@ -180,11 +191,11 @@ def _parsed(given: ByTable | None, parse: Callable[[str], T]) -> Mapping[str, T]
 def _id_policy(text: str) -> IdPolicy | DefaultRow:
     name, _, row = text.lower().partition(":")
     if name == "default_row":
-        return DefaultRow(default_row=_number("id-policy default_row", int, row))
+        return DefaultRow(default_row=_number("id_policy", int, row))
     try:
         return IdPolicy(text.lower())
     except ValueError as error:
-        raise ConfigError(f"id-policy: expected error, zero or default_row:ROW, got {text!r}") from error
+        raise ConfigError(f"id_policy: expected error, zero or default_row:ROW, got {text!r}") from error
 
 
 def _serving(said: Mapping[str, Any]) -> ServingSettings:

@@ -13,6 +13,9 @@ from serving.plan import COLUMN_MULTIPLE, ShardingType
 AUTO = "auto"
 AUTO_SIMPLE = "auto-simple"
 CHOICES = (AUTO, AUTO_SIMPLE, *(kind.value for kind in ShardingType))
+# More than any machine has.
+MOST_BYTES = 1 << 60
+_MOST = {"ranks": 10_000, "ranks_per_host": 10_000, "memory_bytes": MOST_BYTES, "batch_size": 2**31 - 1}
 # Constraints that leave everything open.
 _OPEN = ParameterConstraints()
 
@@ -52,22 +55,25 @@ class Sharding:
     plan: Path | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "ranks_per_host", "memory_bytes", "batch_size"):
-            if (number := getattr(self, name)) is not None and number < 1:
-                raise ConfigError(f"{name}: expected 1 or more, got {number}")
+        for name, most in _MOST.items():
+            if (number := getattr(self, name)) is not None and not 1 <= number <= most:
+                raise ConfigError(f"{name}: expected 1 to {most}, got {number}")
+        for name in ("row_wise_over", "column_wise_over"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: expected 0 or more, got {getattr(self, name)}")
         if self.ranks % self.local_ranks:
             raise ConfigError(f"ranks_per_host: expected a divisor of {self.ranks} ranks, got {self.local_ranks}")
         for pattern, kind in self.types.items():
             if kind not in CHOICES:
-                raise ConfigError(f"sharding {pattern!r}: expected one of {', '.join(CHOICES)}, got {kind!r}")
+                raise ConfigError(f"types {pattern!r}: expected one of {', '.join(CHOICES)}, got {kind!r}")
         for pattern, width in self.min_partition.items():
             if width < 1 or width % COLUMN_MULTIPLE:
                 raise ConfigError(
                     f"min_partition {pattern!r}: expected a multiple of {COLUMN_MULTIPLE} columns, got {width}"
                 )
         for pattern, factor in self.pooling_factors.items():
-            if not factor >= 0:
-                raise ConfigError(f"pooling_factors {pattern!r}: expected >= 0, got {factor}")
+            if not 0 <= factor < 1e6:
+                raise ConfigError(f"pooling_factors {pattern!r}: expected a number in [0, 1000000), got {factor}")
         if self.plan is not None and (self.ranks > 1 or self.types or self.constraints or self.min_partition):
             raise ConfigError("plan: expected no ranks, types, constraints or min_partition beside it: it says them")
 

@@ -52,7 +52,7 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
         values = _integers("values", features.values(), np.int64)
         lengths = _integers("lengths", features.lengths(), np.int32)
         given = features.weights_or_none()
-        weights = None if given is None else np.asarray(given, np.float32)
+        weights = None if given is None else _floats("weights", given)
         if all(_expects_weights(name, weights is not None, weighted) for name in names) and weights is None:
             weights = np.ones(values.size, np.float32)
         return Tensors(names, values, lengths, weights)
@@ -109,10 +109,17 @@ def _column(name: str, bags: Bags | Jagged | WeightedJagged) -> tuple[Ids, Lengt
     lengths = _integers(name, bags[1], np.int32)
     if (total := lengths.sum(dtype=np.int64)) != values.size:
         raise InvalidRequest(f"feature {name!r}: expected {total} ids, the sum of its lengths, got {values.size}")
-    weights = np.asarray(bags[2], np.float32) if len(bags) == 3 else None
+    weights = _floats(name, bags[2]) if len(bags) == 3 else None
     if weights is not None and weights.shape != values.shape:
         raise InvalidRequest(f"feature {name!r}: expected {values.size} weights, got shape {list(weights.shape)}")
     return values, lengths, weights
+
+
+def _floats(name: str, given: Any) -> Weights:
+    try:
+        return np.asarray(given, np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"feature {name!r}: expected numbers as weights: {error}") from error
 
 
 def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]]) -> Any:

@@ -14,6 +14,7 @@ _INSTALL = (
 _TORCH = "2.13"
 _FBGEMM = "1.8"
 _TORCHREC = "1.8"
+_PYTRITON = "0.7"
 
 
 def check_pins() -> None:
@@ -45,6 +46,18 @@ def installed() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
+
+
+def tested_versions() -> list[str]:
+    """A line for this package, and one for each that it is tested with: what is installed, and what is tested."""
+    found = installed()
+    tested = {"torch": _TORCH, "torchrec": _TORCHREC, "fbgemm-gpu-cpu": _FBGEMM, "nvidia-pytriton": _PYTRITON}
+    if "fbgemm-gpu" in found:
+        tested["fbgemm-gpu"] = tested.pop("fbgemm-gpu-cpu")
+    with suppress(PackageNotFoundError):
+        found["nvidia-pytriton"] = version("nvidia-pytriton")
+    lines = [f"{name} {found.get(name, 'not installed')} (tested with {minor})" for name, minor in tested.items()]
+    return [f"tbe-serving {found.get('tbe-serving', 'not installed')}", *lines]
 
 
 def _expect(name: str, found: str | None, minor: str) -> None:

@@ -1,11 +1,13 @@
 """How a model is served, whatever its version: what config.pbtxt says and `tbe-serve configure` changes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from serving.errors import ConfigurationError
 from serving.kjt import Limits
+from serving.strict import is_utf8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,16 +50,17 @@ class ServingSettings:
     capture_max_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        for name in ("instances", "capture_max_bytes", *_LIMITS):
-            _expect(name, getattr(self, name), 1)
+        for name in ("instances", *_LIMITS):
+            _expect(name, getattr(self, name), 1, _INT32)
         for name in ("queue_requests", "queue_timeout_ms"):
-            _expect(name, getattr(self, name), 0)
+            _expect(name, getattr(self, name), 0, _INT32)
+        _expect("capture_max_bytes", self.capture_max_bytes, 1, _INT64)
         if self.version is not None:
-            _expect("version", self.version, 1)
-        if self.capture is not None and not self.capture.startswith("/"):
-            raise ConfigurationError(f"capture: expected an absolute path, got {self.capture!r}")
-        if self.capture_slow_ms is not None and not self.capture_slow_ms > 0:
-            raise ConfigurationError(f"capture_slow_ms: expected > 0, got {self.capture_slow_ms}")
+            _expect("version", self.version, 1, _INT64)
+        if self.capture is not None and not (self.capture.startswith("/") and is_utf8(self.capture)):
+            raise ConfigurationError(f"capture: expected an absolute path in UTF-8, got {self.capture!r}")
+        if self.capture_slow_ms is not None and not 0 < self.capture_slow_ms < math.inf:
+            raise ConfigurationError(f"capture_slow_ms: expected a finite number > 0, got {self.capture_slow_ms}")
 
     @property
     def limits(self) -> Limits:
@@ -78,6 +81,8 @@ RECOVERED = "recovered"
 # it serves a version other than config.pbtxt says, which says this one; "" for the newest.
 INSTEAD_OF = "instead_of_version"
 
+# What the fields of Triton's config hold, and more of anything than it can do.
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _LIMITS = (
     "max_request_ids",
     "max_request_samples",
@@ -112,6 +117,6 @@ def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:
     return said
 
 
-def _expect(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigurationError(f"{name}: expected {least} or more, got {value}")
+def _expect(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigurationError(f"{name}: expected {least} to {most}, got {value}")

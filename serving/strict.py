@@ -1,4 +1,4 @@
-"""How JSON that anybody may have made is read: unknown and missing keys are refused by name."""
+"""What anybody may have made: JSON, whose unknown and missing keys are refused by name, and text."""
 
 import msgspec
 
@@ -8,3 +8,12 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Immutable, by keyword, and nothing but its fields."""
+
+
+def is_utf8(text: str) -> bool:
+    """Whether protobuf and JSON can carry `text`: a command line can hold bytes that are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -15,6 +15,7 @@ EXPORT_MAY_IMPORT = {
     "serving.options",
     "serving.signature",
     "serving.strict",
+    "serving.terminal",
     "serving.engine",
     "serving.errors",
     "serving.pins",

@@ -67,7 +67,7 @@ def test_lookup_reports_bad_lines_and_answers_the_others(server: Server, tmp_pat
 def test_lookup_without_a_server_says_so() -> None:
     done = tbe_serve("lookup", "mixed", "--url", "127.0.0.1:1", stdin='{"genres": [[1]]}')
     assert done.returncode == 1
-    assert done.stderr.startswith("tbe-serve: 127.0.0.1:1: model 'mixed': ")
+    assert done.stderr.startswith("tbe-serve: --url 127.0.0.1:1: model 'mixed': ")
     assert "Traceback" not in done.stderr
 
 
@@ -100,11 +100,11 @@ def test_model_exports_by_name_and_pattern(tmp_path: Path) -> None:
         pytest.param(["--model", "tests.models:nothing"], "--model tests.models:nothing: expected package.module:function", id="no function"),
         pytest.param(["--model", "nowhere:build"], "--model nowhere:build: expected package.module:function", id="no module"),
         pytest.param(["--model", "builtins:dict"], "--model builtins:dict: expected a torch.nn.Module, got dict", id="no nn.Module"),
-        pytest.param(["--dtype", "int3"], "dtype: expected one of fp32, fp16, int8, int4, int2, got 'int3'", id="dtype"),
-        pytest.param(["--dtype", "itme=int4"], "dtype 'itme': expected the name of a table", id="pattern"),
-        pytest.param(["--max-error", "small"], "max-error: expected a number, got 'small'", id="number"),
+        pytest.param(["--dtype", "int3"], "--dtype: expected one of fp32, fp16, int8, int4, int2, got 'int3'", id="dtype"),
+        pytest.param(["--dtype", "itme=int4"], "--dtype 'itme': expected the name of a table", id="pattern"),
+        pytest.param(["--max-error", "small"], "--max-error: expected a number, got 'small'", id="number"),
         pytest.param(["--dtype", "int8", "--max-error", "user=1e-9"], "table 'user': INT8 moves an element by", id="limit"),
-        pytest.param(["--checkpoint", "nowhere.pt"], "nowhere.pt: expected a file, or a folder with", id="checkpoint"),
+        pytest.param(["--checkpoint", "nowhere.pt"], "--checkpoint nowhere.pt: expected a file, or a folder with", id="checkpoint"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -113,7 +113,7 @@ def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: 
     )
     assert done.exit_code == 1
     assert f"tbe-export: {message}" in done.stderr
-    assert "Nothing was published." in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "r" / "m").exists()
 
@@ -236,11 +236,11 @@ def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         pytest.param(["--memory-per-rank", "1kB"], "table 'word': a shard of it takes ", id="does not fit"),
-        pytest.param(["--memory-per-rank", "1 parsec"], "memory-per-rank: expected a size such as 16GB", id="size"),
-        pytest.param(["--sharding", "rowwise"], "sharding '*': expected one of auto, auto-simple, data_parallel", id="type"),
-        pytest.param(["--ranks", "4", "--ranks-per-host", "3"], "ranks_per_host: expected a divisor of 4 ranks", id="hosts"),
+        pytest.param(["--memory-per-rank", "1 parsec"], "--memory-per-rank: expected a size such as 16GB", id="size"),
+        pytest.param(["--sharding", "rowwise"], "--sharding '*': expected one of auto, auto-simple, data_parallel", id="type"),
+        pytest.param(["--ranks", "4", "--ranks-per-host", "3"], "--ranks-per-host: expected a divisor of 4 ranks", id="hosts"),
         pytest.param(["--picture", "plan.xyz"], "--picture plan.xyz: Format 'xyz' is not supported", id="picture"),
-        pytest.param(["--config", "nowhere.toml"], "nowhere.toml: cannot be read", id="no file"),
+        pytest.param(["--config", "nowhere.toml"], "--config nowhere.toml: cannot be read", id="no file"),
     ],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_made_is_said_in_one_line(arguments: list[str], message: str) -> None:

@@ -259,13 +259,13 @@ def test_a_file_of_tables_that_is_wrong_is_refused_by_name(tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--tables", "T", "--strategy", "diagonal"], "strategy: expected one of data_parallel"),
-        (["--tables", "T", "--ranks", "1"], "ranks: expected 2 or more"),
-        (["--tables", "T", "--dtype", "int3"], "dtype: expected one of"),
-        (["--tables", "T", "--pooling-factor", "q=1"], "pooling-factor 'q': expected the name of a table"),
+        (["--tables", "T", "--strategy", "diagonal"], "--strategy: expected one of data_parallel"),
+        (["--tables", "T", "--ranks", "1"], "--ranks: expected 2 or more"),
+        (["--tables", "T", "--dtype", "int3"], "--dtype: expected one of"),
+        (["--tables", "T", "--pooling-factor", "q=1"], "--pooling-factor 'q': expected the name of a table"),
         (["--tables", "T", "--checkpoint", "w.pt"], "--checkpoint: expected --model with it"),
         ([], "expected one of --model and --tables"),
-        (["--tables", "T", "--ranks", "3", "--ranks-per-host", "2"], "ranks_per_host: expected a divisor"),
+        (["--tables", "T", "--ranks", "3", "--ranks-per-host", "2"], "--ranks-per-host: expected a divisor"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, arguments: list[str], why: str) -> None:

@@ -104,7 +104,9 @@ def test_it_is_started_with_options_that_exist_and_asks_for_its_certificate(argu
     """Here there is none: that is what it has to fail for, once its options were understood."""
     result = CliRunner().invoke(app, ["run", "/repository", *arguments])
     assert result.exit_code == 1, result.output
-    assert "TLS: expected a certificate and its key in PEM, in /tls/tls.crt, /tls/tls.key" in result.output
+    assert (
+        "--tls-cert /tls/tls.crt, --tls-key /tls/tls.key: expected a certificate and its key in PEM" in result.output
+    )
 
 
 def test_what_probes_are_told_by_the_environment_are_options() -> None:

@@ -139,7 +139,7 @@ def test_versions_of_a_model_share_a_contract(tmp_path: Path) -> None:
         pytest.param("../m", None, "name: expected letters", id="path"),
         pytest.param(".m", None, "name: expected letters", id="hidden"),
         pytest.param("", None, "name: expected letters", id="empty"),
-        pytest.param("m", 0, "version: expected 1 or more, got 0", id="version 0"),
+        pytest.param("m", 0, "version: expected 1 to 9223372036854775807, got 0", id="version 0"),
     ],
 )
 def test_names_and_versions_that_triton_would_not_take(

@@ -380,7 +380,7 @@ def test_an_explicit_plan_that_does_not_fit_says_where_and_by_how_much(tmp_path:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        pytest.param(lambda: Sharding(ranks=0), "ranks: expected 1 or more, got 0", id="no-ranks"),
+        pytest.param(lambda: Sharding(ranks=0), "ranks: expected 1 to 10000, got 0", id="no-ranks"),
         pytest.param(
             lambda: Sharding(ranks=6, ranks_per_host=4), "expected a divisor of 6 ranks, got 4", id="uneven-hosts"
         ),

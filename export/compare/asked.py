@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from export.checkpoint import Checkpoint
 from export.errors import ConfigError
-from export.sharding import CHOICES
+from export.sharding import CHOICES, Sharding
 from export.tables import TrainedTable
 from serving.bundle import WeightDtype
 
 # Each table as this package's own recommendation has it.
 MIXED = "mixed"
+MOST_SECONDS = 3600
 STRATEGIES = (*(each for each in CHOICES if not each.startswith("auto")), MIXED, "auto", "auto-simple")
 
 
@@ -29,6 +30,9 @@ class Tables:
     weights: Checkpoint
     pooling_factors: Mapping[str, float]
     generated: bool
+
+    def __post_init__(self) -> None:
+        Sharding(pooling_factors=self.pooling_factors)  # it knows which can be
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +53,21 @@ class Options:
                 raise ConfigError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
         if min(self.ranks) < 2:
             raise ConfigError(f"ranks: expected 2 or more (one rank is always measured), got {min(self.ranks)}")
-        for name in ("batch_size", "seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}: expected > 0, got {getattr(self, name)}")
+        if not 0 < self.seconds <= MOST_SECONDS:
+            raise ConfigError(f"seconds: expected > 0 and at most {MOST_SECONDS}, got {self.seconds}")
+        for ranks in self.ranks:
+            self.sharding(ranks)
+
+    def sharding(self, ranks: int) -> Sharding:
+        """That many ranks, on one host where it has room for all.
+
+        Raises:
+            ConfigError: a number cannot be used.
+        """
+        on_one_host = self.ranks_per_host is not None and ranks <= self.ranks_per_host
+        return Sharding(
+            ranks=ranks,
+            ranks_per_host=None if on_one_host else self.ranks_per_host,
+            memory_bytes=self.memory_bytes,
+            batch_size=self.batch_size,
+        )

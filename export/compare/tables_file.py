@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from export.errors import ConfigError
+from export.sharding import MOST_BYTES
 from export.tables import TrainedTable
 from serving.bundle import Pooling
 from serving.strict import UNREADABLE
@@ -43,10 +44,10 @@ def read_tables(path: Path) -> tuple[tuple[TrainedTable, ...], Mapping[str, floa
         ConfigError: naming the table and key that is wrong.
     """
     try:
-        lines = msgspec.convert(tomllib.loads(path.read_text()), TablesFile).tables
+        lines = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), TablesFile).tables
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, *UNREADABLE) as error:
+    except (ValueError, *UNREADABLE) as error:  # tomllib's own, and what int() has against 5,000 digits
         raise ConfigError(f"{path}: {error}") from error
     if not lines:
         raise ConfigError(f"{path}: expected a table such as [tables.item], found none")
@@ -58,12 +59,13 @@ def read_tables(path: Path) -> tuple[tuple[TrainedTable, ...], Mapping[str, floa
 
 
 def _table(where: str, name: str, line: TableLine) -> TrainedTable:
-    if line.rows < 1 or line.dim < 4 or line.dim % 4:
+    if line.rows < 1 or line.dim < 4 or line.dim % 4 or line.rows * line.dim > MOST_BYTES:
         raise ConfigError(
-            f"{where}: expected rows > 0 and a dim that is a multiple of 4, got {line.rows} × {line.dim}"
+            f"{where}: expected rows > 0 and a dim that is a multiple of 4, and no more than {MOST_BYTES} elements, "
+            f"got {line.rows} × {line.dim}"
         )
-    if not line.pooling_factor > 0:
-        raise ConfigError(f"{where}: pooling_factor: expected > 0, got {line.pooling_factor}")
+    if not 0 < line.pooling_factor < 1e6:
+        raise ConfigError(f"{where}: pooling_factor: expected > 0 and below 1000000, got {line.pooling_factor}")
     try:
         pooling = Pooling(line.pooling.upper())
     except ValueError as error:

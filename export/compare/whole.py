@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -60,13 +61,10 @@ class Whole:
 
     def sharding(self, options: Options, ranks: int, types: Mapping[str, str] | None = None) -> Sharding:
         """What is asked of the planner."""
-        return Sharding(
-            ranks=ranks,
-            ranks_per_host=options.ranks_per_host if ranks > (options.ranks_per_host or ranks) else None,
-            memory_bytes=options.memory_bytes,
+        return replace(
+            options.sharding(ranks),
             types=types or {},
             pooling_factors={glob.escape(name): factor for name, factor in self._tables.pooling_factors.items()},
-            batch_size=options.batch_size,
         )
 
     def placement(self, options: Options) -> Placement:

@@ -11,7 +11,7 @@ import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
 from serving.client.answer import Answer, ModelInfo
-from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Metadata, Retries, Tls
+from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Metadata, Retries, Tls, check_timeout
 from serving.client.exchange import Call, Exchange, Steps
 from serving.encoding import Features
 from serving.errors import InvalidRequest, RequestCancelled, ServingError, from_status
@@ -68,6 +68,8 @@ class _Client:
     def _deadline(self, timeout_s: float | None) -> float:
         if self._closed:
             raise RequestCancelled(f"{self._where}: the client is closed")
+        if timeout_s is not None and not timeout_s <= 0:  # a deadline that has passed is gRPC's to tell
+            check_timeout(timeout_s)
         return time.monotonic() + (self._connection.timeout_s if timeout_s is None else timeout_s)
 
     def _made(self, call: Call, deadline: float, trace: str | None) -> Any:

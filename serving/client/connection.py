@@ -1,7 +1,9 @@
 """Where a client connects, and how: addresses, TLS, metadata, deadline, retries."""
 
 import json
+import re
 import socket
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,12 +20,27 @@ Metadata = Mapping[str, str] | Callable[[], Mapping[str, str]]
 # The statuses of errors that say: nothing happened, another try may do.
 RETRIED = ("UNAVAILABLE", "ABORTED")
 _UNLIMITED = 2**31 - 1
+_MOST_TIMEOUT_S = 1_000_000
+# A name or IP address, IPv6 in brackets, that gRPC may be told how to resolve ("dns:///name:8001").
+_HOST = r"[A-Za-z0-9_.-]{1,253}"
+_ADDRESS = re.compile(rf"(?:(?:dns|ipv4|ipv6):(?:///)?)?(?:{_HOST}|\[[0-9A-Fa-f:.%]{{2,60}}\]):[0-9]{{1,5}}")
+_MOST_PORT = 65535
 # gRPC counts in ms, and with 0 ms to wait it forgets the call until its deadline: seen with 1 ms less 20 %.
 _LEAST_BACKOFF_S = 0.002
 # How soon a connection that was lost is tried again, at first and at last; gRPC would wait for up to two minutes.
 _RECONNECT_MS = (100, 1000)
 # gRPC keeps a message of up to this size to send it again; larger ones are sent once.
 _RETRY_BUFFER_BYTES = 64 << 20
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Refuse what cannot be waited for.
+
+    Raises:
+        InvalidRequest: it is not a number of seconds above 0, or more than a million.
+    """
+    if not 0 < timeout_s <= _MOST_TIMEOUT_S:
+        raise InvalidRequest(f"timeout_s: expected > 0 and at most {_MOST_TIMEOUT_S}, got {timeout_s}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +58,10 @@ class Tls:
     private_key: Path | None = None
     server_name: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.server_name is not None and not re.fullmatch(_HOST, self.server_name):
+            raise InvalidRequest(f"{self.server_name or repr('')}: expected the name of a host")
+
     def credentials(self) -> grpc.ChannelCredentials:
         """What gRPC takes.
 
@@ -49,14 +70,28 @@ class Tls:
         """
         if (self.certificate_chain is None) != (self.private_key is None):
             raise InvalidRequest("tls: expected certificate_chain and private_key together, got one of them")
-        try:
-            roots, key, chain = (
-                None if path is None else path.read_bytes()
-                for path in (self.root_certificates, self.private_key, self.certificate_chain)
-            )
-        except OSError as error:
-            raise InvalidRequest(f"tls: {error.filename} cannot be read: {error.strerror}") from error
+        roots, key, chain = (
+            None if path is None else _read_pem(path)
+            for path in (self.root_certificates, self.private_key, self.certificate_chain)
+        )
+        self._check()
         return grpc.ssl_channel_credentials(roots, key, chain)
+
+    def _check(self) -> None:
+        """Have OpenSSL read the files first: gRPC would log what it thinks of them, and fail each call."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.certificate_chain is not None:
+                context.load_cert_chain(self.certificate_chain, self.private_key, password=_no_password)
+        except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
+            raise InvalidRequest(
+                f"{self.certificate_chain}: expected a certificate in PEM, and its key in {self.private_key}: {error}"
+            ) from error
+        try:
+            if self.root_certificates is not None:
+                context.load_verify_locations(self.root_certificates)
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"{self.root_certificates}: expected certificates in PEM: {error}") from error
 
 
 class Closing:
@@ -94,8 +129,10 @@ class Retries:
         if not 1 <= self.attempts <= 5:
             raise InvalidRequest(f"attempts: expected 1 to 5, got {self.attempts}")
         for name in ("backoff_s", "max_backoff_s"):
-            if not getattr(self, name) >= _LEAST_BACKOFF_S:
-                raise InvalidRequest(f"{name}: expected {_LEAST_BACKOFF_S} or more, got {getattr(self, name)}")
+            if not _LEAST_BACKOFF_S <= getattr(self, name) <= _MOST_TIMEOUT_S:
+                raise InvalidRequest(
+                    f"{name}: expected {_LEAST_BACKOFF_S} to {_MOST_TIMEOUT_S}, got {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,10 +153,12 @@ class Connection:
     metadata: Metadata = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.timeout_s > 0:
-            raise InvalidRequest(f"timeout_s: expected > 0, got {self.timeout_s}")
+        check_timeout(self.timeout_s)
         if not self.addresses:
             raise InvalidRequest("addresses: expected at least one, got none")
+        for address in self.addresses:
+            if not _ADDRESS.fullmatch(address) or int(address.rpartition(":")[2]) > _MOST_PORT:
+                raise InvalidRequest(f"{address or repr(address)}: expected host:port, such as 127.0.0.1:8001")
 
     @property
     def target(self) -> str:
@@ -169,6 +208,17 @@ class Connection:
         if self.tls is not None and self.tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
         return options
+
+
+def _read_pem(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password, which gRPC cannot be given")
 
 
 def _resolved(address: str) -> str:

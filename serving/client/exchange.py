@@ -24,6 +24,7 @@ from serving.errors import (
     from_status,
 )
 from serving.kjt import Embeddings, Tensors
+from serving.strict import is_utf8
 
 T = TypeVar("T")
 _TYPE_FP16 = model_config_pb2.TYPE_FP16
@@ -50,6 +51,8 @@ class Exchange:
     """
 
     def __init__(self, where: str, model: str, shared_memory: bool) -> None:
+        if not is_utf8(model):
+            raise InvalidRequest(f"{where}: expected a name in UTF-8")
         self._where = where
         self._model = model
         self._regions = Regions() if shared_memory else None

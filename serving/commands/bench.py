@@ -12,15 +12,18 @@ from rich.table import Table
 
 from serving.bundle import Bundle, open_bundle
 from serving.client import LookupClient, ModelInfo
-from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, err, fail, out, say, takes_tls
-from serving.errors import BundleError, InvalidRequest, ServingError
+from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
+from serving.errors import BundleError, InvalidRequest
 from serving.load.generator import Load, generate
 from serving.load.ids import Distribution, random_requests
 from serving.load.report import PERCENTILES, Report, refusal, summarize
 from serving.load.requests import Prepared, captured_requests, prepare
+from serving.terminal import out
 
 _CLIENTS = (1, 8, 32)
 _SAMPLES = (1,)
+# Of anything: seconds, clients, samples, requests a second.
+_MOST = 1_000_000
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -76,45 +79,43 @@ def bench(
 
     Exits with 1 where nothing was answered, an answer was wrong, or this generator was the bottleneck.
     """
-    try:
-        _check_positive(seconds=[seconds], repeats=[repeats], processes=[processes], timeout_s=[timeout_s])
-        _check_positive(samples=samples or (), clients=clients or (), rate=rate or ())
-        if not 0 <= check <= 1:
-            raise InvalidRequest(f"check: expected a share in [0, 1], got {check}")
-        opened = None if bundle is None else open_bundle(bundle)
-        spoken = tls()
-        with LookupClient(url, model, 10, tls=spoken) as client:
-            info = client.info()
-        if opened is not None and opened.manifest.contract != info.contract:
-            raise BundleError(f"{bundle}: expected a version of the model that is served, {model!r}: features differ")
-        pooling = _pooling_factors(pooling_factor or (), info)
-        distribution = Distribution.parse(ids)
-        asked = _requests(model, info, opened, replay, samples or _SAMPLES, distribution, pooling)
-        loads = [
-            Load(
-                clients=each_clients,
-                rate=each_rate,
-                seconds=seconds,
-                repeats=repeats,
-                warm_up_s=warm_up,
-                check=check,
-            )
-            for each_clients, each_rate in (
-                [(0, each) for each in rate] if rate else [(each, 0.0) for each in clients or _CLIENTS]
-            )
-        ]
-        found: list[Report | Refusal] = []
-        for size, requests in asked:
-            for load in loads:
-                runs = generate(url, requests, load, timeout_s, opened, processes, spoken)
-                why = refusal(load, runs)
-                found.append(
-                    summarize(load, size, runs) if why is None else Refusal(load.clients, load.rate, size, why)
-                )
-                if as_json:
-                    print(msgspec.json.encode(found[-1]).decode(), flush=True)
-    except ServingError as error:
-        fail(error)
+    _check_positive(seconds=[seconds], repeats=[repeats], processes=[processes], timeout_s=[timeout_s])
+    _check_positive(samples=samples or (), clients=clients or (), rate=rate or ())
+    if not 0 <= check <= 1:
+        raise InvalidRequest(f"check: expected a share in [0, 1], got {check}")
+    if not 0 <= warm_up <= _MOST:
+        raise InvalidRequest(f"warm_up: expected 0 to {_MOST} seconds, got {warm_up}")
+    distribution = Distribution.parse(ids)
+    factors = [_pooling_factor(each) for each in pooling_factor or ()]
+    opened = None if bundle is None else open_bundle(bundle)
+    spoken = tls()
+    with LookupClient(url, model, 10, tls=spoken) as client:
+        info = client.info()
+    if opened is not None and opened.manifest.contract != info.contract:
+        raise BundleError(f"{bundle}: expected a version of the model that is served, {model!r}: features differ")
+    pooling = _pooling_factors(factors, info)
+    asked = _requests(model, info, opened, replay, samples or _SAMPLES, distribution, pooling)
+    loads = [
+        Load(
+            clients=each_clients,
+            rate=each_rate,
+            seconds=seconds,
+            repeats=repeats,
+            warm_up_s=warm_up,
+            check=check,
+        )
+        for each_clients, each_rate in (
+            [(0, each) for each in rate] if rate else [(each, 0.0) for each in clients or _CLIENTS]
+        )
+    ]
+    found: list[Report | Refusal] = []
+    for size, requests in asked:
+        for load in loads:
+            runs = generate(url, requests, load, timeout_s, opened, processes, spoken)
+            why = refusal(load, runs)
+            found.append(summarize(load, size, runs) if why is None else Refusal(load.clients, load.rate, size, why))
+            if as_json:
+                print(msgspec.json.encode(found[-1]).decode(), flush=True)
     reports = [each for each in found if isinstance(each, Report)]
     if not as_json and reports:
         out.print(_table(reports))
@@ -123,14 +124,15 @@ def bench(
         say("the answers were not checked: --bundle says what they should be")
     for each in found:
         if isinstance(each, Refusal):
-            err.print(f"tbe-serve: {_named(each)}: refused: {each.refused}", markup=False, soft_wrap=True)
+            say(f"{_named(each)}: refused: {each.refused}")
     raise typer.Exit(len(reports) < len(found) or not all(report.answers for report in reports))
 
 
 def _check_positive(**numbers: Sequence[float]) -> None:
     for name, given in numbers.items():
-        if not all(number > 0 for number in given):
-            raise InvalidRequest(f"{name}: expected > 0, got {min(given)}")
+        for number in given:
+            if not 0 < number <= _MOST:
+                raise InvalidRequest(f"{name}: expected > 0 and at most {_MOST}, got {number}")
 
 
 def _requests(
@@ -153,18 +155,22 @@ def _requests(
     return [(size, prepare(model, random_requests(bundle.manifest, size, ids, pooling), info)) for size in samples]
 
 
-def _pooling_factors(given: Sequence[str], info: ModelInfo) -> dict[str, float]:
+def _pooling_factor(text: str) -> tuple[str, float]:
+    name, _, number = text.rpartition("=")
+    try:
+        factor = float(number)
+    except ValueError:
+        factor = -1.0
+    if not 0 <= factor < 1e6:
+        raise InvalidRequest(f"pooling_factor {text!r}: expected [FEATURE=]X with X in [0, 1000000)")
+    return name, factor
+
+
+def _pooling_factors(given: Sequence[tuple[str, float]], info: ModelInfo) -> dict[str, float]:
     factors = dict.fromkeys(info.keys, 10.0)
-    for each in given:
-        name, _, number = each.rpartition("=")
-        try:
-            factor = float(number)
-        except ValueError:
-            factor = -1.0
-        if not 0 <= factor < 1e6:
-            raise InvalidRequest(f"pooling-factor {each!r}: expected [FEATURE=]X with X in [0, 1000000)")
+    for name, factor in given:
         if name and name not in factors:
-            raise InvalidRequest(f"pooling-factor {each!r}: expected one of {', '.join(map(repr, factors))}")
+            raise InvalidRequest(f"pooling_factor {name!r}: expected one of {', '.join(map(repr, factors))}")
         factors |= {name: factor} if name else dict.fromkeys(factors, factor)
     return factors
 

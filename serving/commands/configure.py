@@ -12,10 +12,10 @@ from rich.table import Table
 from serving.atomic import replacing
 from serving.bundle import versions
 from serving.capture import WARM_UP, read_captured
-from serving.commands.terminal import fail, out
 from serving.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
-from serving.errors import ConfigurationError, ServingError
+from serving.errors import ConfigurationError
 from serving.settings import ServingSettings
+from serving.terminal import out
 
 NEWEST = "newest"
 
@@ -50,38 +50,41 @@ def configure(
         ),
     ] = None,
     capture: Annotated[
-        str | None, typer.Option(help="Folder that takes refused requests for replay (ids alone); '' for none.")
+        str | None, typer.Option(help="Folder that takes refused requests for replay (ids alone).")
     ] = None,
+    no_capture: Annotated[bool, typer.Option("--no-capture", help="Capture nothing.")] = False,
     capture_slow_ms: Annotated[float | None, typer.Option(help="Capture slow calls too.")] = None,
+    no_capture_slow_ms: Annotated[
+        bool, typer.Option("--no-capture-slow-ms", help="Capture no call for being slow.")
+    ] = False,
     capture_max_bytes: Annotated[int | None, typer.Option(help="How large the captured file may grow.")] = None,
     warm_up: Annotated[
-        str | None, typer.Option(help="Captured requests to answer before the model is ready; '' for none.")
+        Path | None, typer.Option(help="Captured requests to answer before the model is ready.")
     ] = None,
+    no_warm_up: Annotated[bool, typer.Option("--no-warm-up", help="Be ready at once.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how a model is served, or change it; the server does so after `tbe-serve load`, or its next start."""
     given = locals()  # an option for each setting
     said = {each.name: given[each.name] for each in fields(ServingSettings) if given[each.name] is not None}
-    if capture is not None:
-        said["capture"] = capture or None
-    try:
-        if version is not None:
-            said["version"] = _version(model, version)
-        config = read_config(model)
-        settings = replace(settings_of(config), **said)
-        if warm_up is not None:
-            _set_warm_up(model, warm_up)
-        if said:
-            apply_settings(config, settings)
-            write_config(model, config)
-    except ServingError as error:
-        fail(error)
+    said |= {name: None for name in ("capture", "capture_slow_ms") if given[f"no_{name}"]}
+    if version is not None:
+        said["version"] = _version(model, version)
+    config = read_config(model)
+    settings = replace(settings_of(config), **said)
+    if no_warm_up:
+        (model / WARM_UP).unlink(missing_ok=True)
+    elif warm_up is not None:
+        _set_warm_up(model, warm_up)
+    if said:
+        apply_settings(config, settings)
+        write_config(model, config)
     warms = (model / WARM_UP).exists()
     if as_json:
         print(msgspec.json.encode({**asdict(settings), "warm_up": warms}).decode())
         return
     out.print(_table(settings, warms))
-    if said or warm_up is not None:
+    if said or no_warm_up or warm_up is not None:
         out.print(
             f"written to {model / CONFIG}; a running server takes it: tbe-serve load {model.name}", soft_wrap=True
         )
@@ -90,21 +93,17 @@ def configure(
 def _version(model: Path, text: str) -> int | None:
     if text == NEWEST:
         return None
-    if not text.isdecimal() or not (model / text).is_dir():
-        there = versions(model)[::-1]
+    there = versions(model)[::-1]
+    if text not in map(str, there):
         raise ConfigurationError(f"version: expected {NEWEST!r} or one of {there} in {model}, got {text!r}")
     return int(text)
 
 
-def _set_warm_up(model: Path, source: str) -> None:
+def _set_warm_up(model: Path, source: Path) -> None:
     """Put a copy beside config.pbtxt, at once, if all of it can be read."""
-    target = model / WARM_UP
-    if not source:
-        target.unlink(missing_ok=True)
-        return
-    for _ in read_captured(Path(source)):
+    for _ in read_captured(source):
         pass
-    with Path(source).open("rb") as captured, replacing(target) as file:
+    with source.open("rb") as captured, replacing(model / WARM_UP) as file:
         shutil.copyfileobj(captured, file)
 
 

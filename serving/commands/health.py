@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from serving.client import DEFAULT_TIMEOUT_S, LookupClient, Retries
-from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, fail, out, takes_tls
-from serving.errors import ServingError
+from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, takes_tls
 from serving.health import canary
+from serving.terminal import out
 
 
 @takes_tls
@@ -20,9 +20,6 @@ def health(
     ] = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Look a row up in every table of each model; exits with 1, and says why, if one does not answer in time."""
-    try:
-        for model in models:
-            with LookupClient(url, model, timeout_s, retries=Retries(attempts=1), tls=tls()) as client:
-                out.print(f"{model}: version {canary(client).version} answers")
-    except ServingError as error:
-        fail(error)
+    for model in models:
+        with LookupClient(url, model, timeout_s, retries=Retries(attempts=1), tls=tls()) as client:
+            out.print(f"{model}: version {canary(client).version} answers")

@@ -1,6 +1,7 @@
 """`tbe-serve lookup`: embeddings for lines of JSON."""
 
 import json
+import sys
 from typing import Annotated, Any
 
 import numpy as np
@@ -8,9 +9,10 @@ import typer
 from rich.table import Table
 
 from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient
-from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, fail, out, say, takes_tls
+from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.encoding import Features
-from serving.errors import InvalidRequest, ServingError
+from serving.errors import InvalidRequest
+from serving.terminal import out
 
 
 @takes_tls
@@ -18,7 +20,7 @@ def lookup(
     model: Annotated[str, typer.Argument(help="The model's name.")],
     tls: TlsOf,
     file: Annotated[
-        typer.FileText, typer.Argument(help="JSON lines, one request each; standard input by default.")
+        typer.FileBinaryRead, typer.Argument(help="JSON lines, one request each; standard input by default.")
     ] = "-",  # type: ignore[assignment]
     url: UrlOption = DEFAULT_URL,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = DEFAULT_TIMEOUT_S,
@@ -30,28 +32,26 @@ def lookup(
     A line that cannot be answered is reported, the others are answered, and the exit code is 1.
     """
     refused = False
-    try:
-        with LookupClient(url, model, timeout_s, tls=tls()) as client:
-            for number, line in enumerate(file, start=1):
-                try:
-                    answer = client.lookup(_request(line))
-                except InvalidRequest as error:
-                    refused = True
-                    say(f"line {number}: {error}")
-                else:
-                    out.print(_table(answer)) if as_table else print(json.dumps(_plain(answer)), flush=True)
-    except ServingError as error:
-        fail(error)
+    where = "" if file is sys.stdin.buffer else f"{file.name}: "
+    with LookupClient(url, model, timeout_s, tls=tls()) as client:
+        for number, line in enumerate(file, start=1):
+            try:
+                answer = client.lookup(_request(line))
+            except InvalidRequest as error:
+                refused = True
+                say(f"{where}line {number}: {error}")
+            else:
+                out.print(_table(answer)) if as_table else print(json.dumps(_plain(answer)), flush=True)
     raise typer.Exit(refused)
 
 
-def _request(line: str) -> Features:
+def _request(line: bytes) -> Features:
     try:
-        request: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+        request: Any = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or a number of 5,000 digits
         raise InvalidRequest(f"expected JSON: {error}") from error
     if not isinstance(request, dict):
-        raise InvalidRequest(f'expected {{"feature": [[id, ...], ...], ...}}, got {line.strip()[:40]!r}')
+        raise InvalidRequest(f'expected {{"feature": [[id, ...], ...], ...}}, got {line.decode().strip()[:40]!r}')
     return {name: _bags(name, bags) for name, bags in request.items()}
 
 

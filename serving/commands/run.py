@@ -10,11 +10,12 @@ import msgspec
 import typer
 from rich.table import Table
 
-from serving.commands.terminal import fail, out, say
-from serving.errors import ServerFailed, ServingError
+from serving.commands.terminal import say
+from serving.errors import ServerFailed
 from serving.server import LOOPBACK, Access, Ports, Server, ServerTls, Supervisor, run_server
 from serving.server.access import CLOSED
 from serving.server.process import SHM_BYTES
+from serving.terminal import out
 
 
 def run(
@@ -25,9 +26,11 @@ def run(
     host: Annotated[
         str, typer.Option(help="IPv4 address of gRPC and metrics; HTTP stays on this machine unless --insecure.")
     ] = LOOPBACK,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 takes a free one.")] = Ports().grpc,
-    http_port: Annotated[int, typer.Option(help="HTTP port; 0 takes a free one.")] = Ports().http,
-    metrics_port: Annotated[int, typer.Option(help="Prometheus port; 0 takes a free one.")] = Ports().metrics,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = Ports().grpc,
+    http_port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = Ports().http,
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Prometheus port; 0 takes a free one.")
+    ] = Ports().metrics,
     tls_cert: Annotated[Path | None, typer.Option(help="The server's certificate for gRPC, in PEM.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM, without a password.")] = None,
     tls_client_ca: Annotated[
@@ -45,7 +48,10 @@ def run(
         typer.Option(help="PEM file with Ed25519 public keys: serve only what `tbe-export --signing-key` signed."),
     ] = None,
     shm_mib: Annotated[
-        int, typer.Option(min=1, help="Most shared memory of an instance, for the requests it is handed together.")
+        int,
+        typer.Option(
+            min=1, max=1 << 40, help="Most shared memory of an instance, for the requests it is handed together."
+        ),
     ] = SHM_BYTES >> 20,
     recover: Annotated[
         bool, typer.Option(help="Load a model anew when its process died; else stop, and exit with 1.")
@@ -66,24 +72,21 @@ def run(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, pass_on)
     ports = Ports(grpc=grpc_port, http=http_port, metrics=metrics_port)
-    try:
-        access = Access(
-            host=host,
-            tls=_tls(tls_cert, tls_key, tls_client_ca),
-            insecure=insecure,
-            allow=tuple(allow or ()),
-            trusted_keys=trusted_keys,
-        )
-        options = triton_options or ()
-        with run_server(repository, ports, access=access, shm_bytes=shm_mib << 20, options=options) as server:
-            for warning in server.warnings:
-                say(warning)
-            supervisor = Supervisor(server, recover, say)
-            print(_as_json(server)) if as_json else out.print(_as_text(server))
-            sys.stdout.flush()
-            code = supervisor.wait()
-    except ServingError as error:
-        fail(error)
+    access = Access(
+        host=host,
+        tls=_tls(tls_cert, tls_key, tls_client_ca),
+        insecure=insecure,
+        allow=tuple(allow or ()),
+        trusted_keys=trusted_keys,
+    )
+    options = triton_options or ()
+    with run_server(repository, ports, access=access, shm_bytes=shm_mib << 20, options=options) as server:
+        for warning in server.warnings:
+            say(warning)
+        supervisor = Supervisor(server, recover, say)
+        print(_as_json(server)) if as_json else out.print(_as_text(server))
+        sys.stdout.flush()
+        code = supervisor.wait()
     if code:
         say(f"tritonserver exited with {code}")
     raise typer.Exit(code if code >= 0 else 128 - code)
@@ -93,7 +96,7 @@ def _tls(certificate: Path | None, key: Path | None, client_root: Path | None) -
     if certificate is None and key is None and client_root is None:
         return None
     if certificate is None or key is None:
-        raise ServerFailed("TLS: expected --tls-cert and --tls-key together")
+        raise ServerFailed("TLS: expected --tls-cert and --tls-key together, and --tls-client-ca only beside them")
     return ServerTls(certificate=certificate, private_key=key, client_root=client_root)
 
 

@@ -1,19 +1,20 @@
-"""What all commands print with, and the options that several have."""
+"""What several commands of `tbe-serve` say, and the options that they share."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from serving.client import Tls
-from serving.errors import ServingError
+from serving.errors import InvalidRequest
 from serving.options import shared_options
 from serving.server import LOOPBACK, Ports
+from serving.terminal import complain
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# A line on stderr.
+say = partial(complain, "tbe-serve")
 
 UrlOption = Annotated[str, typer.Option(help="The server's gRPC address.")]
 DEFAULT_URL = f"{LOOPBACK}:{Ports().grpc}"
@@ -36,20 +37,11 @@ def _tls(
 ) -> Tls | None:
     if tls_ca is None and tls_cert is None and tls_key is None and tls_server_name is None:
         return None
+    if (tls_cert is None) != (tls_key is None):
+        raise InvalidRequest("--tls-cert, --tls-key: expected both, got one of them")
     return Tls(root_certificates=tls_ca, certificate_chain=tls_cert, private_key=tls_key, server_name=tls_server_name)
 
 
 TlsOf = Callable[[], Tls | None]
 # A command gets `tls()`: how to speak TLS, or None where no option asks for it.
 takes_tls = shared_options("tls", _tls)
-
-
-def say(message: str) -> None:
-    """A line on stderr."""
-    err.print(f"tbe-serve: {message}", markup=False, soft_wrap=True)
-
-
-def fail(error: ServingError) -> NoReturn:
-    """Say why, and exit with 1."""
-    say(str(error))
-    raise typer.Exit(1) from error

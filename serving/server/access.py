@@ -36,11 +36,18 @@ class ServerTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.certificate, self.private_key, password=_no_password)
+        except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
+            raise ServerFailed(
+                f"--tls-cert {self.certificate}, --tls-key {self.private_key}: expected a certificate and its key in "
+                f"PEM: {error}"
+            ) from error
+        try:
             if self.client_root is not None:
                 context.load_verify_locations(self.client_root)
-        except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
-            names = ", ".join(str(path) for path in (self.certificate, self.private_key, self.client_root) if path)
-            raise ServerFailed(f"TLS: expected a certificate and its key in PEM, in {names}: {error}") from error
+        except (OSError, ValueError) as error:
+            raise ServerFailed(
+                f"--tls-client-ca {self.client_root}: expected certificates in PEM: {error}"
+            ) from error
 
     @property
     def options(self) -> list[str]:

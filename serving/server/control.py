@@ -12,6 +12,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote
 
+from serving.client.connection import check_timeout
 from serving.errors import AccessDenied, DeadlineExceeded, ModelNotFound, ServerFault, ServerUnavailable, ServingError
 from serving.server.access import KEY_HEADER
 from serving.settings import INSTEAD_OF, RECOVERED
@@ -47,6 +48,9 @@ class Control:
     http: str
     key: str | None = field(repr=False)
     timeout_s: float
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_s)
 
     def server_version(self) -> str:
         """Triton's version, such as "2.51.0"."""
@@ -115,8 +119,8 @@ class Control:
         """GET, or POST where there is a body."""
         headers = {} if self.key is None else {KEY_HEADER: self.key}
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://{self.http}/{path}", data=data, headers=headers)
         try:
+            request = urllib.request.Request(f"http://{self.http}/{path}", data=data, headers=headers)
             with _DIRECT.open(request, timeout=self.timeout_s) as response:
                 content = response.read()
             return json.loads(content) if content else None
@@ -126,7 +130,9 @@ class Control:
             raise DeadlineExceeded(f"{self.http}: no answer within {self.timeout_s:g} s") from None
         except (urllib.error.URLError, OSError, ValueError, HTTPException) as error:
             reason = getattr(error, "reason", None) or repr(error)
-            raise ServerUnavailable(f"{self.http}: expected the HTTP address of a server: {reason}") from None
+            raise ServerUnavailable(
+                f"{self.http or repr('')}: expected the HTTP address of a server: {reason}"
+            ) from None
 
 
 def _quoted(model: str) -> str:

@@ -159,7 +159,7 @@ def test_a_model_warms_up_before_it_is_ready(tmp_path: Path) -> None:
     assert "warm-up" in done.stdout
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
         assert (tmp_path / "record").read_text() == "7 8\n"
-    done = tbe_serve("configure", str(bundle.parent), "--warm-up", "")
+    done = tbe_serve("configure", str(bundle.parent), "--no-warm-up")
     (tmp_path / "record").unlink()
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
         assert not (tmp_path / "record").exists()
@@ -200,7 +200,7 @@ def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Pat
         "max_request_ids": 100,
         "capture": str(tmp_path),
     }
-    assert json.loads(tbe_serve("configure", model, "--capture", "", "--json").stdout)["capture"] is None
+    assert json.loads(tbe_serve("configure", model, "--no-capture", "--json").stdout)["capture"] is None
     text = (bundle.parent / "config.pbtxt").read_text()
     for wrong in (("--instances", "0"), ("--capture", "relative"), ("--capture-slow-ms", "0")):
         done = tbe_serve("configure", model, *wrong)

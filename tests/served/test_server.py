@@ -258,7 +258,7 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient, ga
         pytest.raises(InvalidRequest, match="feature 'x': expected a weight for each id"),
     ):
         weighted.lookup({"x": [[1]]})
-    with pytest.raises(InvalidRequest, match="timeout_s: expected > 0, got 0"):
+    with pytest.raises(InvalidRequest, match="timeout_s: expected > 0 and at most 1000000, got 0"):
         LookupClient(server.grpc, "mixed", timeout_s=0)
 
 
