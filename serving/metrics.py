@@ -3,7 +3,8 @@
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from time import perf_counter
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from serving.kjt import Checked
 
 STAGES = ("check", "merge", "lookup", "split")
 # Upper bounds of the histogram of requests in a call.
-MERGED = (1, 2, 4, 8, 16, 32, 64)
+MERGED = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 
 
 class Metric(Protocol):
@@ -24,15 +25,19 @@ class Metric(Protocol):
     def set(self, value: float) -> None:
         """Be `value`; for gauges."""
 
+    def observe(self, value: float) -> None:
+        """Count `value` where it belongs; for histograms."""
+
 
 class Family(Protocol):
     """All metrics of one name."""
 
-    def Metric(self, labels: Mapping[str, str]) -> Metric:  # noqa: N802 - Triton's name
-        """The one with these labels."""
+    def Metric(self, labels: Mapping[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802 - Triton's name
+        """The one with these labels; a histogram's has the upper bounds of its buckets, in a list."""
 
 
-Families = Callable[[str, str, bool], Family]
+Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
+Families = Callable[[str, str, Kind], Family]
 
 
 class _Total:
@@ -53,11 +58,30 @@ class _Total:
             self._published = count
 
 
+class _Histogram:
+    """How often each value was seen; published later, as a `_Total` is. Triton takes one observation at a time."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._seen: dict[int, int] = {}
+        self._published: dict[int, int] = {}
+
+    def observe(self, value: int) -> None:
+        self._seen[value] = self._seen.get(value, 0) + 1
+
+    def publish(self) -> None:
+        seen = self._seen.copy()
+        for value, count in seen.items():
+            for _ in range(count - self._published.get(value, 0)):
+                self._metric.observe(value)
+        self._published = seen
+
+
 class LookupMetrics:
     """What one model instance counts.
 
     Args:
-        families: makes a family from its name, its help text and whether it is a gauge.
+        families: makes a family from its name, its help text and its kind.
         labels: model and version.
         tables: names of the tables.
         exported_at: of the bundle, Unix time in seconds.
@@ -70,9 +94,12 @@ class LookupMetrics:
         self._families: list[Family] = []
         self._all: list[_Total] = []
 
+        def family_of(name: str, description: str, kind: Kind) -> Family:
+            self._families.append(families(name, description, kind))
+            return self._families[-1]
+
         def totals(name: str, description: str, label: str, values: Sequence[str]) -> dict[str, _Total]:
-            family = families(name, description, False)
-            self._families.append(family)
+            family = family_of(name, description, "COUNTER")
             made = {value: _Total(family.Metric({**labels, label: value} if label else labels)) for value in values}
             self._all.extend(made.values())
             return made
@@ -88,6 +115,9 @@ class LookupMetrics:
         self._failed = total("tbe_failed_total", "Requests that failed by a fault of the server; its log says why")
         self._turned_away = total("tbe_turned_away_total", "Requests refused as UNAVAILABLE because too many waited")
         self._gone = total("tbe_gone_total", "Requests whose callers had gone before they were looked up")
+        self._overflows = total(
+            "tbe_overflow_total", "Requests whose FP16 answer is not finite: a sum was beyond 65504"
+        )
         self._captured = total("tbe_captured_total", "Requests written to the capture file")
         self._rejected = totals(
             "tbe_rejected_total", "Requests refused as invalid, by what is wrong", "reason", [r.value for r in Reason]
@@ -98,13 +128,17 @@ class LookupMetrics:
         self._seconds = totals(
             "tbe_stage_seconds_total", "Time that TBE calls took, by stage of the request path", "stage", STAGES
         )
-        merged = "TBE calls that answered at most `le` requests together"
-        self._merged = totals("tbe_call_requests_bucket", merged, "le", [*map(str, MERGED), "+Inf"])
         self._recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model anew after it died")
-        name = "tbe_bundle_exported_timestamp_seconds"
-        self._families.append(families(name, "When the bundle was exported, Unix time", True))
+        merged = family_of("tbe_call_requests", "Requests that a TBE call answered together", "HISTOGRAM")
+        self._merged = _Histogram(merged.Metric(labels, MERGED))
+        # A gauge stays when its version is unloaded. This counter stops then, or when its process dies or hangs.
+        self._serving = total("tbe_serving_seconds_total", "Seconds that instances served; its rate is how many do")
+        self._started = perf_counter()
+        exported = family_of(
+            "tbe_bundle_exported_timestamp_seconds", "When the bundle was exported, Unix time", "GAUGE"
+        )
         # Set, not added to: instances share it, and it outlives a process that was killed.
-        self._families[-1].Metric(labels).set(exported_at)
+        exported.Metric(labels).set(exported_at)
 
     def answered(self, checked: Checked, times: Sequence[float]) -> None:
         """Count one TBE call.
@@ -121,10 +155,7 @@ class LookupMetrics:
         self._empty.count += checked.lengths.size - np.count_nonzero(checked.lengths)
         for stage, (start, end) in zip(STAGES, pairwise(times), strict=True):
             self._seconds[stage].count += end - start
-        for bound in MERGED:
-            if requests <= bound:
-                self._merged[str(bound)].count += 1
-        self._merged["+Inf"].count += 1
+        self._merged.observe(requests)
 
     def rejected(self, error: InvalidRequest) -> None:
         """Count one request that was refused as invalid."""
@@ -149,6 +180,10 @@ class LookupMetrics:
         """Count requests that nobody waited for any more."""
         self._gone.count += requests
 
+    def overflowed(self, requests: int) -> None:
+        """Count requests whose FP16 answer is not finite."""
+        self._overflows.count += requests
+
     def captured(self) -> None:
         """Count one request that was written to the capture file."""
         self._captured.count += 1
@@ -159,8 +194,10 @@ class LookupMetrics:
 
     def publish(self) -> None:
         """Tell Triton what was counted since the last time."""
+        self._serving.count = perf_counter() - self._started
         for total in self._all:
             total.publish()
+        self._merged.publish()
 
 
 class Publisher:
@@ -192,9 +229,10 @@ def triton_families(pb_utils: Any) -> Families:
         pb_utils: the module `triton_python_backend_utils` of a running backend.
     """
 
-    def family(name: str, description: str, gauge: bool) -> Family:
-        kinds = pb_utils.MetricFamily
-        made: Family = kinds(name=name, description=description, kind=kinds.GAUGE if gauge else kinds.COUNTER)
+    def family(name: str, description: str, kind: Kind) -> Family:
+        made: Family = pb_utils.MetricFamily(
+            name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
+        )
         return made
 
     return family

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from export import ExportConfig, OutputDtype, WeightDtype, export_model
 from serving import answering
 from serving.answering import Answerer
 from serving.engine import Engine
 from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable
 from serving.kjt import Batch, Embeddings, Limits, Tensors
 from serving.metrics import LookupMetrics
+from tests.models import Spec, collection
 
 BUSY_MS = 100
 
@@ -24,13 +27,16 @@ class Counter:
     def __init__(self, name: str, counts: dict[str, float]) -> None:
         self._name, self._counts = name, counts
 
-    def Metric(self, labels: Any) -> "Counter":  # noqa: N802, ARG002
+    def Metric(self, labels: Any, buckets: Any = None) -> "Counter":  # noqa: N802, ARG002
         return self
 
     def increment(self, value: float) -> None:
         self._counts[self._name] = self._counts.get(self._name, 0) + value
 
     def set(self, value: float) -> None: ...
+
+    def observe(self, value: float) -> None:
+        self.increment(value)
 
 
 class Bench:
@@ -175,3 +181,51 @@ def test_nobody_is_asked_for_who_cannot_have_waited_long(bench: Bench) -> None:
     bench.now += 1  # nothing waited: it was idle
     assert bench.answer(8, 2) == "a" * 8
     assert bench.asked_for == 0
+
+
+# --- FP16
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Even rows of 1 and odd ones of −1 in a table with weights, answered in FP16."""
+    module = collection([Spec("t", 10, 4, "SUM", ("f",))], weighted=True)
+    with torch.no_grad():
+        next(module.parameters()).copy_(torch.tensor([1.0, -1.0] * 5)[:, None].expand(10, 4))
+    config = ExportConfig(dtype={"*": WeightDtype.FP32}, output_dtype=OutputDtype.FP16)
+    return Engine.open(export_model(module, tmp_path_factory.mktemp("half") / "r", "m", config))
+
+
+@pytest.mark.parametrize(
+    ("bags", "expected"),
+    [
+        pytest.param([[0], [1]], 0, id="none"),
+        pytest.param([[0], [0, 2], [1], []], 1, id="one of four"),
+        pytest.param([[1, 3], [0, 1]], 1, id="below zero, beside a sum of zero"),
+        pytest.param([[0, 0], [1, 1], [2, 4]], 3, id="all"),
+    ],
+)
+def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbours(
+    half: Engine, bags: list[list[int]], expected: int
+) -> None:
+    """Each id weighs 40,000: two of one sign are beyond the largest number."""
+    counts: dict[str, float] = {}
+    metrics = LookupMetrics(lambda name, *_: Counter(name, counts), {}, ["t"], 0.0)
+    answerer = Answerer(half, Limits(), metrics, None, lambda _: None)
+    asked = [
+        Tensors(None, np.array(bag, np.int64), np.array([len(bag)], np.int32), np.full(len(bag), 4e4, np.float32))
+        for bag in bags
+    ]
+    answers = answerer.answer(asked, lambda tensors: tensors, lambda _: False)
+    metrics.publish()
+    assert sum(bool(np.isinf(answer).any()) for answer in answers) == expected  # type: ignore[call-overload]
+    assert counts.get("tbe_overflow_total", 0) == expected
+    assert counts["tbe_calls_total"] == 1
+    assert counts["tbe_call_requests"] == len(bags)
+
+
+def test_every_fp16_number_is_told_from_what_is_not_finite() -> None:
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    found = [answering._overflows(numbers[[at, 0]]) for at in range(numbers.size)]
+    assert found == (~np.isfinite(numbers)).tolist()
+    assert not answering._overflows(np.array([np.inf], np.float32))

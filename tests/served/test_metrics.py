@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,9 @@ def test_default_row_is_read_in_place_of_ids_outside(counted: Server) -> None:
         ("tbe_gone_total", {}, 0),
         ("tbe_call_requests_bucket", {"le": "1"}, 2),
         ("tbe_call_requests_bucket", {"le": "+Inf"}, 2),
+        ("tbe_call_requests_sum", {}, 2),
+        ("tbe_call_requests_count", {}, 2),
+        ("tbe_overflow_total", {}, 0),
         ("tbe_recoveries_total", {}, 0),
         ("tbe_captured_total", {}, 0),
     ],
@@ -97,9 +101,23 @@ def test_each_stage_takes_time(counted: Server) -> None:
 
 
 def test_the_bundle_s_age_is_since_its_export(counted: Server) -> None:
-    import time
-
     assert 0 < time.time() - metric(counted, "tbe_bundle_exported_timestamp_seconds") < 3600
+
+
+def families(page: str) -> dict[str, str]:
+    """Our metric families of a metrics page, and their types."""
+    return dict(re.findall(r"^# TYPE (tbe_\w+) (\w+)$", page, re.MULTILINE))
+
+
+def test_names_say_what_they_are(first_scrape: str) -> None:
+    """As `promtool check metrics` has it: counters end in _total, and the suffixes of histograms are theirs alone."""
+    expected: set[str] = set()
+    for name, kind in families(first_scrape).items():
+        assert kind in ("counter", "gauge", "histogram")
+        assert name.endswith("_total") == (kind == "counter"), name
+        assert not name.endswith(("_bucket", "_sum", "_count")), name
+        expected |= {name + end for end in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
+    assert {name for name in series(first_scrape) if name.startswith("tbe_")} == expected
 
 
 # --- the dashboard
@@ -169,6 +187,38 @@ def test_the_dashboard_shows_every_metric_of_ours(first_scrape: str) -> None:
 
 def test_a_page_explains_every_metric_of_ours(first_scrape: str) -> None:
     page = (ROOT / "docs" / "operating.md").read_text()
-    for name in series(first_scrape):
-        if name.startswith("tbe_"):
-            assert f"`{name}" in page, name
+    for name in families(first_scrape):
+        assert f"| `{name}`" in page or f", `{name}` |" in page, name
+
+
+def test_what_is_said_of_a_served_version_is_said_now() -> None:
+    """Not of an hour: a version that was served in it would be shown as if it still were."""
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] == "stat" and "version" in str(panel["targets"]):
+            assert [target.get("instant") for target in panel["targets"]] == [True]
+
+
+def test_age_is_asked_of_versions_that_are_served() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    asked = [line for line in page.splitlines() if line.startswith("time() -")]
+    asked += [query for query in queries() if "exported" in query]
+    assert len(asked) == 2
+    for query in asked:
+        names = {selector.name for selector in selectors(parsed(query))}
+        assert names == {"tbe_bundle_exported_timestamp_seconds", "tbe_serving_seconds_total"}
+
+
+@pytest.mark.usefixtures("first_scrape")
+def test_an_unloaded_version_stops_to_count_and_keeps_its_gauge(counted: Server, tmp_path_factory: Any) -> None:
+    folder = tmp_path_factory.getbasetemp() / "counted0" / "r"
+    export_model(collection(SUM), folder, "m")
+    counted.control(60).load("m")
+
+    def served(version: str) -> float:
+        return metric(counted, "tbe_serving_seconds_total", version=version)
+
+    assert metric(counted, "tbe_bundle_exported_timestamp_seconds", version="1") > 0
+    first, second = served("1"), served("2")
+    assert second > 0
+    assert served("1") == first
+    assert served("2") > second
