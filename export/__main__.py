@@ -16,7 +16,7 @@ from export.errors import ConfigError
 from export.options import CheckpointOption, ModelOption, build_module, takes_settings
 from export.pipeline import Progress, plan_model
 from export.plan_picture import draw_plan
-from export.plan_report import report_plan
+from export.plan_report import PlanReport, report_plan
 from export.prune import prune as prune_versions
 from export.sharding import Sharding
 from export.tables import collect_tables
@@ -72,7 +72,9 @@ def model(
     manifest = open_bundle(path).manifest
     out.print(shown.tables_table(manifest))
     if shown.is_sharded(manifest.plan):
-        out.print(shown.ranks_table(report_plan(manifest, settings.sharding), traffic=False))
+        report = report_plan(manifest, settings.sharding)
+        out.print(shown.ranks_table(report, traffic=False))
+        _say(report)
     out.print(shown.parity_table(manifest.parity))
     _remark(manifest)
     out.print(f"published {path}", soft_wrap=True)
@@ -106,6 +108,7 @@ def plan(
     out.print(shown.placement_table(report))
     out.print(shown.ranks_table(report, traffic=True))
     out.print(f"tables: {len(report.tables)}, bytes: {report.bytes:,}, ranks: {len(report.ranks)}")
+    _say(report)
     if picture is not None:
         out.print(f"drawn {picture}", soft_wrap=True)
 
@@ -181,7 +184,7 @@ def prune(
 
 def _remark(manifest: Manifest) -> None:
     for line in shown.remarks(manifest):
-        out.print(line, markup=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 @contextmanager
@@ -202,6 +205,11 @@ def _progress_bar() -> Iterator[Callable[[Progress], None]]:
             bar.update(task, description=progress.step, completed=progress.done, total=progress.total)
 
         yield show
+
+
+def _say(report: PlanReport) -> None:
+    for note in report.notes:
+        out.print(f"note: {note}", soft_wrap=True)
 
 
 if __name__ == "__main__":

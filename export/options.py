@@ -57,7 +57,9 @@ def _settings(
     output_dtype: Annotated[str | None, typer.Option(help="fp32 (default) or fp16.")] = None,
     ranks: Annotated[int | None, typer.Option(help="How many ranks, on all hosts together; 1 by default.")] = None,
     ranks_per_host: Annotated[int | None, typer.Option(help="How many on each host; else all on one.")] = None,
-    memory_per_rank: Annotated[str | None, typer.Option(help="What a rank can hold, as 16GB; else no limit.")] = None,
+    memory_per_rank: Annotated[
+        str | None, typer.Option(help="What a rank can hold, as 16GB; else this machine's memory ÷ ranks.")
+    ] = None,
     types: Annotated[
         _Tables,
         typer.Option(

@@ -48,7 +48,7 @@ def _draw_memory(axes: Axes, report: PlanReport) -> None:
         heights = [sum(rank.tables.get(name, 0) for name in names) for rank in report.ranks]
         axes.bar(range(len(heights)), heights, bottom=below, label=label, color=colour)
         below = [each + height for each, height in zip(below, heights, strict=True)]
-    if report.memory_bytes is not None:
+    if report.memory_bytes is not None and not report.memory_assumed:
         axes.axhline(report.memory_bytes, color="black", linewidth=1.2, linestyle="--", label="memory of a rank")
     axes.set_title("stored bytes by table (dotted: between hosts)", loc="left")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, reverse=True, fontsize="small")

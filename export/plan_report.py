@@ -4,9 +4,10 @@ As JSON it is a plan file too (`export.plan_file`).
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
+from rich.filesize import decimal
 
 from export.sharding import Sharding
 from serving.bundle import Manifest, WeightDtype
@@ -17,6 +18,9 @@ ID_BYTES = 8
 LENGTH_BYTES = 8
 WEIGHT_BYTES = 4
 SUM_BYTES = 4
+# Ranks that hold this many times what the tables do are worth a word, and so many of the tables that make it so.
+_MULTIPLIED = 1.1
+_NAMED = 3
 
 
 class ShardReport(msgspec.Struct, frozen=True):
@@ -56,11 +60,22 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True):
-    """Ranks, tables by name, the batch size that the traffic is for, and what a rank can hold if that was said."""
+    """Ranks and tables by name.
+
+    Attributes:
+        batch_size: what the traffic is for.
+        bytes: of all ranks, copies included; `table_bytes` of all tables, each once.
+        memory_bytes: what a rank can hold; None where nothing limits it. `memory_assumed`: nobody said so, and it is
+            a part of this machine's memory.
+        notes: what one should know of it, a sentence each.
+    """
 
     batch_size: int
     bytes: int
+    table_bytes: int
     memory_bytes: int | None
+    memory_assumed: bool
+    notes: list[str]
     ranks: list[RankReport]
     tables: dict[str, TableReport]
 
@@ -103,13 +118,41 @@ def report_plan(manifest: Manifest, sharding: Sharding) -> PlanReport:
         )
         for number, (rank, sizes) in enumerate(zip(plan.ranks, by_rank, strict=True))
     ]
+    own = {name: spec.rows * spec.row_bytes for name, spec in specs.items()}
+    assumed = sharding.memory_bytes is None and sharding.ranks > 1
     return PlanReport(
         batch_size=sharding.batch_size,
         bytes=total,
-        memory_bytes=sharding.memory_bytes,
+        table_bytes=sum(own.values()),
+        memory_bytes=sharding.rank_bytes if assumed else sharding.memory_bytes,
+        memory_assumed=assumed,
+        notes=list(_notes(tables, own, sharding, assumed=assumed)),
         ranks=ranks,
         tables=tables,
     )
+
+
+def _notes(
+    tables: Mapping[str, TableReport], own: Mapping[str, int], sharding: Sharding, *, assumed: bool
+) -> Iterator[str]:
+    """What a person would not expect: bytes that are stored several times, and a limit that nobody set."""
+    total, once = sum(table.bytes for table in tables.values()), sum(own.values())
+    if total > _MULTIPLIED * once:
+        more = sorted(tables, key=lambda name: own[name] - tables[name].bytes)
+        named = ", ".join(
+            f"{name!r} ({tables[name].sharding_type.value}) {decimal(tables[name].bytes - own[name])}"
+            for name in more[:_NAMED]
+            if tables[name].bytes > own[name]
+        )
+        yield (
+            f"ranks hold {decimal(total)} for {decimal(once)} of tables, {total / once:.1f} times as much; most "
+            f"of it for {named}: a smaller --memory-per-rank, or --sharding, has fewer copies"
+        )
+    if assumed:
+        yield (
+            f"a rank was taken to hold {decimal(sharding.rank_bytes)}, 1/{sharding.ranks} of this machine's memory: "
+            "--memory-per-rank says what yours can"
+        )
 
 
 def _traffic(manifest: Manifest, sharding: Sharding) -> tuple[Mapping[int, float], Mapping[int, int]]:

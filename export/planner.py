@@ -33,7 +33,7 @@ from export.fitting import check_fits, overflow_of
 from export.matching import last_match
 from export.plan_file import read_plan
 from export.quiet import quiet
-from export.sharding import AUTO, AUTO_SIMPLE, MOST_BYTES, Sharding
+from export.sharding import AUTO, AUTO_SIMPLE, Sharding
 from serving.bundle import DEVICE, SHARD_ALIGNMENT, Feature, Table, WeightDtype
 from serving.plan import COLUMN_MULTIPLE, Plan, Rank, Shard, ShardingType, tiling_error
 
@@ -227,7 +227,7 @@ def _topology(sharding: Sharding) -> Topology:
         TrainerConfig(
             world_size=sharding.ranks,
             local_world_size=sharding.local_ranks,
-            hbm_cap_bytes=sharding.memory_bytes or MOST_BYTES,
+            hbm_cap_bytes=sharding.rank_bytes,
         ),
         kernel_config=KernelConfig(compute_device="cuda"),
     )
@@ -237,16 +237,20 @@ def _why(
     options: Sequence[ShardingOption], tables: Mapping[str, Table], sharding: Sharding, error: PlannerError
 ) -> str:
     """Which table does not fit, and by how much."""
-    memory = sharding.memory_bytes or MOST_BYTES
     smallest: dict[str, list[int]] = {}
     for option in options:
         sizes = sorted((shard.storage.hbm for shard in option.shards), reverse=True)
         if option.name not in smallest or sizes < smallest[option.name]:
             smallest[option.name] = sizes
     pieces = [(size, tables[name].name) for name, sizes in smallest.items() for size in sizes]
-    if overflow := overflow_of(pieces, sharding.ranks, memory):
-        return overflow
-    return f"no placement was found, though one may exist: {error}"
+    why = overflow_of(pieces, sharding.ranks, sharding.rank_bytes)
+    why = why or f"no placement was found, though one may exist: {error}"
+    if sharding.memory_bytes is not None:
+        return why
+    return (
+        f"{why}: a rank was taken to hold 1/{sharding.ranks} of this machine's {sharding.machine_bytes:,} bytes: "
+        "--memory-per-rank says what it can"
+    )
 
 
 def _shards(table: Table, planned: ParameterSharding, ranks: int) -> list[Shard]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from export.errors import ConfigError
+from export.machine import memory_here
 from export.matching import check_patterns, last_match
 from serving.plan import COLUMN_MULTIPLE, ShardingType
 
@@ -15,7 +16,13 @@ AUTO_SIMPLE = "auto-simple"
 CHOICES = (AUTO, AUTO_SIMPLE, *(kind.value for kind in ShardingType))
 # More than any machine has.
 MOST_BYTES = 1 << 60
-_MOST = {"ranks": 10_000, "ranks_per_host": 10_000, "memory_bytes": MOST_BYTES, "batch_size": 2**31 - 1}
+_MOST = {
+    "ranks": 10_000,
+    "ranks_per_host": 10_000,
+    "memory_bytes": MOST_BYTES,
+    "machine_bytes": MOST_BYTES,
+    "batch_size": 2**31 - 1,
+}
 # Constraints that leave everything open.
 _OPEN = ParameterConstraints()
 
@@ -29,7 +36,9 @@ class Sharding:
     Attributes:
         ranks: how many, on all hosts together.
         ranks_per_host: how many each host has; all where None.
-        memory_bytes: what one rank can hold; no limit where None.
+        memory_bytes: what one rank can hold. Where None, several ranks have equal parts of `machine_bytes`; one rank,
+            or an explicit plan, has no limit: what does not fit is read from disk.
+        machine_bytes: the memory that ranks share; by default what this machine has, or its control group allows.
         types: `auto` (TorchRec's planner chooses), `auto-simple` (below), or one of TorchRec's sharding types.
         constraints: TorchRec's own, by a table's name. What they leave open, the other settings fill in.
         pooling_factors: how many ids a bag has, on average.
@@ -45,6 +54,7 @@ class Sharding:
     ranks: int = 1
     ranks_per_host: int | None = None
     memory_bytes: int | None = None
+    machine_bytes: int = field(default_factory=memory_here)
     types: Mapping[str, str] = field(default_factory=dict)
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
     pooling_factors: Mapping[str, float] = field(default_factory=dict)
@@ -81,6 +91,11 @@ class Sharding:
     def local_ranks(self) -> int:
         """Ranks on each host."""
         return self.ranks_per_host or self.ranks
+
+    @property
+    def rank_bytes(self) -> int:
+        """What one of several ranks can hold."""
+        return self.memory_bytes or max(1, self.machine_bytes // self.ranks)
 
     @property
     def hosts(self) -> int:

@@ -210,6 +210,12 @@ def test_plan_shows_bytes_and_traffic_and_writes_nothing(tmp_path: Path) -> None
     rank = report["ranks"][1]
     assert (rank["bytes"], rank["bytes_in"], rank["bytes_out"]) == (stored, ids + lengths, sums)
     assert [each["host"] for each in report["ranks"]] == [0, 0, 1, 1]
+    # 28.0 kB of 67 kB, four times: it is said, and what a rank was taken to hold.
+    assert report["table_bytes"] == 500 * 20 + 300 * 36 + 20 * 12 + 1000 * 28
+    copies, assumed = report["notes"]
+    assert "most of it for 'word' (data_parallel) 84.0 kB" in copies
+    assert "1/4 of this machine's memory" in assumed
+    assert done.stdout.splitlines()[-3:-1] == [f"note: {note}" for note in report["notes"]]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
@@ -222,6 +228,9 @@ def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path) -> None:
         "--plan", str(tmp_path / "plan.json"),
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("note: ranks hold")] == [
+        f"note: {note}" for note in json.loads(planned)["notes"][:-1]
+    ]
     bundle = tmp_path / "r" / "m" / "1"
     report = json.loads(planned)
     assert [path.stat().st_size for path in sorted(bundle.glob("weights.*"))] == pytest.approx(

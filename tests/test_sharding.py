@@ -15,6 +15,9 @@ from torchrec.distributed.planner import ParameterConstraints
 
 from export import ExportConfig, ExportError, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from export.errors import ConfigError, PlanError
+from export.machine import memory_of
+from export.pipeline import plan_model
+from export.plan_report import PlanReport, report_plan
 from export.sharding import CHOICES
 from serving import kjt
 from serving.engine import Engine, load_program
@@ -231,6 +234,65 @@ def test_sizes_are_the_quantized_ones(tmp_path: Path) -> None:
     )
     manifest = Engine.open(export(bytes_ // 4 + 128)).bundle.manifest
     assert sum(manifest.files[rank.weights].size_bytes for rank in manifest.plan.ranks) == bytes_
+
+
+def test_what_nobody_said_a_rank_can_hold_is_its_part_of_the_machine() -> None:
+    """Or `auto` copies every table to every rank, for which it is fastest."""
+    specs = [Spec(f"t{number}", 10_000, 64, "SUM", (f"x{number}",)) for number in range(4)]
+    own = 4 * 10_000 * (64 + 4)
+
+    def plan(machine_bytes: int) -> PlanReport:
+        config = ExportConfig(sharding=Sharding(ranks=8, machine_bytes=machine_bytes))
+        return report_plan(plan_model(collection(specs), config), config.sharding)
+
+    roomy = plan(100 * own)
+    assert (roomy.bytes, roomy.table_bytes, roomy.memory_bytes) == (8 * own, own, 100 * own // 8)
+    assert roomy.notes == [
+        "ranks hold 21.8 MB for 2.7 MB of tables, 8.0 times as much; most of it for 't0' (data_parallel) 4.8 MB, 't1' "
+        "(data_parallel) 4.8 MB, 't2' (data_parallel) 4.8 MB: a smaller --memory-per-rank, or --sharding, has fewer "
+        "copies",
+        "a rank was taken to hold 34.0 MB, 1/8 of this machine's memory: --memory-per-rank says what yours can",
+    ]
+    tight = plan(own + own // 2)
+    assert tight.bytes <= own + own // 2
+    with pytest.raises(PlanError) as refused:
+        plan(own // 2)
+    assert str(refused.value).endswith(
+        ": a rank was taken to hold 1/8 of this machine's 1,360,000 bytes: --memory-per-rank says what it can"
+    )
+
+
+def test_a_fleet_is_planned_on_any_machine() -> None:
+    sharding = Sharding(ranks=8, machine_bytes=1000, memory_bytes=1 << 40)
+    report = report_plan(plan_model(collection(MIXED), ExportConfig(sharding=sharding)), sharding)
+    assert (report.memory_bytes, report.memory_assumed) == (1 << 40, False)
+    assert not any("machine" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        pytest.param("", {}, 1000, id="no control group"),
+        pytest.param("0::/\n", {"memory.max": "400\n"}, 400, id="a container's"),
+        pytest.param("0::/a/b\n", {"a/b/memory.max": "max\n", "a/memory.max": "300\n"}, 300, id="a parent's"),
+        pytest.param("0::/a\n", {"a/memory.max": "5000\n", "b/memory.max": "1\n"}, 1000, id="above the machine's"),
+        pytest.param(
+            "4:cpu,memory:/a\n0::/\n",
+            {"memory/a/memory.limit_in_bytes": "9223372036854771712", "memory/memory.limit_in_bytes": "200"},
+            200,
+            id="version 1",
+        ),
+        pytest.param("4:cpu:/a\n", {"cpu/a/memory.limit_in_bytes": "7"}, 1000, id="another controller's"),
+    ],
+)
+def test_a_machine_has_what_its_control_groups_allow(
+    tmp_path: Path, groups: str, limits: dict[str, str], expected: int
+) -> None:
+    (tmp_path / "groups").write_text(groups)
+    for name, limit in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(limit)
+    assert memory_of(1000, tmp_path / "groups", tmp_path) == expected
 
 
 def test_the_planner_cuts_what_does_not_fit_whole(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def compare(
     ] = None,
     ranks: Annotated[list[int] | None, typer.Option(help="How many ranks, 2 and 4 by default.")] = None,
     ranks_per_host: Annotated[int | None, typer.Option(help="How many on each host; else all on one.")] = None,
-    memory_per_rank: Annotated[str | None, typer.Option(help="What a rank can hold, as 16GB; else no limit.")] = None,
+    memory_per_rank: Annotated[
+        str | None, typer.Option(help="What a rank can hold, as 16GB; else this machine's memory ÷ ranks.")
+    ] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="int8 and int4 by default; may be given again.")] = None,
     pooling_factors: Annotated[
         list[str] | None,
