@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make sure that the programs are there which tests need and pip does not have: a Chromium for pages, OpenSSL for keys.
+# Make sure that the programs are there which tests need and pip does not have: a Chromium for pages, OpenSSL for keys,
+# a private network whose packets can be dropped.
 set -euo pipefail
 
 need() { # what it is, Debian's packages, and the names it may have
@@ -20,3 +21,8 @@ need() { # what it is, Debian's packages, and the names it may have
 
 need Chromium "chromium fonts-dejavu-core" chromium chromium-browser google-chrome
 need OpenSSL openssl openssl
+# Debian has them where only root looks.
+PATH=$PATH:/usr/sbin:/sbin
+need iptables iptables iptables
+need iproute2 iproute2 ip
+need util-linux util-linux unshare

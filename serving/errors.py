@@ -89,6 +89,14 @@ class ServerUnavailable(ServingError):
     retryable = True
 
 
+class ModelUnavailable(ServerUnavailable):
+    """The server has the model and no version of it that is ready: it is loaded anew, or the server is stopping."""
+
+
+class ServerFull(ServerUnavailable):
+    """The requests that were handed over together do not fit into the server's shared memory."""
+
+
 class LimitExceeded(ServingError):
     """A message is larger than the other side takes, or a quota is used up: the same call would meet the same."""
 

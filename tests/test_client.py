@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -147,6 +148,79 @@ def test_an_answer_after_two_failures_is_an_answer(lookup: Lookup, fake: Fake, a
     assert len(fake.calls) == 3
 
 
+RELOADED = (grpc.StatusCode.NOT_FOUND, "Request for unknown model: 'm' has no available versions")
+DEAD = (grpc.StatusCode.INTERNAL, "Failed to process: Stub process 'm_0_0' is not healthy.")
+FULL = (grpc.StatusCode.INTERNAL, "Failed to increase the shared memory pool size for key 'k' to 9 bytes")
+
+
+@pytest.mark.parametrize("said", [RELOADED, DEAD], ids=["reloaded", "dead"])
+def test_a_model_that_is_about_to_serve_again_is_waited_for(
+    lookup: Lookup, fake: Fake, address: str, said: tuple[grpc.StatusCode, str]
+) -> None:
+    def fail(context: Any) -> None:
+        if len(fake.calls) < 8:  # more often than `attempts`
+            context.abort(*said)
+
+    fake.fail = fail
+    assert lookup(address, retries=Retries(backoff_s=0.005)).version == 7
+    assert len(fake.calls) == 8
+
+
+@pytest.mark.parametrize("said", [RELOADED, DEAD, FULL], ids=["reloaded", "dead", "full"])
+def test_what_is_not_over_in_time_is_retryable_and_says_so(
+    lookup: Lookup, fake: Fake, address: str, said: tuple[grpc.StatusCode, str]
+) -> None:
+    fake.fail = lambda context: context.abort(*said)
+    with pytest.raises(ServerUnavailable, match=r"try again$") as caught:
+        lookup(address, timeout_s=2)
+    assert caught.value.retryable
+    tries = len(fake.calls)
+    assert tries > 3 or (said is FULL and tries == 3)  # what does not fit is not sent for ever
+    with pytest.raises(ServerUnavailable):
+        lookup(address, retries=Retries(attempts=1))
+    assert len(fake.calls) == tries + 1
+
+
+def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fake: Fake, address: str) -> None:
+    for said in ("'m' is not found", "'m' version 7 is not found", "'has no available versions' is not found"):
+        fake.calls.clear()
+        fake.fail = lambda context, said=said: context.abort(  # type: ignore[misc]
+            grpc.StatusCode.NOT_FOUND, f"Request for unknown model: {said}"
+        )
+        with pytest.raises(ModelNotFound, match=r"is not found$"):
+            lookup(address)
+        assert len(fake.calls) == 1
+
+
+def test_a_server_that_does_not_answer_leaves_time_for_another(lookup: Lookup) -> None:
+    hanging, other = Fake(), Fake()
+    released = threading.Event()
+
+    def hang(_: Any) -> None:
+        released.wait(30)
+
+    hanging.fail = hang
+    with serving(hanging) as first, serving(other) as second:
+        try:
+            for _ in range(4):  # the turn of each comes
+                lookup([first, second], timeout_s=3)
+        finally:
+            released.set()
+    assert len(other.calls) >= 4
+
+
+@pytest.mark.parametrize(
+    ("servers", "timeout_s"),
+    [pytest.param(1, 2.0, id="one server"), pytest.param(2, 6.0, id="time enough to notice a lost one")],
+)
+def test_a_long_lookup_has_its_deadline(
+    lookup: Lookup, fake: Fake, address: str, servers: int, timeout_s: float
+) -> None:
+    fake.fail = lambda _: time.sleep(0.75 * timeout_s)
+    lookup([address] * servers, timeout_s=timeout_s)
+    assert len(fake.calls) == 1
+
+
 def test_one_attempt_is_one_attempt(lookup: Lookup, fake: Fake, address: str) -> None:
     fake.fail = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "no")
     with pytest.raises(ServerUnavailable):
@@ -192,6 +266,23 @@ def test_a_deadline_covers_all_tries(lookup: Lookup, fake: Fake, address: str) -
             lookup(address, timeout_s=0.5)
     finally:
         released.set()
+
+
+def test_a_long_call_and_a_pause_keep_their_connection(fake: Fake, address: str) -> None:
+    """A server that asks for nothing special (gRPC's defaults, Triton's too) ends connections that ping too often."""
+    peers: list[str] = []
+
+    def fail(context: Any) -> None:
+        peers.append(context.peer())
+        time.sleep(10 if len(peers) == 1 else 0)
+
+    fake.fail = fail
+    with LookupClient(address, "m", timeout_s=30, retries=Retries(attempts=1)) as client:
+        client.lookup({"x": [[1]]})
+        time.sleep(4)
+        client.lookup({"x": [[1]]})
+    assert len(peers) == 2
+    assert len(set(peers)) == 1
 
 
 def test_a_call_s_own_deadline_and_trace(fake: Fake, address: str) -> None:

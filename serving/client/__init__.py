@@ -10,7 +10,8 @@ with LookupClient("localhost:8001", "movielens") as client:
 
 from serving.client.answer import Answer, ModelInfo
 from serving.client.clients import AsyncLookupClient, LookupClient
-from serving.client.connection import DEFAULT_TIMEOUT_S, Retries, Tls
+from serving.client.connection import DEFAULT_TIMEOUT_S, Tls
+from serving.client.retries import Retries
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

@@ -1,5 +1,6 @@
 """LookupClient, and AsyncLookupClient for asyncio: they differ in how they wait, and in nothing else."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -11,10 +12,12 @@ import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
 from serving.client.answer import Answer, ModelInfo
-from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Metadata, Retries, Tls, check_timeout
-from serving.client.exchange import Call, Exchange, Steps
+from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Metadata, Tls, check_timeout
+from serving.client.exchange import Exchange, Steps
+from serving.client.meaning import error_of
+from serving.client.retries import Pause, Retries, Tries, Try, tried
 from serving.encoding import Features
-from serving.errors import InvalidRequest, RequestCancelled, ServingError, from_status
+from serving.errors import InvalidRequest, RequestCancelled, ServingError
 
 T = TypeVar("T")
 
@@ -65,6 +68,9 @@ class _Client:
     def _library(self) -> Any:
         raise NotImplementedError
 
+    def _sleep(self, seconds: float) -> Any:
+        raise NotImplementedError
+
     def _deadline(self, timeout_s: float | None) -> float:
         if self._closed:
             raise RequestCancelled(f"{self._where}: the client is closed")
@@ -72,15 +78,18 @@ class _Client:
             check_timeout(timeout_s)
         return time.monotonic() + (self._connection.timeout_s if timeout_s is None else timeout_s)
 
-    def _made(self, call: Call, deadline: float, trace: str | None) -> Any:
-        """Start a call: its response, or with asyncio what to wait for."""
+    def _tries(self, steps: Steps[T], deadline: float) -> Tries[T]:
+        return tried(steps, self._connection.retries, deadline, self._connection.elsewhere)
+
+    def _do(self, step: Try | Pause, trace: str | None) -> Any:
+        """Start a call or a pause: its result, or with asyncio what to wait for."""
+        if isinstance(step, Pause):
+            return self._sleep(step.seconds)
         metadata = self._connection.call_metadata(trace)
-        # A deadline that has passed is gRPC's to tell: DEADLINE_EXCEEDED.
-        timeout_s = max(0.0, deadline - time.monotonic())
-        return getattr(self._stub, call.method)(call.request, timeout=timeout_s, metadata=metadata)
+        return getattr(self._stub, step.call.method)(step.call.request, timeout=step.timeout_s, metadata=metadata)
 
     def _error(self, error: grpc.RpcError) -> ServingError:
-        return from_status(error.code().name, f"{self._where}: {error.details()}")
+        return error_of(error.code().name, error.details() or "", f"{self._where}: ")
 
 
 class LookupClient(_Client, Closing):
@@ -127,18 +136,22 @@ class LookupClient(_Client, Closing):
     def _library(self) -> Any:
         return grpc
 
+    def _sleep(self, seconds: float) -> Any:
+        time.sleep(seconds)
+
     def _run(self, steps: Steps[T], deadline: float, trace: str | None) -> T:
-        resume: Callable[[Any], Call] = steps.send
+        tries = self._tries(steps, deadline)
+        resume: Callable[[Any], Try | Pause] = tries.send
         result: Any = None
         while True:
             try:
-                call = resume(result)
+                step = resume(result)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]
             try:
-                resume, result = steps.send, self._made(call, deadline, trace)
+                resume, result = tries.send, self._do(step, trace)
             except grpc.RpcError as error:
-                resume, result = steps.throw, self._error(error)
+                resume, result = tries.throw, self._error(error)
 
 
 class AsyncLookupClient(_Client):
@@ -171,15 +184,19 @@ class AsyncLookupClient(_Client):
     def _library(self) -> Any:
         return grpc.aio
 
+    def _sleep(self, seconds: float) -> Any:
+        return asyncio.sleep(seconds)
+
     async def _run(self, steps: Steps[T], deadline: float, trace: str | None) -> T:
-        resume: Callable[[Any], Call] = steps.send
+        tries = self._tries(steps, deadline)
+        resume: Callable[[Any], Try | Pause] = tries.send
         result: Any = None
         while True:
             try:
-                call = resume(result)
+                step = resume(result)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]
             try:
-                resume, result = steps.send, await self._made(call, deadline, trace)
+                resume, result = tries.send, await self._do(step, trace)
             except grpc.RpcError as error:
-                resume, result = steps.throw, self._error(error)
+                resume, result = tries.throw, self._error(error)

@@ -1,5 +1,6 @@
 """Where a client connects, and how: addresses, TLS, metadata, deadline, retries."""
 
+import ipaddress
 import json
 import re
 import socket
@@ -12,6 +13,7 @@ from typing import Any, Self
 
 import grpc
 
+from serving.client.retries import Retries
 from serving.errors import InvalidRequest, ServerUnavailable
 
 DEFAULT_TIMEOUT_S = 1.0
@@ -25,12 +27,26 @@ _MOST_TIMEOUT_S = 1_000_000
 _HOST = r"[A-Za-z0-9_.-]{1,253}"
 _ADDRESS = re.compile(rf"(?:(?:dns|ipv4|ipv6):(?:///)?)?(?:{_HOST}|\[[0-9A-Fa-f:.%]{{2,60}}\]):[0-9]{{1,5}}")
 _MOST_PORT = 65535
-# gRPC counts in ms, and with 0 ms to wait it forgets the call until its deadline: seen with 1 ms less 20 %.
-_LEAST_BACKOFF_S = 0.002
 # How soon a connection that was lost is tried again, at first and at last; gRPC would wait for up to two minutes.
 _RECONNECT_MS = (100, 1000)
 # gRPC keeps a message of up to this size to send it again; larger ones are sent once.
 _RETRY_BUFFER_BYTES = 64 << 20
+# A connection with calls on it that is silent for so long is asked for a sign of life,
+_SILENCE_S = 1.0
+# and given up without one after a third of the deadline, within these. For so long the kernel waits for what was sent
+# to be taken, too (TCP_USER_TIMEOUT): it must not be less than a busy server, or a packet sent again, may take.
+_SIGN_OF_LIFE_S = (0.3, 5.0)
+# A server that fails nearly all calls for an interval, of two or more, is left out for a while; never more than half.
+_BALANCING = {
+    "outlier_detection_experimental": {
+        "interval": "1s",
+        "baseEjectionTime": "5s",
+        "maxEjectionTime": "30s",
+        "maxEjectionPercent": 50,
+        "failurePercentageEjection": {"threshold": 90, "minimumHosts": 2, "requestVolume": 3},
+        "childPolicy": [{"round_robin": {}}],
+    }
+}
 
 
 def check_timeout(timeout_s: float) -> None:
@@ -111,31 +127,6 @@ class Closing:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Retries:
-    """How often a call is tried while its deadline lasts, when the server says that it is UNAVAILABLE.
-
-    gRPC does it: it waits `backoff_s`, twice as long each time and at most `max_backoff_s`, all ± 20 %, and stops
-    for a while when most calls fail (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
-
-    Attributes:
-        attempts: 1 to 5; 1 never tries again.
-    """
-
-    attempts: int = 3
-    backoff_s: float = 0.02
-    max_backoff_s: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.attempts <= 5:
-            raise InvalidRequest(f"attempts: expected 1 to 5, got {self.attempts}")
-        for name in ("backoff_s", "max_backoff_s"):
-            if not _LEAST_BACKOFF_S <= getattr(self, name) <= _MOST_TIMEOUT_S:
-                raise InvalidRequest(
-                    f"{name}: expected {_LEAST_BACKOFF_S} to {_MOST_TIMEOUT_S}, got {getattr(self, name)}"
-                )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
     """How clients reach a server.
 
@@ -172,6 +163,16 @@ class Connection:
         found = [_resolved(address) for address in self.addresses]
         return f"ipv4:{','.join(found)}"
 
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another try may reach another server: there are several, or a name that may stand for many."""
+        return len(self.addresses) > 1 or not _is_one_host(self.addresses[0].rpartition(":")[0])
+
+    @property
+    def _sign_of_life_s(self) -> float:
+        least, most = _SIGN_OF_LIFE_S
+        return min(max(self.timeout_s / 3, least), most)
+
     def call_metadata(self, trace: str | None) -> list[tuple[str, str]]:
         """The metadata of one call; `trace` is its W3C traceparent."""
         given = self.metadata() if callable(self.metadata) else self.metadata
@@ -184,7 +185,7 @@ class Connection:
         return library.secure_channel(self.target, self.tls.credentials(), self._options())
 
     def _options(self) -> list[tuple[str, Any]]:
-        config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+        config: dict[str, Any] = {"loadBalancingConfig": [_BALANCING]}
         if self.retries.attempts > 1:
             policy = {
                 "maxAttempts": self.retries.attempts,
@@ -204,6 +205,11 @@ class Connection:
             ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS[0]),
             ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS[0]),
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
+            ("grpc.keepalive_time_ms", int(1000 * _SILENCE_S)),
+            ("grpc.keepalive_timeout_ms", int(1000 * self._sign_of_life_s)),
+            # Without calls none is asked for, and in a long call one: servers answer more with GOAWAY.
+            ("grpc.keepalive_permit_without_calls", 0),
+            ("grpc.http2.max_pings_without_data", 1),
         ]
         if self.tls is not None and self.tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))
@@ -219,6 +225,14 @@ def _read_pem(path: Path) -> bytes:
 
 def _no_password() -> str:
     raise ValueError("the key has a password, which gRPC cannot be given")
+
+
+def _is_one_host(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return host == "localhost"
+    return True
 
 
 def _resolved(address: str) -> str:

@@ -23,7 +23,7 @@ from tritonclient.grpc import service_pb2
 from serving.bundle import Bundle
 from serving.client import Retries
 from serving.client.connection import Connection, Tls
-from serving.errors import from_status
+from serving.client.meaning import error_of
 from serving.load.requests import Prepared
 from serving.reference import pool
 
@@ -209,7 +209,7 @@ class _Generator:
         try:
             answer: Any = await self._call(request.message, timeout=self._connection.timeout_s)
         except grpc.aio.AioRpcError as error:
-            run.errors[type(from_status(error.code().name, "")).__name__] += 1
+            run.errors[type(error_of(error.code().name, error.details() or "")).__name__] += 1
             run.errors_s.append(time.perf_counter() - due)
             return
         run.latencies_s.append(time.perf_counter() - due)

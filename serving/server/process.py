@@ -235,6 +235,8 @@ def _command(
         # Of the headers only the trace context is the backend's business.
         "--grpc-header-forward-pattern=(?i)traceparent",
         "--http-header-forward-pattern=(?i)traceparent",
+        # Clients may ask for a sign of life twice a second; by default Triton ends what asks thrice in five minutes.
+        "--grpc-http2-min-recv-ping-interval-without-data=500",
     ]
     if installation.backends:
         command.append(f"--backend-directory={installation.backends}")

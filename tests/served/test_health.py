@@ -18,7 +18,7 @@ import tritonclient.grpc as triton
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from serving.client import LookupClient, Retries
-from serving.errors import DeadlineExceeded, ServerFailed, ServerFault, ServerUnavailable
+from serving.errors import DeadlineExceeded, ModelUnavailable, ServerFailed, ServerUnavailable
 from serving.server import run_server
 from tests.models import SUM, Spec, collection
 from tests.served.tools import (
@@ -258,6 +258,6 @@ def test_a_dead_model_is_a_typed_error(repository: Path, tmp_path: Path) -> None
         client.lookup({"x": [[1]]})
         kill_stubs(psutil.Process(server.process.pid), "m")
         time.sleep(0.5)
-        with pytest.raises(ServerFault):
-            client.lookup({"x": [[1]]})
+        with pytest.raises(ModelUnavailable, match=r"its process died: try again$"):
+            client.lookup({"x": [[1]]}, timeout_s=2)
         server.process.kill()
