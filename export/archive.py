@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from export.errors import CheckpointError
 from export.stored import InFile
+from serving.files import open_file
 
 
 def locate_tensors(path: Path, start: int = 0, length: int | None = None) -> dict[str, InFile]:
@@ -28,7 +29,7 @@ def locate_tensors(path: Path, start: int = 0, length: int | None = None) -> dic
     length = path.stat().st_size - start if length is None else length
     try:
         # Fake tensors know their shape, and where in the archive their storage lies, and have no numbers.
-        with path.open("rb") as file, FakeTensorMode():
+        with open_file(path, follow=True) as file, FakeTensorMode():
             archive: Any = _create_file_view(file, start, length)
             loaded = torch.load(archive, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's advice is to run what is in there

@@ -5,30 +5,20 @@ of which tensor lies at which bytes of which file, and each chunk is an archive 
 needs a process group, and no chunk is read whole.
 """
 
-import pickle
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from export.archive import locate_tensors
+from export.dcp_metadata import TensorPart, read_parts
 from export.errors import CheckpointError
 from export.stored import InFile
 
 METADATA = ".metadata"
-
-# All that a FileSystemWriter's metadata is made of. It is a pickle: anything else might be code.
-_METADATA_NAMES = {
-    ("collections", "OrderedDict"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("torch", "Size"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,59 +50,90 @@ class InChunks:
         return rows
 
 
+class _Chunk(msgspec.Struct):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class _Properties(msgspec.Struct):
+    state: tuple[torch.dtype, object, bool, object, bool]
+
+
+class _Stored(msgspec.Struct):
+    properties: _Properties
+    size: tuple[int, ...]
+    chunks: list[_Chunk]
+
+
+class _Index(msgspec.Struct):
+    fqn: str
+    offset: tuple[int, ...] | None = None
+
+
+class _Place(msgspec.Struct):
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: object = None
+
+
+class _Metadata(msgspec.Struct):
+    state_dict_metadata: dict[str, object]
+    storage_data: dict[object, _Place]
+
+
+Places = Mapping[tuple[str, tuple[int, ...]], _Place]
+
+
 def open_folder(path: Path) -> dict[str, InChunks]:
     """The matrices of the checkpoint in the folder `path`, by state-dict key; what else it holds is left alone.
 
     Raises:
         CheckpointError: the metadata cannot be read, or does not fit the files beside it.
     """
-    metadata = _read_metadata(path / METADATA)
-    places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
-    return {
-        key: _table(path, key, stored, places)
-        for key, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata) and len(stored.size) == 2
-    }
+    try:
+        metadata = msgspec.convert(read_parts(path / METADATA), _Metadata, from_attributes=True)
+        places = {_key(index): place for index, place in metadata.storage_data.items()}
+        matrices = dict(_matrices(metadata))
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path / METADATA}: expected the metadata of torch.distributed.checkpoint: {error}"
+        ) from error
+    return {key: _table(path, key, stored, places) for key, stored in matrices.items()}
 
 
-def _table(path: Path, key: str, stored: TensorStorageMetadata, places: dict[Any, Any]) -> InChunks:
+def _key(index: object) -> tuple[str, tuple[int, ...]]:
+    found = msgspec.convert(index, _Index, from_attributes=True)
+    return found.fqn, found.offset or ()
+
+
+def _matrices(metadata: _Metadata) -> Iterator[tuple[str, _Stored]]:
+    for key, part in metadata.state_dict_metadata.items():
+        if isinstance(part, TensorPart):
+            stored = msgspec.convert(part, _Stored, from_attributes=True)
+            if len(stored.size) == 2:
+                yield key, stored
+
+
+def _table(path: Path, key: str, stored: _Stored, places: Places) -> InChunks:
+    dtype = stored.properties.state[0]
     chunks = []
     for chunk in stored.chunks:
         if 0 in chunk.sizes:
             continue  # a rank without rows
-        place = places.get((key, tuple(chunk.offsets)))
-        if place is None or place.transform_descriptors:
-            raise CheckpointError(f"{path}: {key}: expected a plain chunk at {tuple(chunk.offsets)}, found {place}")
+        place = places.get((key, chunk.offsets))
+        if place is None or place.transform_descriptors or Path(place.relative_path).name != place.relative_path:
+            raise CheckpointError(f"{path}: {key}: expected a plain chunk at {chunk.offsets}, found {place}")
         tensor = locate_tensors(path / place.relative_path, place.offset, place.length).get("")
-        if tensor is None or tensor.shape != tuple(chunk.sizes) or tensor.dtype != stored.properties.dtype:
+        if tensor is None or tensor.shape != chunk.sizes or tensor.dtype != dtype or len(chunk.offsets) != 2:
             raise CheckpointError(
-                f"{path / place.relative_path}: {key}: expected {stored.properties.dtype} {list(chunk.sizes)} "
+                f"{path / place.relative_path}: {key}: expected {dtype} {list(chunk.sizes)} "
                 f"at byte {place.offset}, found {tensor}"
             )
-        chunks.append(Chunk(chunk.offsets[0], chunk.offsets[1], tensor))
+        chunks.append(Chunk(*chunk.offsets, tensor))
     # Chunks of one tensor never overlap, so their areas tell whether a part is missing.
     area = sum(chunk.numbers.shape[0] * chunk.numbers.shape[1] for chunk in chunks)
-    if area != stored.size.numel():
-        raise CheckpointError(
-            f"{path}: {key}: expected chunks of {stored.size.numel()} elements in all, found {area}"
-        )
-    return InChunks(tuple(stored.size), stored.properties.dtype, tuple(chunks))
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = (module, name) in _METADATA_NAMES or module == "torch.distributed.checkpoint.metadata"
-        if not allowed and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
-        return super().find_class(module, name)
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path}: expected the metadata of torch.distributed.checkpoint: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path}: expected Metadata, found {type(metadata).__name__}")
-    return metadata
+    rows, columns = stored.size
+    if area != rows * columns:
+        raise CheckpointError(f"{path}: {key}: expected chunks of {rows * columns} elements in all, found {area}")
+    return InChunks((rows, columns), dtype, tuple(chunks))

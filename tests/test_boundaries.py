@@ -12,6 +12,7 @@ EXPORT_MAY_IMPORT = {
     "serving.atomic",
     "serving.bundle",
     "serving.digests",
+    "serving.files",
     "serving.options",
     "serving.signature",
     "serving.strict",
