@@ -49,7 +49,8 @@ def model(
     checkpoint: CheckpointOption = None,
     version: Annotated[int | None, typer.Option(help="The version's number; else the next free one.")] = None,
     signing_key: Annotated[
-        Path | None, typer.Option(help="PEM file with the Ed25519 private key that signs the bundle.")
+        Path | None,
+        typer.Option(help="PEM file with the Ed25519 private key that signs the bundle, and a new model's settings."),
     ] = None,
 ) -> None:
     """Quantize, shard, compile and check the tables of a trained model, then publish them as a bundle.

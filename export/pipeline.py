@@ -15,7 +15,6 @@ from export.checkpoint import Checkpoint, WeightSource, open_weights
 from export.choose import smallest_dtype
 from export.config import ExportConfig
 from export.errors import ConfigError, PublishError
-from export.model_config import model_py
 from export.overflow import overflow_notes
 from export.parity import TableError, answer_probe, check_parity
 from export.planner import plan_shards
@@ -41,7 +40,8 @@ from serving.digests import digest_file
 from serving.errors import BundleError, ConfigurationError
 from serving.kjt import Tensors
 from serving.pins import installed
-from serving.signature import read_signing_key, sign
+from serving.signature import read_signing_key
+from serving.template import model_py
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,8 @@ def export_model(
         version: the version's number; the next free one where None.
         checkpoint: where the weights are: a file, a folder, or a Checkpoint of tables that you read yourself; in
             `module` itself where None.
-        signing_key: a PEM file with the Ed25519 private key that signs the bundle (`serving.signature`); it is not
-            signed where None.
+        signing_key: a PEM file with the Ed25519 private key that signs the bundle, and the settings of a new model
+            (`serving.signature`); nothing is signed where None.
         progress: called as rows are stored.
 
     Returns:
@@ -102,15 +102,13 @@ def export_model(
     manifest = describe(trained.tables, config, lambda: weights, progress)
     manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
     program = compile_program(manifest)
-    with draft(Path(repository), name, version, manifest, config.serving) as new:
+    with draft(Path(repository), name, version, manifest, config.serving, key) as new:
         errors = _store(new.path, trained.tables, manifest, weights, progress)
         progress(Progress("parity", *[_float_bytes(*trained.tables)] * 2))
         with new.syncing():
             # A checkpoint's weights are not in the module, which cannot be run then.
             run = partial(trained_answers, trained) if checkpoint is None else _cannot_run
             _check_parity(new.path, manifest, program, errors, config, run)
-            if key is not None:
-                sign(new.path / MANIFEST, key)
         _read_back(new.path)
         return new.publish()
 

@@ -6,22 +6,24 @@ removes the ones that a killed export left.
 """
 
 import errno
-import fcntl
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from export.errors import PublishError
-from export.model_config import check_model, model_config
-from serving.bundle import Manifest, versions
+from export.model_config import check_model
+from serving.bundle import MANIFEST, Manifest, versions
 from serving.config_file import CONFIG
 from serving.settings import ServingSettings
+from serving.signature import sign
+from serving.template import model_config
+from serving.temporary import temporary_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -38,6 +40,7 @@ class Draft:
     version: int | None
     manifest: Manifest
     settings: ServingSettings | None
+    signing_key: Ed25519PrivateKey | None
     root: Path
 
     @property
@@ -68,7 +71,9 @@ class Draft:
         check_model(model, self.manifest, self.settings)
         _sync(self.path)
         while True:
-            bundle = model / str(self.version or _next_version(model))
+            version = self.version or _next_version(model)
+            bundle = model / str(version)
+            self._sign(self.path, version)
             if _rename(self.path, bundle):
                 _sync_folder(model)
                 return bundle
@@ -78,22 +83,36 @@ class Draft:
     def _publish_model(self, model: Path) -> Path | None:
         """Rename a whole new model into place; None where somebody else just did."""
         draft = self.root / "model"
-        version = str(self.version or 1)
+        version = self.version or 1
         draft.mkdir()
         settings = self.settings or ServingSettings()
         (draft / CONFIG).write_text(model_config(self.name, self.manifest, settings))
-        self.path.rename(draft / version)
+        if self.signing_key is not None:
+            sign(draft / CONFIG, self.signing_key, self.name)
+        self.path.rename(draft / str(version))
+        self._sign(draft / str(version), version)
         _sync(draft)
         if not _rename(draft, model):
-            (draft / version).rename(self.path)
+            (draft / str(version)).rename(self.path)
             return None
         _sync_folder(self.repository)
-        return model / version
+        return model / str(version)
+
+    def _sign(self, path: Path, version: int) -> None:
+        """Sign what would be this version: a signature is of one version, and its number is known only now."""
+        if self.signing_key is not None:
+            sign(path / MANIFEST, self.signing_key, self.name, version)
+            _sync_folder(path)
 
 
 @contextmanager
 def draft(
-    repository: Path, name: str, version: int | None, manifest: Manifest, settings: ServingSettings | None
+    repository: Path,
+    name: str,
+    version: int | None,
+    manifest: Manifest,
+    settings: ServingSettings | None,
+    signing_key: Ed25519PrivateKey | None = None,
 ) -> Iterator[Draft]:
     """A folder for the files of a new version, gone afterwards unless it was published.
 
@@ -103,6 +122,7 @@ def draft(
         version: the version's number, or None for the next free one.
         manifest: what the version will hold; its parity and files do not matter.
         settings: how the model is to be served; as it is, or by default, where None.
+        signing_key: signs the version, and the settings of a new model; nothing is signed where None.
 
     Raises:
         PublishError: the name or version cannot be used, the version exists, the model's other versions have
@@ -120,63 +140,27 @@ def draft(
         raise PublishError(f"{bundle}: exists; published versions are never changed: pick another version")
     if (model := repository / name).exists():
         check_model(model, manifest, settings)
-    try:
-        repository.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(repository)
-        root, lock = _locked_folder(repository)
-    except OSError as error:
-        raise PublishError(f"{repository}: cannot write in it and beside it: {error.strerror}") from error
-    try:
-        if os.fstat(lock).st_dev != repository.stat().st_dev:
+    with ExitStack() as stack:
+        try:
+            repository.mkdir(parents=True, exist_ok=True)
+            root = stack.enter_context(temporary_folder(repository.parent, f".{repository.name}.draft-"))
+        except OSError as error:
+            raise PublishError(f"{repository}: cannot write in it and beside it: {error.strerror}") from error
+        if root.stat().st_dev != repository.stat().st_dev:
             raise PublishError(
                 f"{repository}: is the root of a file system, so that nothing beside it can be renamed into it: "
                 "make the repository a folder of it"
             )
-        new = Draft(repository, name, version, manifest, settings, root)
-        new.path.mkdir()
-        yield new
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-        raise PublishError(
-            f"{root}: the draft cannot be written: {error.strerror}: make room beside the repository"
-        ) from error
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-        os.close(lock)
-
-
-def _prefix(repository: Path) -> str:
-    return f".{repository.name}.draft-"
-
-
-def _locked_folder(repository: Path) -> tuple[Path, int]:
-    """A new folder beside the repository, and the descriptor that holds its lock."""
-    while True:
-        root = Path(tempfile.mkdtemp(dir=repository.parent, prefix=_prefix(repository)))
-        with suppress(FileNotFoundError):
-            lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if root.exists():
-                return root, lock
-            os.close(lock)
-        # Another export took it for abandoned before it was locked: once more.
-
-
-def _remove_abandoned(repository: Path) -> None:
-    for root in repository.parent.glob(_prefix(repository) + "*"):
         try:
-            lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue  # its own export just removed it
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pass  # its export lives
-        else:
-            shutil.rmtree(root, ignore_errors=True)
-        finally:
-            os.close(lock)
+            new = Draft(repository, name, version, manifest, settings, signing_key, root)
+            new.path.mkdir()
+            yield new
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise PublishError(
+                f"{root}: the draft cannot be written: {error.strerror}: make room beside the repository"
+            ) from error
 
 
 def _next_version(model: Path) -> int:

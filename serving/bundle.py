@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from serving.digests import FileDigest, check_digest, check_size, read_file
+from serving.digests import FileDigest, check_digest, check_size
 from serving.errors import BundleError
+from serving.files import open_file, read_file
 from serving.plan import Plan, Shard, tiling_error
 from serving.strict import UNREADABLE, Strict
 
@@ -231,6 +232,11 @@ class Manifest(Strict, frozen=True):
         return any(table.weighted for table in self.tables)
 
     @property
+    def weights(self) -> frozenset[str]:
+        """The files of weights, which may be links to somewhere else; no other file of a bundle may."""
+        return frozenset(rank.weights for rank in self.plan.ranks)
+
+    @property
     def contract(self) -> str:
         """SHA-256, in hex, of all that a client can see: features, dims, weights and the output's dtype.
 
@@ -277,18 +283,26 @@ def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
     taken does not depend on the size of the tables; `verify_digests` reads them too.
 
     Args:
-        path: the bundle.
-        trusted: one of these keys must have signed the manifest; anybody may have made it where None.
+        path: the bundle, <model>/<version>.
+        trusted: one of these keys must have signed it as that version of that model; anybody may have made it where
+            None.
 
     Raises:
         BundleError: naming the file or key that is missing, unknown, inconsistent or too new.
     """
-    manifest = _read_manifest(path / MANIFEST, trusted)
-    _check_consistency(path, manifest)
-    weights = {rank.weights for rank in manifest.plan.ranks}
+    file = path / MANIFEST
+    if trusted is None:
+        try:
+            text = read_file(file)
+        except OSError as error:
+            raise BundleError(f"{file}: cannot be read: {error.strerror}: is {path} a bundle?") from error
+    else:
+        text = trusted.read_version(file)
+    manifest = parse_manifest(file, text)
     for name, digest in manifest.files.items():
-        check_size(path / name, digest)
-        if name not in weights:
+        is_weights = name in manifest.weights
+        check_size(path / name, digest, follow=is_weights)
+        if not is_weights:
             check_digest(path / name, digest)
     return Bundle(path, manifest)
 
@@ -300,7 +314,8 @@ def hold(path: Path) -> int:
         BundleError: there is no bundle.
     """
     try:
-        descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC)
+        with open_file(path / MANIFEST) as file:
+            descriptor = os.dup(file.fileno())
     except OSError as error:
         raise BundleError(f"{path / MANIFEST}: cannot be read: {error.strerror}: is {path} a bundle?") from error
     fcntl.flock(descriptor, fcntl.LOCK_SH)
@@ -311,9 +326,9 @@ def hold(path: Path) -> int:
 def in_use(path: Path) -> Iterator[bool]:
     """Whether a process holds the bundle at `path`; where none does, none can begin to inside the block."""
     try:
-        file = (path / MANIFEST).open("rb")
-    except FileNotFoundError:
-        yield False  # no bundle: nobody can have opened it
+        file = open_file(path / MANIFEST)
+    except OSError as error:
+        yield isinstance(error, PermissionError)  # no bundle: nobody can have opened it
         return
     with file:
         try:
@@ -331,22 +346,24 @@ def verify_digests(bundle: Bundle) -> None:
         BundleError: naming the first file that differs.
     """
     for name, digest in bundle.manifest.files.items():
-        check_digest(bundle.path / name, digest)
+        check_digest(bundle.path / name, digest, follow=name in bundle.manifest.weights)
 
 
 def weights_changed_since(bundle: Bundle, moment: float) -> bool:
     """Whether anything was done to a file of weights after `moment`, Unix time; the kernel's word for it (ctime)."""
-    return any((bundle.path / rank.weights).stat().st_ctime >= moment for rank in bundle.manifest.plan.ranks)
+    return any((bundle.path / name).stat().st_ctime >= moment for name in bundle.manifest.weights)
 
 
 class _Header(msgspec.Struct):
     format_version: int
 
 
-def _read_manifest(path: Path, trusted: "TrustedKeys | None") -> Manifest:
-    text = read_file(path)
-    if trusted is not None:
-        trusted.check(path, text)
+def parse_manifest(path: Path, text: bytes) -> Manifest:
+    """The manifest that says `text`, found consistent; `path` is where it is from.
+
+    Raises:
+        BundleError: naming the key that is missing, unknown, inconsistent or too new.
+    """
     try:
         # The version first: a newer manifest may have keys that this code does not know.
         found = msgspec.json.decode(text, type=_Header).format_version
@@ -355,9 +372,11 @@ def _read_manifest(path: Path, trusted: "TrustedKeys | None") -> Manifest:
                 f"{path}: format_version: expected one of {_READABLE_VERSIONS}, got {found}: "
                 "serve it with the tbe-serving that exported it, or export it again"
             )
-        return msgspec.json.decode(text, type=Manifest)
+        manifest = msgspec.json.decode(text, type=Manifest)
     except UNREADABLE as error:
         raise BundleError(f"{path}: {error}") from error
+    _check_consistency(path, manifest)
+    return manifest
 
 
 def _check_consistency(path: Path, manifest: Manifest) -> None:
@@ -365,7 +384,7 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
 
     def expect(condition: bool, message: str) -> None:
         if not condition:
-            raise BundleError(f"{path / MANIFEST}: {message}")
+            raise BundleError(f"{path}: {message}")
 
     plan = manifest.plan
     tables = {table.name: table for table in manifest.tables}
@@ -388,7 +407,7 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
     expect(plan.row_alignment == 1, f"row_alignment: expected 1 on cpu, got {plan.row_alignment}")
     expect(plan.sharding.keys() == tables.keys(), "plan: sharding does not name each table once")
 
-    used = {MODEL, PROGRAM, *(rank.weights for rank in plan.ranks)}
+    used = {MODEL, PROGRAM, *manifest.weights}
     expect(used == manifest.files.keys(), f"files: expected {sorted(used)}, got {sorted(manifest.files)}")
     for name in used:
         expect(name == Path(name).name and name not in (".", ".."), f"files: {name!r} leaves the bundle")

@@ -3,7 +3,7 @@
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -12,12 +12,17 @@ import msgspec
 import numpy as np
 
 from serving.errors import ConfigurationError, InvalidRequest
+from serving.files import open_file
 from serving.kjt import Tensors
 from serving.settings import ServingSettings
 from serving.strict import UNREADABLE
 
 # Requests to answer before a model is ready, beside its config.pbtxt; `tbe-serve configure --warm-up` puts it there.
 WARM_UP = "warm_up.jsonl"
+# The largest such file that is signed, which takes it whole.
+MOST_WARM_UP_BYTES = 1 << 28
+# The longest line that is read: more ids than any request has.
+LONGEST_LINE = 1 << 28
 # What waits to be written; more is not kept, so that lookups never wait for a disk.
 _WAITING = 64
 
@@ -120,19 +125,24 @@ class Recorder:
                 self._kept()
 
 
-def read_captured(path: Path) -> Iterator[CapturedRequest]:
-    """The requests of a file that a recorder wrote.
+def read_captured(path: Path, *, follow: bool = False) -> Iterator[CapturedRequest]:
+    """The requests of a file that a recorder wrote, one after the other: it may be larger than memory.
 
     Raises:
-        InvalidRequest: naming the line that is none.
+        InvalidRequest: the file cannot be read, or naming the line that is none.
     """
     decoder = msgspec.json.Decoder(CapturedRequest)
     try:
-        lines: Iterable[bytes] = path.read_bytes().splitlines()
+        file = open_file(path, follow=follow)
     except OSError as error:
         raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield decoder.decode(line)
-        except UNREADABLE as error:
-            raise InvalidRequest(f"{path}: line {number}: expected a captured request: {error}") from error
+    with file:
+        number = 0
+        while line := file.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(line) > LONGEST_LINE:
+                raise InvalidRequest(f"{path}: line {number}: expected at most {LONGEST_LINE} bytes, got more")
+            try:
+                yield decoder.decode(line)
+            except UNREADABLE as error:
+                raise InvalidRequest(f"{path}: line {number}: expected a captured request: {error}") from error

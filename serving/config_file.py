@@ -9,6 +9,7 @@ from tritonclient.grpc import model_config_pb2
 
 from serving.atomic import replacing
 from serving.errors import ConfigurationError
+from serving.files import read_file
 from serving.settings import ServingSettings, parsed
 
 CONFIG = "config.pbtxt"
@@ -22,11 +23,22 @@ def read_config(model: Path) -> Any:
     """
     path = model / CONFIG
     try:
-        return text_format.Parse(path.read_text(), model_config_pb2.ModelConfig())
+        content = read_file(path)
     except OSError as error:
         raise ConfigurationError(
             f"{path}: cannot be read: {error.strerror}: expected a model that tbe-export made, REPOSITORY/NAME"
         ) from error
+    return parse_config(path, content)
+
+
+def parse_config(path: Path, content: bytes) -> Any:
+    """The ModelConfig that says `content`; `path` is where it is from.
+
+    Raises:
+        ConfigurationError: it cannot be parsed.
+    """
+    try:
+        return text_format.Parse(content.decode(), model_config_pb2.ModelConfig())
     except (text_format.ParseError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
 

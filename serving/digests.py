@@ -2,10 +2,10 @@
 
 import hashlib
 import os
-import stat
 from pathlib import Path
 
 from serving.errors import BundleError
+from serving.files import open_file, read_file
 from serving.strict import Strict
 
 
@@ -16,42 +16,44 @@ class FileDigest(Strict, frozen=True):
     sha256: str
 
 
-def digest_file(path: Path) -> FileDigest:
-    """Size and SHA-256 of the file at `path`."""
-    with path.open("rb") as file:
+def digest_of(content: bytes) -> FileDigest:
+    """Size and SHA-256 of a file that holds `content`."""
+    return FileDigest(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def digest_file(path: Path, *, follow: bool = False) -> FileDigest:
+    """Size and SHA-256 of the file at `path`; OSError as `serving.files.open_file`."""
+    with open_file(path, follow=follow) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return FileDigest(size_bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
 
 
-def check_size(path: Path, expected: FileDigest) -> None:
+def check_size(path: Path, expected: FileDigest, *, follow: bool = False) -> None:
     """Refuse a file that is missing, has another size or is none; reads nothing of it.
 
     Raises:
         BundleError: naming the file, what was expected and what came.
     """
     try:
-        found = path.stat()
+        with open_file(path, follow=follow) as file:
+            found = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror}: publish the bundle again") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise BundleError(f"{path}: expected a file, got something else: publish the bundle again")
-    if found.st_size != expected.size_bytes:
-        raise BundleError(
-            f"{path}: expected {expected.size_bytes} bytes, got {found.st_size}: publish the bundle again"
-        )
+    if found != expected.size_bytes:
+        raise BundleError(f"{path}: expected {expected.size_bytes} bytes, got {found}: publish the bundle again")
 
 
-def check_digest(path: Path, expected: FileDigest) -> None:
+def check_digest(path: Path, expected: FileDigest, *, follow: bool = False) -> None:
     """Read all of a file, and refuse it where its SHA-256 differs.
 
     Raises:
         BundleError: naming the file, what was expected and what came.
     """
     try:
-        found = digest_file(path).sha256
+        found = digest_file(path, follow=follow).sha256
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror}: publish the bundle again") from error
-    _check_sha256(path, found, expected)
+    check_sha256(path, found, expected)
 
 
 def read_checked(path: Path, expected: FileDigest) -> bytes:
@@ -60,28 +62,21 @@ def read_checked(path: Path, expected: FileDigest) -> bytes:
     Raises:
         BundleError: naming the file, what was expected and what came.
     """
-    content = read_file(path)
-    _check_sha256(path, hashlib.sha256(content).hexdigest(), expected)
+    check_size(path, expected)
+    try:
+        content = read_file(path, expected.size_bytes)
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}: publish the bundle again") from error
+    check_sha256(path, digest_of(content).sha256, expected)
     return content
 
 
-def read_file(path: Path) -> bytes:
-    """The bytes of a file.
+def check_sha256(path: Path, found: str, expected: FileDigest) -> None:
+    """Refuse a file whose SHA-256, `found`, is not what was expected.
 
     Raises:
-        BundleError: it cannot be read, or is a pipe or folder.
+        BundleError: naming the file, what was expected and what came.
     """
-    try:
-        # A pipe that nobody writes to would be waited for.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise BundleError(f"{path}: expected a file, got something else: publish the bundle again")
-            return file.read()
-    except OSError as error:
-        raise BundleError(f"{path}: cannot be read: {error.strerror}: is {path.parent} a bundle?") from error
-
-
-def _check_sha256(path: Path, found: str, expected: FileDigest) -> None:
     if found != expected.sha256:
         raise BundleError(
             f"{path}: expected SHA-256 {expected.sha256[:12]}…, got {found[:12]}…: the file changed after export; "

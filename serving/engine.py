@@ -35,7 +35,9 @@ class Engine:
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
-        weakref.finalize(self, os.close, hold(bundle.path))
+        # Where weights are links, that to which they lead, too.
+        for folder in {bundle.path, *((bundle.path / name).resolve().parent for name in bundle.manifest.weights)}:
+            weakref.finalize(self, os.close, hold(folder))
         self.schema = Schema.of(bundle.manifest)
         self._weighted = bundle.manifest.weighted_keys
         program = load_program(bundle)

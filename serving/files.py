@@ -3,14 +3,14 @@
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 # Most bytes of a file that is read whole: manifests, settings, signatures, keys.
 SMALL = 64 << 20
 
 
-def open_file(path: Path, *, follow: bool = False) -> BinaryIO:
+def open_file(path: Path, *, follow: bool = False) -> BufferedReader:
     """Open a file for reading; never a pipe, a device, a socket or a folder.
 
     Args:

@@ -1,13 +1,23 @@
-"""Who published a bundle: an Ed25519 signature over manifest.json, which holds the SHA-256 of every other file.
+"""Who published a bundle, or said how a model is served: Ed25519 signatures, in files beside what is signed.
 
-The signature is the 64 bytes of RFC 8032, in `manifest.sig`; keys are PEM files. OpenSSL makes and checks both::
+What is signed is a statement, which says what a file is, and then has the file's bytes::
+
+    tbe-serving/1 manifest.json "movies" "3"    of version 3 of the model `movies`; it holds the other files' SHA-256
+    tbe-serving/1 config.pbtxt "movies"         of the model, whatever its version
+    tbe-serving/1 warm_up.jsonl "movies"
+
+and a newline; names are written as in JSON. So no file is taken for that of another model, version or purpose. A
+signature is the 64 bytes of RFC 8032, in `manifest.sig`, `config.sig`, `warm_up.sig`; keys are PEM files. OpenSSL
+makes and checks both::
 
     openssl genpkey -algorithm ed25519 -out key.pem
     openssl pkey -in key.pem -pubout -out trusted.pem
-    openssl pkeyutl -sign -rawin -inkey key.pem -in manifest.json -out manifest.sig
-    openssl pkeyutl -verify -rawin -pubin -inkey trusted.pem -in manifest.json -sigfile manifest.sig
+    (echo 'tbe-serving/1 manifest.json "movies" "3"'; cat manifest.json) > statement
+    openssl pkeyutl -sign -rawin -inkey key.pem -in statement -out manifest.sig
+    openssl pkeyutl -verify -rawin -pubin -inkey trusted.pem -in statement -sigfile manifest.sig
 """
 
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -18,18 +28,25 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
+from serving.atomic import replacing
 from serving.errors import BundleError, ConfigurationError
+from serving.files import SMALL, read_file
 
-SIGNATURE = "manifest.sig"
 # Names the file of trusted keys to the models of a server.
 TRUSTED_KEYS = "TBE_SERVING_TRUSTED_KEYS"
 
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----", re.DOTALL)
+_SIGNATURE_BYTES = 64
+
+
+def signature_of(path: Path) -> Path:
+    """Where the signature of the file at `path` lies."""
+    return path.with_suffix(".sig")
 
 
 @dataclass(frozen=True, slots=True)
 class TrustedKeys:
-    """Public keys, one of which must have signed a bundle; more than one while keys change."""
+    """Public keys, one of which must have signed what is read; more than one while keys change."""
 
     path: Path
     keys: tuple[Ed25519PublicKey, ...]
@@ -43,7 +60,7 @@ class TrustedKeys:
         """
         expected = f"{path}: trusted keys: expected Ed25519 public keys in PEM"
         try:
-            content = path.read_bytes()
+            content = read_file(path, follow=True)  # as Kubernetes mounts Secrets
         except OSError as error:
             raise ConfigurationError(f"{path}: trusted keys: cannot be read: {error.strerror}") from error
         keys = []
@@ -69,29 +86,43 @@ class TrustedKeys:
         path = os.environ.get(TRUSTED_KEYS)
         return cls.read(Path(path)) if path else None
 
-    def check(self, manifest: Path, content: bytes) -> None:
-        """Refuse a manifest that none of the keys signed.
-
-        Args:
-            manifest: where it is; its signature lies beside it.
-            content: what is in it.
+    def read_version(self, manifest: Path) -> bytes:
+        """The manifest of a version, which is what its path says: <model>/<version>/manifest.json.
 
         Raises:
-            BundleError: there is no signature, or it is not by one of the keys over this content.
+            BundleError: as `read_signed`.
         """
-        path = manifest.with_name(SIGNATURE)
-        try:
-            signature = path.read_bytes()
-        except OSError as error:
+        version = Path(os.path.abspath(manifest)).parent
+        return self.read_signed(manifest, version.parent.name, version.name)
+
+    def read_signed(self, path: Path, model: str, version: str | None = None, most_bytes: int = SMALL) -> bytes:
+        """The content of a file, signed as that of a model, and of a version where it has one.
+
+        Raises:
+            BundleError: it cannot be read, there is no signature, or it is not by one of the keys.
+        """
+        content = _read(path, most_bytes, f"is {path.parent} what tbe-export made?")
+        again = "export with --signing-key" if version else "`tbe-serve configure --signing-key`"
+        found = signature_of(path)
+        signature = _read(
+            found, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: sign it: {again}"
+        )
+        said = _statement(path.name, model, version)
+        if self._signed(signature, said + content):
+            return content
+        if self._signed(signature, content):
             raise BundleError(
-                f"{path}: cannot be read: {error.strerror}: only bundles signed by a key of {self.path} are served: "
-                "export with --signing-key"
-            ) from error
-        if not any(_signed(key, signature, content) for key in self.keys):
-            raise BundleError(
-                f"{path}: expected a signature over {manifest.name} by a key of {self.path}, got another: it was "
-                "changed after it was signed, or signed by somebody else"
+                f"{found}: expected a signature that says which model and version it is for, got one of an earlier "
+                f"tbe-serving: sign it again: {again}"
             )
+        raise BundleError(
+            f"{found}: expected a signature by a key of {self.path} over {path.name} of model {model!r}"
+            f"{f', version {version}' if version else ''}, got another: it was changed after it was signed, is "
+            f"another model's or version's, or somebody else's: sign it again: {again}"
+        )
+
+    def _signed(self, signature: bytes, message: bytes) -> bool:
+        return any(_is_by(key, signature, message) for key in self.keys)
 
 
 def read_signing_key(path: Path) -> Ed25519PrivateKey:
@@ -101,7 +132,7 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
         ConfigurationError: it cannot be read, or is something else.
     """
     try:
-        key = load_pem_private_key(path.read_bytes(), password=None)
+        key = load_pem_private_key(read_file(path, follow=True), password=None)
     except OSError as error:
         raise ConfigurationError(f"{path}: signing key: cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -113,14 +144,33 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def sign(manifest: Path, key: Ed25519PrivateKey) -> None:
-    """Write the signature of the manifest at `manifest` beside it."""
-    manifest.with_name(SIGNATURE).write_bytes(key.sign(manifest.read_bytes()))
+def sign(path: Path, key: Ed25519PrivateKey, model: str, version: int | None = None, most_bytes: int = SMALL) -> None:
+    """Sign the file at `path` as that of a model, and of a version where it has one.
+
+    Raises:
+        OSError: it cannot be read, or its signature not be written.
+    """
+    content = read_file(path, most_bytes)
+    statement = _statement(path.name, model, None if version is None else str(version))
+    with replacing(signature_of(path)) as file:
+        file.write(key.sign(statement + content))
 
 
-def _signed(key: Ed25519PublicKey, signature: bytes, content: bytes) -> bool:
+def _statement(file: str, model: str, version: str | None) -> bytes:
+    names = [model] if version is None else [model, version]
+    return f"{' '.join(['tbe-serving/1', file, *map(json.dumps, names)])}\n".encode()
+
+
+def _read(path: Path, most_bytes: int, advice: str) -> bytes:
     try:
-        key.verify(signature, content)
+        return read_file(path, most_bytes)
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}: {advice}") from error
+
+
+def _is_by(key: Ed25519PublicKey, signature: bytes, message: bytes) -> bool:
+    try:
+        key.verify(signature, message)
     except InvalidSignature:
         return False
     return True

@@ -1,5 +1,6 @@
 """Answer what was captured before Triton calls the model ready: pages are read and code is warm."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def warm_up(engine: Engine, model: Path) -> None:
         InvalidRequest: the file holds something else than captured requests.
     """
     path = model / WARM_UP
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     for captured in read_captured(path):
         with suppress(InvalidRequest):  # it was captured because it is refused

@@ -96,7 +96,7 @@ def test_certificates_that_do_not_work_are_named(pems: Path, certificate: str, k
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return RunFile(http="127.0.0.1:8000", key=KEY, repository="/r", trusted_keys=None)
+    return RunFile(http="127.0.0.1:8000", key=KEY, private=None)
 
 
 def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:

@@ -16,6 +16,8 @@ EXPORT_MAY_IMPORT = {
     "serving.options",
     "serving.signature",
     "serving.strict",
+    "serving.template",
+    "serving.temporary",
     "serving.terminal",
     "serving.engine",
     "serving.errors",
@@ -60,7 +62,7 @@ def test_serving_never_imports(name: str) -> None:
     [
         pytest.param(
             "tritonclient",
-            {"client/clients.py", "client/exchange.py", "config_file.py", "load/generator.py"},
+            {"client/clients.py", "client/exchange.py", "config_file.py", "load/generator.py", "template.py"},
             id="tritonclient",
         ),
         pytest.param("triton_python_backend_utils", {"backend.py"}, id="triton_python_backend_utils"),

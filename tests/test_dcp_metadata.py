@@ -8,7 +8,7 @@ import pickletools
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,19 @@ def test_what_is_named_cannot_be_written_into(tmp_path: Path, module: str, name:
     assert snapshot() == before
 
 
-ARGUMENTS = {
+WORDS = (
+    "os",
+    "system",
+    "touched",
+    "canary",
+    "__class__",
+    "torch",
+    "Size",
+    "state_dict_metadata",
+    "storage_data",
+    "0",
+)
+ARGUMENTS: dict[str, Callable[[random.Random], bytes]] = {
     "stringnl": lambda r: f"'{r.choice(WORDS)}'\n".encode(),
     "stringnl_noescape": lambda r: f"{r.choice(WORDS)}\n".encode(),
     "stringnl_noescape_pair": lambda r: "{}\n{}\n".format(*r.choice((*HARMFUL, *ALLOWED))).encode(),
@@ -150,18 +162,6 @@ ARGUMENTS = {
     "long1": lambda _: b"\x01\x05",
     "long4": lambda _: b"\x01\0\0\0\x05",
 }
-WORDS = (
-    "os",
-    "system",
-    "touched",
-    "canary",
-    "__class__",
-    "torch",
-    "Size",
-    "state_dict_metadata",
-    "storage_data",
-    "0",
-)
 
 
 def operation(random: random.Random, opcode: Any) -> bytes:

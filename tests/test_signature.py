@@ -15,9 +15,12 @@ from export import export_model
 from export.errors import ConfigError
 from serving.bundle import MANIFEST, open_bundle
 from serving.errors import BundleError, ConfigurationError
-from serving.signature import SIGNATURE, TrustedKeys, read_signing_key
+from serving.signature import TrustedKeys, read_signing_key
 from tests.models import SUM, collection
 
+SIGNATURE = "manifest.sig"
+# What is signed: docs/decisions/0011-signed-manifests.md
+STATEMENT = b'tbe-serving/1 manifest.json "m" "1"\n'
 PEM, RAW = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
 
 
@@ -42,7 +45,7 @@ def published(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bundle(published: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(published, tmp_path / "1"))
+    return Path(shutil.copytree(published, tmp_path / "m" / "1"))
 
 
 def test_a_signed_bundle_opens_with_its_key_alone_or_among_others(bundle: Path, keys: Path, tmp_path: Path) -> None:
@@ -55,18 +58,20 @@ def test_a_signed_bundle_opens_with_its_key_alone_or_among_others(bundle: Path, 
 
 def test_openssl_agrees(bundle: Path, keys: Path) -> None:
     """A signature of ours is one of OpenSSL's, and the other way round."""
-    files = ("-in", bundle / MANIFEST, "-sigfile", bundle / SIGNATURE)
+    statement = bundle.parent / "statement"
+    statement.write_bytes(STATEMENT + (bundle / MANIFEST).read_bytes())
+    files = ("-in", statement, "-sigfile", bundle / SIGNATURE)
     verified = openssl("pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", keys / "trusted.pem", *files)
     assert "Signature Verified Successfully" in verified.stdout
     refused = openssl("pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", keys / "others.pem", *files)
     assert refused.returncode != 0
-    out = ("-in", bundle / MANIFEST, "-out", bundle / SIGNATURE)
+    out = ("-in", statement, "-out", bundle / SIGNATURE)
     openssl("pkeyutl", "-sign", "-rawin", "-inkey", keys / "other.pem", *out)
     open_bundle(bundle, TrustedKeys.read(keys / "others.pem"))
 
 
 def by_another(bundle: Path) -> None:
-    content = (bundle / MANIFEST).read_bytes()
+    content = STATEMENT + (bundle / MANIFEST).read_bytes()
     (bundle / SIGNATURE).write_bytes(Ed25519PrivateKey.generate().sign(content))
 
 
@@ -80,7 +85,7 @@ def change(path: Path, position: int) -> None:
     ("harm", "message"),
     [
         pytest.param(lambda b: (b / SIGNATURE).unlink(), r"manifest\.sig: cannot be read: .*export with --signing-key", id="unsigned"),
-        pytest.param(by_another, r"manifest\.sig: expected a signature .* by a key of .*trusted\.pem, got another", id="by another"),
+        pytest.param(by_another, r"manifest\.sig: expected a signature by a key of .*trusted\.pem over manifest\.json of model 'm', version 1, got another", id="by another"),
         pytest.param(lambda b: (b / SIGNATURE).write_bytes(b""), r"manifest\.sig: expected a signature", id="empty signature"),
         pytest.param(lambda b: (b / SIGNATURE).write_bytes(bytes(64)), r"manifest\.sig: expected a signature", id="zeros"),
         pytest.param(lambda b: change(b / SIGNATURE, 5), r"manifest\.sig: expected a signature", id="flipped signature"),
@@ -95,6 +100,34 @@ def test_what_was_changed_after_signing_is_refused(
     harm(bundle)
     with pytest.raises(BundleError, match=message):
         open_bundle(bundle, TrustedKeys.read(keys / "trusted.pem"))
+
+
+@pytest.mark.parametrize(("model", "version"), [("m", 2), ("other", 1)])
+def test_a_signature_is_of_one_model_and_version(bundle: Path, keys: Path, model: str, version: int) -> None:
+    elsewhere = bundle.parent.parent / model / str(version)
+    elsewhere.parent.mkdir(exist_ok=True)
+    bundle.rename(elsewhere)
+    with pytest.raises(BundleError, match=f"over manifest.json of model '{model}', version {version}, got another"):
+        open_bundle(elsewhere, TrustedKeys.read(keys / "trusted.pem"))
+
+
+def test_an_old_signature_is_refused_with_what_to_do(bundle: Path, keys: Path) -> None:
+    """It was over the manifest alone."""
+    out = ("-in", bundle / MANIFEST, "-out", bundle / SIGNATURE)
+    openssl("pkeyutl", "-sign", "-rawin", "-inkey", keys / "key.pem", *out)
+    with pytest.raises(BundleError, match=r"of an earlier tbe-serving: sign it again: export with --signing-key"):
+        open_bundle(bundle, TrustedKeys.read(keys / "trusted.pem"))
+
+
+def test_every_version_is_signed_as_what_it_became(keys: Path, tmp_path: Path) -> None:
+    trusted = TrustedKeys.read(keys / "trusted.pem")
+    for version in (None, 7, None):
+        published = export_model(collection(SUM), tmp_path / "r", "m", version=version, signing_key=keys / "key.pem")
+        open_bundle(published, trusted)
+    assert published.name == "8"
+    assert sorted(path.name for path in published.iterdir()) == [
+        "manifest.json", "manifest.sig", "model.py", "program.pt", "weights.0.bin",
+    ]  # fmt: skip
 
 
 def rsa_public() -> bytes:

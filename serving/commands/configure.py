@@ -1,5 +1,6 @@
 """`tbe-serve configure`: how a model is served."""
 
+import os
 import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -7,14 +8,17 @@ from typing import Annotated
 
 import msgspec
 import typer
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.table import Table
 
 from serving.atomic import replacing
 from serving.bundle import versions
-from serving.capture import WARM_UP, read_captured
+from serving.capture import MOST_WARM_UP_BYTES, WARM_UP, read_captured
 from serving.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
 from serving.errors import ConfigurationError
+from serving.files import open_file
 from serving.settings import ServingSettings
+from serving.signature import read_signing_key, sign, signature_of
 from serving.terminal import out
 
 NEWEST = "newest"
@@ -62,12 +66,17 @@ def configure(
         Path | None, typer.Option(help="Captured requests to answer before the model is ready.")
     ] = None,
     no_warm_up: Annotated[bool, typer.Option("--no-warm-up", help="Be ready at once.")] = False,
+    signing_key: Annotated[
+        Path | None,
+        typer.Option(help="PEM file with the Ed25519 private key: sign how the model is served, as this shows it."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show how a model is served, or change it; the server does so after `tbe-serve load`, or its next start."""
     given = locals()  # an option for each setting
     said = {each.name: given[each.name] for each in fields(ServingSettings) if given[each.name] is not None}
     said |= {name: None for name in ("capture", "capture_slow_ms") if given[f"no_{name}"]}
+    key = None if signing_key is None else read_signing_key(signing_key)
     if version is not None:
         said["version"] = _version(model, version)
     config = read_config(model)
@@ -79,7 +88,9 @@ def configure(
     if said:
         apply_settings(config, settings)
         write_config(model, config)
-    warms = (model / WARM_UP).exists()
+    if key is not None:
+        _sign(model, key)
+    warms = os.path.lexists(model / WARM_UP)
     if as_json:
         print(msgspec.json.encode({**asdict(settings), "warm_up": warms}).decode())
         return
@@ -88,6 +99,8 @@ def configure(
         out.print(
             f"written to {model / CONFIG}; a running server takes it: tbe-serve load {model.name}", soft_wrap=True
         )
+        if key is None and os.path.lexists(signature_of(model / CONFIG)):
+            out.print("it was signed: where keys are trusted it is refused until it is again, --signing-key")
 
 
 def _version(model: Path, text: str) -> int | None:
@@ -101,10 +114,20 @@ def _version(model: Path, text: str) -> int | None:
 
 def _set_warm_up(model: Path, source: Path) -> None:
     """Put a copy beside config.pbtxt, at once, if all of it can be read."""
-    for _ in read_captured(source):
+    for _ in read_captured(source, follow=True):
         pass
-    with source.open("rb") as captured, replacing(model / WARM_UP) as file:
+    with open_file(source, follow=True) as captured, replacing(model / WARM_UP) as file:
         shutil.copyfileobj(captured, file)
+
+
+def _sign(model: Path, key: Ed25519PrivateKey) -> None:
+    name = Path(os.path.abspath(model)).name
+    try:
+        sign(model / CONFIG, key, name)
+        if os.path.lexists(model / WARM_UP):
+            sign(model / WARM_UP, key, name, most_bytes=MOST_WARM_UP_BYTES)
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename}: cannot be signed: {error.strerror}") from error
 
 
 def _table(settings: ServingSettings, warms: bool) -> Table:

@@ -1,6 +1,6 @@
 """`tbe-serve load`: switch a running server to another version."""
 
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -8,7 +8,6 @@ import typer
 from serving.errors import ServingError
 from serving.server import LOOPBACK, Control, Ports
 from serving.server.run_file import find_run_file
-from serving.server.trust import check_trusted
 from serving.terminal import out
 
 
@@ -29,16 +28,18 @@ def load(
     On the server's own machine, by the user that runs it: `tbe-serve run` keeps the key to this for that user.
     """
     run = find_run_file(url)
+    private = None if run is None else run.private
     control = Control(http=url, key=None if run is None else run.key, timeout_s=timeout_s)
-    before = control.ready(model)
-    try:
-        if run is not None and run.trusted_keys is not None:
-            check_trusted(Path(run.repository) / model, Path(run.trusted_keys), version)
-        after = control.load(model, version)
-    except ServingError:
-        now = control.ready(model)
-        out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")
-        raise
+    with nullcontext() if private is None else private.locked():
+        before = control.ready(model)
+        try:
+            if private is not None:
+                private.bring(model, version, serving=before)
+            after = control.load(model, version)
+        except ServingError:
+            now = control.ready(model)
+            out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")
+            raise
     out.print(f"{model}: version {_listed(before)} → {_listed(after)}")
 
 

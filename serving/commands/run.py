@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from serving.commands.terminal import say
+from serving.commands.trust import TrustOf, takes_trust
 from serving.errors import ServerFailed
 from serving.server import LOOPBACK, Access, Ports, Server, ServerTls, Supervisor, run_server
 from serving.server.access import CLOSED
@@ -18,8 +19,10 @@ from serving.server.process import SHM_BYTES
 from serving.terminal import out
 
 
+@takes_trust
 def run(
     repository: Annotated[Path, typer.Argument(help="The model repository that tbe-export wrote.")],
+    trust: TrustOf,
     triton_options: Annotated[
         list[str] | None, typer.Argument(metavar="[-- TRITON_OPTIONS]", help="Passed on to tritonserver.")
     ] = None,
@@ -42,10 +45,6 @@ def run(
     allow: Annotated[
         list[str] | None,
         typer.Option(metavar="PROTOCOL", help=f"Leave open what else needs a key: {', '.join(CLOSED)}."),
-    ] = None,
-    trusted_keys: Annotated[
-        Path | None,
-        typer.Option(help="PEM file with Ed25519 public keys: serve only what `tbe-export --signing-key` signed."),
     ] = None,
     shm_mib: Annotated[
         int,
@@ -77,10 +76,11 @@ def run(
         tls=_tls(tls_cert, tls_key, tls_client_ca),
         insecure=insecure,
         allow=tuple(allow or ()),
-        trusted_keys=trusted_keys,
     )
     options = triton_options or ()
-    with run_server(repository, ports, access=access, shm_bytes=shm_mib << 20, options=options) as server:
+    with run_server(
+        repository, ports, access=access, trust=trust(), shm_bytes=shm_mib << 20, options=options
+    ) as server:
         for warning in server.warnings:
             say(warning)
         supervisor = Supervisor(server, recover, say)

@@ -41,7 +41,7 @@ def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
     Raises:
         InvalidRequest: none can be sent.
     """
-    captured = [each.tensors for each in read_captured(path)]
+    captured = [each.tensors for each in read_captured(path, follow=True)]
     requests = [
         Tensors(
             each.features, each.values, each.lengths, np.ones(each.values.size, np.float32) if info.weighted else None

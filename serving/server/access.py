@@ -52,10 +52,13 @@ class ServerTls:
     @property
     def options(self) -> list[str]:
         """What tritonserver takes."""
-        options = [f"--grpc-server-cert={self.certificate}", f"--grpc-server-key={self.private_key}"]
+        options = [
+            f"--grpc-server-cert={self.certificate.absolute()}",
+            f"--grpc-server-key={self.private_key.absolute()}",
+        ]
         if self.client_root is None:
             return ["--grpc-use-ssl=true", *options]
-        return ["--grpc-use-ssl-mutual=true", *options, f"--grpc-root-cert={self.client_root}"]
+        return ["--grpc-use-ssl-mutual=true", *options, f"--grpc-root-cert={self.client_root.absolute()}"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +71,6 @@ class Access:
         tls: certificates of the gRPC port; in the clear where None.
         insecure: listen beyond loopback in the clear, because something in front keeps others out.
         allow: those of `CLOSED` that need no key.
-        trusted_keys: Ed25519 public keys, one of which must have signed what is served; see serving/signature.py.
 
     Raises:
         ServerFailed: `host` is no such address, others could listen in, or `allow` names something else.
@@ -78,7 +80,6 @@ class Access:
     tls: ServerTls | None = None
     insecure: bool = False
     allow: tuple[str, ...] = ()
-    trusted_keys: Path | None = None
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.allow if name not in CLOSED]:

@@ -23,10 +23,9 @@ from serving.server.access import Access
 from serving.server.control import Control
 from serving.server.hidden import hide
 from serving.server.installation import Installation, find_tritonserver
+from serving.server.private import PrivateFolder, Trust, private_folder
 from serving.server.run_file import RunFile
 from serving.server.shared_memory import region_prefix
-from serving.server.trust import check_trusted
-from serving.signature import TRUSTED_KEYS
 
 # Of Triton: 26.04. Earlier ones lack fixes, the 2025 ones of the Python backend's shared memory among them.
 _FLOOR = (2, 68)
@@ -109,6 +108,7 @@ def run_server(
     *,
     models: Sequence[str] | None = None,
     access: Access | None = None,
+    trust: Trust | None = None,
     ready_timeout_s: float = 120.0,
     log: Path | None = None,
     shm_bytes: int = SHM_BYTES,
@@ -123,6 +123,7 @@ def run_server(
         ports: where to listen.
         models: the models to load; all that tbe-export made where None.
         access: who may reach it; this machine alone, in the clear, where None.
+        trust: whose signatures count, and how what they signed is served; whatever is there is served where None.
         ready_timeout_s: how long the models may take to load.
         log: the file that takes the server's log; stderr where None.
         shm_bytes: most shared memory that an instance may take for the requests it is handed together. It is the
@@ -131,17 +132,16 @@ def run_server(
 
     Raises:
         ServerFailed: no tritonserver was found, a port is taken, a model did not load, or the time is up.
-        BundleError, ConfigurationError: what would be served was not signed by a trusted key, or names other code.
+        BundleError, ConfigurationError: what would be served was not signed by a trusted key.
     """
     models = models or find_models(repository)
     access = access or Access()
-    environment = {}
-    if access.trusted_keys is not None:
-        for model in models:
-            check_trusted(repository / model, access.trusted_keys)
-        environment[TRUSTED_KEYS] = str(access.trusted_keys.absolute())
+    private: PrivateFolder | None = None
     key = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
+        if trust is not None:
+            private = stack.enter_context(private_folder(repository, models, trust))
+            repository = private.repository
         installation = find_tritonserver(stack)
         taken = _take_ports(access, ports)
         regions = stack.enter_context(region_prefix())
@@ -149,7 +149,8 @@ def run_server(
         with _signals_deferred():
             process = subprocess.Popen(
                 [*_command(installation, repository, models, taken, regions), *access.options(key), *options],
-                env=_MALLOC | os.environ | installation.environment | environment,
+                env=_MALLOC | os.environ | installation.environment | (private.environment if private else {}),
+                cwd=private.path if private else None,  # it is where a model's Python looks for modules first
                 stdin=subprocess.DEVNULL,
                 stdout=output.fileno(),
                 stderr=subprocess.STDOUT,
@@ -165,12 +166,7 @@ def run_server(
             metrics=f"{access.host}:{taken.metrics}",
             key=key,
         )
-        run_file = RunFile(
-            http=server.http,
-            key=key,
-            repository=str(repository.absolute()),
-            trusted_keys=environment.get(TRUSTED_KEYS),
-        )
+        run_file = RunFile(http=server.http, key=key, private=private)
         stack.enter_context(run_file.written())
         server.models = _wait_until_ready(server, models, ready_timeout_s, log)
         server.warnings = tuple(_warnings(server, is_hidden))

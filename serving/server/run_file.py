@@ -11,17 +11,18 @@ import msgspec
 
 from serving.atomic import replacing
 from serving.errors import ServerFailed
+from serving.files import read_file
 from serving.server.access import is_loopback
+from serving.server.private import PrivateFolder
 from serving.strict import UNREADABLE, Strict
 
 
 class RunFile(Strict, frozen=True):
-    """A server's HTTP address, the key to what it keeps closed, its repository, and who must have signed it."""
+    """A server's HTTP address, the key to what it keeps closed, and, where keys are trusted, the folder it serves."""
 
     http: str
     key: str
-    repository: str
-    trusted_keys: str | None
+    private: PrivateFolder | None
 
     def __repr__(self) -> str:
         """Without the key: errors and logs show this."""
@@ -57,7 +58,7 @@ def find_run_file(http: str) -> RunFile | None:
     path = _path(http)
     try:
         if _is_own(path.parent):
-            return msgspec.json.decode(path.read_bytes(), type=RunFile)
+            return msgspec.json.decode(read_file(path), type=RunFile)
     except (OSError, *UNREADABLE):
         pass
     return None
