@@ -7,7 +7,6 @@ Python's own: what it calls only keeps what it was called with, and what it chan
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -77,10 +76,9 @@ _OPCODES = (
 
 
 class _Unpickler(pickle._Unpickler):  # Python's own in Python: the one in C takes every opcode
-    dispatch: ClassVar[Mapping[int, Any]] = MappingProxyType(
-        {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
-        | {pickle.EMPTY_DICT[0]: lambda unpickler: unpickler.append(_Dict())}
-    )
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES} | {
+        pickle.EMPTY_DICT[0]: lambda unpickler: unpickler.append(_Dict())
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _NAMES:
