@@ -5,6 +5,7 @@
 """
 
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest, Reason, RequestCancelled, ServerUnavailable, ServingError
 from serving.kjt import Array, Tensors
 from serving.metrics import LookupMetrics, Publisher, triton_families
+from serving.presence import BUSY, IDLE, show
 from serving.settings import RECOVERED, ServingSettings, parsed
 from serving.signature import TrustedKeys
 from serving.warm_up import warm_up
@@ -40,6 +42,9 @@ class TritonPythonModel:
         """Load the version's bundle and warm it up. What is wrong with it is said in one line, without a trace."""
         # A TBE call on CPU runs on one thread; a pool for the rest would only take cores from other instances.
         torch.set_num_threads(1)
+        # Ignored in Triton, which does not wait for its models' processes; here it would hide how a child ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        show(IDLE)
         try:
             self._answerer, self._publisher = _load(args)
         except ServingError as error:
@@ -51,7 +56,11 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer `requests`, each with its embeddings or its own error."""
-        return [_response(outcome) for outcome in self._answerer.answer(requests, _decode, _is_gone)]
+        show(BUSY)
+        try:
+            return [_response(outcome) for outcome in self._answerer.answer(requests, _decode, _is_gone)]
+        finally:
+            show(IDLE)
 
 
 def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:

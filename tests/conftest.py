@@ -58,9 +58,9 @@ def mixed(repository: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A tritonserver on `repository`, open to shared memory."""
+    """A tritonserver on `repository`, open to HTTP and shared memory."""
     log = tmp_path_factory.mktemp("server") / "tritonserver.log"
-    access = Access(allow=("shared-memory",))
+    access = Access(http=True, allow=("shared-memory",))
     with run_server(repository, Ports(grpc=0, http=0, metrics=0), access=access, log=log) as running:
         yield running
 

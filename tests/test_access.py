@@ -25,7 +25,8 @@ def options(access: Access) -> dict[str, str]:
 
 
 def test_by_default_this_machine_alone_and_only_lookups() -> None:
-    found = options(Access())
+    assert "http-address" not in options(Access())
+    found = options(Access(http=True))
     assert {found[f"{each}-address"] for each in ("grpc", "http", "metrics")} == {"127.0.0.1"}
     closed = f"model-repository,shared-memory,trace,logging:tbe-serving-key={KEY}"
     assert found["grpc-restricted-protocol"] == found["http-restricted-api"] == closed
@@ -36,11 +37,11 @@ def test_beyond_this_machine_only_with_tls_or_where_told(host: str, pems: Path) 
     with pytest.raises(ServerFailed, match=rf"--host {re.escape(host)}: others could listen in: expected --tls-cert"):
         Access(host=host)
     tls = ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key")
-    found = options(Access(host=host, tls=tls))
+    found = options(Access(host=host, http=True, tls=tls))
     # Triton speaks HTTP in the clear alone: it stays.
     assert (found["grpc-address"], found["http-address"], found["metrics-address"]) == (host, "127.0.0.1", host)
     assert found["grpc-use-ssl"] == "true"
-    found = options(Access(host=host, insecure=True))
+    found = options(Access(host=host, http=True, insecure=True))
     assert {found[f"{each}-address"] for each in ("grpc", "http", "metrics")} == {host}
     assert "grpc-use-ssl" not in found
 
@@ -96,7 +97,7 @@ def test_certificates_that_do_not_work_are_named(pems: Path, certificate: str, k
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return RunFile(http="127.0.0.1:8000", key=KEY, private=None)
+    return RunFile(grpc="127.0.0.1:8001", control="unix:/c", key=KEY, private=None)
 
 
 def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:
@@ -104,23 +105,23 @@ def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_pa
         (folder,) = tmp_path.iterdir()
         (file,) = folder.iterdir()
         assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
-        assert find_run_file("127.0.0.1:8000") == find_run_file("localhost:8000") == run_file
-        assert find_run_file("127.0.0.1:8001") is None
+        assert find_run_file("127.0.0.1:8001") == find_run_file("localhost:8001") == run_file
+        assert find_run_file("127.0.0.1:8002") is None
         assert KEY not in repr(run_file)
-    assert find_run_file("127.0.0.1:8000") is None
+    assert find_run_file("127.0.0.1:8001") is None
 
 
 def test_the_key_is_not_sent_to_another_machine(run_file: RunFile) -> None:
     with run_file.written():
-        assert find_run_file("10.0.0.1:8000") is None
-        assert find_run_file("lookup.example:8000") is None
+        assert find_run_file("10.0.0.1:8001") is None
+        assert find_run_file("lookup.example:8001") is None
 
 
 def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path, run_file: RunFile) -> None:
     with run_file.written():
         (folder,) = tmp_path.iterdir()
         folder.chmod(0o755)
-        assert find_run_file("127.0.0.1:8000") is None
+        assert find_run_file("127.0.0.1:8001") is None
     with pytest.raises(ServerFailed, match="expected a folder that nobody else can open"), run_file.written():
         pass
     folder.rmdir()
@@ -134,4 +135,4 @@ def test_a_damaged_file_is_none(tmp_path: Path, run_file: RunFile) -> None:
     with run_file.written():
         (file,) = tmp_path.rglob("*.json")
         file.write_bytes(b"{")
-        assert find_run_file("127.0.0.1:8000") is None
+        assert find_run_file("127.0.0.1:8001") is None

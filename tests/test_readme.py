@@ -56,9 +56,9 @@ def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monkey
         for line in operate:
             command, _, _ = line.partition("#")
             verb = command.split()[1]
-            at = {"load": server.http, "health": server.grpc, "bench": server.grpc}.get(verb)
+            at = f" --url {server.grpc}" if verb in ("load", "health", "bench") else ""
             brief = " --seconds 0.2" if "bench" in command else ""
-            assert run(command.strip() + (f" --url {at}" if at else "") + brief, tmp_path)
+            assert run(command.strip() + at + brief, tmp_path)
     exec(in_process, names)
     assert names["answer"]["genres"].shape == (3, 16)
     exec(sharded, names)

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from serving.errors import ServingError
-from serving.server import LOOPBACK, Control, Ports
-from serving.server.run_file import find_run_file
+from serving.commands.terminal import DEFAULT_URL, UrlOption
+from serving.errors import ServerUnavailable, ServingError
+from serving.server import Control
+from serving.server.run_file import RunFile, find_run_file
 from serving.terminal import out
 
 
@@ -17,7 +18,7 @@ def load(
         int | None,
         typer.Option(min=1, max=2**63 - 1, help="The version to serve; else the one config.pbtxt says: the newest."),
     ] = None,
-    url: Annotated[str, typer.Option(help="The server's HTTP address.")] = f"{LOOPBACK}:{Ports().http}",
+    url: UrlOption = DEFAULT_URL,
     timeout_s: Annotated[float, typer.Option(help="How long the version may take to load, in seconds.")] = 120.0,
 ) -> None:
     """Serve the newest version of a model, or the one given, without losing a request.
@@ -27,20 +28,29 @@ def load(
 
     On the server's own machine, by the user that runs it: `tbe-serve run` keeps the key to this for that user.
     """
-    run = find_run_file(url)
-    private = None if run is None else run.private
-    control = Control(http=url, key=None if run is None else run.key, timeout_s=timeout_s)
-    with nullcontext() if private is None else private.locked():
+    run = _run_file(url)
+    control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
+    with nullcontext() if run.private is None else run.private.locked():
         before = control.ready(model)
         try:
-            if private is not None:
-                private.bring(model, version, serving=before)
+            if run.private is not None:
+                run.private.bring(model, version, serving=before)
             after = control.load(model, version)
         except ServingError:
             now = control.ready(model)
             out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")
             raise
     out.print(f"{model}: version {_listed(before)} → {_listed(after)}")
+
+
+def _run_file(url: str) -> RunFile:
+    run = find_run_file(url)
+    if run is None:
+        raise ServerUnavailable(
+            f"{url}: expected the gRPC address of a server that you run here with `tbe-serve run`, found none: call "
+            "this on the server's machine, as the server's user"
+        )
+    return run
 
 
 def _listed(versions: tuple[int, ...]) -> str:

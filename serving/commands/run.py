@@ -26,11 +26,14 @@ def run(
     triton_options: Annotated[
         list[str] | None, typer.Argument(metavar="[-- TRITON_OPTIONS]", help="Passed on to tritonserver.")
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="IPv4 address of gRPC and metrics; HTTP stays on this machine unless --insecure.")
-    ] = LOOPBACK,
+    host: Annotated[str, typer.Option(help="IPv4 address of gRPC and metrics.")] = LOOPBACK,
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0 takes a free one.")] = Ports().grpc,
-    http_port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 takes a free one.")] = Ports().http,
+    http: Annotated[
+        bool, typer.Option("--http", help="Take lookups over HTTP too, on this machine alone unless --insecure.")
+    ] = False,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="HTTP port, with --http; 0 takes a free one.")
+    ] = Ports().http,
     metrics_port: Annotated[
         int, typer.Option(min=0, max=65535, help="Prometheus port; 0 takes a free one.")
     ] = Ports().metrics,
@@ -53,7 +56,10 @@ def run(
         ),
     ] = SHM_BYTES >> 20,
     recover: Annotated[
-        bool, typer.Option(help="Load a model anew when its process died; else stop, and exit with 1.")
+        bool,
+        typer.Option(
+            help="Start anew what died or hangs, a model or tritonserver; else stop, and exit with its code."
+        ),
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="When ready, print one line of JSON.")] = False,
 ) -> None:
@@ -73,6 +79,7 @@ def run(
     ports = Ports(grpc=grpc_port, http=http_port, metrics=metrics_port)
     access = Access(
         host=host,
+        http=http,
         tls=_tls(tls_cert, tls_key, tls_client_ca),
         insecure=insecure,
         allow=tuple(allow or ()),
@@ -110,7 +117,8 @@ def _as_text(server: Server) -> Table:
     for model in server.models:
         table.add_row("ready", f"{model.name} {', '.join(map(str, model.versions))}")
     table.add_row("gRPC", server.grpc)
-    table.add_row("HTTP", f"http://{server.http}")
+    if server.http is not None:
+        table.add_row("HTTP", f"http://{server.http}")
     table.add_row("metrics", f"http://{server.metrics}/metrics")
     table.add_row("stop", "Ctrl-C")
     return table

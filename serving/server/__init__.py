@@ -2,7 +2,8 @@
 
 from serving.server.access import LOOPBACK, Access, ServerTls
 from serving.server.control import Control
-from serving.server.process import Ports, ServedModel, Server, find_models, run_server
+from serving.server.ports import Ports
+from serving.server.process import ServedModel, Server, find_models, run_server
 from serving.server.supervisor import Supervisor
 
 __all__ = [

@@ -66,8 +66,9 @@ class Access:
     """Who may reach a server.
 
     Attributes:
-        host: the IPv4 address that gRPC and metrics listen on. HTTP, which Triton speaks in the clear alone, stays on
-            loopback unless `insecure`.
+        host: the IPv4 address that gRPC and metrics listen on.
+        http: clients may use HTTP too. Single requests end older tritonservers (docs/protocol.md). Triton speaks it
+            in the clear alone: it stays on loopback unless `insecure`.
         tls: certificates of the gRPC port; in the clear where None.
         insecure: listen beyond loopback in the clear, because something in front keeps others out.
         allow: those of `CLOSED` that need no key.
@@ -77,6 +78,7 @@ class Access:
     """
 
     host: str = LOOPBACK
+    http: bool = False
     tls: ServerTls | None = None
     insecure: bool = False
     allow: tuple[str, ...] = ()
@@ -99,16 +101,13 @@ class Access:
 
     @property
     def http_host(self) -> str:
-        """The address that HTTP listens on."""
+        """The address that HTTP listens on, where clients may use it."""
         return self.host if self.insecure else LOOPBACK
 
     def options(self, key: str) -> list[str]:
         """What tritonserver takes, so that `key` opens what is closed."""
-        options = [
-            f"--grpc-address={self.host}",
-            f"--http-address={self.http_host}",
-            f"--metrics-address={self.host}",
-        ]
+        options = [f"--grpc-address={self.host}", f"--metrics-address={self.host}"]
+        options += [f"--http-address={self.http_host}"] if self.http else []
         if closed := ",".join(name for name in CLOSED if name not in self.allow):
             options += [
                 f"--grpc-restricted-protocol={closed}:{KEY_HEADER}={key}",

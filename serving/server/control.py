@@ -1,14 +1,16 @@
 """Which versions a server serves: Triton's model repository API, over HTTP on its own machine.
 
+By default over a Unix socket that its user alone can reach, so that no client does.
+
 https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
 """
 
 import json
-import urllib.error
-import urllib.request
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import quote
 
@@ -17,8 +19,10 @@ from serving.errors import AccessDenied, DeadlineExceeded, ModelNotFound, Server
 from serving.server.access import KEY_HEADER
 from serving.settings import INSTEAD_OF, RECOVERED
 
-# The server is on this machine: no proxy that the environment names knows it.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# How an address that is a socket's path begins, for Triton's --http-address too.
+UNIX = "unix:"
+# Of the statistics of a version: requests that were answered, and requests that were refused or failed.
+_ANSWERED = ("success", "fail")
 _ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFound, 503: ServerUnavailable}
 
 
@@ -37,7 +41,7 @@ class Control:
     """Loads, unloads and asks.
 
     Attributes:
-        http: the server's HTTP address, "host:port".
+        address: where the server speaks HTTP, "host:port" or "unix:/path".
         key: opens what the server keeps closed; None where it keeps nothing closed.
         timeout_s: deadline of each call.
 
@@ -45,7 +49,7 @@ class Control:
         ServingError: from every method, when the server cannot be reached or refuses.
     """
 
-    http: str
+    address: str
     key: str | None = field(repr=False)
     timeout_s: float
 
@@ -99,17 +103,28 @@ class Control:
             self._load(model, config)
         return self.ready(model)
 
-    def recover(self, model: str, since: float) -> None:
-        """Load a model anew, as it was served, when its process died: a load alone would do nothing.
+    def recover(self, model: str, config: Any, since: float) -> None:
+        """Load a model anew, as it was served: when its process died, a load alone would do nothing.
 
         Args:
             model: its name.
-            since: when the server was started, Unix time: weights that have not changed since were verified.
+            config: what it was served with, from `config`.
+            since: Unix time: weights that have not changed since were verified.
         """
-        config = self.config(model)
-        config["parameters"][RECOVERED] = {"string_value": str(since)}
+        said = {**config, "parameters": {**config["parameters"], RECOVERED: {"string_value": str(since)}}}
         self._call(f"v2/repository/models/{_quoted(model)}/unload", {})
-        self._load(model, config)
+        self._load(model, said)
+
+    def answered(self) -> dict[tuple[str, int], int]:
+        """How many requests each version of each model has answered, or refused."""
+        return {
+            (each["name"], int(each["version"])): sum(each["inference_stats"][how]["count"] for how in _ANSWERED)
+            for each in self._call("v2/models/stats")["model_stats"]
+        }
+
+    def infer(self, model: str, version: int, request: Any) -> None:
+        """Have one request answered, whatever the answer."""
+        self._call(f"v2/models/{_quoted(model)}/versions/{version}/infer", request)
 
     def _load(self, model: str, config: Any = None) -> None:
         parameters = {} if config is None else {"parameters": {"config": json.dumps(config)}}
@@ -118,35 +133,53 @@ class Control:
     def _call(self, path: str, body: Any = None) -> Any:
         """GET, or POST where there is a body."""
         headers = {} if self.key is None else {KEY_HEADER: self.key}
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else json.dumps(body)
+        connection = _connection(self.address, self.timeout_s)
         try:
-            request = urllib.request.Request(f"http://{self.http}/{path}", data=data, headers=headers)
-            with _DIRECT.open(request, timeout=self.timeout_s) as response:
-                content = response.read()
+            connection.request("GET" if body is None else "POST", f"/{path}", data, headers)
+            response = connection.getresponse()
+            content = response.read()
+            if response.status != HTTPStatus.OK:
+                raise _ERRORS.get(response.status, ServerFault)(_reason(response, content))
             return json.loads(content) if content else None
-        except urllib.error.HTTPError as error:
-            raise _ERRORS.get(error.code, ServerFault)(f"{self.http}: {_reason(error)}") from None
         except TimeoutError:
-            raise DeadlineExceeded(f"{self.http}: no answer within {self.timeout_s:g} s") from None
-        except (urllib.error.URLError, OSError, ValueError, HTTPException) as error:
-            reason = getattr(error, "reason", None) or repr(error)
-            raise ServerUnavailable(
-                f"{self.http or repr('')}: expected the HTTP address of a server: {reason}"
-            ) from None
+            raise DeadlineExceeded(f"{self.address}: no answer within {self.timeout_s:g} s") from None
+        except (OSError, ValueError, HTTPException) as error:
+            raise ServerUnavailable(f"{self.address}: no answer of a server: {error or repr(error)}") from None
+        finally:
+            connection.close()
+
+
+class _UnixConnection(HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _connection(address: str, timeout_s: float) -> HTTPConnection:
+    if address.startswith(UNIX):
+        return _UnixConnection(address.removeprefix(UNIX), timeout_s)
+    return HTTPConnection(address, timeout=timeout_s)
 
 
 def _quoted(model: str) -> str:
     return quote(model, safe="")
 
 
-def _reason(error: urllib.error.HTTPError) -> str:
-    content = error.read()
+def _reason(response: HTTPResponse, content: bytes) -> str:
     try:
         reason: str = json.loads(content)["error"]
     except (ValueError, TypeError, KeyError):
-        reason = f"{error.code} {error.reason}"
+        reason = f"{response.status} {response.reason}"
     reason = reason.partition("\n\nAt:\n")[0].strip()  # then Triton names the line of our code that gave it
-    if error.code == 403:
+    if response.status == HTTPStatus.FORBIDDEN:
         reason += ": `tbe-serve run` keeps the key for its own user on its own machine"
     return reason
 

@@ -12,8 +12,13 @@ _POLL_S = 0.002
 _PATIENCE_S = 5.0
 
 
-def hide(child: "subprocess.Popen[bytes]", secret: str) -> bool:
+def hide(child: "subprocess.Popen[bytes]", secret: str, *, answers: bool = False) -> bool:
     """Overwrite `secret` in the command line of a child that has just started, once it has read it.
+
+    Args:
+        child: a tritonserver.
+        secret: one of its words, or part of one.
+        answers: it was seen to answer, so it has read its options.
 
     Returns:
         Whether nobody can read it any more. The kernel may forbid it: Yama's ptrace_scope 2 and above.
@@ -21,7 +26,7 @@ def hide(child: "subprocess.Popen[bytes]", secret: str) -> bool:
     process = Path("/proc") / str(child.pid)
     deadline = time.monotonic() + _PATIENCE_S
     try:
-        while not _has_read_options(process) and time.monotonic() < deadline:
+        while not answers and not _has_read_options(process) and time.monotonic() < deadline:
             if child.poll() is not None:
                 return True
             time.sleep(_POLL_S)

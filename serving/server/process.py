@@ -1,51 +1,34 @@
 """Run a real tritonserver: start it, wait until its models are ready, stop it."""
 
 import contextlib
-import ctypes
-import os
-import re
-import resource
 import secrets
-import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from serving.bundle import MANIFEST
 from serving.errors import ServerFailed, ServingError
 from serving.server.access import Access
-from serving.server.control import Control
+from serving.server.child import Child, Launch, signals_deferred
+from serving.server.control import UNIX, Control
 from serving.server.hidden import hide
 from serving.server.installation import Installation, find_tritonserver
+from serving.server.ports import Ports, ipv4_alone, take_ports
 from serving.server.private import PrivateFolder, Trust, private_folder
-from serving.server.run_file import RunFile
-from serving.server.shared_memory import region_prefix
+from serving.server.run_file import RunFile, control_socket
+from serving.server.shared_memory import region_prefix, remove_regions
 
 # Of Triton: 26.04. Earlier ones lack fixes, the 2025 ones of the Python backend's shared memory among them.
 _FLOOR = (2, 68)
 SHM_BYTES = 1 << 30
-# mallopt(3): what requests took is kept for the next ones, up to so much. Given back each time, it is asked for anew
-# page by page, which large requests feel; Triton's own pool would keep any size for ever.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 _POLL_S = 0.05
-# What Triton adds to a reason that a Python model gave: the line of our code that gave it.
-_AT = re.compile(r"\\n\\nAt:.*")
-_HTTP_TIMEOUT_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ports:
-    """Where a server listens; 0 takes a free port."""
-
-    grpc: int = 8001
-    http: int = 8000
-    metrics: int = 8002
+_CONTROL_TIMEOUT_S = 5.0
+# Triton's own --exit-timeout-secs, and what it gets on top of that before it is killed.
+_EXIT_TIMEOUT_S, _GRACE_S = 30.0, 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +39,56 @@ class ServedModel:
     versions: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class Server:
     """A running tritonserver whose models are ready.
 
     Attributes:
-        grpc, http, metrics: addresses, "host:port".
+        grpc, metrics: addresses, "host:port".
+        http: the same, where clients may use HTTP.
+        control_address: where it takes commands; see `Control`.
         key: opens what it keeps closed; a new one for each server.
+        launch, child: how it is started, and its process of now.
+        regions: how the names of its shared memory begin.
+        exit_timeout_s: how long it may take to stop.
         warnings: what whoever runs it should know, a line each.
     """
 
-    process: subprocess.Popen[bytes]
     grpc: str
-    http: str
+    http: str | None
     metrics: str
+    control_address: str
     key: str = field(repr=False)
+    launch: Launch = field(repr=False)
+    child: Child
+    regions: str
+    exit_timeout_s: float
     models: tuple[ServedModel, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """Its process; another one after `start_anew`."""
+        return self.child.process
+
     def control(self, timeout_s: float) -> Control:
         """What loads and unloads its models."""
-        return Control(http=self.http, key=self.key, timeout_s=timeout_s)
+        return Control(address=self.control_address, key=self.key, timeout_s=timeout_s)
+
+    def start_anew(self) -> None:
+        """Put another process in the place of one that has ended: same addresses, same key, no model loaded yet.
+
+        From the main thread alone: the kernel ends the process with the thread that started it.
+        """
+        self.end()
+        remove_regions(self.regions)
+        if self.control_address.startswith(UNIX):
+            Path(self.control_address.removeprefix(UNIX)).unlink(missing_ok=True)
+        self.child = self.launch.start()
+
+    def end(self) -> None:
+        """Ask it to finish what it has accepted and end; wait until it has."""
+        self.child.end(self.exit_timeout_s)
 
     def wait(self) -> int:
         """Wait until the server ends; its exit code."""
@@ -126,8 +138,8 @@ def run_server(
         trust: whose signatures count, and how what they signed is served; whatever is there is served where None.
         ready_timeout_s: how long the models may take to load.
         log: the file that takes the server's log; stderr where None.
-        shm_bytes: most shared memory that an instance may take for the requests it is handed together. It is the
-            kernel's limit on the size of files (RLIMIT_FSIZE), so that it holds for a log file too.
+        shm_bytes: most shared memory that an instance may take for the requests it is handed together: the kernel's
+            limit on the size of files (RLIMIT_FSIZE).
         options: further options of tritonserver, such as "--log-info=true".
 
     Raises:
@@ -143,38 +155,58 @@ def run_server(
             private = stack.enter_context(private_folder(repository, models, trust))
             repository = private.repository
         installation = find_tritonserver(stack)
-        taken = _take_ports(access, ports)
+        taken = take_ports(access, ports)
+        stack.enter_context(ipv4_alone(access.host, taken.grpc))
         regions = stack.enter_context(region_prefix())
-        output = stack.enter_context(log.open("wb")) if log else sys.stderr
-        with _signals_deferred():
-            process = subprocess.Popen(
-                [*_command(installation, repository, models, taken, regions), *access.options(key), *options],
-                env=_MALLOC | os.environ | installation.environment | (private.environment if private else {}),
-                cwd=private.path if private else None,  # it is where a model's Python looks for modules first
-                stdin=subprocess.DEVNULL,
-                stdout=output.fileno(),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C in the terminal is ours to pass on, once
-                preexec_fn=partial(_in_child, shm_bytes),
-            )
-            stack.callback(_stop, process)
-        is_hidden = hide(process, key)
-        server = Server(
-            process,
-            grpc=f"{access.host}:{taken.grpc}",
-            http=f"{access.http_host}:{taken.http}",
-            metrics=f"{access.host}:{taken.metrics}",
-            key=key,
+        http = f"{access.http_host}:{taken.http}" if access.http else None
+        control = http or stack.enter_context(control_socket())
+        command = _command(installation, repository, taken, regions)
+        # Triton has one HTTP endpoint: where clients have none, it is for us alone.
+        command += [] if access.http else [f"--http-address={control}"]
+        launch = Launch(
+            command=[*command, *access.options(key), *options],
+            environment=installation.environment | (private.environment if private else {}),
+            folder=Path(private.path) if private else None,
+            shm_bytes=shm_bytes,
+            sink=stack.enter_context(_sink(log)),
         )
-        run_file = RunFile(http=server.http, key=key, private=private)
+        with signals_deferred():
+            server = Server(
+                grpc=f"{access.host}:{taken.grpc}",
+                http=http,
+                metrics=f"{access.host}:{taken.metrics}",
+                control_address=control,
+                key=key,
+                launch=launch,
+                child=launch.start([f"--load-model={model}" for model in models]),
+                regions=regions,
+                exit_timeout_s=_exit_timeout_s(options) + _GRACE_S,
+            )
+            stack.callback(server.end)
+        is_hidden = hide(server.process, key)
+        run_file = RunFile(
+            grpc=server.grpc,
+            control=control,
+            key=key,
+            private=private,
+        )
         stack.enter_context(run_file.written())
-        server.models = _wait_until_ready(server, models, ready_timeout_s, log)
+        server.models = _wait_until_ready(server, models, ready_timeout_s)
         server.warnings = tuple(_warnings(server, is_hidden))
         yield server
 
 
+def _sink(log: Path | None) -> BinaryIO:
+    return open(log or sys.stderr.fileno(), "wb", buffering=0, closefd=log is not None)
+
+
+def _exit_timeout_s(options: Sequence[str]) -> float:
+    said = [option.partition("=")[2] for option in options if option.startswith("--exit-timeout-secs=")]
+    return float(said[-1]) if said and said[-1].isdigit() else _EXIT_TIMEOUT_S
+
+
 def _warnings(server: Server, is_hidden: bool) -> Iterator[str]:
-    version = server.control(_HTTP_TIMEOUT_S).server_version()
+    version = server.control(_CONTROL_TIMEOUT_S).server_version()
     if tuple(map(int, version.split(".")[:2])) < _FLOOR:
         yield (
             f"tritonserver {version} lacks security fixes: let nobody but this machine reach it, or run "
@@ -184,30 +216,9 @@ def _warnings(server: Server, is_hidden: bool) -> Iterator[str]:
         yield "the key to what the server keeps closed can be read in its command line by users of this machine"
 
 
-def _take_ports(access: Access, ports: Ports) -> Ports:
-    """Check that the ports are free, and choose the ones that were left open (0)."""
-    with contextlib.ExitStack() as stack:
-        chosen = {}
-        for name in ("grpc", "http", "metrics"):
-            asked = getattr(ports, name)
-            host = access.http_host if name == "http" else access.host
-            listener = stack.enter_context(socket.socket())
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, asked))
-            except OSError as error:
-                raise ServerFailed(
-                    f"--{name}-port {asked}: cannot listen on {host}: {error.strerror}: pick another, or 0 for a "
-                    "free one"
-                ) from error
-            chosen[name] = listener.getsockname()[1]
-        return Ports(**chosen)
-
-
 def _command(
     installation: Installation,
     repository: Path,
-    models: Sequence[str],
     ports: Ports,
     regions: str,
 ) -> list[str]:
@@ -216,7 +227,6 @@ def _command(
         f"--model-repository={repository.absolute()}",
         # Explicit: a version is loaded when somebody asks for it, never because a file changed.
         "--model-control-mode=explicit",
-        *(f"--load-model={model}" for model in models),
         # config.pbtxt says everything; completion would drop what makes ragged inputs merge.
         "--disable-auto-complete-config",
         f"--grpc-port={ports.grpc}",
@@ -239,64 +249,24 @@ def _command(
     return command
 
 
-@contextlib.contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM at the end: a handler that raises would lose a process that is just starting."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # handlers run in the main thread alone
-        return
-    came: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda number, _: came.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-    for number in came:
-        signal.raise_signal(number)
-
-
-def _in_child(shm_bytes: int) -> None:
-    """Ask the kernel for SIGTERM when the parent ends (prctl(2), PR_SET_PDEATHSIG), and to limit the size of files.
-
-    Triton's Python backend makes a file in /dev/shm as large as it takes, and never smaller: without a limit a few
-    hostile requests fill it. A file that may not grow is an error to it, as long as the signal for that is ignored.
-    """
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (shm_bytes if most < 0 else min(shm_bytes, most), most))
-
-
-def _wait_until_ready(
-    server: Server, models: Sequence[str], timeout_s: float, log: Path | None
-) -> tuple[ServedModel, ...]:
+def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> tuple[ServedModel, ...]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
-            raise ServerFailed(f"tritonserver exited with {code} before its models were ready: {_said(log)}")
+            reason = server.child.output.reason()
+            raise ServerFailed(f"tritonserver exited with {code} before its models were ready: {reason}")
         ready = _ready_models(server)
         if {model.name for model in ready} >= set(models):
             return ready
         time.sleep(_POLL_S)
-    raise ServerFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {_said(log)}")
-
-
-def _said(log: Path | None) -> str:
-    """The error lines of a log, or where it is."""
-    if log is None:
-        return "its log is above"
-    lines = log.read_text(errors="replace").splitlines()
-    return "\n".join(_AT.sub("", line) for line in lines if line.startswith("E")) or f"see {log}"
+    reason = server.child.output.reason()
+    raise ServerFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
 
 
 def _ready_models(server: Server) -> tuple[ServedModel, ...]:
     """What Triton's repository index calls ready; nothing while the server is still starting."""
     try:
-        index = server.control(_HTTP_TIMEOUT_S).index()
+        index = server.control(_CONTROL_TIMEOUT_S).index()
     except ServingError:
         return ()
     versions: dict[str, list[int]] = {}
@@ -304,13 +274,3 @@ def _ready_models(server: Server) -> tuple[ServedModel, ...]:
         if entry.state == "READY":
             versions.setdefault(entry.model, []).append(entry.version)
     return tuple(ServedModel(name, tuple(sorted(found))) for name, found in sorted(versions.items()))
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to finish what it has accepted and end; wait until it has."""
-    if process.poll() is None:
-        process.terminate()
-    process.wait()
-    # A server that was killed leaves its models' processes, which notice, but may hang and hold their memory.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """How to manage a server that `tbe-serve run` started: a file that its user alone can read, while it runs."""
 
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -13,20 +14,31 @@ from serving.atomic import replacing
 from serving.errors import ServerFailed
 from serving.files import read_file
 from serving.server.access import is_loopback
+from serving.server.control import UNIX
 from serving.server.private import PrivateFolder
 from serving.strict import UNREADABLE, Strict
 
+# unix(7): of the path of a socket, with a zero byte at its end.
+_LONGEST = 107
+
 
 class RunFile(Strict, frozen=True):
-    """A server's HTTP address, the key to what it keeps closed, and, where keys are trusted, the folder it serves."""
+    """A server's gRPC address, and what manages it.
 
-    http: str
+    Attributes:
+        control: where it takes commands; see `Control`.
+        key: opens what it keeps closed.
+        private: where keys are trusted, the folder that it serves.
+    """
+
+    grpc: str
+    control: str
     key: str
     private: PrivateFolder | None
 
     def __repr__(self) -> str:
         """Without the key: errors and logs show this."""
-        return f"RunFile({self.http})"
+        return f"RunFile({self.grpc})"
 
     @contextmanager
     def written(self) -> Iterator[None]:
@@ -36,26 +48,23 @@ class RunFile(Strict, frozen=True):
             ServerFailed: it cannot be written where nobody else reads it.
         """
         try:
-            path = _path(self.http)
+            path = _path(self.grpc)
             _own_folder(path.parent)
             with replacing(path, mode=0o600) as file:
                 file.write(msgspec.json.encode(self))
         except OSError as error:
-            raise ServerFailed(
-                f"{error.filename}: cannot keep the server's key there: {error.strerror}: name a folder of your own "
-                "in XDG_RUNTIME_DIR or TMPDIR"
-            ) from error
+            raise _no_place(error) from error
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
 
 
-def find_run_file(http: str) -> RunFile | None:
-    """What `tbe-serve run` left for the server at this address; None where it did not, or that is another machine."""
-    if not is_loopback(http.rpartition(":")[0]):
+def find_run_file(grpc: str) -> RunFile | None:
+    """What `tbe-serve run` left for the server at this gRPC address; None where it did not, or that is elsewhere."""
+    if not is_loopback(grpc.rpartition(":")[0]):
         return None
-    path = _path(http)
+    path = _path(grpc)
     try:
         if _is_own(path.parent):
             return msgspec.json.decode(read_file(path), type=RunFile)
@@ -64,9 +73,41 @@ def find_run_file(http: str) -> RunFile | None:
     return None
 
 
-def _path(http: str) -> Path:
-    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(folder) / f"tbe-serve-{os.getuid()}" / f"{http.rpartition(':')[2]}.json"
+@contextmanager
+def control_socket() -> Iterator[str]:
+    """The address of a Unix socket that its user alone can reach, for a server to take commands at.
+
+    Raises:
+        ServerFailed: there is no place for it that is its user's alone.
+    """
+    folder = _folder()
+    try:
+        _own_folder(folder)
+        private = tempfile.mkdtemp(dir=folder)
+    except OSError as error:
+        raise _no_place(error) from error
+    try:
+        path = Path(private) / "control"
+        if len(os.fsencode(path)) > _LONGEST:
+            raise ServerFailed(f"{path}: too long for a socket: name a shorter folder in XDG_RUNTIME_DIR or TMPDIR")
+        yield f"{UNIX}{path}"
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def _no_place(error: OSError) -> ServerFailed:
+    return ServerFailed(
+        f"{error.filename}: cannot keep the server's key there: {error.strerror}: name a folder of your own "
+        "in XDG_RUNTIME_DIR or TMPDIR"
+    )
+
+
+def _path(grpc: str) -> Path:
+    return _folder() / f"{grpc.rpartition(':')[2]}.json"
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"tbe-serve-{os.getuid()}"
 
 
 def _own_folder(folder: Path) -> None:

@@ -55,9 +55,13 @@ def _locked(path: Path, flags: int = 0) -> Iterator[None]:
         os.close(file)
 
 
+def remove_regions(prefix: str) -> None:
+    """Remove the regions of a server that has ended, whose prefix another goes on with."""
+    for region in set(_FOLDER.glob(f"{glob.escape(prefix)}*")) - {_FOLDER / f"{prefix}{_LOCK}"}:
+        region.unlink(missing_ok=True)
+
+
 def _remove(lock: Path) -> None:
     """A server's regions, and last the file that tells of them."""
-    name = glob.escape(lock.name.removesuffix(_LOCK))
-    for region in set(_FOLDER.glob(f"{name}*")) - {lock}:
-        region.unlink(missing_ok=True)
+    remove_regions(lock.name.removesuffix(_LOCK))
     lock.unlink(missing_ok=True)

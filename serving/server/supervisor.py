@@ -1,32 +1,28 @@
-"""Notice when a model's process died, and have the server load the model anew; see a stop through to its end."""
+"""See a tritonserver through: have its models kept serving, start it anew when it died, and end it when told to."""
 
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable
 
 import psutil
 
-from serving.errors import ServerFailed, ServingError
-from serving.server.control import Control
+from serving.errors import ServingError
+from serving.server.keeper import Keeper, Served
 from serving.server.process import Server
+from serving.server.restarts import MOST, WITHIN_S, Restarts
 from serving.server.stubs import living_stubs
 
 _PERIOD_S = 0.25
-# After so many looks in vain it is worth a word.
-_BLIND_LOOKS = 20
-# How long a model may take to load.
-_LOAD_TIMEOUT_S = 120.0
-# After the last model has ended, time to send what it answered.
-_LAST_ANSWERS_S = 1.0
+# Once its models answer nobody any more: time to send the last answers, and to end by itself.
+_LAST_ANSWERS_S = 3.0
 
 
 class Supervisor:
-    """Watches a server from the thread that waits for it.
+    """Watches a server from the main thread, which waits for nothing else: a signal is heard at any time.
 
     Args:
         server: a running server.
-        recover: whether to load a model anew when its process died, rather than to stop the server.
+        recover: whether to load a model anew when its process died or hangs, and to start a server anew that died.
         say: told what happens, a line each time.
     """
 
@@ -34,12 +30,10 @@ class Supervisor:
         self._server = server
         self._recover = recover
         self._say = say
-        self._process = psutil.Process(server.process.pid)
-        self._stopping = False
-        self._suspects: set[str] = set()
-        self._abandoned = False
+        self._served = Served(psutil.Process(server.process.pid).create_time())
+        self._restarts = Restarts()
         self._failure: ServingError | None = None
-        self._blind = 0
+        self._stopping = False
 
     def stop(self, number: int) -> None:
         """Pass a signal on. The server answers what it has accepted, then ends."""
@@ -47,64 +41,67 @@ class Supervisor:
         self._server.signal(number)
 
     def wait(self) -> int:
-        """Watch until the server ends; its exit code.
+        """Watch until the server has ended for good; its exit code.
 
         Raises:
-            ServerFailed: a model's process died and was not, or could not be, replaced.
+            ServingError: a model's process died or hangs, and was not, or could not be, replaced.
         """
-        control = self._server.control(_LOAD_TIMEOUT_S)
-        while (code := self._server.process.poll()) is None:
-            if self._stopping:
-                self._end()
-            else:
-                self._look(control)
-            time.sleep(_PERIOD_S)
+        code = self._watch(is_anew=False)
+        while code and self._recover and not self._stopping and self._start_anew(code):
+            code = self._watch(is_anew=True)
         if self._failure is not None:
             raise self._failure
-        # Ended by us, when all its models had ended.
-        return 0 if self._stopping and self._abandoned and code == -signal.SIGKILL else code
+        return code
 
-    def _look(self, control: Control) -> None:
-        """Replace models with fewer processes than instances, at the second look: one may just be unloading."""
-        try:
-            missing = self._missing(control)
-        except ServingError as error:  # the server has just ended, is busy, or does not let us in
-            self._blind += 1
-            if self._blind == _BLIND_LOOKS:
-                self._say(f"cannot see its models, so one that dies will not be loaded anew: {error}")
-            return
-        self._blind = 0
-        for model in sorted(missing & self._suspects):
-            try:
-                self._replace(control, model)
-            except ServingError as error:
-                self._failure = error
+    def _watch(self, *, is_anew: bool) -> int:
+        """Until this tritonserver has ended; its exit code."""
+        keeper = Keeper(self._server, self._served, self._recover, self._say)
+        keeper.start(is_anew=is_anew)
+        while (code := self._server.process.poll()) is None and not self._stopping:
+            if keeper.failure is not None:
+                self._failure = keeper.failure
                 self.stop(signal.SIGTERM)
-        self._suspects = missing - self._suspects
+            elif keeper.lost is not None:
+                self._say(f"tritonserver does not answer, and is killed: {keeper.lost}")
+                self._server.process.kill()
+                self._server.process.wait()
+            else:
+                time.sleep(_PERIOD_S)
+        keeper.end()
+        return self._see_it_end() if code is None else code
 
-    def _replace(self, control: Control, model: str) -> None:
-        self._abandoned = True
-        reason = f"model {model!r}: a process of its died"
-        if not self._recover:
-            raise ServerFailed(f"{reason}; stopping, as --no-recover says")
-        self._say(f"{reason}; loading it anew")
-        started = time.monotonic()
-        control.recover(model, self._process.create_time())
-        self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
+    def _see_it_end(self) -> int:
+        """Until a server that was told to stop has ended; its exit code.
 
-    def _missing(self, control: Control) -> set[str]:
-        living = Counter(living_stubs(self._process))
-        missing = set()
-        for each in control.index():
-            if each.state == "READY":
-                config = control.config(each.model)
-                instances = sum(int(group["count"]) for group in config["instance_group"])
-                if config["backend"] == "python" and living[each.model, each.version] < instances:
-                    missing.add(each.model)
-        return missing
+        Triton waits for requests that it has lost, and for models whose process died, until its exit timeout. Nobody
+        waits for an answer once no model says that it is busy: what is queued is handed to an idle one at once.
+        """
+        process = psutil.Process(self._server.process.pid)
+        idle_since = time.monotonic()
+        deadline = idle_since + self._server.exit_timeout_s
+        while (code := self._server.process.poll()) is None:
+            now = time.monotonic()
+            if any(stub.is_busy() for stub in living_stubs(process)):
+                idle_since = now
+            if now > min(deadline, idle_since + _LAST_ANSWERS_S):
+                self._server.process.kill()
+                return 0 if now < deadline else self._server.process.wait()
+            time.sleep(_PERIOD_S)
+        return code
 
-    def _end(self) -> None:
-        """Triton waits for a model whose process died until its exit timeout; nothing is left to wait for."""
-        if self._abandoned and not any(living_stubs(self._process)):
-            time.sleep(_LAST_ANSWERS_S)
-            self._server.process.kill()
+    def _start_anew(self, code: int) -> bool:
+        """Put another server in the place of one that died, unless too many did of late, or a stop was asked for."""
+        reason = signal.Signals(-code).name if code < 0 else f"{code}: {self._server.child.output.reason()}"
+        pause_s = self._restarts.next_pause_s()
+        if pause_s is None:
+            self._say(f"tritonserver died again ({reason}), after {MOST} starts within {WITHIN_S / 60:g} minutes")
+            return False
+        self._say(f"tritonserver died ({reason}); starting it anew, {self._restarts.recent} of at most {MOST} times")
+        until = time.monotonic() + pause_s
+        while time.monotonic() < until and not self._stopping:
+            time.sleep(_PERIOD_S)
+        if not self._stopping:
+            self._server.start_anew()
+        if self._stopping:  # a signal that came meanwhile met the one that had ended
+            self._server.signal(signal.SIGTERM)
+        return not self._stopping or self._server.process.poll() is None

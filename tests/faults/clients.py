@@ -12,7 +12,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from serving.client import LookupClient, Retries
-from serving.server import Server, run_server
+from serving.server import Access, Server, run_server
 from tests.faults.tools import Oracle, publish
 from tests.fuzz.run import METHOD
 from tests.served.tools import FREE, add_gate, held, metric, wait_for_execution, wait_for_pending
@@ -118,7 +118,8 @@ class Slow:
 def slow(folder: Path, each: int) -> Slow:
     """Connections that begin a call, and trickle; lookups beside them are answered."""
     oracle = Oracle(publish(folder))
-    with run_server(folder / "r", FREE, log=folder / "log") as server, ExitStack() as stack:
+    access = Access(http=True)
+    with run_server(folder / "r", FREE, access=access, log=folder / "log") as server, ExitStack() as stack:
         opened = [_stall(stack, server, start) for start in slow_starts() for _ in range(each)]
         opened += [_stall(stack, server, b"POST /v2/models/m/infer HTTP/1.1\r\nHost", http=True) for _ in range(each)]
         right = 0
@@ -132,7 +133,9 @@ def slow(folder: Path, each: int) -> Slow:
 
 
 def _stall(stack: ExitStack, server: Server, start: bytes, *, http: bool = False) -> socket.socket:
-    host, _, port = (server.http if http else server.grpc).rpartition(":")
+    address = server.http if http else server.grpc
+    assert address is not None
+    host, _, port = address.rpartition(":")
     connection = stack.enter_context(socket.create_connection((host, int(port))))
     connection.sendall(start)
     return connection

@@ -46,7 +46,7 @@ def restarted(folder: Path, times: int) -> Restarted:
     host = str(ip_address("127.1.0.0") + os.getpid())
     with running(folder / "r", "--host", host) as first:
         url = first.grpc
-    options = ("--host", host, "--grpc-port", url.rpartition(":")[2])
+    options = ("--host", host, "--grpc-port", url.rpartition(":")[2], "--no-recover")
     with asking(url, oracle) as seen:
         for _ in range(times):
             with running(folder / "r", *options) as server:

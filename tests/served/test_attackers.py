@@ -460,7 +460,7 @@ def test_a_private_folder_in_the_repository_is_refused(target: Target) -> None:
 
 
 def load(server: Running, *more: str) -> "subprocess.CompletedProcess[str]":
-    return tbe_serve("load", "m", "--url", server.http, *more)
+    return tbe_serve("load", "m", "--url", server.grpc, *more)
 
 
 def test_a_server_whose_repository_is_changed_recovers_what_was_signed(target: Target) -> None:

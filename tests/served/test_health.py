@@ -243,7 +243,7 @@ def test_a_rank_that_memory_does_not_suffice_for_is_said_and_the_version_before_
     assert tbe_serve("configure", str(first.parent), "--version", "1").returncode == 0
     with run_server(repository, FREE, log=tmp_path / "log") as server, LookupClient(server.grpc, "m", 30) as client:
         expected = client.lookup({"x": [[1, 499_999]]})
-        done = tbe_serve("load", "m", "--version", "2", "--url", server.http)
+        done = tbe_serve("load", "m", "--version", "2", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (1, "m: still serves version 1\n")
         assert "weights.1.bin: cannot be mapped: Cannot allocate memory: " in done.stderr
         assert "Traceback" not in done.stderr

@@ -17,7 +17,7 @@ from export import export_model
 from serving.bundle import MANIFEST
 from serving.client import LookupClient, Tls
 from serving.errors import AccessDenied, ServingError
-from serving.server import Control, Server, run_server
+from serving.server import Access, Control, Server, run_server
 from serving.server.access import GRPC_KEY_HEADER
 from serving.server.run_file import find_run_file
 from tests.certificates import write_certificates
@@ -47,7 +47,8 @@ def answers(url: str, tls: Tls | None = None) -> int:
 @pytest.fixture(scope="module")
 def closed(one_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     log = tmp_path_factory.mktemp("closed") / "log"
-    with run_server(one_model, FREE, log=log, options=("--log-verbose=1",)) as server:
+    access = Access(http=True)
+    with run_server(one_model, FREE, access=access, log=log, options=("--log-verbose=1",)) as server:
         yield server, log
 
 
@@ -123,7 +124,7 @@ def test_with_the_key_all_is_open(closed: tuple[Server, Path]) -> None:
     with LookupClient(server.grpc, "m", 30, shared_memory=True, metadata=headers) as shared:
         assert shared.lookup(ASKED)["x"].shape == (1, 8)
     with pytest.raises(AccessDenied, match=r"restricted.*keeps the key for its own user"):
-        Control(http=server.http, key="guess", timeout_s=10).index()
+        Control(address=server.control_address, key="guess", timeout_s=10).index()
 
 
 def test_the_key_is_in_no_command_line_and_no_log(closed: tuple[Server, Path]) -> None:
@@ -179,13 +180,13 @@ def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path:
         done = tbe_serve(*bench, "--seconds", "0.3", "--repeats", "1", *as_client)
         assert done.returncode == 0, done.stderr
         export_model(collection(SUM), repository, "m")
-        assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 2\n"
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
         for stub in stubs(server.triton, "m"):  # version 1's may not have ended yet
             stub.kill()
         with LookupClient(server.grpc, "m", 1, tls=trusted) as client:
             wait_for_answer(client)
             assert client.lookup(ASKED).version == 2
-        run_file = find_run_file(server.http)
+        run_file = find_run_file(server.grpc)
         assert run_file is not None
         server.process.terminate()
         assert server.process.stderr is not None
@@ -193,7 +194,7 @@ def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path:
         assert "lacks security fixes" in said
         assert "serves again after" in said
         assert run_file.key not in said
-    assert find_run_file(server.http) is None
+    assert find_run_file(server.grpc) is None
 
 
 # --- signed bundles
@@ -229,19 +230,19 @@ def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_pa
     with running(repository, "--trusted-keys", str(keys / "trusted.pem")) as server:
         assert answers(server.grpc) == 1
         second = export_model(collection(SUM), repository, "m", signing_key=keys / "key.pem")
-        assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 2\n"
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
         evil = export_model(collection(SUM), repository, "m")
         replace_model_py(evil, EVIL.format(mark=str(mark)))
-        done = tbe_serve("load", "m", "--url", server.http)
+        done = tbe_serve("load", "m", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (1, "m: still serves version 2\n")
         assert "manifest.sig: cannot be read" in done.stderr
         assert not mark.exists()
         # Whoever has the key and asks Triton itself finds nothing there.
-        run_file = find_run_file(server.http)
+        run_file = find_run_file(server.grpc)
         assert run_file is not None
         unsigned = export_model(collection(SUM), repository, "m")
         with pytest.raises(ServingError):
-            Control(http=server.http, key=run_file.key, timeout_s=60).load("m", int(unsigned.name))
+            Control(address=run_file.control, key=run_file.key, timeout_s=60).load("m", int(unsigned.name))
         assert answers(server.grpc) == 2
     done = tbe_serve("run", str(repository), *FREE_PORTS, "--trusted-keys", str(keys / "trusted.pem"))
     assert done.returncode == 1
@@ -278,13 +279,13 @@ def test_a_flipped_bit_of_the_weights_is_refused_by_name_and_the_others_serve_on
     assert "Traceback" not in done.stderr
     assert tbe_serve("configure", model, "--version", "1", "--instances", "2").returncode == 0
     with run_server(repository, FREE, log=tmp_path / "log") as server:
-        done = tbe_serve("load", "m", "--version", "2", "--url", server.http)
+        done = tbe_serve("load", "m", "--version", "2", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (1, "m: still serves version 1\n")
         assert "weights.0.bin: expected SHA-256" in done.stderr
         assert answers(server.grpc) == 1
         # Who would rather start at once takes what is there.
         assert tbe_serve("configure", model, "--version", "newest", "--no-verify-weights").returncode == 0
-        assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 2\n"
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
 
 
 def test_a_secret_is_not_in_an_error_of_grpc(closed: tuple[Server, Path]) -> None:

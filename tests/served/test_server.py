@@ -309,7 +309,7 @@ def test_what_no_check_foresaw_is_logged_and_told_to_nobody(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, number: signal.Signals) -> None:
-    with start_tbe_serve(str(one_model), *FREE_PORTS, "--json") as process:
+    with start_tbe_serve(str(one_model), *FREE_PORTS, "--http", "--json") as process:
         assert process.stdout is not None
         where = json.loads(process.stdout.readline())
         assert {model["name"]: model["versions"] for model in where["models"]} == {"m": [1]}
@@ -346,7 +346,7 @@ def test_the_server_dies_with_its_command(one_model: Path) -> None:
 
 
 def test_a_server_that_dies_ends_the_command_with_a_failure(one_model: Path) -> None:
-    with start_tbe_serve(str(one_model), *FREE_PORTS, "--json") as process:
+    with start_tbe_serve(str(one_model), *FREE_PORTS, "--no-recover", "--json") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()

@@ -129,21 +129,21 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
     export_version(repository, 2)
     with LookupClient(server.grpc, "m", timeout_s=30) as client:
         assert client.lookup({"x": [[1]]}).version == 1
-        done = tbe_serve("load", "m", "--url", server.http)
+        done = tbe_serve("load", "m", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (0, "m: version 1 → 2\n")
         assert client.lookup({"x": [[1]]}).version == 2
-        done = tbe_serve("load", "m", "--version", "1", "--url", server.http)
+        done = tbe_serve("load", "m", "--version", "1", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (0, "m: version 2 → 1\n")
         assert client.lookup({"x": [[1]]}).version == 1
         # And again: Triton itself would leave the version that it was told to serve.
-        assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 2\n"
-        assert tbe_serve("load", "m", "--version", "1", "--url", server.http).stdout == "m: version 2 → 1\n"
-        done = tbe_serve("load", "m", "--version", "9", "--url", server.http)
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
+        assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).stdout == "m: version 2 → 1\n"
+        done = tbe_serve("load", "m", "--version", "9", "--url", server.grpc)
         assert done.returncode == 1
         assert done.stdout == "m: still serves version 1\n"
         assert "at least one version must be available" in done.stderr
         broken_version(repository)
-        done = tbe_serve("load", "m", "--url", server.http)
+        done = tbe_serve("load", "m", "--url", server.grpc)
         assert done.returncode == 1
         assert done.stdout == "m: still serves version 1\n"
         assert "weights.0.bin: expected" in done.stderr
@@ -151,15 +151,13 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
 
 
 def test_a_model_that_is_not_there_cannot_be_loaded(server: Server) -> None:
-    done = tbe_serve("load", "nobody", "--url", server.http)
+    done = tbe_serve("load", "nobody", "--url", server.grpc)
     assert done.returncode == 1
     assert "nobody: serves no version" in done.stdout
-    done = tbe_serve("load", "m", "--url", server.grpc, "--timeout-s", "5")
-    assert done.returncode == 1
-    assert f"{server.grpc}: expected the HTTP address of a server" in done.stderr
-    done = tbe_serve("load", "m", "--url", "127.0.0.1:1", "--timeout-s", "5")
-    assert done.returncode == 1
-    assert "127.0.0.1:1" in done.stderr
+    for url in (server.metrics, "127.0.0.1:1", "lookup.example:8001"):
+        done = tbe_serve("load", "m", "--url", url, "--timeout-s", "5")
+        assert done.returncode == 1
+        assert f"{url}: expected the gRPC address of a server that you run here with `tbe-serve run`" in done.stderr
 
 
 def test_the_configured_version_is_served_after_a_restart(repository: Path, tmp_path: Path) -> None:
@@ -211,7 +209,7 @@ def test_pruning_leaves_what_is_in_use(repository: Path, server: Server) -> None
         del engine
         assert f"{model}/2: removed" in prune(str(model), "--keep", "1")
         # When the server has gone on to another version, the first may go too.
-        assert tbe_serve("load", "m", "--url", server.http).stdout == "m: version 1 → 3\n"
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 3\n"
         deadline = time.monotonic() + 60
         while f"{model}/1: removed" not in prune(str(model), "--keep", "1") and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -218,7 +218,7 @@ class Running:
 
     process: "subprocess.Popen[str]"
     grpc: str
-    http: str
+    http: str | None
     metrics: str
 
     @property
