@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint fuzz faults soak bench bench-quick audit pins clean
+.PHONY: help setup demo test lint mutants fuzz faults soak bench bench-quick audit pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -31,6 +31,11 @@ lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+mutants: $(STAMP) ## Change what checks requests and bundles, and list the changes that no test notices (hours; MUTANTS=serving.kjt*)
+	@requirements/mutants.sh
+	@$(abspath .bench/mutants/bin/mutmut) run --max-children 2 $(MUTANTS)
+	@$(abspath .bench/mutants/bin/mutmut) results
 
 fuzz: $(STAMP) ## A hundred thousand malformed and hostile requests to a real server; ends in one line of figures
 	@$(BIN)/python -m tests.fuzz
@@ -56,4 +61,4 @@ pins: ## Resolve requirements/*.in anew into requirements/*.txt
 	@PYTHON=$(PYTHON) requirements/pin.sh
 
 clean: ## Remove the environment and everything built
-	@rm -rf $(VENV) .bench build *.egg-info
+	@rm -rf $(VENV) .bench build mutants *.egg-info
