@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from export import ExportConfig, OutputDtype, Sharding, export_model
 from export.probe import run_reloaded
@@ -13,6 +14,10 @@ from serving.server import Access, Ports, Server, run_server
 from tests.answering_here import answer
 from tests.models import MIXED, MIXED_CONFIG, SUM, collection
 from tests.served.tools import add_gate
+
+# How fast examples are made and run, others on the machine have a say in.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
