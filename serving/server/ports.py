@@ -20,8 +20,35 @@ class Ports:
     metrics: int = 8002
 
 
-def take_ports(access: Access, ports: Ports) -> Ports:
-    """Check that the ports are free, and choose the ones that were left open (0)."""
+@contextlib.contextmanager
+def free_ports(access: Access, ports: Ports) -> Iterator[Ports]:
+    """Check that the ports are free, and choose the ones that were left open (0).
+
+    Nothing listens until tritonserver does: no other server of ours chooses them until the block ends.
+
+    Raises:
+        ServerFailed: one is taken; names it.
+    """
+    with contextlib.ExitStack() as claims:
+        while True:
+            taken = _take_ports(access, ports)
+            chosen = [getattr(taken, name) for name in ("grpc", "http", "metrics") if not getattr(ports, name)]
+            if all(_claim(port, claims) for port in chosen if port):
+                break
+        yield taken
+
+
+def _claim(port: int, claims: contextlib.ExitStack) -> bool:
+    """Whether nobody else has claimed it: an abstract name (unix(7)) has one owner, and goes with its process."""
+    claim = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    try:
+        claim.bind(f"\0tbe-serving-port-{port}")
+    except OSError:
+        return False
+    return True
+
+
+def _take_ports(access: Access, ports: Ports) -> Ports:
     with contextlib.ExitStack() as stack:
         chosen = {"http": 0}
         for name in ("grpc", *(("http",) if access.http else ()), "metrics"):

@@ -17,7 +17,7 @@ from serving.server.child import Child, Launch, signals_deferred
 from serving.server.control import UNIX, Control
 from serving.server.hidden import hide
 from serving.server.installation import Installation, find_tritonserver
-from serving.server.ports import Ports, ipv4_alone, take_ports
+from serving.server.ports import Ports, free_ports, ipv4_alone
 from serving.server.private import PrivateFolder, Trust, private_folder
 from serving.server.run_file import RunFile, control_socket
 from serving.server.shared_memory import region_prefix, remove_regions
@@ -155,7 +155,7 @@ def run_server(
             private = stack.enter_context(private_folder(repository, models, trust))
             repository = private.repository
         installation = find_tritonserver(stack)
-        taken = take_ports(access, ports)
+        taken = stack.enter_context(free_ports(access, ports))
         stack.enter_context(ipv4_alone(access.host, taken.grpc))
         regions = stack.enter_context(region_prefix())
         http = f"{access.http_host}:{taken.http}" if access.http else None

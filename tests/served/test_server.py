@@ -30,7 +30,7 @@ from serving.errors import (
     ServerFault,
     ServerUnavailable,
 )
-from serving.server import Ports, Server, installation, run_server
+from serving.server import Access, Ports, Server, installation, process, run_server
 from tests import oracle
 from tests.models import MIXED, SUM, Bags, Spec, collection, flat, float_tables, random_bags, table_of
 from tests.served.tools import (
@@ -320,6 +320,13 @@ def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, nu
         process.send_signal(number)
         assert process.wait(60) == 0
         assert process.stdout.read() == ""
+
+
+def test_servers_that_start_together_take_different_ports() -> None:
+    with contextlib.ExitStack() as starting:
+        taken = [starting.enter_context(process._ports(Access(), FREE)) for _ in range(300)]
+    ports = [port for each in taken for port in (each.grpc, each.http, each.metrics)]
+    assert len(set(ports)) == 900
 
 
 def test_a_signal_before_the_models_are_ready_stops_the_server_too(one_model: Path) -> None:
