@@ -21,7 +21,20 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#
 _HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 _GREY = "#BBBBBB"
 _INCH = 0.36
-_COLUMNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What figures are drawn for: their width, and how many panels and keys fit beside one another."""
+
+    width: float
+    panels: int
+    keys: int
+
+
+WIDE = Layout(width=8, panels=3, keys=4)
+# A phone shows this at more than its size, so that text of 7 points is read without a lens.
+NARROW = Layout(width=3.2, panels=1, keys=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +53,7 @@ class Picture:
         return buffer.getvalue()
 
 
-def draw(study: Study) -> Iterator[Picture]:
+def draw(study: Study, layout: Layout) -> Iterator[Picture]:
     """All figures of `study`: latency, memory and traffic by strategy, and error by dtype.
 
     Latency is of all numbers of ranks, memory and traffic of the largest, in the first dtype.
@@ -52,30 +65,30 @@ def draw(study: Study) -> Iterator[Picture]:
             "latency",
             f"Bars of the median latency of {study.batch_size} samples for each strategy and number of ranks: in one "
             "process, and with ranks side by side. The table under it has the numbers.",
-            _latency(study, placed),
+            _latency(study, placed, layout),
         )
     if most:
         yield Picture(
             "memory",
             "For each strategy, bars of the bytes that each rank holds, stacked by table.",
-            _panels(most, _memory_of(most), "rank"),
+            _panels(most, _memory_of(most), "rank", layout),
         )
         yield Picture(
             "traffic",
             f"For each strategy, a matrix of the bytes that ranks send one another for {study.batch_size} samples.",
-            _panels(most, _traffic_of(most), "to rank"),
+            _panels(most, _traffic_of(most), "to rank", layout),
         )
     yield Picture(
         "errors",
         "For each table, 1 − cosine of float and stored rows over the stored share of FP32 bytes, a point a dtype.",
-        _errors(study),
+        _errors(study, layout),
     )
 
 
-def _latency(study: Study, placed: Sequence[Placement]) -> Figure:
+def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figure:
     strategies = list(dict.fromkeys(each.strategy for each in placed))
     ranks = sorted({each.ranks for each in placed})
-    figure = Figure(figsize=(8, 1.6 + _INCH * len(strategies) * len(ranks)), layout="constrained")
+    figure = Figure(figsize=(layout.width, 1.6 + _INCH * len(strategies) * len(ranks)), layout="constrained")
     axes = figure.subplots()
     height = 0.8 / len(ranks)
     looks = [
@@ -88,15 +101,18 @@ def _latency(study: Study, placed: Sequence[Placement]) -> Figure:
             if (each := here.get(strategy)) is None:
                 continue
             at = row + (number - (len(ranks) - 1) / 2) * height
-            in_one, side_by_side = 1e3 * each.latency_s, 1e3 * each.side_by_side_s
+            in_one, side_by_side = 1e3 * each.latency_s.median, 1e3 * each.side_by_side_s
             axes.barh(at, in_one, height * 0.9, **looks[number])  # type: ignore[arg-type]
+            axes.plot([1e3 * each.latency_s.low, 1e3 * each.latency_s.high], [at, at], color="black", lw=1)
             axes.plot([side_by_side] * 2, [at - height * 0.45, at + height * 0.45], color="black", lw=2.5)
-            axes.annotate(f" {in_one:.3g}", (max(in_one, side_by_side), at), va="center", fontsize=8)
+            axes.annotate(
+                f" {in_one:.3g}", (max(1e3 * each.latency_s.high, side_by_side), at), va="center", fontsize=8
+            )
     one = next(iter(study.one_rank.values()))
-    axes.axvline(1e3 * one.latency_s, color="black", linestyle=":")
+    axes.axvline(1e3 * one.latency_s.median, color="black", linestyle=":")
     axes.annotate(
-        f"one rank: {1e3 * one.latency_s:.3g} ms ",
-        (1e3 * one.latency_s, -0.62),
+        f"one rank: {1e3 * one.latency_s.median:.3g} ms ",
+        (1e3 * one.latency_s.median, -0.62),
         fontsize=8,
         ha="left",
         xytext=(3, 0),
@@ -114,18 +130,20 @@ def _latency(study: Study, placed: Sequence[Placement]) -> Figure:
         keys,
         [*(f"{count} ranks in one process" for count in ranks), "ranks side by side, network not counted"],
         loc="outside upper center",
-        ncols=2,
+        ncols=layout.keys // 2,
         frameon=False,
         fontsize=9,
     )
     return figure
 
 
-def _panels(placed: Sequence[Placement], paint: Callable[[Axes, Placement], None], xlabel: str) -> Figure:
+def _panels(
+    placed: Sequence[Placement], paint: Callable[[Axes, Placement], None], xlabel: str, layout: Layout
+) -> Figure:
     """A panel for each placement."""
-    rows = -(-len(placed) // _COLUMNS)
-    figure = Figure(figsize=(8, 0.9 + 2.1 * rows), layout="constrained")
-    grid = figure.subplots(rows, _COLUMNS, squeeze=False)
+    rows = -(-len(placed) // layout.panels)
+    figure = Figure(figsize=(layout.width, 0.9 + 2.1 * rows), layout="constrained")
+    grid = figure.subplots(rows, layout.panels, squeeze=False)
     for axes, each in zip(grid.flat, placed, strict=False):
         paint(axes, each)
         axes.set_title(each.strategy, fontsize=9, loc="left")
@@ -135,7 +153,7 @@ def _panels(placed: Sequence[Placement], paint: Callable[[Axes, Placement], None
         axes.set_axis_off()
     if handles := grid.flat[0].get_legend_handles_labels()[0]:
         labels = grid.flat[0].get_legend_handles_labels()[1]
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        figure.legend(handles, labels, loc="outside lower center", ncols=layout.keys, frameon=False, fontsize=8)
     return figure
 
 
@@ -197,11 +215,11 @@ def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None
 
 
 def _short(size_bytes: int) -> str:
-    return size(size_bytes).replace(" ", "\n")
+    return size(size_bytes).replace(" ", "\n") if size_bytes else "0"
 
 
-def _errors(study: Study) -> Figure:
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
+def _errors(study: Study, layout: Layout) -> Figure:
+    figure = Figure(figsize=(layout.width, 4.6), layout="constrained")
     axes = figure.subplots()
     by_size = sorted(study.tables, key=lambda name: -study.tables[name].rows * study.tables[name].dim)
     named = by_size[: len(_COLOURS)]
@@ -231,5 +249,5 @@ def _errors(study: Study) -> Figure:
     axes.xaxis.set_major_formatter(PercentFormatter(1))
     axes.set_ylabel("1 − cosine of float and stored rows")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=layout.keys, frameon=False, fontsize=8)
     return figure

@@ -1,4 +1,4 @@
-"""How long a placement takes, called in turn with the same tables on one rank, and how long each of its steps."""
+"""How long a placement takes, and how many times that of the same tables on one rank, round by round."""
 
 import time
 from collections.abc import Sequence
@@ -7,26 +7,37 @@ from itertools import cycle
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from export.probe import Arguments
 from serving.engine import torchscript
+from serving.load.report import Figure
 
-_LEAST_ROUNDS = 30
-_WARM_UP_ROUNDS = 5
-
-
-# (values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None), as programs take them.
+_ROUNDS = 9
+_LEAST_CALLS = 4
+_WARM_UP_CALLS = 5
+# The median of all rounds one could make lies outside the second to the eighth of nine as rarely as nine coins show
+# at most one head, or at most one tail.
+CONFIDENCE = 1 - 2 * (1 + _ROUNDS) / 2**_ROUNDS
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Medians, in seconds, but for the percentiles."""
+    """In seconds. Figures are of rounds, less the smallest and the largest; a round's are medians.
 
-    latency_s: float
+    Attributes:
+        latency_s, one_rank_s: of a call, of the placement and of one rank beside it; `p99` of all calls.
+        over_one_rank: of each round, the placement's ÷ one rank's.
+        side_by_side_over_one_rank: of each round, the sum of the three steps ÷ one rank's.
+    """
+
+    latency_s: Figure
     latency_p99_s: float
-    one_rank_s: float
+    one_rank_s: Figure
     one_rank_p99_s: float
+    over_one_rank: Figure
+    side_by_side_over_one_rank: Figure
     split_s: float
     slowest_rank_s: float
     merge_s: float
@@ -39,32 +50,53 @@ def measure(
     ranks: int,
     seconds: float,
 ) -> Times:
-    """Call `program`, its steps and `one_rank` in turn for `seconds`, and often enough for medians to hold."""
+    """Call `program`, `one_rank` and the steps of `program` in turn, in rounds that take `seconds` together."""
     with torchscript():
         placed, whole = (torch.jit.freeze(each.eval()).forward for each in (program, one_rank))
     asked = cycle(requests)
-    latencies, wholes, steps = [], [], []
-    end = time.perf_counter() + seconds
-    rounds = -_WARM_UP_ROUNDS
-    while rounds < _LEAST_ROUNDS or time.perf_counter() < end:
-        request = next(asked)
-        seen = _timed(placed, request), _timed(whole, request)
-        stepped = _steps(program, ranks, request)
-        if rounds >= 0:
-            latencies.append(seen[0])
-            wholes.append(seen[1])
-            steps.append(stepped)
-        rounds += 1
-    split, slowest, merge = np.median(np.array(steps), axis=0)
+
+    def calls(least: int, seconds: float) -> npt.NDArray[np.float64]:
+        """Of each call: the placement, one rank, and the three steps [n, 5]."""
+        end = time.perf_counter() + seconds
+        seen: list[tuple[float, ...]] = []
+        while len(seen) < least or time.perf_counter() < end:
+            request = next(asked)
+            # In turn, which of them finds the ids in the cache.
+            if len(seen) % 2:
+                first, second = _timed(placed, request), _timed(whole, request)
+            else:
+                second, first = _timed(whole, request), _timed(placed, request)
+            seen.append((first, second, *_steps(program, ranks, request)))
+        return np.array(seen)
+
+    calls(_WARM_UP_CALLS, 0)
+    return summarize([calls(_LEAST_CALLS, seconds / _ROUNDS) for _ in range(_ROUNDS)])
+
+
+def summarize(rounds: Sequence[npt.NDArray[np.float64]]) -> Times:
+    """What rounds come to.
+
+    Args:
+        rounds: of each call the seconds of the placement, one rank beside it, and the three steps [n, 5].
+    """
+    latency, one, *steps = np.array([np.median(each, axis=0) for each in rounds]).T
+    split, slowest, merge = (float(np.median(step)) for step in steps)
+    p99, one_p99, *_ = np.percentile(np.concatenate(rounds), 99, axis=0)
     return Times(
-        latency_s=float(np.median(latencies)),
-        latency_p99_s=float(np.percentile(latencies, 99)),
-        one_rank_s=float(np.median(wholes)),
-        one_rank_p99_s=float(np.percentile(wholes, 99)),
-        split_s=float(split),
-        slowest_rank_s=float(slowest),
-        merge_s=float(merge),
+        latency_s=_figure(latency),
+        latency_p99_s=float(p99),
+        one_rank_s=_figure(one),
+        one_rank_p99_s=float(one_p99),
+        over_one_rank=_figure(latency / one),
+        side_by_side_over_one_rank=_figure(np.sum(steps, axis=0) / one),
+        split_s=split,
+        slowest_rank_s=slowest,
+        merge_s=merge,
     )
+
+
+def _figure(rounds: npt.NDArray[np.float64]) -> Figure:
+    return Figure.of(sorted(rounds.tolist())[1:-1])
 
 
 def _timed(forward: Any, request: Arguments) -> float:

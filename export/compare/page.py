@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,8 +11,10 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from export.compare.figures import draw
-from export.compare.study import Placement, Study
+from export.compare.asked import MIXED
+from export.compare.figures import NARROW, WIDE, Picture, draw
+from export.compare.study import Placement, Study, Verdict
+from export.compare.verdict import IN_ONE_PROCESS, figure_of
 from export.errors import ConfigError
 from export.shown import size
 from serving.atomic import replacing
@@ -29,9 +32,12 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    pictures = list(draw(study))
+    pictures, narrow = list(draw(study, WIDE)), list(draw(study, NARROW))
     encoded = msgspec.json.format(msgspec.json.encode(study), indent=1)
-    shown = {each.name: {"alt": each.alt, "svg": base64.b64encode(each.encoded("svg")).decode()} for each in pictures}
+    shown = {
+        each.name: {"alt": each.alt, "wide": _base64(each), "narrow": _base64(other)}
+        for each, other in zip(pictures, narrow, strict=True)
+    }
     files = {
         PAGE: _page(study, shown, encoded.decode()).encode(),
         NUMBERS: encoded + b"\n",
@@ -48,55 +54,94 @@ def write_report(study: Study, folder: Path) -> list[Path]:
 
 
 def findings(study: Study) -> Iterator[str]:
-    """What a person should take away, a sentence each."""
+    """What a person should take away, a sentence each: what was measured, and no more than it supports."""
     for dtype, one in study.one_rank.items():
         yield (
-            f"Whole on one rank, {dtype} answers {study.batch_size} samples in {_ms(one.latency_s)} ms and holds "
+            f"Whole on one rank, {dtype} answers {study.batch_size} samples in {_ms(one.latency_s.median)} ms "
+            f"({_ms(one.latency_s.low)}–{_ms(one.latency_s.high)} beside the placements) and holds "
             f"{size(one.largest_rank_bytes)}."
         )
-    dtype = next(iter(study.one_rank))
-    for best in _best(study):
-        if best.dtype != dtype:
-            continue
-        gain = best.latency_s / best.over_one_rank / best.side_by_side_s
-        worth = f"{gain:.2f} times as fast as one rank" if gain > 1 else f"no faster than one rank ({gain:.2f} times)"
-        yield (
-            f"On {best.ranks} ranks, {best.strategy} is best: {_ms(best.latency_s)} ms in one process "
-            f"({_ratio(best.over_one_rank)} times one rank's), {_ms(best.side_by_side_s)} ms side by side before the "
-            f"network, {worth}; the fullest rank holds {size(best.largest_rank_bytes)}, a batch moves "
-            f"{size(best.traffic_bytes)}."
-        )
-    if not any(each.over_one_rank < 1 for each in study.placements if each.error is None):
-        yield "In one process no way of cutting is faster than one rank: cut only what does not fit."
+    first = next(iter(study.one_rank))
+    for verdict in study.verdicts:
+        if verdict.dtype == first:
+            yield _fastest(study, verdict)
+            if verdict.measure == IN_ONE_PROCESS and (advice := _advice(study, verdict)):
+                yield advice
+    placed = [each.over_one_rank for each in study.placements if each.error is None]
+    if placed and all(each.low > 1 for each in placed):
+        yield "In one process every way of cutting is slower than one rank: cut only what does not fit."
+    elif placed and all(each.high >= 1 for each in placed):
+        yield "In one process no way of cutting is certainly faster than one rank: cut only what does not fit."
 
 
-def _best(study: Study) -> list[Placement]:
-    """Of each number of ranks and dtype, the placement with the least time side by side."""
-    best: dict[tuple[int, str], Placement] = {}
-    for each in study.placements:
-        group = each.ranks, each.dtype
-        if each.error is None and (group not in best or each.side_by_side_s < best[group].side_by_side_s):
-            best[group] = each
-    return list(best.values())
+def _fastest(study: Study, verdict: Verdict) -> str:
+    best, *others = verdict.fastest
+    found = _group(study, verdict)[best]
+    where = "in one process" if verdict.measure == IN_ONE_PROCESS else "side by side, before the network,"
+    told = f"; {_listed(others)} cannot be told from it" if others else ", less than any other"
+    return (
+        f"On {verdict.ranks} ranks {where} {best} took {_times(found, verdict)} one rank's time{told}. Its fullest "
+        f"rank holds {size(found.largest_rank_bytes)}, a batch moves {size(found.traffic_bytes)}."
+    )
+
+
+def _advice(study: Study, verdict: Verdict) -> str | None:
+    """What the measurement says of the recommended types together; None where they were not measured."""
+    group = _group(study, verdict)
+    if MIXED not in group:
+        return None
+    start = f"On {verdict.ranks} ranks {MIXED}, the types below,"
+    if verdict.fastest == [MIXED]:
+        return f"{start} is the fastest: take it."
+    if MIXED in verdict.fastest:
+        return f"{start} is among the fastest, and no measurement here says which of them to take."
+    best = verdict.fastest[0]
+    return (
+        f"{start} is not to be recommended for its time: it took {_times(group[MIXED], verdict)} one rank's, {best} "
+        f"{_times(group[best], verdict)}."
+    )
+
+
+def _group(study: Study, verdict: Verdict) -> dict[str, Placement]:
+    """By strategy, the placements that a verdict is about."""
+    return {
+        each.strategy: each
+        for each in study.placements
+        if each.error is None and (each.ranks, each.dtype) == (verdict.ranks, verdict.dtype)
+    }
+
+
+def _times(placement: Placement, verdict: Verdict) -> str:
+    found = figure_of(placement, verdict.measure)
+    return f"{found.median:.2f} ({found.low:.2f}–{found.high:.2f}) times"
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _page(study: Study, pictures: dict[str, dict[str, str]], encoded: str) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.ChainableUndefined
     )
-    environment.filters |= {"ms": _ms, "bytes": size, "ratio": _ratio, "count": _count, "error": _error}
-    best = _best(study)
+    environment.filters |= {"ms": _ms, "bytes": _bytes, "ratio": _ratio, "unbroken": _unbroken, "error": _error}
     return environment.get_template("page.html").render(
         study=study,
+        ms=_ms,
+        ratio=_ratio,
         pictures=pictures,
         findings=list(findings(study)),
-        best=[number for number, each in enumerate(study.placements) if each in best],
+        fastest={(each.measure, each.ranks, each.dtype): each.fastest for each in study.verdicts},
         floats=sum(4 * table.rows * table.dim for table in study.tables.values()),
         first_dtype=next(iter(study.one_rank)),
         made_at=datetime.fromtimestamp(study.made_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
         # "</script>" in a table's name must not end the element.
         json=Markup(json.dumps(json.loads(encoded)).replace("<", "\\u003c")),  # noqa: S704
     )
+
+
+def _base64(picture: Picture) -> str:
+    return base64.b64encode(picture.encoded("svg")).decode()
 
 
 def _ms(seconds: float) -> str:
@@ -107,8 +152,13 @@ def _ratio(number: float) -> str:
     return f"{number:.2f}"
 
 
-def _count(number: float) -> str:
-    return f"{number:,.0f}"
+def _unbroken(text: str) -> str:
+    """With each number of bytes in one piece: a unit at the start of a line says nothing."""
+    return re.sub(r"(\d) ([kMGT]?B\b)", "\\1\N{NO-BREAK SPACE}\\2", text)
+
+
+def _bytes(size_bytes: int) -> str:
+    return _unbroken(size(size_bytes))
 
 
 def _error(number: float) -> str:

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from export.compare.asked import Options, Tables
+from export.compare.measure import CONFIDENCE
 from export.compare.recommend import recommend
 from export.compare.study import DtypeReport, Placement, Recommendation, Study, TableStudy
+from export.compare.verdict import judge
 from export.compare.whole import Whole
 from export.config import ExportConfig
 from export.pipeline import describe
@@ -80,6 +82,8 @@ def run_study(
         },
         one_rank=one_rank,
         placements=placements,
+        confidence=CONFIDENCE,
+        verdicts=judge(placements),
         recommended_ranks=max(options.ranks),
         recommendations=recommendations,
     )

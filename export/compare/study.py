@@ -2,6 +2,10 @@
 
 import msgspec
 
+from serving.load.report import Figure
+
+_NONE = Figure(0.0, 0.0, 0.0)
+
 
 class DtypeReport(msgspec.Struct, frozen=True):
     """A table stored as a dtype: bytes of all rows, |float − stored| at most and on average, and their cosine."""
@@ -25,13 +29,18 @@ class TableStudy(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """Tables placed by one strategy on so many ranks, in one dtype.
 
+    A figure is a median of rounds with the interval that holds it, `Study.confidence`.
+
     Attributes:
         strategy: as `--strategy` takes it.
         error: why it cannot be; then everything below is empty.
         sharding: the sharding type of each table.
-        latency_s: of a request to all ranks in one process, one after the other; the median.
+        latency_s: of a request to all ranks in one process, one after the other.
         latency_p99_s: what 99 % of them kept to.
-        over_one_rank: `latency_s` ÷ that of the same tables on one rank, called in turn with it.
+        one_rank_s: of the same tables on one rank, called in turn with it.
+        over_one_rank: of each round, the placement's median ÷ one rank's.
+        side_by_side_over_one_rank: the same of the three steps together, as if ranks worked at once and the network
+            took no time.
         split_s, slowest_rank_s, merge_s: medians of the three steps, the ranks' step being that of the slowest.
         samples_per_s: of the one process.
         rank_bytes: of each rank, by table.
@@ -44,9 +53,11 @@ class Placement(msgspec.Struct, frozen=True):
     dtype: str
     error: str | None = None
     sharding: dict[str, str] = {}
-    latency_s: float = 0.0
+    latency_s: Figure = _NONE
     latency_p99_s: float = 0.0
-    over_one_rank: float = 0.0
+    one_rank_s: Figure = _NONE
+    over_one_rank: Figure = _NONE
+    side_by_side_over_one_rank: Figure = _NONE
     split_s: float = 0.0
     slowest_rank_s: float = 0.0
     merge_s: float = 0.0
@@ -79,6 +90,20 @@ class Recommendation(msgspec.Struct, frozen=True):
     dtype_reason: str
 
 
+class Verdict(msgspec.Struct, frozen=True):
+    """Which strategies are fastest on so many ranks in one dtype, as far as the measurement can tell.
+
+    Attributes:
+        measure: the figure of a placement that it is about.
+        fastest: the strategy with the least median, and after it those whose intervals overlap its own.
+    """
+
+    ranks: int
+    dtype: str
+    measure: str
+    fastest: list[str]
+
+
 class Study(msgspec.Struct, frozen=True):
     """All of it.
 
@@ -88,7 +113,9 @@ class Study(msgspec.Struct, frozen=True):
         batch_size: samples of the requests that were measured, with uniform ids.
         generated: whether the rows were made up (normal numbers), so that errors say nothing about a trained model.
         one_rank: the tables whole on one rank, by dtype.
-        recommended_ranks: how many ranks the recommendations are for.
+        confidence: how likely it is that an interval holds the median of all rounds one could make.
+        verdicts: which placements are fastest, of those that fit.
+        recommended_ranks: how many ranks the recommendations are for, which go by bytes and traffic.
     """
 
     command: str
@@ -100,5 +127,7 @@ class Study(msgspec.Struct, frozen=True):
     tables: dict[str, TableStudy]
     one_rank: dict[str, Placement]
     placements: list[Placement]
+    confidence: float
+    verdicts: list[Verdict]
     recommended_ranks: int
     recommendations: dict[str, Recommendation]

@@ -29,6 +29,7 @@ from export.store import store_rows
 from serving.bundle import Manifest, WeightDtype
 from serving.engine import map_weights
 from serving.load.ids import Distribution, random_requests
+from serving.load.report import Figure
 from serving.reference import pool
 
 ONE_RANK = "one_rank"
@@ -72,14 +73,14 @@ class Whole:
         found = self._measured(ONE_RANK, self._directory, self.manifest, self.sharding(options, 1), options.seconds)
         if not self._times:
             return found
-        latency_s = median(each.one_rank_s for each in self._times)
+        latency_s = Figure.of([each.one_rank_s.median for each in self._times])
         return msgspec.structs.replace(
             found,
             latency_s=latency_s,
             latency_p99_s=median(each.one_rank_p99_s for each in self._times),
-            over_one_rank=1.0,
-            slowest_rank_s=latency_s,
-            samples_per_s=options.batch_size / latency_s,
+            one_rank_s=latency_s,
+            slowest_rank_s=latency_s.median,
+            samples_per_s=options.batch_size / latency_s.median,
         )
 
     def place(
@@ -127,11 +128,13 @@ class Whole:
             sharding={table: kind.value for table, kind in manifest.plan.sharding.items()},
             latency_s=times.latency_s,
             latency_p99_s=times.latency_p99_s,
-            over_one_rank=times.latency_s / times.one_rank_s,
+            one_rank_s=times.one_rank_s,
+            over_one_rank=times.over_one_rank,
+            side_by_side_over_one_rank=times.side_by_side_over_one_rank,
             split_s=times.split_s,
             slowest_rank_s=times.slowest_rank_s,
             merge_s=times.merge_s,
-            samples_per_s=sharding.batch_size / times.latency_s,
+            samples_per_s=sharding.batch_size / times.latency_s.median,
             rank_bytes=[rank.tables for rank in report.ranks],
             traffic=np.rint(traffic_between(manifest, sharding)).astype(int).tolist(),
         )

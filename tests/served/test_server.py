@@ -30,7 +30,8 @@ from serving.errors import (
     ServerFault,
     ServerUnavailable,
 )
-from serving.server import Access, Ports, Server, installation, process, run_server
+from serving.server import Access, Ports, Server, installation, run_server
+from serving.server.ports import free_ports
 from tests import oracle
 from tests.models import MIXED, SUM, Bags, Spec, collection, flat, float_tables, random_bags, table_of
 from tests.served.tools import (
@@ -324,9 +325,9 @@ def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, nu
 
 def test_servers_that_start_together_take_different_ports() -> None:
     with contextlib.ExitStack() as starting:
-        taken = [starting.enter_context(process._ports(Access(), FREE)) for _ in range(300)]
-    ports = [port for each in taken for port in (each.grpc, each.http, each.metrics)]
-    assert len(set(ports)) == 900
+        taken = [starting.enter_context(free_ports(Access(http=True), FREE)) for _ in range(300)]
+    chosen = [port for each in taken for port in (each.grpc, each.http, each.metrics)]
+    assert len(set(chosen)) == 900
 
 
 def test_a_signal_before_the_models_are_ready_stops_the_server_too(one_model: Path) -> None:
