@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
 from benchmarks.peers_served import LOADS, PEERS
 from serving.atomic import replacing
@@ -26,7 +27,7 @@ CURVES = {"samples": "samples", "ids_a_bag": "ids in a bag", "tables": "tables",
 def write(results: Path) -> Path:
     """Write the page and its picture; the page's path."""
     run = json.loads(results.read_text())
-    _draw(run["results"], DOCS / "curves.png")
+    draw(run["results"]).savefig(DOCS / "curves.png", dpi=130)
     page = DOCS / "benchmarks.md"
     with replacing(page) as file:
         file.write(render(run, results.resolve().name).encode())
@@ -66,6 +67,21 @@ def render(run: dict[str, Any], file: str) -> str:
     )
 
 
+def draw(got: dict[str, float]) -> Figure:
+    """What costs what as it grows, a panel each."""
+    figure = Figure(figsize=(10, 2.8), layout="constrained")
+    for axes, (name, shown) in zip(figure.subplots(1, len(CURVES), sharey=True), CURVES.items(), strict=True):
+        values, seconds = zip(*_points(got, name), strict=True)
+        axes.loglog(values, [1e3 * each for each in seconds], marker="o", color="#0072B2")
+        axes.set_xlabel(shown)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("p50 in ms")
+    figure.axes[0].yaxis.set_major_formatter("{x:g}")
+    return figure
+
+
 def _ahead(got: dict[str, float]) -> Iterator[str]:
     """A line for each load of each workload on which others are ahead of ours."""
     for name, title in WORKLOADS.items():
@@ -88,18 +104,6 @@ def _points(got: dict[str, float], curve: str) -> list[tuple[int, float]]:
     prefix, suffix = f"curve_{curve}_", "_p50_s"
     found = [key for key in got if key.startswith(prefix) and key.endswith(suffix)]
     return sorted((int(key.removeprefix(prefix).removesuffix(suffix)), got[key]) for key in found)
-
-
-def _draw(got: dict[str, float], path: Path) -> None:
-    figure = Figure(figsize=(10, 2.8), layout="constrained")
-    for axes, (name, shown) in zip(figure.subplots(1, len(CURVES), sharey=True), CURVES.items(), strict=True):
-        values, seconds = zip(*_points(got, name), strict=True)
-        axes.loglog(values, [1e3 * each for each in seconds], marker="o", color="#0072B2")
-        axes.set_xlabel(shown)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("p50 in ms")
-    figure.savefig(path, dpi=130)
 
 
 def _ms(seconds: float) -> str:

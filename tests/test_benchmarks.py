@@ -75,3 +75,15 @@ def test_results_are_named_by_date_and_machine() -> None:
     name = os.readlink(LATEST)
     assert name.startswith(json.loads(LATEST.read_text())["date"][:10])
     assert name.endswith("-cores.json")
+
+
+def test_curves_are_labelled_once_and_in_plain_numbers() -> None:
+    figure = document.draw(json.loads(LATEST.read_text())["results"])
+    figure.canvas.draw()
+    panels = figure.axes
+    assert [axes.get_xlabel() for axes in panels] == list(document.CURVES.values())
+    assert [axes.get_ylabel() for axes in panels] == ["p50 in ms", "", "", ""]
+    for axes in panels:
+        ticks = [label.get_text() for label in (*axes.get_xticklabels(), *panels[0].get_yticklabels())]
+        assert any(ticks)
+        assert not any("mathdefault" in tick for tick in ticks), ticks  # as powers of ten are
