@@ -16,7 +16,7 @@ from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, say, takes_
 from serving.errors import BundleError, InvalidRequest
 from serving.load.generator import Load, generate
 from serving.load.ids import Distribution, random_requests
-from serving.load.report import PERCENTILES, Report, refusal, summarize
+from serving.load.report import PERCENTILES, Figure, Report, refusal, summarize
 from serving.load.requests import Prepared, captured_requests, prepare
 from serving.terminal import out
 
@@ -71,18 +71,24 @@ def bench(
     repeats: Annotated[int, typer.Option(help="How many; the report says how far they lie apart.")] = 5,
     warm_up: Annotated[float, typer.Option(help="Seconds of load before the first repeat, not counted.")] = 1.0,
     check: Annotated[float, typer.Option(help="The share of answers that is compared with --bundle.")] = 0.01,
+    max_errors: Annotated[
+        float, typer.Option(help="The share of requests that may fail; if more do, the command fails.")
+    ] = 0.01,
     processes: Annotated[int, typer.Option(help="How many send, for servers faster than one can.")] = 1,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line for each load.")] = False,
 ) -> None:
     """Measure throughput and latency of a running server, and check its answers meanwhile.
 
-    Exits with 1 where nothing was answered, an answer was wrong, or this generator was the bottleneck.
+    Exits with 1 where nothing was answered, more failed than --max-errors, an answer was wrong, or this generator was
+    the bottleneck.
     """
     _check_positive(seconds=[seconds], repeats=[repeats], processes=[processes], timeout_s=[timeout_s])
     _check_positive(samples=samples or (), clients=clients or (), rate=rate or ())
     if not 0 <= check <= 1:
         raise InvalidRequest(f"check: expected a share in [0, 1], got {check}")
+    if not 0 <= max_errors <= 1:
+        raise InvalidRequest(f"max_errors: expected a share in [0, 1], got {max_errors}")
     if not 0 <= warm_up <= _MOST:
         raise InvalidRequest(f"warm_up: expected 0 to {_MOST} seconds, got {warm_up}")
     distribution = Distribution.parse(ids)
@@ -125,7 +131,15 @@ def bench(
     for each in found:
         if isinstance(each, Refusal):
             say(f"{_named(each)}: refused: {each.refused}")
-    raise typer.Exit(len(reports) < len(found) or not all(report.answers for report in reports))
+    failed = [report for report in reports if report.failed > max_errors or not report.answers]
+    for report in failed:
+        say(f"{_named(report)}: {_errors(report, max_errors)}")
+    raise typer.Exit(len(reports) < len(found) or bool(failed))
+
+
+def _errors(report: Report, most: float) -> str:
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in report.errors.items()) or "no answer"
+    return f"{report.failed:.1%} of the requests failed, more than the {most:.1%} of --max-errors: {kinds}"
 
 
 def _check_positive(**numbers: Sequence[float]) -> None:
@@ -196,17 +210,24 @@ def _table(reports: Sequence[Report]) -> Table:
             *(_rate(each.median) for each in rates),
             *("–" if each is None else f"{1e3 * each.median:.2f}" for each in times),
         )
-        spreads = ("" if each is None else f"± {each.spread:.0%}" for each in (*rates, *times))
-        table.add_row("", *spreads, style="dim")
+        table.add_row("", *(_spread(each, report.repeats) for each in (*rates, *times)), style="dim")
     return table
+
+
+def _spread(figure: Figure | None, repeats: int) -> str:
+    if figure is None or repeats == 1:
+        return ""
+    return "unclear" if figure.spread is None else f"± {figure.spread:.0%}"
 
 
 def _summary(reports: Sequence[Report]) -> str:
     first = reports[0]
-    lines = [
-        f"Medians of {first.repeats} runs of {first.seconds:g} s, and half the distance between the extremes, which",
-        f"hold the median with {first.confidence:.0%} confidence.",
-    ]
+    lines = [f"One run of {first.seconds:g} s, which says nothing of how far others lie apart."]
+    if first.repeats > 1:
+        lines = [
+            f"Medians of {first.repeats} runs of {first.seconds:g} s, and half the distance between the extremes,",
+            f"which hold the median with {first.confidence:.0%} confidence; unclear if as much as the median.",
+        ]
     if checked := sum(each.checked for each in reports):
         answers = sum(each.answers for each in reports)
         lines.append(f"{checked:,} of {answers:,} answers were compared with the bundle's rows: all right.")

@@ -31,9 +31,10 @@ class Figure(msgspec.Struct, frozen=True):
         return cls(median(values), min(values), max(values))
 
     @property
-    def spread(self) -> float:
-        """Half the distance between the largest and the smallest, as a share of the median."""
-        return (self.high - self.low) / 2 / self.median if self.median else 0.0
+    def spread(self) -> float | None:
+        """Half the distance between the largest and the smallest, as a share of the median; None for all or more."""
+        half = (self.high - self.low) / 2
+        return half / self.median if half < self.median else None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -64,6 +65,12 @@ class Report(msgspec.Struct, frozen=True):
     answers: int
     checked: int
     busy: float
+
+    @property
+    def failed(self) -> float:
+        """The share of requests that got an error."""
+        errors = sum(self.errors.values())
+        return errors / (errors + self.answers) if errors else 0.0
 
 
 def summarize(load: Load, samples: int | None, runs: Sequence[Run]) -> Report:

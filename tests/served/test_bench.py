@@ -44,6 +44,19 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
         assert "feature 'x': an answer is off by" in done.stderr
         assert "answers" not in done.stdout
 
+        once = ("--seconds", "0.4", "--repeats", "1", "--warm-up", "0", "--bundle", str(right), "--clients", "2")
+        done = tbe_serve("bench", "m", "--url", server.grpc, *once)
+        assert done.returncode == 0, done.stderr
+        assert "One run of 0.4 s" in done.stdout
+        assert "±" not in done.stdout
+
+        # Next to nothing is answered within so little, on any machine.
+        late = (*once[:-2], "--rate", "50", "--timeout-s", "0.00001")
+        done = tbe_serve("bench", "m", "--url", server.grpc, *late)
+        assert done.returncode == 1
+        assert "% of the requests failed, more than the 1.0% of --max-errors: " in done.stderr
+        assert " DeadlineExceeded" in done.stderr.splitlines()[-1]
+
         wider = export_model(collection(), tmp_path / "wider", "m")
         for arguments, why in (
             (("--bundle", str(wider)), "expected a version of the model that is served, 'm': features differ"),
@@ -56,6 +69,7 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
             (("--bundle", str(right), "--rate", "-3"), "rate: expected > 0"),
             (("--bundle", str(right), "--samples", "0"), "samples: expected > 0"),
             (("--bundle", str(right), "--check", "2"), "check: expected a share in [0, 1]"),
+            (("--bundle", str(right), "--max-errors", "2"), "max-errors: expected a share in [0, 1]"),
             (("--bundle", str(tmp_path)), "is " + str(tmp_path)),
         ):
             done = tbe_serve(*bench, *arguments)
