@@ -66,7 +66,8 @@ class TritonPythonModel:
 def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     model = Path(args["model_repository"])
     config = json.loads(args["model_config"])["parameters"]
-    parameters = {key: value["string_value"] for key, value in config.items()}
+    # An empty string may have been left out on its way through JSON.
+    parameters = {key: value.get("string_value", "") for key, value in config.items()}
     settings = ServingSettings(**parsed(parameters))
     bundle = open_bundle(model / args["model_version"], TrustedKeys.of_environment())
     recovered = parameters.get(RECOVERED)

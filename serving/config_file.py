@@ -91,6 +91,9 @@ def apply_settings(config: Any, settings: ServingSettings) -> None:
         del config.parameters[name]
     for name, value in settings.parameters.items():
         config.parameters[name].string_value = value
+    # protobuf's JSON leaves an empty string out, and clients such as pytriton's then miss its `string_value`.
+    for name in [name for name, text in parameters_of(config).items() if not text]:
+        del config.parameters[name]
 
 
 def parameters_of(config: Any) -> Mapping[str, str]:

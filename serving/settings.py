@@ -78,8 +78,9 @@ class ServingSettings:
 # What `tbe-serve` adds to a served model's parameters, and config.pbtxt never has:
 # it was loaded anew because its process died, so that a metric can tell, by a server started then (Unix time);
 RECOVERED = "recovered"
-# it serves a version other than config.pbtxt says, which says this one; "" for the newest.
+# it serves a version other than config.pbtxt says, which says this one, or the newest.
 INSTEAD_OF = "instead_of_version"
+NEWEST = "newest"
 
 # What the fields of Triton's config hold, and more of anything than it can do.
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1

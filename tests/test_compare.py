@@ -210,8 +210,8 @@ def test_a_table_that_is_shown_whole_has_no_cue(page: Page) -> None:
 
 def test_a_ratio_is_of_what_was_measured_side_by_side() -> None:
     """Rounds in which the machine is up to fifty times slower: the placement takes twice as long in each."""
-    calls = np.array([[2, 1, 0.5, 1, 0.5]] * 4)
-    rounds = [calls * np.float64(slow) for slow in (1, 1, 1, 2, 3, 5, 8, 20, 50)]
+    calls = np.array([[2, 1, 0.5, 1, 0.5]] * 4, np.float64)
+    rounds = [calls * slow for slow in (1, 1, 1, 2, 3, 5, 8, 20, 50)]
     times = summarize(rounds)
     assert times.over_one_rank == Figure(2, 2, 2)
     assert times.side_by_side_over_one_rank == Figure(2, 2, 2)

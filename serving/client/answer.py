@@ -49,7 +49,7 @@ class ModelInfo:
         return cls(
             dims=dict(zip(features, dims, strict=True)),
             keys=keys,
-            weighted=tuple(filter(None, parameters["weighted"].split(","))),
+            weighted=tuple(filter(None, parameters.get("weighted", "").split(","))),
             output_dtype=output_dtype,
             contract=parameters["contract"],
         )

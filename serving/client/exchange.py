@@ -28,7 +28,7 @@ from serving.strict import is_utf8
 
 T = TypeVar("T")
 _TYPE_FP16 = model_config_pb2.TYPE_FP16
-_PARAMETERS = {"features", "dims", "weighted", "contract"}
+_PARAMETERS = {"features", "dims", "contract"}
 
 
 class Call(NamedTuple):

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from serving.client.connection import check_timeout
 from serving.errors import AccessDenied, DeadlineExceeded, ModelNotFound, ServerFault, ServerUnavailable, ServingError
 from serving.server.access import KEY_HEADER
-from serving.settings import INSTEAD_OF, RECOVERED
+from serving.settings import INSTEAD_OF, NEWEST, RECOVERED
 
 # How an address that is a socket's path begins, for Triton's --http-address too.
 UNIX = "unix:"
@@ -98,7 +98,7 @@ class Control:
             config = self.config(model)
             if INSTEAD_OF not in config["parameters"]:
                 said = config.get("version_policy", {}).get("specific", {}).get("versions", [])
-                config["parameters"][INSTEAD_OF] = {"string_value": str(said[0]) if said else ""}
+                config["parameters"][INSTEAD_OF] = {"string_value": str(said[0]) if said else NEWEST}
             _serve(config, str(version))
             self._load(model, config)
         return self.ready(model)
@@ -185,8 +185,8 @@ def _reason(response: HTTPResponse, content: bytes) -> str:
 
 
 def _serve(config: Any, version: str) -> None:
-    """Make `config` serve a version, the newest if it is ""."""
+    """Make `config` serve a version, or the newest."""
     config["version_policy"] = (
-        {"specific": {"versions": [int(version)]}} if version else {"latest": {"num_versions": 1}}
+        {"latest": {"num_versions": 1}} if version == NEWEST else {"specific": {"versions": [int(version)]}}
     )
     config["parameters"].pop(RECOVERED, None)

