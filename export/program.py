@@ -85,7 +85,6 @@ def save_program(program: torch.jit.ScriptModule, path: Path) -> None:
     weights = program.weights_host
     program.weights_host = [torch.empty(0, dtype=torch.uint8) for _ in weights]
     try:
-        with path.open("wb") as file:  # torch takes no path that is not UTF-8
-            torch.jit.save(program, file)
+        path.write_bytes(program.save_to_buffer())  # torch takes no path that is not UTF-8
     finally:
         program.weights_host = weights

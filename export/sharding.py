@@ -16,12 +16,14 @@ AUTO_SIMPLE = "auto-simple"
 CHOICES = (AUTO, AUTO_SIMPLE, *(kind.value for kind in ShardingType))
 # More than any machine has.
 MOST_BYTES = 1 << 60
-_MOST = {
-    "ranks": 10_000,
-    "ranks_per_host": 10_000,
-    "memory_bytes": MOST_BYTES,
-    "machine_bytes": MOST_BYTES,
-    "batch_size": 2**31 - 1,
+_RANGES = {
+    "ranks": (1, 10_000),
+    "ranks_per_host": (1, 10_000),
+    "memory_bytes": (1, MOST_BYTES),
+    "machine_bytes": (1, MOST_BYTES),
+    "batch_size": (1, 2**31 - 1),
+    "row_wise_over": (0, MOST_BYTES),
+    "column_wise_over": (0, MOST_BYTES),
 }
 # Constraints that leave everything open.
 _OPEN = ParameterConstraints()
@@ -65,12 +67,9 @@ class Sharding:
     plan: Path | str | None = None
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            if (number := getattr(self, name)) is not None and not 1 <= number <= most:
-                raise ConfigError(f"{name}: expected 1 to {most}, got {number}")
-        for name in ("row_wise_over", "column_wise_over"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        for name, (least, most) in _RANGES.items():
+            if (number := getattr(self, name)) is not None and not least <= number <= most:
+                raise ConfigError(f"{name}: expected {least} to {most}, got {number}")
         if self.ranks % self.local_ranks:
             raise ConfigError(f"ranks_per_host: expected a divisor of {self.ranks} ranks, got {self.local_ranks}")
         for pattern, kind in self.types.items():
