@@ -76,13 +76,13 @@ class Sharding:
             if kind not in CHOICES:
                 raise ConfigError(f"types {pattern!r}: expected one of {', '.join(CHOICES)}, got {kind!r}")
         for pattern, width in self.min_partition.items():
-            if width < 1 or width % COLUMN_MULTIPLE:
+            if not 1 <= width <= MOST_BYTES or width % COLUMN_MULTIPLE:
                 raise ConfigError(
                     f"min_partition {pattern!r}: expected a multiple of {COLUMN_MULTIPLE} columns, got {width}"
                 )
         for pattern, factor in self.pooling_factors.items():
             if not 0 <= factor < 1e6:
-                raise ConfigError(f"pooling_factors {pattern!r}: expected a number in [0, 1000000), got {factor}")
+                raise ConfigError(f"pooling_factors {pattern!r}: expected >= 0 and below 1000000, got {factor}")
         if self.plan is not None and (self.ranks > 1 or self.types or self.constraints or self.min_partition):
             raise ConfigError("plan: expected no ranks, types, constraints or min_partition beside it: it says them")
 

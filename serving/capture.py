@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
 import numpy as np
@@ -40,22 +40,14 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     at: str
     why: str
     features: list[str] | None = None
-    values: list[int]
-    lengths: list[int]
+    values: list[Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]]
+    lengths: list[Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]]
     traceparent: str | None = None
 
     @property
     def tensors(self) -> Tensors:
-        """The request, without weights.
-
-        Raises:
-            InvalidRequest: numbers that do not fit its dtypes.
-        """
-        try:
-            values, lengths = np.array(self.values, np.int64), np.array(self.lengths, np.int32)
-        except OverflowError as error:
-            raise InvalidRequest(f"captured request of {self.at}: {error}") from error
-        return Tensors(self.features, values, lengths)
+        """The request, without weights."""
+        return Tensors(self.features, np.array(self.values, np.int64), np.array(self.lengths, np.int32))
 
 
 class Recorder:

@@ -17,6 +17,7 @@ from export.errors import ConfigError
 from export.settings import Settings, ShardingSettings, export_config, read_settings
 from export.sharding import Sharding
 from serving.__main__ import app as tbe_serve
+from serving.capture import read_captured
 from serving.client import LookupClient, Retries
 from serving.config_file import read_config, settings_of
 from serving.errors import ConfigurationError, InvalidRequest
@@ -115,6 +116,15 @@ def test_lines_that_are_no_text_are_reported_and_the_others_answered() -> None:
     assert len(said) == 3
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, f"{10**30}", "1e400", "nan", '"x"', "\udcff"])
+def test_a_captured_number_that_is_none_is_refused_by_its_line(number: str, tmp_path: Path) -> None:
+    good = '{"at": "", "why": "", "values": [1], "lengths": [1]}\n'
+    for bad in (good.replace("[1]", f"[{number}]", 1), good.replace('"lengths": [1]', f'"lengths": [{number}]')):
+        (tmp_path / "captured.jsonl").write_bytes((good + bad).encode(errors="surrogateescape"))
+        with pytest.raises(InvalidRequest, match=r"captured\.jsonl: line 2: expected a captured request: "):
+            list(read_captured(tmp_path / "captured.jsonl"))
+
+
 NUMBERS = ["-1", "0", "nan", "inf", "-inf", "1e400", f"{10**30}", "9" * 5000, '"nan"', '"inf"', '"x"', "true", "[]"]
 FIELDS = [
     *(("", field) for field in Settings.__struct_fields__),
@@ -136,7 +146,7 @@ def test_a_number_in_a_file_is_one_that_can_be_published_or_refused_by_name(
         except ConfigError as error:
             refused = str(error)
         assert field in refused or (len(number) == 5000 and refused.startswith(str(path))) or not refused
-        assert all(math.isfinite(each) and abs(each) < 2**63 for each in found)
+        assert all(math.isfinite(each) and (isinstance(each, float) or abs(each) < 2**63) for each in found)
 
 
 def numbers(config: Any) -> list[float]:

@@ -449,7 +449,9 @@ def test_an_explicit_plan_that_does_not_fit_says_where_and_by_how_much(tmp_path:
         pytest.param(lambda: Sharding(types={"*": "rowwise"}), "expected one of auto, auto-simple", id="no-type"),
         pytest.param(lambda: Sharding(min_partition={"*": 6}), "a multiple of 4 columns, got 6", id="partition"),
         pytest.param(lambda: Sharding(plan=Path("p"), ranks=2), "plan: expected no ranks", id="plan-and-ranks"),
-        pytest.param(lambda: Sharding(pooling_factors={"*": -1.0}), "expected >= 0, got -1", id="pooling"),
+        pytest.param(
+            lambda: Sharding(pooling_factors={"*": -1.0}), "expected >= 0 and below 1000000, got -1", id="pooling"
+        ),
     ],
 )
 def test_a_sharding_that_contradicts_itself_is_refused_where_it_is_made(make: Any, message: str) -> None:
