@@ -16,6 +16,7 @@ from serving.bundle import Agreement, Bundle, Parity, open_bundle, verify_digest
 from serving.engine import load_program
 from serving.reference import read_rows
 from serving.signature import TrustedKeys
+from serving.strict import as_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Ch
 def as_json(verification: Verification) -> str:
     """For machines: {bundle, ok, failures, quantized_measured, tables: [parity of each]}."""
     seen = {
-        "bundle": str(verification.bundle.path),
+        "bundle": as_text(verification.bundle.path),
         "ok": not verification.failures,
         "failures": verification.failures,
         "quantized_measured": verification.measured,

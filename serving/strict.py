@@ -1,5 +1,8 @@
 """What anybody may have made: JSON, whose unknown and missing keys are refused by name, and text."""
 
+import os
+from pathlib import Path
+
 import msgspec
 
 # What decoding may raise: no JSON, another type than expected, no UTF-8, brackets without end.
@@ -17,3 +20,8 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def as_text(path: Path | str) -> str:
+    """`path` as JSON and HTML can carry it: with U+FFFD for bytes that are not UTF-8."""
+    return os.fsencode(path).decode(errors="replace")

@@ -1,7 +1,9 @@
 """What commands say of what people wrote: their modules, their files, and how names look on a terminal."""
 
 import dataclasses
+import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +22,9 @@ from serving.__main__ import app as tbe_serve
 from serving.capture import read_captured
 from serving.client import LookupClient, Retries
 from serving.config_file import read_config, settings_of
-from serving.errors import ConfigurationError, InvalidRequest
+from serving.errors import ConfigurationError, InvalidRequest, ServerFailed
 from serving.server import Control
+from serving.server.run_file import RunFile
 from serving.settings import ServingSettings
 
 USERS = """
@@ -105,6 +108,22 @@ def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
     done = CliRunner().invoke(tbe_export, [*given, "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"])
     assert done.exit_code == 0, done.stderr
     assert f"written {tmp_path / ':x: [b]'}" in done.stdout
+
+
+def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux has paths that are no UTF-8; JSON, HTML and protobuf do not."""
+    bundle = shutil.copytree(mixed, tmp_path / "\udcff" / "m" / "1")
+    done = CliRunner().invoke(tbe_export, ["verify", str(bundle), "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["bundle"] == str(bundle).replace("\udcff", "\ufffd")
+    (tmp_path / "t.toml").write_text("[tables.a]\nrows = 10\ndim = 4\n")
+    given = ["compare", "--tables", str(tmp_path / "t.toml"), "--out", str(tmp_path / "\udcff" / "out")]
+    given += ["--seconds", "0.001", "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"]
+    monkeypatch.setattr(sys, "argv", ["tbe-export", *given])
+    assert CliRunner().invoke(tbe_export, given).exit_code == 0
+    run_file = RunFile(http="127.0.0.1:1", key="k", repository=str(bundle), trusted_keys=None)
+    with pytest.raises(ServerFailed, match="expected a path in UTF-8"), run_file.written():
+        pass
 
 
 def test_lines_that_are_no_text_are_reported_and_the_others_answered() -> None:

@@ -20,6 +20,7 @@ from export.options import CheckpointOption, build_module
 from export.settings import by_table, dtype_named, factors_by_table, size_bytes
 from export.tables import collect_tables
 from serving import terminal
+from serving.strict import as_text
 
 
 def compare(
@@ -64,7 +65,7 @@ def compare(
         seconds=seconds,
     )
     out.mkdir(parents=True, exist_ok=True)  # before the minutes that the study takes
-    command = shlex.join(["tbe-export", *sys.argv[1:]])
+    command = as_text(shlex.join(["tbe-export", *sys.argv[1:]]))
     with bars.Progress(
         bars.TextColumn("{task.description:<40}", markup=False),
         bars.BarColumn(),

@@ -16,7 +16,7 @@ from serving.files import read_file
 from serving.server.access import is_loopback
 from serving.server.control import UNIX
 from serving.server.private import PrivateFolder
-from serving.strict import UNREADABLE, Strict
+from serving.strict import UNREADABLE, Strict, is_utf8
 
 # unix(7): of the path of a socket, with a zero byte at its end.
 _LONGEST = 107
@@ -47,6 +47,10 @@ class RunFile(Strict, frozen=True):
         Raises:
             ServerFailed: it cannot be written where nobody else reads it.
         """
+        private = self.private
+        for needed in () if private is None else (private.path, private.source, private.keys):
+            if not is_utf8(needed):
+                raise ServerFailed(f"{needed}: expected a path in UTF-8")
         try:
             path = _path(self.grpc)
             _own_folder(path.parent)
