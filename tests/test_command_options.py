@@ -21,20 +21,20 @@ from tests.models import collection
 LONG = "n" * 5000
 NUMBERS = ["-1", "0", "nan", "inf", "-inf", "1e309", f"{10**30}", "1.5"]
 WORDS = ["", "x", ":x:", "[red]", "a=b=c", "\udcff", "a\nb\x1b[31m", LONG]
-# Files by name, for options that take one.
+# Files by name, for options that take one; nothing draws a picture into a .txt, which takes time.
 FILES = {
-    "not-utf8": b"\xff\xfe\xe9",
-    "empty": b"",
-    "words": b"some words\n",
-    "deep": b"[" * 100_000,
-    "digits": b"9" * 5000,
+    "not-utf8.txt": b"\xff\xfe\xe9",
+    "empty.txt": b"",
+    "words.txt": b"some words\n",
+    "deep.txt": b"[" * 100_000,
+    "digits.txt": b"9" * 5000,
     "huge.json": b'{"a": 1e999}',
-    "zip": b"PK\x03\x04" + bytes(50),
-    "pem": b"-----BEGIN CERTIFICATE----- AAAA -----END CERTIFICATE-----\n",
+    "zip.txt": b"PK\x03\x04" + bytes(50),
+    "pem.txt": b"-----BEGIN CERTIFICATE----- AAAA -----END CERTIFICATE-----\n",
     "a.safetensors": b"\xff" * 20,
     "a.safetensors.index.json": b"\xff",
 }
-PATHS = [*FILES, "folder", "nowhere", "words/under"]
+PATHS = [*FILES, "folder", "nowhere", "words.txt/under"]
 
 
 def values(param: Any) -> list[str]:
