@@ -100,7 +100,9 @@ def configure(
             f"written to {model / CONFIG}; a running server takes it: tbe-serve load {model.name}", soft_wrap=True
         )
         if key is None and os.path.lexists(signature_of(model / CONFIG)):
-            out.print("it was signed: where keys are trusted it is refused until it is again, --signing-key")
+            out.print(
+                "it was signed: where keys are trusted it is refused until it is again, --signing-key", soft_wrap=True
+            )
 
 
 def _version(model: Path, text: str) -> int | None:
