@@ -20,7 +20,7 @@ from export.plan_report import PlanReport, report_plan
 from export.prune import prune as prune_versions
 from export.sharding import Sharding
 from export.tables import collect_tables
-from export.verify import as_json, verify_bundle
+from export.verify import as_json, bundle_of, verify_bundle
 from serving.bundle import MANIFEST, Manifest, open_bundle
 from serving.signature import TrustedKeys
 from serving.terminal import Command, complain, err, new_program, out
@@ -136,7 +136,9 @@ def inspect(
 
 @app.command(cls=_Command)
 def verify(
-    bundle: BundleArgument,
+    bundle: Annotated[
+        Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION; or REPOSITORY/NAME, the one it is to serve.")
+    ],
     model: Annotated[
         str | None, typer.Option(help="package.module:function of the model, to compare with its float rows.")
     ] = None,
@@ -154,9 +156,8 @@ def verify(
         module = build_module(model, meta=checkpoint is not None)
         trained = collect_tables(module).tables
         weights = open_weights(module, trained, checkpoint)
-    verification = verify_bundle(
-        bundle, trained, weights, None if trusted_keys is None else TrustedKeys.read(trusted_keys)
-    )
+    trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    verification = verify_bundle(bundle_of(bundle, trusted), trained, weights, trusted)
     if json_:
         print(as_json(verification))
     else:

@@ -1,5 +1,6 @@
 """Is a published bundle what was exported? Its files, its answers, and, beside the trained weights, its rows."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from export.checkpoint import Checkpoint, blocks
 from export.errors import ModelError
 from export.parity import answer_probe
 from export.tables import TrainedTable
-from serving.bundle import Agreement, Bundle, Parity, open_bundle, verify_digests
+from serving.bundle import Agreement, Bundle, Parity, newest, open_bundle, verify_digests
+from serving.config_file import CONFIG, parse_config, read_config, settings_of
 from serving.engine import load_program
 from serving.reference import read_rows
 from serving.signature import TrustedKeys
@@ -68,6 +70,24 @@ def verify_bundle(
         answers.parity(manifest, table, quantized[table.name], limits[table.name]) for table in manifest.tables
     )
     return Verification(bundle, parity, tuple(failures), trained is not None)
+
+
+def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
+    """The bundle that `path` names: of a model's folder, the version that its settings say to serve.
+
+    Raises:
+        BundleError: `trusted` did not sign the settings, or there is no version.
+        ConfigurationError: the settings cannot be read.
+    """
+    config = path / CONFIG
+    if not os.path.lexists(config):
+        return path
+    if trusted is None:
+        settings = settings_of(read_config(path))
+    else:
+        name = Path(os.path.abspath(path)).name
+        settings = settings_of(parse_config(config, trusted.read_signed(config, name)))
+    return path / str(settings.version or newest(path))
 
 
 def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Checkpoint) -> dict[str, Agreement]:

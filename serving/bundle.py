@@ -270,6 +270,18 @@ def versions(model: Path) -> list[int]:
     return sorted(int(entry.name) for entry in model.glob("[0-9]*") if entry.name.isdecimal())
 
 
+def newest(model: Path) -> int:
+    """The newest version of the model at `<repository>/<name>`.
+
+    Raises:
+        BundleError: there is none.
+    """
+    found = versions(model)
+    if not found:
+        raise BundleError(f"{model}: expected versions made by tbe-export, found none")
+    return found[-1]
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest` into `directory`, indented for people."""
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)

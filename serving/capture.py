@@ -64,7 +64,9 @@ class Recorder:
         self._kept = kept
         self._slow_s = slow_s
         self._max_bytes = max_bytes
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        # A pipe in its place would be waited for, a link followed.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._file = os.open(path, flags, 0o600)
         self._waiting: queue.SimpleQueue[CapturedRequest] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="capture", daemon=True).start()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from serving import kjt
-from serving.bundle import PROGRAM, Bundle, hold, open_bundle
+from serving.bundle import MANIFEST, PROGRAM, Bundle, hold, open_bundle
 from serving.digests import read_checked
 from serving.encoding import Features, decode, encode
 from serving.errors import BundleError, InvalidRequest
@@ -35,8 +35,9 @@ class Engine:
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
-        # Where weights are links, that to which they lead, too.
-        for folder in {bundle.path, *((bundle.path / name).resolve().parent for name in bundle.manifest.weights)}:
+        # Where weights are links, the bundle to which they lead too.
+        linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.weights}
+        for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:
             weakref.finalize(self, os.close, hold(folder))
         self.schema = Schema.of(bundle.manifest)
         self._weighted = bundle.manifest.weighted_keys

@@ -12,6 +12,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from export.__main__ import app as export_app
 from serving.__main__ import app
 from tests.test_setup import pins
 
@@ -74,6 +75,28 @@ def test_it_runs_as_nobody_in_particular_and_writes_nowhere_it_should_not() -> N
     assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
 
 
+def test_only_what_was_verified_and_signed_is_served() -> None:
+    """The gate reads what the server does, by the same keys; the server's copy lies where nobody else writes."""
+    pod = of_kind("Deployment")["spec"]["template"]["spec"]
+    (gate,), (container,) = pod["initContainers"], pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for each in (gate, container):
+        mounts = {mount["mountPath"]: mount for mount in each["volumeMounts"]}
+        assert mounts["/repository"]["readOnly"] is True
+        assert mounts["/keys"]["readOnly"] is True
+        assert volumes[mounts["/keys"]["name"]]["configMap"]["name"] == "lookup-trusted-keys"
+        assert each["securityContext"] == container["securityContext"]
+    assert "--trusted-keys=/keys/trusted.pem" in container["args"]
+    assert "--private-folder=/private" in container["args"]
+    assert "emptyDir" in volumes[mounts["/private"]["name"]]
+    result = CliRunner().invoke(export_app, gate["args"])
+    assert result.exit_code == 1
+    assert "/keys/trusted.pem: trusted keys: cannot be read: No such file or directory" in result.output
+    _, repository, *_ = gate["args"]
+    (probed,) = {probe["exec"]["command"][2] for name, probe in container.items() if name.endswith("Probe")}
+    assert Path(repository).name == probed
+
+
 def test_others_reach_lookups_over_tls_and_metrics_and_it_calls_nobody() -> None:
     policy = of_kind("NetworkPolicy")["spec"]
     assert policy["podSelector"] == of_kind("Deployment")["spec"]["selector"]
@@ -128,20 +151,26 @@ def test_probes_are_commands_that_exist(probe: str) -> None:
     assert container[probe]["timeoutSeconds"] > float(arguments[arguments.index("--timeout-s") + 1])
 
 
-def test_the_dockerfile_has_no_known_fault() -> None:
+@pytest.mark.parametrize("name", ["Dockerfile", "export.Dockerfile"])
+def test_the_dockerfile_has_no_known_fault(name: str) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False)
+    done = subprocess.run([hadolint, DEPLOY / name], capture_output=True, text=True, check=False)
     assert done.stdout == ""
     assert done.returncode == 0
 
 
-def test_the_dockerfile_copies_what_there_is() -> None:
-    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+@pytest.mark.parametrize("name", ["Dockerfile", "export.Dockerfile"])
+def test_the_dockerfile_copies_what_there_is(name: str) -> None:
+    lines = (DEPLOY / name).read_text().splitlines()
     copied = [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
     assert copied
     for source in copied:
         assert (DEPLOY.parent / source).exists(), source
     assert "USER 1000:1000" in lines
+
+
+def test_the_image_is_above_the_security_floor() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     (image,) = [line for line in lines if line.startswith("ARG TRITON_IMAGE=")]
     year, month = image.partition("tritonserver:")[2].removesuffix("-py3").split(".")
     assert (int(year), int(month)) >= (26, 4), "below the security floor"

@@ -17,7 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from serving.atomic import replacing
-from serving.bundle import MANIFEST, MODEL, PROGRAM, Manifest, parse_manifest, versions
+from serving.bundle import MANIFEST, MODEL, PROGRAM, Manifest, newest, parse_manifest, versions
 from serving.capture import MOST_WARM_UP_BYTES, WARM_UP
 from serving.config_file import CONFIG, parse_config, settings_of
 from serving.digests import FileDigest, check_sha256, digest_of, read_checked
@@ -104,7 +104,7 @@ class PrivateFolder(Strict, frozen=True):
         source, target = Path(self.source) / model, self.repository / model
         trusted = TrustedKeys.read(Path(self.keys))
         settings = settings_of(parse_config(source / CONFIG, trusted.read_signed(source / CONFIG, model)))
-        chosen = version or settings.version or _newest(source)
+        chosen = version or settings.version or newest(source)
         self._check_floor(source, model, chosen)
         text = trusted.read_signed(source / str(chosen) / MANIFEST, model, str(chosen))
         manifest = parse_manifest(source / str(chosen) / MANIFEST, text)
@@ -145,14 +145,11 @@ class PrivateFolder(Strict, frozen=True):
     def _bring_settings(
         self, source: Path, target: Path, manifest: Manifest, settings: ServingSettings, trusted: TrustedKeys
     ) -> None:
-        with replacing(target / CONFIG) as file:
-            file.write(model_config(target.name, manifest, settings).encode())
+        _replace(target / CONFIG, model_config(target.name, manifest, settings).encode())
         if not os.path.lexists(source / WARM_UP):
             (target / WARM_UP).unlink(missing_ok=True)
             return
-        captured = trusted.read_signed(source / WARM_UP, target.name, most_bytes=MOST_WARM_UP_BYTES)
-        with replacing(target / WARM_UP) as file:
-            file.write(captured)
+        _replace(target / WARM_UP, trusted.read_signed(source / WARM_UP, target.name, most_bytes=MOST_WARM_UP_BYTES))
 
 
 @contextmanager
@@ -186,11 +183,11 @@ def private_folder(repository: Path, models: Iterable[str], trust: Trust) -> Ite
         yield folder
 
 
-def _newest(model: Path) -> int:
-    found = versions(model)
-    if not found:
-        raise BundleError(f"{model}: expected versions made by tbe-export, found none")
-    return found[-1]
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file that is to hold `content`, unless it does: Triton loads a model anew whose files were written."""
+    if not path.exists() or path.read_bytes() != content:
+        with replacing(path) as file:
+            file.write(content)
 
 
 def _model_py(source: Path, manifest: Manifest) -> bytes:

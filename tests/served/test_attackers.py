@@ -26,7 +26,9 @@ from typer.testing import CliRunner, Result
 
 from export import ExportConfig, WeightDtype, export_model
 from serving.__main__ import app
+from serving.bundle import in_use
 from serving.client import LookupClient
+from serving.engine import Engine
 from serving.errors import ServingError
 from serving.server import find_models, run_server
 from serving.server.private import Trust, private_folder
@@ -420,6 +422,10 @@ def test_weights_in_place_are_compared_and_nothing_else_is_linked(target: Target
         linked = [path for path in private.repository.rglob("*") if path.is_symlink()]
         assert linked == [private.repository / "m" / "2" / "weights.0.bin"]
         assert linked[0].readlink() == target.newest / "weights.0.bin"
+        engine = Engine.open(private.repository / "m" / "2")
+        with in_use(target.newest) as used, in_use(target.model / "1") as unused:
+            assert (used, unused) == (True, False)  # tbe-export prune leaves it
+        np.testing.assert_array_equal(engine.lookup({"x": [[7]]})["x"], row_of(2))
     flip(target.newest / "weights.0.bin")
     with (
         pytest.raises(ServingError, match=r"weights\.0\.bin: expected SHA-256"),
@@ -504,6 +510,7 @@ def test_a_running_server_loads_what_is_signed_alone(target: Target, tmp_path: P
         flip(target.newest / "weights.0.bin")
         assert load(server, "--version", "2").stdout == "m: version 4 → 2\n"
         assert answers(server.grpc, seed=2) == 2
+        assert load(server).stdout == "m: version 2 → 4\n"
     assert list(folder.iterdir()) == []
 
 
