@@ -86,9 +86,10 @@ class Draft:
         version = self.version or 1
         draft.mkdir()
         settings = self.settings or ServingSettings()
-        (draft / CONFIG).write_text(model_config(self.name, self.manifest, settings))
+        config = model_config(self.name, self.manifest, settings).encode()
+        (draft / CONFIG).write_bytes(config)
         if self.signing_key is not None:
-            sign(draft / CONFIG, self.signing_key, self.name)
+            sign(draft / CONFIG, config, self.signing_key, self.name)
         self.path.rename(draft / str(version))
         self._sign(draft / str(version), version)
         _sync(draft)
@@ -101,7 +102,7 @@ class Draft:
     def _sign(self, path: Path, version: int) -> None:
         """Sign what would be this version: a signature is of one version, and its number is known only now."""
         if self.signing_key is not None:
-            sign(path / MANIFEST, self.signing_key, self.name, version)
+            sign(path / MANIFEST, (path / MANIFEST).read_bytes(), self.signing_key, self.name, version)
             _sync_folder(path)
 
 

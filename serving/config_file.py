@@ -43,18 +43,20 @@ def parse_config(path: Path, content: bytes) -> Any:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-def write_config(model: Path, config: Any) -> None:
-    """Replace config.pbtxt at once: who reads it meanwhile gets the old one or the new one.
+def write_config(model: Path, config: Any) -> bytes:
+    """Replace config.pbtxt at once: who reads it meanwhile gets the old one or the new one. What it holds then.
 
     Raises:
         ConfigurationError: the folder cannot be written to.
     """
     path = model / CONFIG
+    content: bytes = text_format.MessageToString(config).encode()
     try:
         with replacing(path) as file:
-            file.write(text_format.MessageToString(config).encode())
+            file.write(content)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be written: {error.strerror}") from error
+    return content
 
 
 def settings_of(config: Any) -> ServingSettings:

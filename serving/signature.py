@@ -144,13 +144,12 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def sign(path: Path, key: Ed25519PrivateKey, model: str, version: int | None = None, most_bytes: int = SMALL) -> None:
-    """Sign the file at `path` as that of a model, and of a version where it has one.
+def sign(path: Path, content: bytes, key: Ed25519PrivateKey, model: str, version: int | None = None) -> None:
+    """Sign the file at `path`, which holds `content`, as that of a model, and of a version where it has one.
 
     Raises:
-        OSError: it cannot be read, or its signature not be written.
+        OSError: the signature cannot be written.
     """
-    content = read_file(path, most_bytes)
     statement = _statement(path.name, model, None if version is None else str(version))
     with replacing(signature_of(path)) as file:
         file.write(key.sign(statement + content))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from export.__main__ import app as export_app
 from serving.bundle import open_bundle
-from serving.config_file import read_config, settings_of
+from serving.config_file import read_config, settings_of, write_config
 from serving.engine import Engine
 from serving.server import Server
 from tests import oracle
@@ -147,6 +147,18 @@ def test_verify_reads_every_byte_and_asks_every_table(mixed: Path, tmp_path: Pat
     done = tbe_export("verify", str(copy))
     assert done.exit_code == 1
     assert "weights.0.bin: expected SHA-256" in done.stderr
+
+
+def test_verify_takes_a_model_for_the_version_it_is_to_serve(mixed: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(mixed.parent, tmp_path / "mixed"))
+    (Path(shutil.copytree(model / "1", model / "2")) / "program.pt").write_bytes(b"")
+    done = tbe_export("verify", str(model))
+    assert done.exit_code == 1
+    assert f"{model}/2/program.pt: expected" in done.stderr
+    config = read_config(model)
+    config.version_policy.specific.versions.append(1)
+    write_config(model, config)
+    assert tbe_export("verify", str(model)).exit_code == 0
 
 
 def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_path: Path) -> None:

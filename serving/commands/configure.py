@@ -16,7 +16,7 @@ from serving.bundle import versions
 from serving.capture import MOST_WARM_UP_BYTES, WARM_UP, read_captured
 from serving.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
 from serving.errors import ConfigurationError
-from serving.files import open_file
+from serving.files import open_file, read_file
 from serving.settings import ServingSettings
 from serving.signature import read_signing_key, sign, signature_of
 from serving.terminal import out
@@ -85,11 +85,11 @@ def configure(
         (model / WARM_UP).unlink(missing_ok=True)
     elif warm_up is not None:
         _set_warm_up(model, warm_up)
-    if said:
+    if said or key is not None:
         apply_settings(config, settings)
-        write_config(model, config)
-    if key is not None:
-        _sign(model, key)
+        content = write_config(model, config)
+        if key is not None:
+            _sign(model, content, key)
     warms = os.path.lexists(model / WARM_UP)
     if as_json:
         print(msgspec.json.encode({**asdict(settings), "warm_up": warms}).decode())
@@ -122,12 +122,13 @@ def _set_warm_up(model: Path, source: Path) -> None:
         shutil.copyfileobj(captured, file)
 
 
-def _sign(model: Path, key: Ed25519PrivateKey) -> None:
+def _sign(model: Path, config: bytes, key: Ed25519PrivateKey) -> None:
+    """Sign what was shown of a model, whatever its files have become meanwhile."""
     name = Path(os.path.abspath(model)).name
     try:
-        sign(model / CONFIG, key, name)
-        if os.path.lexists(model / WARM_UP):
-            sign(model / WARM_UP, key, name, most_bytes=MOST_WARM_UP_BYTES)
+        sign(model / CONFIG, config, key, name)
+        if os.path.lexists(warm_up := model / WARM_UP):
+            sign(warm_up, read_file(warm_up, MOST_WARM_UP_BYTES), key, name)
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: cannot be signed: {error.strerror}") from error
 

@@ -83,8 +83,16 @@ class PrivateFolder(Strict, frozen=True):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One at a time brings a version in and has it served."""
-        with (Path(self.path) / "lock").open("ab") as file:
+        """One at a time brings a version in and has it served.
+
+        Raises:
+            ServerFailed: the folder is gone, and so is its server.
+        """
+        try:
+            file = (Path(self.path) / "lock").open("ab")
+        except OSError as error:
+            raise ServerFailed(f"{self.path}: {error.strerror}: its server has ended") from error
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

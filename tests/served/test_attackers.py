@@ -404,6 +404,16 @@ def test_what_is_copied_is_what_was_compared(target: Target) -> None:
         thread.join()
 
 
+def test_nothing_of_the_repository_is_searched_for_modules(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 2.51's own Python passes over PYTHONPATH; another's may not."""
+    linked, mine = target.repository.parent / "linked", target.repository.parent / "mine"
+    linked.symlink_to(target.model)
+    monkeypatch.chdir(target.repository)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(target.repository), "", "m", str(linked), str(mine)]))
+    with private_folder(Path(), ["m"], Trust(keys=target.trusted)) as private:
+        assert private.environment["PYTHONPATH"] == str(mine)
+
+
 def test_a_copy_is_no_link(target: Target) -> None:
     trust = Trust(keys=target.trusted, folder=target.repository.parent)
     with private_folder(target.repository, ["m"], trust) as private:
