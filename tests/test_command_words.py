@@ -24,6 +24,7 @@ from serving.client import LookupClient, Retries
 from serving.config_file import read_config, settings_of
 from serving.errors import ConfigurationError, InvalidRequest, ServerFailed
 from serving.server import Control
+from serving.server.private import PrivateFolder
 from serving.server.run_file import RunFile
 from serving.settings import ServingSettings
 
@@ -121,7 +122,10 @@ def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: 
     given += ["--seconds", "0.001", "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"]
     monkeypatch.setattr(sys, "argv", ["tbe-export", *given])
     assert CliRunner().invoke(tbe_export, given).exit_code == 0
-    run_file = RunFile(http="127.0.0.1:1", key="k", repository=str(bundle), trusted_keys=None)
+    private = PrivateFolder(
+        path=str(tmp_path), source=str(bundle), keys="keys.pem", weights_in_place=False, min_versions={}
+    )
+    run_file = RunFile(grpc="127.0.0.1:1", control="unix:/c", key="k", private=private)
     with pytest.raises(ServerFailed, match="expected a path in UTF-8"), run_file.written():
         pass
 
@@ -193,7 +197,7 @@ def test_configs_refuse_numbers_that_are_none(number: float) -> None:
     with pytest.raises(InvalidRequest, match="timeout_s: expected"):
         LookupClient("127.0.0.1:1", "m", number)
     with pytest.raises(InvalidRequest, match="timeout_s: expected"):
-        Control(http="127.0.0.1:1", key=None, timeout_s=number)
+        Control(address="127.0.0.1:1", key=None, timeout_s=number)
     with pytest.raises(InvalidRequest, match="max_backoff_s: expected"):
         Retries(max_backoff_s=number)
 

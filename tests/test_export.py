@@ -136,9 +136,9 @@ def test_versions_of_a_model_share_a_contract(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "version", "message"),
     [
-        pytest.param("../m", None, "name: expected letters", id="path"),
-        pytest.param(".m", None, "name: expected letters", id="hidden"),
-        pytest.param("", None, "name: expected letters", id="empty"),
+        pytest.param("../m", None, "name: expected at most 128 letters", id="path"),
+        pytest.param(".m", None, "name: expected at most 128 letters", id="hidden"),
+        pytest.param("", None, "name: expected at most 128 letters", id="empty"),
         pytest.param("m", 0, "version: expected 1 to 9223372036854775807, got 0", id="version 0"),
     ],
 )

@@ -170,7 +170,7 @@ def test_kserve_s_sdk_gets_the_right_answer(
     request = request_of(bags)
     if features is None:
         del request["features"]
-    address = server.grpc if protocol == "grpc" else server.http
+    address = server.grpc if protocol == "grpc" else str(server.http)
     done = subprocess.run(
         [sys.executable, str(CLIENTS / "kserve_lookup.py"), protocol, address, "mixed"],
         env=os.environ | {"PYTHONPATH": str(kserve)},
@@ -192,7 +192,7 @@ def test_pytriton_s_client_gets_the_right_answer(server: Server, mixed: Path, pr
     bags = random_bags(np.random.default_rng(3), MIXED, 7, ["genres", "recent_items"])
     values, lengths = flat(bags)
     parameters = {"features": ",".join(bags)}
-    address = server.grpc if protocol == "grpc" else server.http
+    address = server.grpc if protocol == "grpc" else str(server.http)
     with ModelClient(f"{protocol}://{address}", "mixed", init_timeout_s=60, inference_timeout_s=60) as client:
         # It takes an array for each input in the config's order, a row for each request.
         answer = client.infer_batch(values[np.newaxis], lengths[np.newaxis], parameters=parameters)
