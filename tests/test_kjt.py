@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from serving import kjt
-from serving.errors import IdsOutside, InvalidRequest
+from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.kjt import Batch, Checked, Limits, Tensors
 from serving.schema import Schema, Selection
 
@@ -116,6 +116,39 @@ def test_a_bad_request_is_refused_by_name(values: Any, lengths: Any, features: A
         checked(schema(), tensors(values, lengths, None, features))
     with pytest.raises(InvalidRequest, match=message):
         checked(schema(), good, tensors(values, lengths, None, features), good)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        pytest.param(tensors(ints(1), lens(1), None, ("d",)), Reason.FEATURES, id="unknown feature"),
+        pytest.param(tensors(ints(1), lens(1, 0)), Reason.LENGTHS, id="not divisible"),
+        pytest.param(tensors(ints(1), lens(2, -1, 0)), Reason.LENGTHS, id="negative length"),
+        pytest.param(tensors(ints(1, 1), lens(1, 0, 0)), Reason.LENGTHS, id="ids left over"),
+        pytest.param(tensors(ints(10), lens(1, 0, 0)), Reason.IDS, id="id = rows"),
+        pytest.param(tensors(ints(1), lens(1, 0, 0), np.ones(1, np.float32)), Reason.WEIGHTS, id="weights"),
+        pytest.param(tensors(ints(1).reshape(1, 1), lens(1, 0, 0)), Reason.SHAPE, id="shape"),
+        pytest.param(tensors(ints(1, 1, 1), lens(3, 0, 0)), Reason.SIZE, id="ids"),
+        pytest.param(tensors(ints(), lens(*[0] * 9)), Reason.SIZE, id="samples"),
+    ],
+)
+def test_a_refusal_has_the_reason_that_metrics_tell(request_: Tensors, reason: Reason) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        kjt.mend(kjt.accept(schema(), request_, Limits(request_ids=2, request_samples=2)))
+    assert refused.value.reason is reason
+
+
+def test_the_sample_of_a_negative_length_is_named_not_that_of_an_empty_bag() -> None:
+    with pytest.raises(InvalidRequest, match="feature 'b': expected lengths >= 0, got -1 for sample 1"):
+        checked(schema(), tensors(ints(1), lens(0, 1, 0, -1, 1, 0)))
+
+
+def test_ids_outside_are_counted_for_the_table_and_row_0_may_stand_in() -> None:
+    shared = replace(schema(default_rows=(0, 0, -1)).every, tables=("t", "t", "tc"))
+    request = kjt.accept(Schema(shared, False), tensors(ints(10, 11, 5), lens(2, 1, 0)))
+    mended, outside = kjt.mend(request)
+    assert mended.values.tolist() == [0, 0, 0]
+    assert outside == {"t": 3}
 
 
 @pytest.mark.parametrize(
