@@ -283,6 +283,14 @@ def test_merging_keeps_every_bag(every: list[Tensors]) -> None:
     assert all(len(bags) == start for bags in together.values())
 
 
+def test_very_many_requests_are_merged_in_their_order() -> None:
+    """Few are sorted in order by any algorithm."""
+    every = [tensors(ints(number % 10, number % 5, number), lens(1, 1, 1)) for number in range(100)]
+    numbers = np.arange(100)
+    expected = np.concatenate([numbers % 10, numbers % 5, numbers])
+    np.testing.assert_array_equal(batch_of(schema(), every).values, expected)
+
+
 @given(st.lists(requests(), min_size=1, max_size=5))
 def test_splitting_gives_each_request_its_samples_and_columns(every: list[Tensors]) -> None:
     batch = batch_of(schema(), every)
