@@ -21,8 +21,6 @@ from serving.settings import INSTEAD_OF, NEWEST, RECOVERED
 
 # How an address that is a socket's path begins, for Triton's --http-address too.
 UNIX = "unix:"
-# Of the statistics of a version: requests that were answered, and requests that were refused or failed.
-_ANSWERED = ("success", "fail")
 _ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFound, 503: ServerUnavailable}
 
 
@@ -116,9 +114,12 @@ class Control:
         self._load(model, said)
 
     def answered(self) -> dict[tuple[str, int], int]:
-        """How many requests each version of each model has answered, or refused."""
+        """How many requests each version of each model has answered, other than with an error.
+
+        Triton refuses by itself what a process that hangs was asked, and counts that as an error too.
+        """
         return {
-            (each["name"], int(each["version"])): sum(each["inference_stats"][how]["count"] for how in _ANSWERED)
+            (each["name"], int(each["version"])): each["inference_stats"]["success"]["count"]
             for each in self._call("v2/models/stats")["model_stats"]
         }
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import psutil
-
 from serving.errors import DeadlineExceeded, ServerFailed, ServerUnavailable, ServingError
 from serving.server.canary import PATIENCE_S, PERIOD_S, Canary
 from serving.server.control import Control, VersionState
@@ -68,7 +66,6 @@ class Keeper:
         self.lost: str | None = None
         self._server = server
         self._child = server.child
-        self._process = psutil.Process(server.process.pid)
         self._served = served
         self._recover = recover
         self._say = say
@@ -91,7 +88,7 @@ class Keeper:
                 self._load_all()
             while not self._ended.wait(_PERIOD_S):
                 self._look()
-        except (DeadlineExceeded, ServerUnavailable, psutil.NoSuchProcess) as error:
+        except (DeadlineExceeded, ServerUnavailable) as error:
             self.lost = str(error)
         except ServingError as error:
             self.failure = error
@@ -100,7 +97,8 @@ class Keeper:
         self._wait_until_it_answers()
         hide(self._child.process, self._server.key, answers=True)
         for model in sorted(self._served.configs):
-            self._load(model)
+            if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # somebody else was quicker
+                self._load(model)
 
     def _wait_until_it_answers(self) -> None:
         control = self._server.control(_ASK_TIMEOUT_S)
@@ -128,9 +126,9 @@ class Keeper:
             self._replace(model, "a process of its died")
         self._suspects = dead - self._suspects
         for model in sorted(self._hung(answered, control)):
-            for stub in living_stubs(self._process):
+            for stub in living_stubs(self._child.process.pid):
                 if stub.model == model:
-                    stub.process.kill()
+                    stub.kill()
             self._replace(model, f"it answered nobody for {PERIOD_S + PATIENCE_S:g} s")
 
     def _complain(self, error: ServingError) -> None:
@@ -143,7 +141,7 @@ class Keeper:
 
     def _dead(self) -> set[str]:
         """Models with fewer processes than instances."""
-        living = Counter((stub.model, stub.version) for stub in living_stubs(self._process))
+        living = Counter((stub.model, stub.version) for stub in living_stubs(self._child.process.pid))
         return {
             model
             for model, config in self._served.configs.items()
@@ -153,7 +151,7 @@ class Keeper:
 
     def _hung(self, answered: Mapping[tuple[str, int], int], control: Control) -> set[str]:
         """Models of ours with a version that answers nobody."""
-        stubs = list(living_stubs(self._process))
+        stubs = list(living_stubs(self._child.process.pid))
         patient = replace(control, timeout_s=PERIOD_S + PATIENCE_S)
         hung = set()
         for model, config in self._served.configs.items():

@@ -47,12 +47,13 @@ class Output:
 
     def _copy(self) -> None:
         is_usage = False
-        for line in self._source:
-            is_usage = is_usage or line.startswith(_USAGE)
-            if not is_usage:
-                self._lines.append(line.decode(errors="replace").rstrip())
-                with suppress(OSError):  # nobody reads it any more; the server must not wait for that
-                    self._sink.write(line)
+        with self._source:
+            for line in self._source:
+                is_usage = is_usage or line.startswith(_USAGE)
+                if not is_usage:
+                    self._lines.append(line.decode(errors="replace").rstrip())
+                    with suppress(OSError, ValueError):  # nobody reads it any more; the server must not wait for that
+                        self._sink.write(line)
 
 
 def _matches(pattern: re.Pattern[str], lines: list[str]) -> list[str]:

@@ -50,6 +50,7 @@ class Server:
         key: opens what it keeps closed; a new one for each server.
         launch, child: how it is started, and its process of now.
         regions: how the names of its shared memory begin.
+        started: when it was first, Unix time.
         exit_timeout_s: how long it may take to stop.
         warnings: what whoever runs it should know, a line each.
     """
@@ -63,6 +64,7 @@ class Server:
     child: Child
     regions: str
     exit_timeout_s: float
+    started: float = field(default_factory=time.time)
     models: tuple[ServedModel, ...] = ()
     warnings: tuple[str, ...] = ()
 

@@ -1,6 +1,7 @@
 """The processes of a server's Python models. Triton 2.51 does not notice when one dies."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,11 @@ class Stub:
     version: int
     process: psutil.Process
 
+    def kill(self) -> None:
+        """End it at once, if it has not ended."""
+        with suppress(psutil.Error):
+            self.process.kill()
+
     def is_busy(self) -> bool:
         """Whether it says that it answers somebody now."""
         return _proc(self.process, "comm").strip() == BUSY
@@ -29,9 +35,13 @@ class Stub:
         return int(fields[9]) if fields else 0
 
 
-def living_stubs(server: psutil.Process) -> Iterator[Stub]:
-    """Those that have not ended."""
-    for child in server.children():
+def living_stubs(server: int) -> Iterator[Stub]:
+    """Those of the tritonserver with this process id that have not ended."""
+    try:
+        children = psutil.Process(server).children()
+    except psutil.Error:
+        return  # it has ended itself
+    for child in children:
         try:
             command = child.cmdline()
         except psutil.Error:

@@ -4,8 +4,6 @@ import signal
 import time
 from collections.abc import Callable
 
-import psutil
-
 from serving.errors import ServingError
 from serving.server.keeper import Keeper, Served
 from serving.server.process import Server
@@ -13,6 +11,7 @@ from serving.server.restarts import MOST, WITHIN_S, Restarts
 from serving.server.stubs import living_stubs
 
 _PERIOD_S = 0.25
+_ASK_TIMEOUT_S = 10.0
 # Once its models answer nobody any more: time to send the last answers, and to end by itself.
 _LAST_ANSWERS_S = 3.0
 
@@ -24,13 +23,18 @@ class Supervisor:
         server: a running server.
         recover: whether to load a model anew when its process died or hangs, and to start a server anew that died.
         say: told what happens, a line each time.
+
+    Raises:
+        ServingError: it cannot be asked what it serves.
     """
 
     def __init__(self, server: Server, recover: bool, say: Callable[[str], None]) -> None:
         self._server = server
         self._recover = recover
         self._say = say
-        self._served = Served(psutil.Process(server.process.pid).create_time())
+        self._served = Served(server.started)
+        control = server.control(_ASK_TIMEOUT_S)
+        self._served.learn(control.index(), control)
         self._restarts = Restarts()
         self._failure: ServingError | None = None
         self._stopping = False
@@ -76,12 +80,11 @@ class Supervisor:
         Triton waits for requests that it has lost, and for models whose process died, until its exit timeout. Nobody
         waits for an answer once no model says that it is busy: what is queued is handed to an idle one at once.
         """
-        process = psutil.Process(self._server.process.pid)
         idle_since = time.monotonic()
         deadline = idle_since + self._server.exit_timeout_s
         while (code := self._server.process.poll()) is None:
             now = time.monotonic()
-            if any(stub.is_busy() for stub in living_stubs(process)):
+            if any(stub.is_busy() for stub in living_stubs(self._server.process.pid)):
                 idle_since = now
             if now > min(deadline, idle_since + _LAST_ANSWERS_S):
                 self._server.process.kill()

@@ -20,6 +20,7 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
         ),
         lambda: clients.gone(folder / "cancelled", 2000, cancelled=True).line(),
         lambda: clients.gone(folder / "deadlines", 2000, cancelled=False).line(),
+        lambda: clients.give_up(folder / "given-up", 20).line(),
         lambda: clients.slow(folder / "slow", 40).line(),
         lambda: memory.shared_memory_full(folder / "full").line(),
         lambda: memory.huge(folder / "huge", IDS, 5).line(),

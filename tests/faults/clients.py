@@ -3,6 +3,7 @@
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,16 @@ from serving.client import LookupClient, Retries
 from serving.server import Access, Server, run_server
 from tests.faults.tools import Oracle, publish
 from tests.fuzz.run import METHOD
-from tests.served.tools import FREE, add_gate, held, metric, wait_for_execution, wait_for_pending
+from tests.served.tools import (
+    FREE,
+    add_gate,
+    held,
+    metric,
+    running,
+    wait_for_answer,
+    wait_for_execution,
+    wait_for_pending,
+)
 
 
 def message(values: int = 1) -> bytes:
@@ -71,6 +81,57 @@ def gone(folder: Path, sent: int, *, cancelled: bool, settle_s: float = 1.0) -> 
         looked_up = metric(server, "tbe_requests_total", model="m") - before - 1 - right
     assert codes == {grpc.StatusCode.CANCELLED if cancelled else grpc.StatusCode.DEADLINE_EXCEEDED}
     return Gone(sent, round(looked_up), right)
+
+
+@dataclass
+class GivenUp:
+    """Figures of `give_up`: calls that their callers gave up within milliseconds, and what came of the server.
+
+    Attributes:
+        answers: right ones afterwards, of 16.
+        code, said: how a stop ended, and what `tbe-serve run` said.
+    """
+
+    sent: int
+    answers: int
+    code: int
+    said: str
+
+    def line(self) -> str:
+        return (
+            f"of {self.sent:,} calls given up within 20 ms tritonserver died {self.said.count('starting it anew')} times; "
+            f"{self.answers} of 16 answers right afterwards, and a stop exited with {self.code}"
+        )
+
+
+def give_up(folder: Path, seconds: float) -> GivenUp:
+    """Deadlines of 0.5 to 20 ms, and cancels, under load. Triton 2.51 dies of it in some runs, or loses requests."""
+    oracle = Oracle(publish(folder))
+    sent = [0] * 4
+    with running(folder / "r") as server:
+        until = time.monotonic() + seconds
+
+        def storm(seed: int) -> None:
+            random = np.random.default_rng(seed)
+            with grpc.insecure_channel(server.grpc, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+                while time.monotonic() < until:
+                    deadlines = random.uniform(0.0005, 0.02, 16)
+                    calls = [channel.unary_unary(METHOD).future(message(100), timeout=each) for each in deadlines]
+                    for call in calls[::3]:
+                        call.cancel()
+                    for call in calls:
+                        call.code()  # waits for it
+                    sent[seed] += len(calls)
+
+        with ThreadPoolExecutor(len(sent)) as pool:
+            list(pool.map(storm, range(len(sent))))
+        with LookupClient(server.grpc, "m", 5) as client:
+            wait_for_answer(client)
+            right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
+        server.process.terminate()
+        code = server.process.wait()
+        assert server.process.stderr is not None
+        return GivenUp(sum(sent), right, code, server.process.stderr.read())
 
 
 # HTTP/2 (RFC 9113): the preface, empty SETTINGS, and HEADERS of a gRPC call with literal fields (RFC 7541).

@@ -71,6 +71,13 @@ def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: b
     raise AssertionError(seen.line())
 
 
+def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path) -> None:
+    seen = clients.give_up(tmp_path, seconds=5)
+    print(seen.line())
+    assert seen.answers == 16
+    assert seen.code == 0
+
+
 def test_slow_clients_hold_up_nobody(tmp_path: Path) -> None:
     seen = clients.slow(tmp_path, each=8)
     assert (seen.right, seen.asked, seen.connections) == (200, 200, 48)
