@@ -20,9 +20,8 @@ def open_file(path: Path, *, follow: bool = False) -> BufferedReader:
     Raises:
         OSError: it cannot be opened, or is something else than a file.
     """
-    flags = (
-        os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-    )  # a pipe that nobody writes to would be waited for
+    # A pipe that nobody writes to would be waited for.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
     except OSError as error:

@@ -20,6 +20,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from export import ExportConfig, IdPolicy, WeightDtype, checkpoint, export_model, pipeline, store
 from export.errors import ConfigError, ModelError, ParityError, PublishError, QuantizeError
+from export.parity import check_parity
 from export.program import compile_program, save_program
 from export.quantize import quantize
 from serving.bundle import open_bundle
@@ -476,6 +477,21 @@ def test_a_bundle_that_a_fresh_process_cannot_open_fails_the_export(
     with pytest.raises(ParityError, match=r"a fresh process could not answer from it:\n(.|\n)*program\.pt"):
         export_model(collection(), tmp_path / "r", "m")
     assert list((tmp_path / "r").iterdir()) == []
+
+
+def test_nothing_is_published_that_serving_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that JSON does not have, wherever it came from: the manifest would say null."""
+
+    def with_no_number(*arguments: Any) -> Any:
+        first, *others = check_parity(*arguments)
+        return msgspec.structs.replace(first, limit=float("inf")), *others
+
+    export_model(collection(), tmp_path / "r", "m")
+    before = files(tmp_path)
+    monkeypatch.setattr(pipeline, "check_parity", with_no_number)
+    with pytest.raises(PublishError, match=r"could not be served: .*Expected `float`, got `null`"):
+        export_model(collection(), tmp_path / "r", "m")
+    assert files(tmp_path) == before
 
 
 def test_config_pbtxt_is_what_the_design_asks_for(repository: Path) -> None:
