@@ -68,7 +68,7 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-serve run": (["repository"], ["--grpc-port", "TAKEN", "--metrics-port", "TAKEN"], "Address already in use"),
     "tbe-serve lookup": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve configure": (["repository/mixed"], [], ""),
-    "tbe-serve load": (["m"], ["--url", "127.0.0.1:1"], "Connection refused"),
+    "tbe-serve load": (["m"], ["--url", "127.0.0.1:1"], "found none: call this on the server's machine"),
     "tbe-serve health": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve bench": (["m"], ["--url", "127.0.0.1:1", *BENCH], UNREACHED),
 }
@@ -100,7 +100,7 @@ def taken(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     signal.signal(signal.SIGTERM, before[2])
 
 
-@pytest.mark.parametrize(("app", "command", "param"), everything())
+@pytest.mark.parametrize(("app", "command", "param"), list(everything()))
 def test_what_is_typed_is_taken_or_refused_in_one_line_that_names_it(
     app: typer.Typer, command: str, param: Any, taken: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

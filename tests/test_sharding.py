@@ -230,7 +230,7 @@ def test_sizes_are_the_quantized_ones(tmp_path: Path) -> None:
         export(bytes_ // 4 - bytes_ // 40)
     assert str(refused.value) == (
         "table 't': a shard of it takes 170,112 bytes, 17,112 more than any of 4 ranks has left of its 153,000: all "
-        "tables take 680,448 bytes: give more memory or ranks, allow types that cut smaller, or store narrower dtypes"
+        "tables take 680,448 bytes: give more --memory-per-rank or --ranks, allow types that cut smaller, or store narrower dtypes"
     )
     manifest = Engine.open(export(bytes_ // 4 + 128)).bundle.manifest
     assert sum(manifest.files[rank.weights].size_bytes for rank in manifest.plan.ranks) == bytes_

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from serving.client.connection import check_timeout
 from serving.commands.terminal import DEFAULT_URL, UrlOption
 from serving.errors import ServerUnavailable, ServingError
 from serving.server import Control
@@ -28,6 +29,7 @@ def load(
 
     On the server's own machine, by the user that runs it: `tbe-serve run` keeps the key to this for that user.
     """
+    check_timeout(timeout_s)
     run = _run_file(url)
     control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
     with nullcontext() if run.private is None else run.private.locked():
@@ -47,8 +49,8 @@ def _run_file(url: str) -> RunFile:
     run = find_run_file(url)
     if run is None:
         raise ServerUnavailable(
-            f"{url}: expected the gRPC address of a server that you run here with `tbe-serve run`, found none: call "
-            "this on the server's machine, as the server's user"
+            f"{url or repr(url)}: expected the gRPC address of a server that you run here with `tbe-serve run`, "
+            "found none: call this on the server's machine, as the server's user"
         )
     return run
 

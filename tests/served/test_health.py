@@ -214,7 +214,10 @@ Engine.__init__ = init_with_little
         (without_weights, r"weights\.0\.bin: cannot be read: No such file or directory: publish the bundle again"),
         (with_short_weights, r"weights\.0\.bin: expected \d+ bytes, got 100: publish the bundle again"),
         (for_another_device, r"rank 0: was made for device 'cuda', this is for 'cpu': export it again for that"),
-        (of_a_newer_format, r"format_version: expected 3, got 99: serve it with the tbe-serving that exported it"),
+        (
+            of_a_newer_format,
+            r"format_version: expected one of \(3, 4\), got 99: serve it with the tbe-serving that exported it",
+        ),
         (with_wrong_pins, r"torch: expected 2\.13, found 2\.12\.0: install the pins of requirements/cpu\.txt"),
         (with_a_capture_that_cannot_be_written, r"capture: /proc/nowhere/m\.jsonl cannot be written: .*configure"),
         (with_a_setting_that_is_no_number, r"max_call_ids: expected a number, got 'many'"),
@@ -258,6 +261,7 @@ def test_a_dead_model_is_a_typed_error(repository: Path, tmp_path: Path) -> None
         client.lookup({"x": [[1]]})
         kill_stubs(psutil.Process(server.process.pid), "m")
         time.sleep(0.5)
-        with pytest.raises(ModelUnavailable, match=r"its process died: try again$"):
-            client.lookup({"x": [[1]]}, timeout_s=2)
+        once = LookupClient(server.grpc, "m", 30, retries=Retries(attempts=1))
+        with once, pytest.raises(ModelUnavailable, match=r"its process died: try again$"):
+            once.lookup({"x": [[1]]})
         server.process.kill()
