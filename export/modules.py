@@ -91,7 +91,7 @@ def _collections(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
         yield path, module
         return
     for name, child in module.named_children():
-        yield from _collections(_dotted(path, name), child)
+        yield from _collections(dotted(path, name), child)
 
 
 def _check_collection(where: str, collection: nn.Module) -> None:
@@ -106,7 +106,7 @@ def _check_collection(where: str, collection: nn.Module) -> None:
         names = " or ".join(kind.__name__ for kind in SERVED)
         raise ModelError(f"{where}: expected {names}: other kinds are not served yet: export a module without it")
     for path, part in collection.named_modules():
-        _check_untouched(_dotted(where, path), part)
+        _check_untouched(dotted(where, path), part)
         if isinstance(part, nn.EmbeddingBag) and (
             type(part) is not nn.EmbeddingBag or part.max_norm is not None or part.padding_idx is not None
         ):
@@ -132,7 +132,7 @@ def _entries(path: str, module: nn.Module, collections: Collection[nn.Module]) -
         yield path, module
         return
     for name, child in module.named_children():
-        yield from _entries(_dotted(path, name), child, collections)
+        yield from _entries(dotted(path, name), child, collections)
 
 
 def _followed(path: str, entry: nn.Module, collections: Collection[nn.Module]) -> fx.Graph:
@@ -228,7 +228,7 @@ def _beside(path: str, module: nn.Module, collections: Collection[nn.Module]) ->
         yield f"{path} ({type(module).__name__})"
         return
     for name, child in module.named_children():
-        yield from _beside(_dotted(path, name), child, collections)
+        yield from _beside(dotted(path, name), child, collections)
 
 
 @contextmanager
@@ -253,12 +253,13 @@ def _stack(node: fx.Node) -> list[str]:
 
 
 def _path_of(root: nn.Module, part: nn.Module, path: str) -> str:
-    return _dotted(path, next(name for name, each in root.named_modules() if each is part))
+    return dotted(path, next(name for name, each in root.named_modules() if each is part))
 
 
 def _named(path: str, module: nn.Module) -> str:
     return f"{path} ({type(module).__name__})" if path else type(module).__name__
 
 
-def _dotted(*parts: str) -> str:
+def dotted(*parts: str) -> str:
+    """The path of a part of a module; the module's own is ""."""
     return ".".join(filter(None, parts))

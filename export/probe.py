@@ -39,8 +39,8 @@ def make_probe(manifest: Manifest) -> Tensors:
     values = np.concatenate(columns)
     weights = random.normal(size=values.size).astype(np.float32) if manifest.weighted else None
     if weights is not None:
-        counted = np.repeat([key in manifest.weighted_keys for key in rows], lengths.sum(axis=1))
-        weights[~counted] = 1
+        weighted = manifest.weighted_keys
+        weights[~np.repeat([key in weighted for key in rows], lengths.sum(axis=1))] = 1
     return Tensors(None, values, lengths.ravel(), weights)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from export.errors import ModelError
-from export.modules import Found, find_collections
+from export.modules import Found, dotted, find_collections
 from serving.bundle import Pooling
 
 _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN}
@@ -96,11 +96,11 @@ def _is_weighted(collection: Any) -> bool:
 def _trained_table(
     path: str, config: EmbeddingBagConfig, weighted: bool, qualified: bool, readers: Counter[str]
 ) -> TrainedTable:
-    name = _dotted(path, config.name) if qualified else config.name
+    name = dotted(path, config.name) if qualified else config.name
     keys = tuple(map(_checked, config.feature_names))
     return TrainedTable(
         name=name,
-        key=_dotted(path, "embedding_bags", config.name, "weight"),
+        key=dotted(path, "embedding_bags", config.name, "weight"),
         rows=config.num_embeddings,
         dim=config.embedding_dim,
         pooling=_POOLING[config.pooling],
@@ -108,10 +108,6 @@ def _trained_table(
         features=tuple(f"{key}@{name}" if readers[key] > 1 else key for key in keys),
         keys=keys,
     )
-
-
-def _dotted(*parts: str) -> str:
-    return ".".join(filter(None, parts))
 
 
 def _servable(config: EmbeddingBagConfig) -> EmbeddingBagConfig:

@@ -243,12 +243,11 @@ class Manifest(Strict, frozen=True):
         Versions with the same contract can replace one another under a running client.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
-        shared = {feature.name: [feature.key] for feature in self.features if feature.shared_key is not None}
-        seen = [
-            [[feature.name, table.dim, table.weighted, *shared.get(feature.name, [])] for feature, table in tables],
-            self.output_dtype.value,
+        features = [
+            [feature.name, table.dim, table.weighted, *([] if feature.shared_key is None else [feature.shared_key])]
+            for feature, table in tables
         ]
-        return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
+        return hashlib.sha256(msgspec.json.encode([features, self.output_dtype.value])).hexdigest()
 
     @property
     def layout(self) -> str:
