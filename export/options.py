@@ -13,7 +13,8 @@ from torch import nn
 
 from export.config import ExportConfig
 from export.errors import ConfigError, ModelError
-from export.settings import Settings, ShardingSettings, by_table, export_config, merge_settings, read_settings
+from export.settings import Settings, ShardingSettings, by_table, export_config, merge_settings
+from export.toml_file import read_toml
 from serving.options import shared_options
 
 ModelOption = Annotated[str, typer.Option(help="package.module:function that builds the module, without arguments.")]
@@ -106,7 +107,7 @@ def _settings(
             plan=None if plan is None else str(plan),
         ),
     )
-    return export_config(said if config is None else merge_settings(read_settings(config), said))
+    return export_config(said if config is None else merge_settings(read_toml(config, Settings), said))
 
 
 # A command gets `config()`, which reads the options above or raises ConfigError.

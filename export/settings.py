@@ -22,7 +22,6 @@ What the command line says comes after the file, and counts where both speak of 
 import dataclasses
 import math
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -36,7 +35,6 @@ from export.sharding import MOST_BYTES, Sharding
 from serving.bundle import DefaultRow, IdPolicy, OutputDtype, WeightDtype
 from serving.errors import ConfigurationError
 from serving.settings import ServingSettings
-from serving.strict import UNREADABLE
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
@@ -74,20 +72,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     output_dtype: str | None = None
     sharding: ShardingSettings = ShardingSettings()
     serving: dict[str, Any] | None = None
-
-
-def read_settings(path: Path) -> Settings:
-    """Read a TOML file.
-
-    Raises:
-        ConfigError: naming the line or key that is wrong.
-    """
-    try:
-        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Settings)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, *UNREADABLE) as error:  # tomllib's own, and what int() has against 5,000 digits
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def by_table(given: Sequence[str] | None) -> ByTable | None:

@@ -14,7 +14,7 @@ from export.errors import ModelError
 from export.parity import answer_probe
 from export.tables import TrainedTable
 from serving.bundle import Agreement, Bundle, Parity, newest, open_bundle, verify_digests
-from serving.config_file import CONFIG, parse_config, read_config, settings_of
+from serving.config_file import CONFIG, read_config, settings_of
 from serving.engine import load_program
 from serving.reference import read_rows
 from serving.signature import TrustedKeys
@@ -79,15 +79,9 @@ def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
         BundleError: `trusted` did not sign the settings, or there is no version.
         ConfigurationError: the settings cannot be read.
     """
-    config = path / CONFIG
-    if not os.path.lexists(config):
+    if not os.path.lexists(path / CONFIG):
         return path
-    if trusted is None:
-        settings = settings_of(read_config(path))
-    else:
-        name = Path(os.path.abspath(path)).name
-        settings = settings_of(parse_config(config, trusted.read_signed(config, name)))
-    return path / str(settings.version or newest(path))
+    return path / str(settings_of(read_config(path, trusted)).version or newest(path))
 
 
 def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Checkpoint) -> dict[str, Agreement]:

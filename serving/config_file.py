@@ -1,8 +1,9 @@
 """config.pbtxt of a served model, through Triton's own protobuf: read it, change it, write it."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
@@ -12,31 +13,33 @@ from serving.errors import ConfigurationError
 from serving.files import read_file
 from serving.settings import ServingSettings, parsed
 
+if TYPE_CHECKING:  # cryptography is of no use to a client
+    from serving.signature import TrustedKeys
+
 CONFIG = "config.pbtxt"
 
 
-def read_config(model: Path) -> Any:
+def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
     """The ModelConfig of the model in the folder `model`.
+
+    Args:
+        model: <repository>/<name>.
+        trusted: one of these keys must have signed it as that model's; anybody may have made it where None.
 
     Raises:
         ConfigurationError: there is none, or it cannot be parsed.
+        BundleError: none of the keys signed it.
     """
     path = model / CONFIG
-    try:
-        content = read_file(path)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{path}: cannot be read: {error.strerror}: expected a model that tbe-export made, REPOSITORY/NAME"
-        ) from error
-    return parse_config(path, content)
-
-
-def parse_config(path: Path, content: bytes) -> Any:
-    """The ModelConfig that says `content`; `path` is where it is from.
-
-    Raises:
-        ConfigurationError: it cannot be parsed.
-    """
+    if trusted is None:
+        try:
+            content = read_file(path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{path}: cannot be read: {error.strerror}: expected a model that tbe-export made, REPOSITORY/NAME"
+            ) from error
+    else:
+        content = trusted.read_signed(path, Path(os.path.abspath(model)).name)
     try:
         return text_format.Parse(content.decode(), model_config_pb2.ModelConfig())
     except (text_format.ParseError, UnicodeDecodeError, RecursionError) as error:

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from export.__main__ import app as tbe_export
 from export.config import ExportConfig
 from export.errors import ConfigError
-from export.settings import Settings, ShardingSettings, export_config, read_settings
+from export.settings import Settings, ShardingSettings, export_config
 from export.sharding import Sharding
+from export.toml_file import read_toml
 from serving.__main__ import app as tbe_serve
 from serving.capture import read_captured
 from serving.client import LookupClient, Retries
@@ -165,7 +166,7 @@ def test_a_number_in_a_file_is_one_that_can_be_published_or_refused_by_name(
         path.write_text(f"{table}{field} = {number}\n")
         refused, found = "", [0.0]
         try:
-            found = numbers(export_config(read_settings(path)))
+            found = numbers(export_config(read_toml(path, Settings)))
         except ConfigError as error:
             refused = str(error)
         assert field in refused or (len(number) == 5000 and refused.startswith(str(path))) or not refused

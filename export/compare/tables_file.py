@@ -8,7 +8,6 @@ pooling = "mean"                # sum where it is left out
 features = ["item", "recent"]   # one of the table's name where it is left out
 """
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,8 +16,8 @@ import msgspec
 from export.errors import ConfigError
 from export.sharding import MOST_BYTES
 from export.tables import TrainedTable
+from export.toml_file import read_toml
 from serving.bundle import Pooling
-from serving.strict import UNREADABLE
 
 
 class TableLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,12 +42,7 @@ def read_tables(path: Path) -> tuple[tuple[TrainedTable, ...], Mapping[str, floa
     Raises:
         ConfigError: naming the table and key that is wrong.
     """
-    try:
-        lines = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), TablesFile).tables
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, *UNREADABLE) as error:  # tomllib's own, and what int() has against 5,000 digits
-        raise ConfigError(f"{path}: {error}") from error
+    lines = read_toml(path, TablesFile).tables
     if not lines:
         raise ConfigError(f"{path}: expected a table such as [tables.item], found none")
     tables = tuple(_table(f"{path}: table {name!r}", name, line) for name, line in lines.items())

@@ -19,7 +19,7 @@ from pathlib import Path
 from serving.atomic import replacing
 from serving.bundle import MANIFEST, MODEL, PROGRAM, Manifest, newest, parse_manifest, versions
 from serving.capture import MOST_WARM_UP_BYTES, WARM_UP
-from serving.config_file import CONFIG, parse_config, settings_of
+from serving.config_file import CONFIG, read_config, settings_of
 from serving.digests import FileDigest, check_sha256, digest_of, read_checked
 from serving.errors import BundleError, ServerFailed
 from serving.files import open_file, read_file
@@ -111,7 +111,7 @@ class PrivateFolder(Strict, frozen=True):
         """
         source, target = Path(self.source) / model, self.repository / model
         trusted = TrustedKeys.read(Path(self.keys))
-        settings = settings_of(parse_config(source / CONFIG, trusted.read_signed(source / CONFIG, model)))
+        settings = settings_of(read_config(source, trusted))
         chosen = version or settings.version or newest(source)
         self._check_floor(source, model, chosen)
         text = trusted.read_signed(source / str(chosen) / MANIFEST, model, str(chosen))
