@@ -75,7 +75,7 @@ def model(
     if shown.is_sharded(manifest.plan):
         report = report_plan(manifest, settings.sharding)
         out.print(shown.ranks_table(report, traffic=False))
-        _say(report)
+        _remark(report)
     out.print(shown.parity_table(manifest.parity))
     _remark(manifest)
     out.print(f"published {path}", soft_wrap=True)
@@ -109,7 +109,7 @@ def plan(
     out.print(shown.placement_table(report))
     out.print(shown.ranks_table(report, traffic=True))
     out.print(f"tables: {len(report.tables)}, bytes: {report.bytes:,}, ranks: {len(report.ranks)}")
-    _say(report)
+    _remark(report)
     if picture is not None:
         out.print(f"drawn {picture}", soft_wrap=True)
 
@@ -184,8 +184,8 @@ def prune(
         out.print(f"{model / str(fate.version)}: {fate.kept or removed}", soft_wrap=True)
 
 
-def _remark(manifest: Manifest) -> None:
-    for line in shown.remarks(manifest):
+def _remark(noted: Manifest | PlanReport) -> None:
+    for line in shown.remarks(noted):
         out.print(line, soft_wrap=True)
 
 
@@ -207,11 +207,6 @@ def _progress_bar() -> Iterator[Callable[[Progress], None]]:
             bar.update(task, description=progress.step, completed=progress.done, total=progress.total)
 
         yield show
-
-
-def _say(report: PlanReport) -> None:
-    for note in report.notes:
-        out.print(f"note: {note}", soft_wrap=True)
 
 
 if __name__ == "__main__":

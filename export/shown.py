@@ -82,11 +82,11 @@ def parity_table(parity: Iterable[Parity]) -> Table:
     return table
 
 
-def remarks(manifest: Manifest) -> Iterator[str]:
-    """What is not in the bundle, and what whoever serves it should know."""
-    if manifest.left_out:
-        yield f"left out: {', '.join(manifest.left_out)}"
-    yield from (f"note: {note}" for note in manifest.notes)
+def remarks(noted: Manifest | PlanReport) -> Iterator[str]:
+    """A line for what is not in a bundle, and for each thing that one should know of it, or of a plan."""
+    if isinstance(noted, Manifest) and noted.left_out:
+        yield f"left out: {', '.join(noted.left_out)}"
+    yield from (f"note: {note}" for note in noted.notes)
 
 
 def verification_table(verification: Verification) -> Table:

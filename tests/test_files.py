@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,34 +22,8 @@ from serving.server.run_file import find_run_file
 from serving.settings import ServingSettings
 from serving.signature import TrustedKeys, read_signing_key
 from tests.models import SUM, collection
+from tests.no_files import KINDS, endless, link, listener, pipe, put
 
-
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def listener(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        folder = os.open(path.parent, os.O_DIRECTORY)  # its own name may be too long for a socket
-        server.bind(f"/proc/self/fd/{folder}/{path.name}")
-        os.close(folder)
-
-
-def link(path: Path) -> None:
-    path.with_name("elsewhere").write_bytes(b"{}")
-    path.symlink_to("elsewhere")
-
-
-def huge(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-KINDS = (pipe, listener, link, endless, huge, Path.mkdir)
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -62,12 +35,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bundle(published: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(published.parent, tmp_path / "r" / "m")) / "1"
-
-
-def put(path: Path, kind: Callable[[Path], None]) -> Path:
-    path.unlink(missing_ok=True)
-    kind(path)
-    return path
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

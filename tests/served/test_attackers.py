@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from serving.errors import ServingError
 from serving.server import find_models, run_server
 from serving.server.private import Trust, private_folder
 from tests.models import SUM, collection, float_tables
+from tests.no_files import KINDS, put
 from tests.served.tools import FREE, FREE_PORTS, Running, running, stubs, tbe_serve, wait_for_answer
 
 EXACT = ExportConfig(dtype={"*": WeightDtype.FP32})
@@ -282,38 +282,13 @@ def test_it_is_refused_by_name(target: Target, attack: Attack, message: str) -> 
     assert "\n" not in str(refused.value)
 
 
-def is_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def is_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        folder = os.open(path.parent, os.O_DIRECTORY)  # its own name may be too long for a socket
-        listener.bind(f"/proc/self/fd/{folder}/{path.name}")
-        os.close(folder)
-
-
-def is_endless(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-def is_zero(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-KINDS = (is_pipe, is_socket, is_endless, is_zero, Path.mkdir)
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     "name", ["config.pbtxt", "config.sig", "warm_up.jsonl", *(f"2/{each}" for each in sorted(VERSION_FILES))]
 )
 def test_nothing_in_place_of_a_file_is_waited_for(target: Target, name: str, kind: Callable[[Path], None]) -> None:
-    path = target.model / name
-    path.unlink(missing_ok=True)
-    kind(path)
+    path = put(target.model / name, kind)
     if name == "2/model.py":  # which is ours, whatever lies there
         assert served_files(target).keys() == expected_files()
         return
