@@ -32,7 +32,7 @@ lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-mutants: $(STAMP) ## Change what checks requests and bundles, and list the changes that no test notices (hours; MUTANTS=serving.kjt*)
+mutants: $(STAMP) ## Change what checks requests and bundles, and list the changes that no test notices (hours; MUTANTS=serving.request.kjt*)
 	@requirements/mutants.sh
 	@$(abspath .bench/mutants/bin/mutmut) run --max-children 2 $(MUTANTS)
 	@$(abspath .bench/mutants/bin/mutmut) results

@@ -26,7 +26,7 @@ from benchmarks import (
 )
 from benchmarks.measure import Result, machine
 from benchmarks.workload import Workload
-from serving.atomic import replacing
+from serving.files.replacing import replacing
 
 RESULTS = Path(__file__).parent / "results"
 Part = tuple[str, Callable[[Workload, Path], Iterable[Result]]]

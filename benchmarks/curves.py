@@ -10,12 +10,12 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.measure import Result, interleave, p50
 from export import ExportConfig, export_model
-from export.generated import generated_checkpoint
-from export.tables import collect_tables
+from export.trained.generated import generated_checkpoint
+from export.trained.tables import collect_tables
+from serving.bench.ids import Distribution, random_requests
 from serving.engine import Engine
-from serving.load.ids import Distribution, random_requests
+from serving.model.settings import ServingSettings
 from serving.server import Ports, run_server
-from serving.settings import ServingSettings
 
 DIM = 32
 SAMPLES = (1, 4, 16, 64, 256, 1024)

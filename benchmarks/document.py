@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from benchmarks.peers_served import LOADS, PEERS
-from serving.atomic import replacing
-from serving.plan import ShardingType
+from serving.bundle.plan import ShardingType
+from serving.files.replacing import replacing
 
 TEMPLATE = "document.md.j2"
 DOCS = Path(__file__).parent.parent / "docs"

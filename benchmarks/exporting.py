@@ -17,7 +17,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.measure import Result, ratio
 from export import export_model
-from export.pipeline import Progress
+from export.progress import Progress
 
 DIM = 64
 BLOCK_ROWS = 4096  # 1 MiB: fits a core's cache

@@ -1,7 +1,7 @@
 """The headline: every row of MLPerf's DLRM-v2, exported to INT4 and served on this machine.
 
 204,184,588 rows of dim 128 are 97.4 GiB of FP32, which fit neither memory nor disk here: rows are worked out as they
-are read (`export.generated`), and what is written is the bundle.
+are read (`export.trained.generated`), and what is written is the bundle.
 
 Run as a script (`python -m benchmarks.headline REPOSITORY`) it exports, so that the peak is the export's.
 """
@@ -25,16 +25,16 @@ from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from benchmarks.workload import IDS_PER_SAMPLE, NAME, whole
 from export import ExportConfig, WeightDtype, export_model
-from export.generated import generated_checkpoint
-from export.tables import collect_tables
-from serving.bundle import Bundle, open_bundle
+from export.trained.generated import generated_checkpoint
+from export.trained.tables import collect_tables
+from serving.bench.generator import Traffic, generate
+from serving.bench.ids import Distribution, random_requests
+from serving.bench.requests import prepare
+from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine, map_weights
-from serving.load.generator import Load, generate
-from serving.load.ids import Distribution, random_requests
-from serving.load.requests import prepare
+from serving.model.settings import ServingSettings
 from serving.server import Ports, run_server
-from serving.settings import ServingSettings
 
 DIM = 128
 SAMPLES = (1, 128)
@@ -122,7 +122,7 @@ def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
             for samples in SAMPLES:
                 tensors = random_requests(bundle.manifest, samples, Distribution.parse(ids), factors)
                 for clients in CLIENTS:
-                    load = Load(clients=clients, rate=0, seconds=1.5, repeats=2, warm_up_s=0.5, check=0.01)
+                    load = Traffic(clients=clients, rate=0, seconds=1.5, repeats=2, warm_up_s=0.5, check=0.01)
                     times = {}
                     beside = [(do_nothing_name(samples), None)] if ids == "uniform" else []
                     for model, checked in ((NAME, bundle), *beside):
@@ -146,7 +146,7 @@ def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
 def _read_once(bundle: Bundle) -> None:
     """Into the page cache, as far as it fits: what is measured is memory, not the disk."""
     for rank in bundle.manifest.plan.ranks:
-        with (bundle.path / rank.weights).open("rb", buffering=0) as file:
+        with (bundle.path / rank.weights_file).open("rb", buffering=0) as file:
             while file.read(1 << 24):
                 pass
 

@@ -11,7 +11,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.measure import Result, ratio
 from export import ExportConfig, WeightDtype, export_model
-from serving.config_file import apply_settings, read_config, settings_of, write_config
+from serving.model.config_file import apply_settings, read_config, settings_of, write_config
 from serving.server import Ports, run_server
 
 DIM = 64

@@ -14,12 +14,12 @@ from benchmarks.workload import IDS_PER_SAMPLE, ROWS
 from examples.movielens import data
 from examples.movielens.model import DIMS, FEATURES, TABLES
 from export import ExportConfig, WeightDtype, export_model
-from export.checkpoint import Checkpoint
-from export.generated import GeneratedTable, generated_checkpoint
-from export.tables import collect_tables
+from export.trained.checkpoint import Checkpoint
+from export.trained.generated import GeneratedTable, generated_checkpoint
+from export.trained.tables import collect_tables
 from serving.client import ModelInfo
 from serving.client.exchange import infer_request
-from serving.kjt import Tensors
+from serving.request.tensors import Tensors
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -179,7 +179,7 @@ def wide() -> PeerWorkload:
 
 def movielens() -> PeerWorkload:
     """The tables of examples/movielens, summed, and its test ratings in their order: one, and 128 to rank at once."""
-    samples = data.load()
+    samples = data.read_samples()
     sizes = data.catalogue().rows
     rows = [sizes[features[0]] for _, _, features in TABLES.values()]
     dims = [dim for dim, _, _ in TABLES.values()]

@@ -14,8 +14,8 @@ from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.workload import Arrays, Workload
 from export import ExportConfig, Sharding
+from serving.bundle.plan import ShardingType
 from serving.engine import Engine
-from serving.plan import ShardingType
 
 RANKS = (2, 4)
 ROUNDS = {1: 1000, 128: 200}

@@ -17,13 +17,13 @@ from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.perf_analyzer import Measured, PerfAnalyzer, write_requests
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from benchmarks.workload import NAME, WIDTH, Workload
-from serving.bundle import open_bundle
+from serving.bench.generator import Traffic, generate
+from serving.bench.requests import prepare
+from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
-from serving.encoding import Features
 from serving.errors import ServingError
-from serving.kjt import Tensors
-from serving.load.generator import Load, generate
-from serving.load.requests import prepare
+from serving.request.encoding import Features
+from serving.request.tensors import Tensors
 from serving.server import Ports, Server, Supervisor, run_server
 
 SAMPLES = (1, 16, 128)
@@ -85,7 +85,7 @@ def _open(server: Server, workload: Workload) -> Iterator[Result]:
         asked = [workload.request(1, seed) for seed in range(REQUESTS)]
         requests = prepare(NAME, [Tensors(None, each.values, each.lengths) for each in asked], client.info())
     for rate in RATES:
-        load = Load(clients=0, rate=rate, seconds=5, repeats=1, warm_up_s=1, check=0.01)
+        load = Traffic(clients=0, rate=rate, seconds=5, repeats=1, warm_up_s=1, check=0.01)
         runs = generate(server.grpc, requests, load, timeout_s=5, bundle=bundle)
         assert not runs[0].wrong, runs[0].wrong
         for percent in (50, 99):

@@ -10,7 +10,7 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from export import ExportConfig, export_model
-from serving.settings import ServingSettings
+from serving.model.settings import ServingSettings
 
 # https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm: rows (uncapped) and ids a sample.
 ROWS = (

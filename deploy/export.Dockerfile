@@ -20,7 +20,7 @@ WORKDIR /opt/tbe-serving/requirements
 COPY requirements/cpu.txt requirements/torch-cpu.txt requirements/torch-pypi.txt requirements/torch.sh ./
 RUN torch=$(./torch.sh pip) && pip install --no-deps --require-hashes --requirement cpu.txt --requirement "$torch"
 WORKDIR /
-COPY pyproject.toml README.md /opt/tbe-serving/
+COPY pyproject.toml README.md LICENSE /opt/tbe-serving/
 COPY serving /opt/tbe-serving/serving
 COPY export /opt/tbe-serving/export
 COPY model_repository /opt/tbe-serving/model_repository

@@ -2,13 +2,14 @@
 
 from serving.pins import check_pins
 
-check_pins()  # first: what follows dies on import, without a word of help, when the builds do not agree
+check_pins()  # first: with builds that do not agree, the imports below fail and do not say why
 
 from export.config import ExportConfig  # noqa: E402
 from export.errors import ExportError  # noqa: E402
 from export.pipeline import export_model  # noqa: E402
-from export.sharding import Sharding  # noqa: E402
-from serving.bundle import DefaultRow, IdPolicy, OutputDtype, WeightDtype  # noqa: E402
+from export.plan.sharding import Sharding  # noqa: E402
+from serving.bundle.rows import WeightDtype  # noqa: E402
+from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype  # noqa: E402
 
 __all__ = [
     "DefaultRow",

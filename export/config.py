@@ -1,32 +1,36 @@
-"""What to export: dtype, id policy and error limit by table, and the dtype of the answer."""
+"""What to export: the dtype, id policy and error limit of each table, and how the model answers."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from export.errors import ConfigError
-from export.matching import check_patterns, last_match
-from export.sharding import Sharding
-from serving.bundle import DefaultRow, IdPolicy, OutputDtype, WeightDtype
-from serving.settings import ServingSettings
+from export.patterns import check_patterns, last_match
+from export.plan.sharding import Sharding
+from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
+from serving.errors import ConfigurationError
+from serving.model.settings import ServingSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportConfig:
     """How tables are stored and answered.
 
-    Each mapping goes from a table's name, or a glob over names, to a setting; the last that matches a table
-    counts. Tables that none matches get `error`, no limit of their own, and INT8.
+    A mapping goes from a table's name, or a glob over names, to a setting. The last that matches a table counts.
 
     Attributes:
-        dtype: how rows are stored. A table with a `max_error` and no dtype gets the smallest that keeps to it.
-        id_policy: what happens to ids outside [0, rows).
-        max_error: largest |float − stored| of any element, absolute, in the units of the weights. Rounding
-            alone is always bounded; this bounds it further.
+        dtype: how rows are stored. A table without a dtype gets the smallest within its `max_error`, or INT8 if it
+            has no `max_error`.
+        id_policy: what happens to ids outside [0, rows); `error` where no pattern matches.
+        max_error: largest allowed |float − stored| of an element, in the units of the weights. A table without one is
+            still checked: no element may move further than rounding explains.
         output_dtype: dtype of the pooled embeddings.
         sharding: the ranks, and how tables are placed on them; one rank by default.
-        serving: how the model is served, all its versions alike. None takes the defaults for a new model, and
-            leaves one that is there as it is.
+        serving: how all versions of the model are served. None gives a new model the defaults, and leaves the
+            settings of an existing model as they are.
+
+    Raises:
+        ConfigurationError: a limit is not a finite number above 0.
     """
 
     dtype: Mapping[str, WeightDtype] = field(default_factory=dict)
@@ -39,10 +43,10 @@ class ExportConfig:
     def __post_init__(self) -> None:
         for pattern, limit in self.max_error.items():
             if not (limit > 0 and math.isfinite(limit)):
-                raise ConfigError(f"max_error {pattern!r}: expected a finite number > 0, got {limit}")
+                raise ConfigurationError(f"max_error {pattern!r}: expected a finite number > 0, got {limit}")
 
     def dtype_of(self, table: str) -> WeightDtype | None:
-        """How the rows of `table` are stored, if that was said."""
+        """The dtype set for `table`; None where none is."""
         return last_match(dict[str, WeightDtype | None](self.dtype), table, None)
 
     def id_policy_of(self, table: str) -> IdPolicy | DefaultRow:
@@ -50,14 +54,14 @@ class ExportConfig:
         return last_match(dict[str, IdPolicy | DefaultRow](self.id_policy), table, IdPolicy.ERROR)
 
     def max_error_of(self, table: str) -> float | None:
-        """The limit set for `table`, if any."""
+        """The limit set for `table`; None where none is."""
         return last_match(dict[str, float | None](self.max_error), table, None)
 
     def check_patterns(self, tables: Iterable[str]) -> None:
         """Refuse a pattern that matches no table.
 
         Raises:
-            ConfigError: naming the pattern and the tables there are.
+            ConfigurationError: naming the pattern and the tables there are.
         """
         names = list(tables)
         for setting in ("dtype", "id_policy", "max_error"):

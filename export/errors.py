@@ -1,16 +1,23 @@
-"""Everything that can go wrong on the export side, under one root."""
+"""The errors of an export, under one root::
+
+    ExportError
+    ├── ModelError        the module's tables cannot be served
+    ├── CheckpointError   the weights cannot be read
+    ├── QuantizeError     a row cannot be stored
+    ├── PlanError         the tables do not fit the ranks
+    ├── ParityError       the answers differ too much
+    └── PublishError      the repository cannot take the bundle
+
+A setting that cannot be used is a `serving.errors.ConfigurationError` instead.
+"""
 
 
 class ExportError(Exception):
-    """Root of every error that `export` raises. Nothing was published."""
-
-
-class ConfigError(ExportError):
-    """The export was asked for something that does not exist or contradicts itself."""
+    """Root of the errors of an export. Nothing was published."""
 
 
 class ModelError(ExportError):
-    """The module holds tables that cannot be served."""
+    """The module's tables cannot be served, or a module around them changes ids or weights."""
 
 
 class CheckpointError(ExportError):
@@ -18,15 +25,15 @@ class CheckpointError(ExportError):
 
 
 class QuantizeError(ExportError):
-    """A row cannot be stored in the dtype asked for; names table and row."""
+    """A row cannot be stored in its dtype. The message names table and row."""
 
 
 class PlanError(ExportError):
-    """The tables do not fit the ranks; names a table, and by how much."""
+    """The tables do not fit the ranks. The message names a table, and by how much it does not fit."""
 
 
 class ParityError(ExportError):
-    """A table's answers moved further than its limit; names the tables and the step."""
+    """Answers moved further than their limit. The message names the tables and the step."""
 
 
 class PublishError(ExportError):

@@ -1,4 +1,4 @@
-"""Other libraries' warnings, kept off the screen."""
+"""Keep other libraries' warnings off the screen."""
 
 import logging
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what TorchRec and torch log, which is about training jobs and compilers."""
+    """Drop what TorchRec and torch log: it is about training jobs and compilers."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

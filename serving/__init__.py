@@ -1,1 +1,1 @@
-"""Serve exported embedding tables: open a bundle, answer KJT requests, in this process or behind Triton."""
+"""Serve exported embedding tables: open a bundle and answer KJT requests, in this process or behind Triton."""

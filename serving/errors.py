@@ -1,4 +1,27 @@
-"""Everything that can go wrong on the serving side, under one root."""
+"""The errors of `serving`, under one root.
+
+::
+
+    ServingError                    code (a gRPC status)    retryable
+    ├── InvalidRequest              INVALID_ARGUMENT        no   what the caller of a lookup sent
+    │   └── IdsOutside              INVALID_ARGUMENT        no   ids outside [0, rows)
+    ├── ConfigurationError          FAILED_PRECONDITION     no   an argument, option or setting
+    ├── BundleError                 FAILED_PRECONDITION     no   a bundle on disk
+    ├── EnvironmentMismatch         FAILED_PRECONDITION     no   packages that do not work together
+    ├── TritonserverFailed          UNAVAILABLE             no   the tritonserver that we run ourselves
+    ├── ServerUnavailable           UNAVAILABLE             yes  a server that is asked, or its load shedding
+    │   ├── ModelUnavailable        UNAVAILABLE             yes  its model is being loaded
+    │   └── SharedMemoryFull        UNAVAILABLE             yes  its shared memory is full for now
+    ├── DeadlineExceeded            DEADLINE_EXCEEDED       yes
+    ├── ModelNotFound               NOT_FOUND               no
+    ├── LimitExceeded               RESOURCE_EXHAUSTED      no
+    ├── RequestCancelled            CANCELLED               no
+    ├── AccessDenied                PERMISSION_DENIED       no
+    ├── NotAuthenticated            UNAUTHENTICATED         no
+    └── InternalError               INTERNAL                no   a fault of the server's own
+
+`export.errors.ExportError` is the root of what exports raise beside ConfigurationError.
+"""
 
 import enum
 from collections.abc import Mapping
@@ -8,8 +31,9 @@ from typing import ClassVar
 class ServingError(Exception):
     """Root of every error that `serving` raises.
 
-    `code` is the gRPC status the error travels as; `retryable` says whether the same call may succeed if it
-    is made again.
+    Attributes:
+        code: the gRPC status that the error travels as.
+        retryable: whether the same call may succeed when it is made again.
     """
 
     code: ClassVar[str] = "INTERNAL"
@@ -17,7 +41,7 @@ class ServingError(Exception):
 
 
 class Reason(enum.Enum):
-    """What is wrong with a request, as metrics tell it."""
+    """What is wrong with a request. Metrics count refused requests by it."""
 
     FEATURES = "features"
     SHAPE = "shape"
@@ -28,7 +52,11 @@ class Reason(enum.Enum):
 
 
 class InvalidRequest(ServingError):
-    """The caller sent ids, lengths, weights or feature names this model cannot answer."""
+    """The caller of a lookup sent ids, lengths, weights or feature names that the model cannot answer.
+
+    Attributes:
+        reason: what is wrong with the request.
+    """
 
     code = "INVALID_ARGUMENT"
 
@@ -38,7 +66,11 @@ class InvalidRequest(ServingError):
 
 
 class IdsOutside(InvalidRequest):
-    """Ids are outside [0, rows) of a table that refuses them. `counts`: how many, by table."""
+    """Ids are outside [0, rows) of a table whose id policy is `error`.
+
+    Attributes:
+        counts: how many ids, by table.
+    """
 
     def __init__(self, message: str, counts: Mapping[str, int]) -> None:
         super().__init__(message, Reason.IDS)
@@ -52,19 +84,19 @@ class BundleError(ServingError):
 
 
 class ConfigurationError(ServingError):
-    """A setting of a served model cannot be used; the message names it."""
+    """An argument, option, setting or configuration file cannot be used. The message names it."""
 
     code = "FAILED_PRECONDITION"
 
 
 class EnvironmentMismatch(ServingError):
-    """The installed packages do not work together; the message says what to install."""
+    """The installed packages do not work together. The message says what to install."""
 
     code = "FAILED_PRECONDITION"
 
 
-class ServerFailed(ServingError):
-    """tritonserver could not be found, did not start, or died."""
+class TritonserverFailed(ServingError):
+    """The tritonserver that we run ourselves was not found, did not start, or died."""
 
     code = "UNAVAILABLE"
 
@@ -83,28 +115,28 @@ class DeadlineExceeded(ServingError):
 
 
 class ServerUnavailable(ServingError):
-    """The server cannot be reached, has not loaded the model yet, or its queue is full."""
+    """The server cannot be reached, has not loaded the model yet, or sheds load."""
 
     code = "UNAVAILABLE"
     retryable = True
 
 
 class ModelUnavailable(ServerUnavailable):
-    """The server has the model and no version of it that is ready: it is loaded anew, or the server is stopping."""
+    """The server has the model, but no version of it is ready: it is being loaded, or the server is stopping."""
 
 
-class ServerFull(ServerUnavailable):
-    """The requests that were handed over together do not fit into the server's shared memory."""
+class SharedMemoryFull(ServerUnavailable):
+    """The requests that were to be answered together do not fit into the server's shared memory."""
 
 
 class LimitExceeded(ServingError):
-    """A message is larger than the other side takes, or a quota is used up: the same call would meet the same."""
+    """A message is larger than the other side takes, or a quota is used up. The same call would fail again."""
 
     code = "RESOURCE_EXHAUSTED"
 
 
 class RequestCancelled(ServingError):
-    """The call was cancelled before it was answered."""
+    """The call was cancelled before it was answered, or the client is closed."""
 
     code = "CANCELLED"
 
@@ -116,13 +148,13 @@ class AccessDenied(ServingError):
 
 
 class NotAuthenticated(ServingError):
-    """The server wants credentials that the call did not carry."""
+    """The server wants credentials, and the call had none."""
 
     code = "UNAUTHENTICATED"
 
 
-class ServerFault(ServingError):
-    """The server failed in a way that is its own fault; its log says more."""
+class InternalError(ServingError):
+    """The server failed by a fault of its own. Its log says more."""
 
     code = "INTERNAL"
 
@@ -130,24 +162,29 @@ class ServerFault(ServingError):
 # Every status of gRPC (https://grpc.github.io/grpc/core/md_doc_statuscodes.html) but OK.
 _BY_CODE: dict[str, type[ServingError]] = {
     "CANCELLED": RequestCancelled,
-    "UNKNOWN": ServerFault,
+    "UNKNOWN": InternalError,
     "INVALID_ARGUMENT": InvalidRequest,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "NOT_FOUND": ModelNotFound,
-    "ALREADY_EXISTS": ServerFault,
+    "ALREADY_EXISTS": InternalError,
     "PERMISSION_DENIED": AccessDenied,
     "RESOURCE_EXHAUSTED": LimitExceeded,
-    "FAILED_PRECONDITION": ServerFault,
+    "FAILED_PRECONDITION": InternalError,
     "ABORTED": ServerUnavailable,
     "OUT_OF_RANGE": InvalidRequest,
-    "UNIMPLEMENTED": ServerFault,
-    "INTERNAL": ServerFault,
+    "UNIMPLEMENTED": InternalError,
+    "INTERNAL": InternalError,
     "UNAVAILABLE": ServerUnavailable,
-    "DATA_LOSS": ServerFault,
+    "DATA_LOSS": InternalError,
     "UNAUTHENTICATED": NotAuthenticated,
 }
 
 
 def from_status(code: str, message: str) -> ServingError:
-    """The error for a gRPC status, `code` by its name ("UNAVAILABLE")."""
+    """The error for a gRPC status.
+
+    Args:
+        code: the name of the status, such as "UNAVAILABLE".
+        message: the error's message.
+    """
     return _BY_CODE[code](message)

@@ -1,4 +1,4 @@
-"""Which versions work together; checked before torch or FBGEMM is used."""
+"""Which versions of packages work together. This is checked before torch or FBGEMM is used."""
 
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +10,7 @@ _INSTALL = (
     "requirements/torch-cpu.txt`"
 )
 
-# Minor versions that were built against one another (FBGEMM's release table) and that our tests run on.
+# Minor versions that were built for one another (FBGEMM's release table), and that our tests run with.
 _TORCH = "2.13"
 _FBGEMM = "1.8"
 _TORCHREC = "1.8"
@@ -20,11 +20,11 @@ _PYTRITON = "0.7"
 def check_pins() -> None:
     """Compare the installed torch, fbgemm-gpu and torchrec with the versions that work together.
 
-    torchrec may be absent: serving does without it.
+    torchrec may be missing: serving does not need it.
 
     Raises:
-        EnvironmentMismatch: a package is missing, of another minor version, or both builds of FBGEMM are
-            installed over each other.
+        EnvironmentMismatch: a package is missing or has another minor version, or both builds of FBGEMM are
+            installed.
     """
     found = installed()
     _expect("torch", found.get("torch"), _TORCH)
@@ -40,7 +40,7 @@ def check_pins() -> None:
 
 
 def installed() -> dict[str, str]:
-    """The versions of the packages that a bundle depends on, as far as they are installed."""
+    """The version of each installed package that a bundle depends on, by name."""
     versions = {}
     for name in ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "tbe-serving"):
         with suppress(PackageNotFoundError):
@@ -49,7 +49,7 @@ def installed() -> dict[str, str]:
 
 
 def tested_versions() -> list[str]:
-    """A line for this package, and one for each that it is tested with: what is installed, and what is tested."""
+    """Lines with the installed and the tested version of each package; this package comes first."""
     found = installed()
     tested = {"torch": _TORCH, "torchrec": _TORCHREC, "fbgemm-gpu-cpu": _FBGEMM, "nvidia-pytriton": _PYTRITON}
     if "fbgemm-gpu" in found:

@@ -8,21 +8,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle import DefaultRow, IdPolicy, Manifest, OutputDtype, Pooling, Table, WeightDtype
-from serving.dequantize import FP16_SUBNORMAL, FP16_UNIT, FP32_UNIT, Bytes, dequantize
-from serving.kjt import Ids, Tensors
-from serving.plan import Shard
+from serving.bundle.manifest import Manifest
+from serving.bundle.plan import Shard
+from serving.bundle.rows import (
+    FP16_SUBNORMAL,
+    FP16_UNIT,
+    FP32_UNIT,
+    Bytes,
+    WeightDtype,
+    dequantize,
+    scales_and_biases_of,
+)
+from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, Pooling, Table
+from serving.request.tensors import Ids, Tensors
 
 Doubles = npt.NDArray[np.float64]
-# Rows are unpacked so many numbers at a time: a large request takes no more memory than its answer.
+# Numbers that are unpacked at a time, so that a large request takes no more memory than its answer.
 _NUMBERS_AT_ONCE = 1 << 20
+# Roundings of the arithmetic of a row, at most.
+_ROUNDINGS_OF_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """The answer to a request, and how far FP32 summation may be from it, by feature [B, dim].
+    """The answer to a request, and how far FP32 summation may be from it.
 
-    Where a sum may leave the range of its dtype, the bound is infinite.
+    Attributes:
+        features: names, in the order of the answer.
+        answers: of each feature, float64 [B, dim].
+        bounds: of each feature, float64 [B, dim], the largest error that rounding explains. It is infinite where a
+            sum may leave the range of its dtype.
     """
 
     features: Sequence[str]
@@ -31,16 +46,23 @@ class Pooled:
 
     @property
     def answer(self) -> Doubles:
-        """All features side by side [B, D]."""
+        """The answers of all features side by side, float64 [B, D]."""
         return np.concatenate(self.answers, axis=1)
 
     @property
     def bound(self) -> Doubles:
-        """Those of all features side by side [B, D]."""
+        """The bounds of all features side by side, float64 [B, D]."""
         return np.concatenate(self.bounds, axis=1)
 
     def misses(self, answer: npt.NDArray[Any]) -> Iterator[tuple[str, float]]:
-        """The features whose columns of `answer` [B, D] are further off than rounding explains, and how far."""
+        """The features that are further off than rounding explains.
+
+        Args:
+            answer: float32 or float16 [B, D].
+
+        Returns:
+            The name of each such feature, and its largest error.
+        """
         end = 0
         for name, expected, bound in zip(self.features, self.answers, self.bounds, strict=True):
             start, end = end, end + bound.shape[1]
@@ -49,50 +71,66 @@ class Pooled:
                 yield name, float(error.max(initial=0.0))
 
 
+@dataclass(frozen=True, slots=True)
+class _Bags:
+    """The bags of one feature.
+
+    Attributes:
+        ids: int64 [n].
+        weights: [n], or None where the table takes none.
+        lengths: [B], bag sizes; they add up to n.
+    """
+
+    ids: Ids
+    weights: npt.NDArray[Any] | None
+    lengths: npt.NDArray[Any]
+
+
 def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
-    """Answer `request`, which the bundle in `directory` accepts, in float64 from the stored bytes."""
+    """Answer a request in float64 from the stored bytes.
+
+    Args:
+        directory: of the bundle.
+        manifest: of the bundle.
+        request: one that the bundle accepts.
+    """
     tables = {table.name: table for table in manifest.tables}
-    keys = manifest.keys if request.features is None else {key: manifest.keys[key] for key in request.features}
+    keys = manifest.keys
+    if request.features is not None:
+        keys = {key: keys[key] for key in request.features}
     pieces = manifest.plan.pieces_by_table
-    bags_by_key = request.lengths.reshape(len(keys), -1)
-    ends = np.cumsum(bags_by_key.sum(axis=1, dtype=np.int64))
+    lengths_by_key = request.lengths.reshape(len(keys), -1)
+    ends = np.cumsum(lengths_by_key.sum(axis=1, dtype=np.int64))
     names, answers, bounds = [], [], []
-    for feature, bags, end in (
-        (feature, bags, end)
-        for features, bags, end in zip(keys.values(), bags_by_key, ends, strict=True)
-        for feature in features
-    ):
-        table = tables[feature.table]
-        here = slice(end - int(bags.sum(dtype=np.int64)), end)
+    for features, lengths, end in zip(keys.values(), lengths_by_key, ends, strict=True):
+        here = slice(end - int(lengths.sum(dtype=np.int64)), end)
         ids: Ids = request.values[here].astype(np.int64, copy=False)
-        weights = None if request.weights is None or not table.weighted else request.weights[here]
-        answer, size, counted = _pool_bags(directory, manifest, pieces[table.name], table, ids, weights, bags)
-        # Each of the bag's additions, and the arithmetic of a row, may round once.
-        bound = size * ((bags[:, np.newaxis] + 8) * FP32_UNIT)
-        bound[size + bound > np.finfo(np.float32).max] = np.inf
-        if table.pooling is Pooling.MEAN:
-            counts = np.maximum(counted, 1)[:, np.newaxis]
-            answer, bound = answer / counts, bound / counts
-        if manifest.output_dtype is OutputDtype.FP16:
-            bound += np.abs(answer) * FP16_UNIT + FP16_SUBNORMAL
-            bound[np.abs(answer) + bound > np.finfo(np.float16).max] = np.inf
-        names.append(feature.name)
-        answers.append(answer)
-        bounds.append(bound)
+        for feature in features:
+            table = tables[feature.table]
+            weights = None if request.weights is None or not table.weighted else request.weights[here]
+            bags = _Bags(ids, weights, lengths)
+            answer, bound = _answer_feature(directory, manifest, pieces[table.name], table, bags)
+            names.append(feature.name)
+            answers.append(answer)
+            bounds.append(bound)
     return Pooled(names, answers, bounds)
 
 
 def read_rows(
     directory: Path, manifest: Manifest, shards: Sequence[Shard], table: Table, ids: Ids
 ) -> tuple[Doubles, Doubles]:
-    """The numbers of rows `ids` of `table`, as its shards hold them.
+    """The numbers of some rows of a table, as its shards hold them.
 
     Args:
-        shards: make the table up once.
+        directory: of the bundle.
+        manifest: of the bundle.
+        shards: they hold each number of the table once.
+        table: the table.
+        ids: int64 [n], each in [0, rows).
 
     Returns:
-        The numbers [n, dim], and the sizes that rounding acts on in computing them: |code × scale| + |bias|, which
-        may cancel to a small number [n, dim].
+        The numbers, float64 [n, dim]; and the sizes that rounding acts on when they are computed,
+        |code × scale| + |bias|, float64 [n, dim]. The two may cancel to a small number.
     """
     numbers = np.zeros((len(ids), table.dim))
     sizes = np.zeros_like(numbers)
@@ -100,49 +138,73 @@ def read_rows(
         here = np.flatnonzero((ids >= shard.rows[0]) & (ids < shard.rows[1]))
         stored = _mapped(directory, manifest, shard, table.dtype)[ids[here] - shard.rows[0]]
         rows = dequantize(stored, table.dtype).astype(np.float64)
-        bias = stored[:, 2:4].copy().view(np.float16).astype(np.float64) if table.dtype.quantized else 0.0
+        bias = scales_and_biases_of(stored)[:, 1:].astype(np.float64) if table.dtype.format.quantized else 0.0
         columns = slice(*shard.columns)
         numbers[here, columns] = rows
         sizes[here, columns] = np.abs(rows - bias) + np.abs(bias)
     return numbers, sizes
 
 
-def _pool_bags(
-    directory: Path,
-    manifest: Manifest,
-    shards: Sequence[Shard],
-    table: Table,
-    ids: Ids,
-    weights: npt.NDArray[Any] | None,
-    bags: npt.NDArray[Any],
-) -> tuple[Doubles, Doubles, npt.NDArray[np.int64]]:
-    """Sums of bags [B, dim], the sizes that rounding acts on [B, dim], and how many ids count in each bag [B]."""
-    bag_of = np.repeat(np.arange(bags.size), bags)
+def _answer_feature(
+    directory: Path, manifest: Manifest, shards: Sequence[Shard], table: Table, bags: _Bags
+) -> tuple[Doubles, Doubles]:
+    """The answer for one feature, and its bound, each float64 [B, dim]."""
+    bag_of, counted = _apply_policy(table, bags)
+    answer, size = _sum_bags(directory, manifest, shards, table, counted, bag_of)
+    # Each of the bag's additions may round once, and the arithmetic of a row a few times.
+    bound = size * ((bags.lengths[:, np.newaxis] + _ROUNDINGS_OF_A_ROW) * FP32_UNIT)
+    bound[size + bound > np.finfo(np.float32).max] = np.inf
+    if table.pooling is Pooling.MEAN:
+        counts = np.maximum(counted.lengths, 1)[:, np.newaxis]
+        answer, bound = answer / counts, bound / counts
+    if manifest.output_dtype is OutputDtype.FP16:
+        bound += np.abs(answer) * FP16_UNIT + FP16_SUBNORMAL
+        bound[np.abs(answer) + bound > np.finfo(np.float16).max] = np.inf
+    return answer, bound
+
+
+def _apply_policy(table: Table, bags: _Bags) -> tuple[npt.NDArray[np.int64], _Bags]:
+    """The bag of each id that counts, int64 [n], and the bags with these n ids, each in [0, rows)."""
+    bag_of = np.repeat(np.arange(bags.lengths.size), bags.lengths)
+    ids, weights = bags.ids, bags.weights
     outside = (ids < 0) | (ids >= table.rows)
     if isinstance(policy := table.id_policy, DefaultRow):
         ids = np.where(outside, policy.default_row, ids)
     elif policy is IdPolicy.ZERO:
         ids, bag_of = ids[~outside], bag_of[~outside]
         weights = None if weights is None else weights[~outside]
-    answer = np.zeros((bags.size, table.dim))
+    return bag_of, _Bags(ids, weights, np.bincount(bag_of, minlength=bags.lengths.size))
+
+
+def _sum_bags(
+    directory: Path,
+    manifest: Manifest,
+    shards: Sequence[Shard],
+    table: Table,
+    bags: _Bags,
+    bag_of: npt.NDArray[np.int64],
+) -> tuple[Doubles, Doubles]:
+    """The sum of each bag, and the sizes that rounding acts on, each float64 [B, dim]."""
+    answer = np.zeros((bags.lengths.size, table.dim))
     size = np.zeros_like(answer)
     step = max(1, _NUMBERS_AT_ONCE // table.dim)
-    for start in range(0, ids.size, step):
+    for start in range(0, bags.ids.size, step):
         here = slice(start, start + step)
-        rows, sizes = read_rows(directory, manifest, shards, table, ids[here])
-        if weights is not None:
-            rows *= weights[here, np.newaxis]
-            sizes *= np.abs(weights[here, np.newaxis])
-        # Ids lie bag by bag: sum each run of one bag.
+        rows, sizes = read_rows(directory, manifest, shards, table, bags.ids[here])
+        if bags.weights is not None:
+            rows *= bags.weights[here, np.newaxis]
+            sizes *= np.abs(bags.weights[here, np.newaxis])
+        # Ids of one bag are side by side. Each bag begins at one of `firsts`.
         firsts = np.flatnonzero(np.diff(bag_of[here], prepend=-1))
         answer[bag_of[here][firsts]] += np.add.reduceat(rows, firsts)
         size[bag_of[here][firsts]] += np.add.reduceat(sizes, firsts)
-    return answer, size, np.bincount(bag_of, minlength=bags.size)
+    return answer, size
 
 
 def _mapped(directory: Path, manifest: Manifest, shard: Shard, dtype: WeightDtype) -> Bytes:
+    """The stored rows of a shard, uint8 [height, row bytes]."""
     return np.memmap(
-        directory / manifest.plan.ranks[shard.rank].weights,
+        directory / manifest.plan.ranks[shard.rank].weights_file,
         np.uint8,
         mode="r",
         offset=shard.offset_bytes,

@@ -3,34 +3,28 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from export import ExportConfig, OutputDtype, Sharding, export_model
-from export.probe import run_reloaded
 from serving.server import Access, Ports, Server, run_server
-from tests.answering_here import answer
-from tests.models import MIXED, MIXED_CONFIG, SUM, collection
-from tests.served.tools import add_gate
+from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
+from tests.support.quick_reload import quick_reload
+from tests.support.servers import add_gate
 
 # How fast examples are made and run, others on the machine have a say in.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _answering_here() -> Iterator[None]:
-    """An export's last check starts a Python, which takes three seconds: in the tests it is done in theirs."""
-    with mock.patch("export.parity.run_reloaded", answer):
-        yield
+@pytest.fixture(scope="module", name="quick_reload")
+def _quick_reload() -> Iterator[None]:
+    """For modules that export much and are not about it: `pytestmark = pytest.mark.usefixtures("quick_reload")`.
 
-
-@pytest.fixture
-def _answering_anew() -> Iterator[None]:
-    """For tests that are about that check, or all of an export. Commands do it anyway."""
-    with mock.patch("export.parity.run_reloaded", run_reloaded):
+    All other exports are checked as everybody's: a fresh process reloads the bundle.
+    """
+    with quick_reload():
         yield
 
 
@@ -46,6 +40,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sharding = Sharding(ranks=4, ranks_per_host=2, types={"*": "grid_shard", "genre": "data_parallel"})
     export_model(collection(MIXED), path, "sharded", replace(MIXED_CONFIG, sharding=sharding))
     add_gate(export_model(collection(MIXED), path, "gated", MIXED_CONFIG))
+    return path
+
+
+@pytest.fixture(scope="session")
+def one_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository that starts fast, for tests that are about starting and stopping: with the model `m`."""
+    path = tmp_path_factory.mktemp("one") / "repository"
+    export_model(collection(SUM), path, "m")
     return path
 
 
@@ -72,4 +74,4 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest file first: on two processes the others then fill the time beside it."""
-    items.sort(key=lambda item: item.path.name != "test_sharding.py")
+    items.sort(key=lambda item: item.path.name != "test_sharded.py")

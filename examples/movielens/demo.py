@@ -1,4 +1,4 @@
-"""`make demo`: train, export, serve, look up, and show what happened."""
+"""`make demo`: train, export, serve, look up, and show the results."""
 
 import logging
 import shlex
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from examples.movielens import data, train
 from examples.movielens.model import FEATURES, Ranker, to_kjt
-from serving.bundle import Bundle, open_bundle
+from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.server import Ports, Server, run_server
 
@@ -31,7 +31,7 @@ MODELS = {"movielens": "int8", "movielens_int4": "int4"}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What looking up every test sample of one served model gave. Times in milliseconds."""
+    """The test samples scored with lookups in one served model; times are of a lookup."""
 
     auc: float
     p50_ms: float
@@ -40,15 +40,15 @@ class Served:
 
 
 def main() -> None:
-    """Run the demo in build/demo, which is emptied first."""
-    # torchrec asks on every forward pass whether it is being traced, and torch warns that the question changed.
+    """Run the demo in the folder build/demo, which is emptied first."""
+    # torchrec checks for tracing on every forward pass, with a function that torch warns about.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     console = Console(highlight=False)
     began = time.monotonic()
     shutil.rmtree(FOLDER, ignore_errors=True)
 
     _step(console, "1", "Train a TorchRec model on MovieLens-100k, on the earlier 80 % of the ratings")
-    samples = data.load()
+    samples = data.read_samples()
     model = train.train(samples, console)
     train.save(model, CHECKPOINT)
     float_auc = train.test_auc(samples, lambda batch: model(to_kjt(batch)))
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _score(console: Console, server: Server, name: str, model: Ranker, samples: data.Samples) -> Served:
-    """AUC of `model` with its pooled embeddings fetched from the server instead of its own tables."""
+    """Score the test samples with `model`, but fetch its pooled embeddings from the server."""
     times_ms: list[float] = []
     progress = iter(
         track(range(-(-len(samples.test) // train.TEST_BATCH)), f"  {name}", console=console, transient=True)
@@ -88,7 +88,7 @@ def _score(console: Console, server: Server, name: str, model: Ranker, samples: 
             start = time.perf_counter()
             pooled = client.lookup({feature: batch.features[feature] for feature in FEATURES})
             times_ms.append(1e3 * (time.perf_counter() - start))
-            logits: Tensor = model.dense({feature: torch.tensor(rows) for feature, rows in pooled.items()})
+            logits: Tensor = model.dense({feature: torch.tensor(array) for feature, array in pooled.items()})
             return logits
 
         auc = train.test_auc(samples, score)
@@ -97,16 +97,33 @@ def _score(console: Console, server: Server, name: str, model: Ranker, samples: 
 
 
 def _last_page(float_auc: float, served: dict[str, Served], seconds: float) -> Panel:
+    notes = Table.grid(padding=(0, 2))
+    notes.add_row("lookups", f"{served['movielens'].lookups} × {train.TEST_BATCH} samples × {len(FEATURES)} features")
+    notes.add_row("bundle", str(REPOSITORY / "movielens" / "1"))
+    notes.add_row("took", f"{seconds:.0f} s in all")
+    notes.add_row("next", f".venv/bin/tbe-serve run {REPOSITORY}")
+    notes.add_row("then", """echo '{"genres": [[3, 5], [], [1]]}' | .venv/bin/tbe-serve lookup movielens --table""")
+    both = Table.grid()
+    both.add_row(_results(float_auc, served))
+    both.add_row("")
+    both.add_row(notes)
+    return Panel(
+        both, title="MovieLens-100k, from training to gRPC", title_align="left", expand=False, padding=(1, 2)
+    )
+
+
+def _results(float_auc: float, served: dict[str, Served]) -> Table:
+    """The AUC, bytes and times of each model beside those of the float one."""
     bundles = {name: open_bundle(REPOSITORY / name / "1") for name in MODELS}
-    page = Table(box=None, pad_edge=False)
-    page.add_column("")
+    results = Table(box=None, pad_edge=False)
+    results.add_column("")
     for column in ("test AUC", "− float", "tables", "of float", "p50", "p99"):
-        page.add_column(column, justify="right")
+        results.add_column(column, justify="right")
     before = sum(4 * table.rows * table.dim for table in bundles["movielens"].manifest.tables)
-    page.add_row("float", f"{float_auc:.5f}", "", _kib(before), "100 %", "", "")
+    results.add_row("float", f"{float_auc:.5f}", "", _kib(before), "100 %", "", "")
     for name, dtype in MODELS.items():
         result, after = served[name], _weights_bytes(bundles[name])
-        page.add_row(
+        results.add_row(
             f"{dtype}, gRPC",
             f"{result.auc:.5f}",
             f"{result.auc - float_auc:+.5f}",
@@ -115,23 +132,11 @@ def _last_page(float_auc: float, served: dict[str, Served], seconds: float) -> P
             f"{result.p50_ms:.2f} ms",
             f"{result.p99_ms:.2f} ms",
         )
-    notes = Table.grid(padding=(0, 2))
-    notes.add_row("lookups", f"{served['movielens'].lookups} × {train.TEST_BATCH} samples × {len(FEATURES)} features")
-    notes.add_row("bundle", str(bundles["movielens"].path))
-    notes.add_row("took", f"{seconds:.0f} s in all")
-    notes.add_row("next", f".venv/bin/tbe-serve run {REPOSITORY}")
-    notes.add_row("then", """echo '{"genres": [[3, 5], [], [1]]}' | .venv/bin/tbe-serve lookup movielens --table""")
-    both = Table.grid()
-    both.add_row(page)
-    both.add_row("")
-    both.add_row(notes)
-    return Panel(
-        both, title="MovieLens-100k, from training to gRPC", title_align="left", expand=False, padding=(1, 2)
-    )
+    return results
 
 
 def _weights_bytes(bundle: Bundle) -> int:
-    return sum((bundle.path / rank.weights).stat().st_size for rank in bundle.manifest.plan.ranks)
+    return sum((bundle.path / rank.weights_file).stat().st_size for rank in bundle.manifest.plan.ranks)
 
 
 def _kib(size_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""A small ranking model: TorchRec embedding tables below, a dense part above."""
+"""A small ranking model: TorchRec embedding tables, and a dense part that reads their pooled embeddings."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from examples.movielens.data import Batch, catalogue
 
-# Table: (dim, pooling, its features). A user's recent items and the item itself share a table.
+# By table: dim, pooling, features. A user's recent items and the item itself share a table.
 TABLES = {
     "user": (32, PoolingType.SUM, ["user_id"]),
     "age": (8, PoolingType.SUM, ["age_bucket"]),
@@ -23,7 +23,7 @@ DIMS = {feature: dim for dim, _, features in TABLES.values() for feature in feat
 
 
 class DensePart(nn.Module):
-    """Pooled embeddings to a logit: an MLP, and the products of the embeddings that live in one space."""
+    """An MLP over pooled embeddings, and over products of the item's with the user's and the recent items'."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class DensePart(nn.Module):
         )
 
     def forward(self, pooled: dict[str, Tensor]) -> Tensor:
-        """The logit of each sample [B], from {feature: [B, dim]}."""
+        """The logit of each sample, float32 [B], from pooled embeddings, float32 [B, dim] by feature."""
         item = pooled["item_id"]
         products = [(pooled[name] * item).sum(dim=1, keepdim=True) for name in ("user_id", "recent_items")]
         logits: Tensor = self.layers(torch.cat([*(pooled[name] for name in FEATURES), *products], dim=1))
@@ -40,7 +40,7 @@ class DensePart(nn.Module):
 
 
 class Ranker(nn.Module):
-    """Does this user like this item?"""
+    """Predicts whether a user likes an item."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,18 +60,18 @@ class Ranker(nn.Module):
         self.dense = DensePart()
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """The logit of each sample [B]."""
+        """The logit of each sample, float32 [B]."""
         logits: Tensor = self.dense(self.embeddings(features).to_dict())
         return logits
 
 
 def build() -> Ranker:
-    """The model, untrained: what `tbe-export model --model examples.movielens.model:build` calls."""
+    """Build the untrained model. `tbe-export model --model examples.movielens.model:build` calls this."""
     return Ranker()
 
 
 def to_kjt(batch: Batch) -> KeyedJaggedTensor:
-    """A batch as TorchRec takes it."""
+    """A batch as a KeyedJaggedTensor."""
     return KeyedJaggedTensor.from_lengths_sync(
         keys=list(FEATURES),
         values=torch.cat([torch.from_numpy(batch.features[name][0]) for name in FEATURES]),

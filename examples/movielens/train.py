@@ -1,4 +1,4 @@
-"""Train the model on the earlier ratings, and score it on the later ones."""
+"""Train the model on the earlier ratings, and test it on the later ones."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ TEST_BATCH = 128
 
 
 def train(samples: Samples, console: Console) -> Ranker:
-    """Train a model; the same one every time."""
+    """Train a model. The seeds are fixed, so it is the same every time."""
     torch.manual_seed(SEED)
     random = np.random.default_rng(SEED)
     model = build()

@@ -1,1 +1,1 @@
-"""The sharding study: the same tables placed in every way, measured, and what follows from it."""
+"""The study of shardings and dtypes: place the same tables in every way, measure, recommend."""

@@ -1,11 +1,14 @@
-"""The study as pictures, in colours that the colour-blind can tell apart, with hatches for those who see none."""
+"""A study as pictures. The colour-blind can tell the colours apart; hatches serve those who see none."""
 
 import io
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import matplotlib as mpl
+import msgspec
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -14,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from export.compare.study import Placement, Study
-from export.shown import size
+from export.sizes import size_text
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), less the black of lines and text.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -25,7 +28,7 @@ _INCH = 0.36
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What figures are drawn for: their width, and how many panels and keys fit beside one another."""
+    """The size of figures: their width in inches, and how many panels and keys of a legend fit side by side."""
 
     width: float
     panels: int
@@ -39,14 +42,20 @@ NARROW = Layout(width=3.2, panels=1, keys=2)
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A figure, what it is called on disk, and what it says to those who cannot see it."""
+    """A figure.
+
+    Attributes:
+        name: its file's name without the suffix.
+        alt: what it shows, for those who cannot see it.
+        figure: what is drawn.
+    """
 
     name: str
     alt: str
     figure: Figure
 
     def encoded(self, format_: str) -> bytes:
-        """As `svg` or `png`."""
+        """The figure's file in the format `svg` or `png`."""
         buffer = io.BytesIO()
         with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format=format_, dpi=160)
@@ -54,9 +63,9 @@ class Picture:
 
 
 def draw(study: Study, layout: Layout) -> Iterator[Picture]:
-    """All figures of `study`: latency, memory and traffic by strategy, and error by dtype.
+    """Draw all figures of `study`: latency, memory and traffic by strategy, and error by dtype.
 
-    Latency is of all numbers of ranks, memory and traffic of the largest, in the first dtype.
+    The first three show the first dtype. Latency shows all numbers of ranks, memory and traffic the largest.
     """
     placed = [each for each in study.placements if each.error is None and each.dtype == next(iter(study.one_rank))]
     most = [each for each in placed if each.ranks == study.recommended_ranks]
@@ -86,46 +95,29 @@ def draw(study: Study, layout: Layout) -> Iterator[Picture]:
 
 
 def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figure:
+    """Bars of the latency of each strategy on each number of ranks."""
     strategies = list(dict.fromkeys(each.strategy for each in placed))
     ranks = sorted({each.ranks for each in placed})
     figure = Figure(figsize=(layout.width, 1.6 + _INCH * len(strategies) * len(ranks)), layout="constrained")
     axes = figure.subplots()
-    height = 0.8 / len(ranks)
-    looks = [
+    looks: list[dict[str, Any]] = [
         {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
         for _, colour, hatch in zip(ranks, cycle(_COLOURS), cycle(_HATCHES), strict=False)
     ]
-    for number, count in enumerate(ranks):
-        here = {each.strategy: each for each in placed if each.ranks == count}
-        for row, strategy in enumerate(strategies):
-            if (each := here.get(strategy)) is None:
-                continue
-            at = row + (number - (len(ranks) - 1) / 2) * height
-            in_one, side_by_side = 1e3 * each.latency_s.median, 1e3 * each.side_by_side_s
-            axes.barh(at, in_one, height * 0.9, **looks[number])  # type: ignore[arg-type]
-            axes.plot([1e3 * each.latency_s.low, 1e3 * each.latency_s.high], [at, at], color="black", lw=1)
-            axes.plot([side_by_side] * 2, [at - height * 0.45, at + height * 0.45], color="black", lw=2.5)
-            axes.annotate(
-                f" {in_one:.3g}", (max(1e3 * each.latency_s.high, side_by_side), at), va="center", fontsize=8
-            )
-    one = next(iter(study.one_rank.values()))
-    axes.axvline(1e3 * one.latency_s.median, color="black", linestyle=":")
-    axes.annotate(
-        f"one rank: {1e3 * one.latency_s.median:.3g} ms ",
-        (1e3 * one.latency_s.median, -0.62),
-        fontsize=8,
-        ha="left",
-        xytext=(3, 0),
-        textcoords="offset points",
-        va="center",
-    )
+    height = 0.8 / len(ranks)
+    for each in placed:
+        number = ranks.index(each.ranks)
+        at = strategies.index(each.strategy) + (number - (len(ranks) - 1) / 2) * height
+        _draw_latency(axes, each, at, height, looks[number])
+    one_rank_ms = 1e3 * next(iter(study.one_rank.values())).latency_s.median
+    _draw_one_rank(axes, one_rank_ms)
     axes.set_yticks(range(len(strategies)), strategies)
     axes.set_ylim(len(strategies) - 0.4, -0.9)
     axes.set_xlabel(f"ms for {study.batch_size} samples, median")
     axes.set_xlim(0, axes.get_xlim()[1] * 1.08)
     axes.spines[["top", "right"]].set_visible(False)
     (tick,) = axes.plot([], [], color="black", lw=2.5, marker="|", linestyle="none", markersize=10)
-    keys: list[Artist] = [*(Patch(**look) for look in looks), tick]  # type: ignore[arg-type]
+    keys: list[Artist] = [*(Patch(**look) for look in looks), tick]
     figure.legend(
         keys,
         [*(f"{count} ranks in one process" for count in ranks), "ranks side by side, network not counted"],
@@ -137,13 +129,36 @@ def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figur
     return figure
 
 
+def _draw_latency(axes: Axes, placement: Placement, at: float, height: float, look: dict[str, Any]) -> None:
+    """A bar of the median in one process, a line over its interval, and a tick for ranks side by side."""
+    median, low, high = (1e3 * each for each in msgspec.structs.astuple(placement.latency_s))
+    side_by_side = 1e3 * placement.side_by_side_s
+    axes.barh(at, median, height * 0.9, **look)
+    axes.plot([low, high], [at, at], color="black", lw=1)
+    axes.plot([side_by_side] * 2, [at - height * 0.45, at + height * 0.45], color="black", lw=2.5)
+    axes.annotate(f" {median:.3g}", (max(high, side_by_side), at), va="center", fontsize=8)
+
+
+def _draw_one_rank(axes: Axes, latency_ms: float) -> None:
+    axes.axvline(latency_ms, color="black", linestyle=":")
+    axes.annotate(
+        f"one rank: {latency_ms:.3g} ms ",
+        (latency_ms, -0.62),
+        fontsize=8,
+        ha="left",
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center",
+    )
+
+
 def _panels(
     placed: Sequence[Placement], paint: Callable[[Axes, Placement], None], xlabel: str, layout: Layout
 ) -> Figure:
     """A panel for each placement."""
-    rows = -(-len(placed) // layout.panels)
-    figure = Figure(figsize=(layout.width, 0.9 + 2.1 * rows), layout="constrained")
-    grid = figure.subplots(rows, layout.panels, squeeze=False)
+    lines = -(-len(placed) // layout.panels)
+    figure = Figure(figsize=(layout.width, 0.9 + 2.1 * lines), layout="constrained")
+    grid = figure.subplots(lines, layout.panels, squeeze=False)
     for axes, each in zip(grid.flat, placed, strict=False):
         paint(axes, each)
         axes.set_title(each.strategy, fontsize=9, loc="left")
@@ -158,16 +173,14 @@ def _panels(
 
 
 def _memory_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]:
-    """Paints the bytes of each rank, the largest tables by name and the rest in grey."""
-    totals: dict[str, int] = {}
+    """A painter of the bytes of each rank: the largest tables in colours, the rest in grey."""
+    totals: Counter[str] = Counter()
     for rank in placed[0].rank_bytes:
-        for table, held in rank.items():
-            totals[table] = totals.get(table, 0) + held
+        totals.update(rank)
     for each in placed[1:]:
         for rank in each.rank_bytes:
-            for table in rank:
-                totals.setdefault(table, 0)
-    named = sorted(totals, key=lambda table: -totals[table])[: len(_COLOURS)]
+            totals.update(dict.fromkeys(rank, 0))
+    named = [table for table, _ in totals.most_common(len(_COLOURS))]
     others = [table for table in totals if table not in named]
     top = max(each.largest_rank_bytes for each in placed)
 
@@ -190,6 +203,7 @@ def _memory_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]
 
 
 def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]:
+    """A painter of the matrix of bytes from rank to rank, with numbers where they can be read."""
     largest = max((max(map(max, each.traffic)) for each in placed), default=0) or 1
 
     def paint(axes: Axes, each: Placement) -> None:
@@ -198,8 +212,8 @@ def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None
         axes.set_yticks(range(each.ranks))
         axes.set_ylabel("from rank", fontsize=8)
         if each.ranks <= 8:
-            for source, row in enumerate(each.traffic):
-                for target, moved in enumerate(row):
+            for source, sent in enumerate(each.traffic):
+                for target, moved in enumerate(sent):
                     shown = _short(moved) if source != target else "·"
                     dark = moved > largest / 2
                     axes.annotate(
@@ -215,10 +229,11 @@ def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None
 
 
 def _short(size_bytes: int) -> str:
-    return size(size_bytes).replace(" ", "\n") if size_bytes else "0"
+    return size_text(size_bytes).replace(" ", "\n") if size_bytes else "0"
 
 
 def _errors(study: Study, layout: Layout) -> Figure:
+    """A line for each table, a point for each dtype: error over stored bytes."""
     figure = Figure(figsize=(layout.width, 4.6), layout="constrained")
     axes = figure.subplots()
     by_size = sorted(study.tables, key=lambda name: -study.tables[name].rows * study.tables[name].dim)

@@ -1,4 +1,4 @@
-"""How long a placement takes, and how many times that of the same tables on one rank, round by round."""
+"""The time of a placement beside that of the same tables on one rank, round by round."""
 
 import time
 from collections.abc import Sequence
@@ -10,26 +10,35 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from export.probe import Arguments
+from export.parity.probe import Arguments
+from serving.bench.report import Figure
 from serving.engine import torchscript
-from serving.load.report import Figure
 
 _ROUNDS = 9
 _LEAST_CALLS = 4
 _WARM_UP_CALLS = 5
-# The median of all rounds one could make lies outside the second to the eighth of nine as rarely as nine coins show
-# at most one head, or at most one tail.
+# An interval reaches from the second to the eighth of nine sorted rounds. It misses the median of all possible rounds
+# as rarely as nine coins show at most one head, or at most one tail.
 CONFIDENCE = 1 - 2 * (1 + _ROUNDS) / 2**_ROUNDS
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """In seconds. Figures are of rounds, less the smallest and the largest; a round's are medians.
+    """Times of calls, in seconds.
+
+    Each round gives the median of its calls. A Figure has the median of the rounds, and their range without the
+    smallest and the largest.
 
     Attributes:
-        latency_s, one_rank_s: of a call, of the placement and of one rank beside it; `p99` of all calls.
-        over_one_rank: of each round, the placement's ÷ one rank's.
-        side_by_side_over_one_rank: of each round, the sum of the three steps ÷ one rank's.
+        latency_s: a call of the placement.
+        latency_p99_s: 99 % of all its calls took no longer.
+        one_rank_s: a call of one rank, made beside it.
+        one_rank_p99_s: 99 % of all those calls took no longer.
+        over_one_rank: the placement's time ÷ one rank's.
+        side_by_side_over_one_rank: the sum of the three steps ÷ one rank's time.
+        split_s: the step that splits a request by ranks.
+        slowest_rank_s: the lookup of the rank that took longest.
+        merge_s: the step that merges the ranks' sums.
     """
 
     latency_s: Figure
@@ -50,34 +59,43 @@ def measure(
     ranks: int,
     seconds: float,
 ) -> Times:
-    """Call `program`, `one_rank` and the steps of `program` in turn, in rounds that take `seconds` together."""
+    """Call `program`, `one_rank` and the steps of `program` in turn.
+
+    Args:
+        program: the placement's program, on so many `ranks`.
+        one_rank: the program of the same tables on one rank.
+        requests: what they are called with, over and over.
+        ranks: the ranks of `program`.
+        seconds: how long all rounds take together.
+    """
     with torchscript():
-        placed, whole = (torch.jit.freeze(each.eval()).forward for each in (program, one_rank))
-    asked = cycle(requests)
+        placed, single = (torch.jit.freeze(each.eval()).forward for each in (program, one_rank))
+    endless = cycle(requests)
 
     def calls(least: int, seconds: float) -> npt.NDArray[np.float64]:
-        """Of each call: the placement, one rank, and the three steps [n, 5]."""
+        """Seconds of each call [n, 5]: the placement, one rank, and the three steps."""
         end = time.perf_counter() + seconds
-        seen: list[tuple[float, ...]] = []
-        while len(seen) < least or time.perf_counter() < end:
-            request = next(asked)
-            # In turn, which of them finds the ids in the cache.
-            if len(seen) % 2:
-                first, second = _timed(placed, request), _timed(whole, request)
+        timed: list[tuple[float, ...]] = []
+        while len(timed) < least or time.perf_counter() < end:
+            request = next(endless)
+            # The second of the two finds the rows in the cache, so they take turns.
+            if len(timed) % 2:
+                placed_s, single_s = _timed(placed, request), _timed(single, request)
             else:
-                second, first = _timed(whole, request), _timed(placed, request)
-            seen.append((first, second, *_steps(program, ranks, request)))
-        return np.array(seen)
+                single_s, placed_s = _timed(single, request), _timed(placed, request)
+            timed.append((placed_s, single_s, *_steps(program, ranks, request)))
+        return np.array(timed)
 
     calls(_WARM_UP_CALLS, 0)
     return summarize([calls(_LEAST_CALLS, seconds / _ROUNDS) for _ in range(_ROUNDS)])
 
 
 def summarize(rounds: Sequence[npt.NDArray[np.float64]]) -> Times:
-    """What rounds come to.
+    """Sum rounds up.
 
     Args:
-        rounds: of each call the seconds of the placement, one rank beside it, and the three steps [n, 5].
+        rounds: for each round, the seconds of its n calls, float64 [n, 5]: the placement, one rank beside it, and the
+            three steps.
     """
     latency, one, *steps = np.array([np.median(each, axis=0) for each in rounds]).T
     split, slowest, merge = (float(np.median(step)) for step in steps)
@@ -106,16 +124,16 @@ def _timed(forward: Any, request: Arguments) -> float:
 
 
 def _steps(program: Any, ranks: int, request: Arguments) -> tuple[float, float, float]:
-    """Seconds of splitting, of the slowest rank's lookup, and of merging; one rank has its lookup alone."""
+    """Seconds of splitting, of the slowest rank's lookup, and of merging. One rank has the lookup alone."""
     if not hasattr(program, "split"):
         return 0.0, _timed(program.forward, request), 0.0
     start = time.perf_counter()
-    asked = program.split(*request, None)
+    parts = program.split(*request, None)
     split = time.perf_counter() - start
     sums, lookups = [], []
     for rank in range(ranks):
         start = time.perf_counter()
-        sums.append(program.lookup(rank, *asked[rank], None))
+        sums.append(program.lookup(rank, *parts[rank], None))
         lookups.append(time.perf_counter() - start)
     start = time.perf_counter()
     program.merge(sums, request[1], None)

@@ -1,4 +1,4 @@
-"""The study as files: one page that needs no network, its figures as PNG, and its numbers as JSON."""
+"""A study as files: a page that needs no network, the page's figures as PNG, and all numbers as JSON."""
 
 import base64
 import json
@@ -11,26 +11,26 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from export.compare.asked import MIXED
+from export.compare.fastest import IN_ONE_PROCESS, figure_of
 from export.compare.figures import NARROW, WIDE, Picture, draw
+from export.compare.options import MIXED
 from export.compare.study import Placement, Study, Verdict
-from export.compare.verdict import IN_ONE_PROCESS, figure_of
-from export.errors import ConfigError
-from export.shown import size
-from serving.atomic import replacing
+from export.sizes import size_text
+from serving.errors import ConfigurationError
+from serving.files.replacing import replacing
 
 PAGE = "report.html"
 NUMBERS = "study.json"
 
 
 def write_report(study: Study, folder: Path) -> list[Path]:
-    """Write the page, its figures and its numbers into `folder`, each whole or not at all.
+    """Write the page, its figures and its numbers into `folder`. A file is written completely or not at all.
 
     Returns:
-        What was written, the page first.
+        The files, the page first.
 
     Raises:
-        ConfigError: the folder cannot be written.
+        ConfigurationError: the folder cannot be written.
     """
     pictures, narrow = list(draw(study, WIDE)), list(draw(study, NARROW))
     encoded = msgspec.json.format(msgspec.json.encode(study), indent=1)
@@ -49,17 +49,17 @@ def write_report(study: Study, folder: Path) -> list[Path]:
             with replacing(folder / name) as file:
                 file.write(content)
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
+        raise ConfigurationError(f"{folder}: cannot be written: {error.strerror}") from error
     return [folder / name for name in files]
 
 
 def findings(study: Study) -> Iterator[str]:
-    """What a person should take away, a sentence each: what was measured, and no more than it supports."""
+    """The conclusions that the measurement supports, a sentence each."""
     for dtype, one in study.one_rank.items():
         yield (
             f"Whole on one rank, {dtype} answers {study.batch_size} samples in {_ms(one.latency_s.median)} ms "
             f"({_ms(one.latency_s.low)}–{_ms(one.latency_s.high)} beside the placements) and holds "
-            f"{size(one.largest_rank_bytes)}."
+            f"{size_text(one.largest_rank_bytes)}."
         )
     first = next(iter(study.one_rank))
     for verdict in study.verdicts:
@@ -81,12 +81,12 @@ def _fastest(study: Study, verdict: Verdict) -> str:
     told = f"; {_listed(others)} cannot be told from it" if others else ", less than any other"
     return (
         f"On {verdict.ranks} ranks {where} {best} took {_times(found, verdict)} one rank's time{told}. Its fullest "
-        f"rank holds {size(found.largest_rank_bytes)}, a batch moves {size(found.traffic_bytes)}."
+        f"rank holds {size_text(found.largest_rank_bytes)}, a batch moves {size_text(found.traffic_bytes)}."
     )
 
 
 def _advice(study: Study, verdict: Verdict) -> str | None:
-    """What the measurement says of the recommended types together; None where they were not measured."""
+    """What the measurement says of the recommended types; None where they were not measured together."""
     group = _group(study, verdict)
     if MIXED not in group:
         return None
@@ -103,7 +103,7 @@ def _advice(study: Study, verdict: Verdict) -> str | None:
 
 
 def _group(study: Study, verdict: Verdict) -> dict[str, Placement]:
-    """By strategy, the placements that a verdict is about."""
+    """The placements that a verdict is about, by strategy."""
     return {
         each.strategy: each
         for each in study.placements
@@ -153,12 +153,12 @@ def _ratio(number: float) -> str:
 
 
 def _unbroken(text: str) -> str:
-    """With each number of bytes in one piece: a unit at the start of a line says nothing."""
+    """`text`, where no line can break between a number of bytes and its unit."""
     return re.sub(r"(\d) ([kMGT]?B\b)", "\\1\N{NO-BREAK SPACE}\\2", text)
 
 
 def _bytes(size_bytes: int) -> str:
-    return _unbroken(size(size_bytes))
+    return _unbroken(size_text(size_bytes))
 
 
 def _error(number: float) -> str:

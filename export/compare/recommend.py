@@ -1,18 +1,21 @@
-"""Which sharding type suits each table, by what it weighs and what it would move; and which dtype, by its error."""
+"""Which sharding type and which dtype suit each table.
+
+The sharding type follows from the table's bytes and traffic; the dtype follows from its error.
+"""
 
 from collections.abc import Mapping, Sequence
 
 from rich.filesize import decimal
 
 from export.compare.study import DtypeReport, Recommendation
-from export.plan_report import ID_BYTES, SUM_BYTES
-from export.sharding import Sharding
-from serving.bundle import Table
-from serving.plan import COLUMN_MULTIPLE, ShardingType
+from export.plan.sharding import Sharding
+from export.plan.traffic import ID_BYTES, SUM_BYTES
+from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
+from serving.bundle.tables import Table
 
-# A table that weighs no more than this share of what a rank holds may be everywhere.
+# A table with at most this share of a rank's bytes gets a copy on every rank.
 _SMALL = 0.02
-# The narrowest dtype whose rows point this nearly where the float ones do.
+# The least cosine of float and stored rows that a recommended dtype has.
 MIN_COSINE = 0.999
 
 
@@ -25,24 +28,24 @@ def recommend(
     """A sharding type and a dtype for each table, with the reasons.
 
     Args:
-        tables: with the dtype that they are compared in.
-        readers: how many features read each.
-        sharding: the ranks and what requests are like.
-        dtypes: what each dtype does to each table.
+        tables: the tables, in the dtype that is measured.
+        readers: the number of features that read each table.
+        sharding: the ranks, and the batch size and pooling factors of requests.
+        dtypes: bytes and error of each table in each dtype.
     """
     share = sum(table.rows * table.row_bytes for table in tables) / sharding.ranks
     capacity = min(share, sharding.memory_bytes or share)
     found = {}
     for table in tables:
-        kind, reason = _placed(table, readers[table.name], sharding, capacity)
-        dtype, dtype_reason = _stored(dtypes[table.name])
+        kind, reason = _recommend_type(table, readers[table.name], sharding, capacity)
+        dtype, dtype_reason = _recommend_dtype(dtypes[table.name])
         found[table.name] = Recommendation(
             sharding_type=kind.value, reason=reason, dtype=dtype, dtype_reason=dtype_reason
         )
     return found
 
 
-def _placed(table: Table, readers: int, sharding: Sharding, capacity: float) -> tuple[ShardingType, str]:
+def _recommend_type(table: Table, readers: int, sharding: Sharding, capacity: float) -> tuple[ShardingType, str]:
     size = table.rows * table.row_bytes
     if sharding.ranks == 1:
         return ShardingType.TABLE_WISE, "there is one rank"
@@ -77,7 +80,7 @@ def _placed(table: Table, readers: int, sharding: Sharding, capacity: float) -> 
     )
 
 
-def _stored(reports: Sequence[DtypeReport]) -> tuple[str, str]:
+def _recommend_dtype(reports: Sequence[DtypeReport]) -> tuple[str, str]:
     for report in sorted(reports, key=lambda each: each.bytes):
         if report.cosine >= MIN_COSINE:
             return report.dtype, f"the smallest with cosine ≥ {MIN_COSINE}: {report.cosine:.5f}"

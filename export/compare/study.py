@@ -1,14 +1,22 @@
-"""What a study found. As JSON it is `study.json`, and every number of the report's page."""
+"""What a study found: `study.json`, from which the report's page takes every number."""
 
 import msgspec
 
-from serving.load.report import Figure
+from serving.bench.report import Figure
 
 _NONE = Figure(0.0, 0.0, 0.0)
 
 
 class DtypeReport(msgspec.Struct, frozen=True):
-    """A table stored as a dtype: bytes of all rows, |float − stored| at most and on average, and their cosine."""
+    """A table stored in a dtype.
+
+    Attributes:
+        dtype: the dtype, in small letters.
+        bytes: stored bytes of all rows.
+        largest_error: largest |float − stored| of an element.
+        mean_error: mean |float − stored|.
+        cosine: cosine of float and stored rows.
+    """
 
     dtype: str
     bytes: int
@@ -18,7 +26,7 @@ class DtypeReport(msgspec.Struct, frozen=True):
 
 
 class TableStudy(msgspec.Struct, frozen=True):
-    """A table, and what each dtype makes of it."""
+    """A table, and its bytes and error in each dtype."""
 
     rows: int
     dim: int
@@ -29,22 +37,26 @@ class TableStudy(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """Tables placed by one strategy on so many ranks, in one dtype.
 
-    A figure is a median of rounds with the interval that holds it, `Study.confidence`.
+    A Figure is the median of rounds, with an interval that holds it as likely as `Study.confidence` says.
 
     Attributes:
         strategy: as `--strategy` takes it.
-        error: why it cannot be; then everything below is empty.
+        ranks: how many.
+        hosts: how many hosts they are on.
+        dtype: the dtype of all tables, in small letters.
+        error: why the tables cannot be placed so; then everything below is empty.
         sharding: the sharding type of each table.
-        latency_s: of a request to all ranks in one process, one after the other.
-        latency_p99_s: what 99 % of them kept to.
-        one_rank_s: of the same tables on one rank, called in turn with it.
-        over_one_rank: of each round, the placement's median ÷ one rank's.
-        side_by_side_over_one_rank: the same of the three steps together, as if ranks worked at once and the network
-            took no time.
-        split_s, slowest_rank_s, merge_s: medians of the three steps, the ranks' step being that of the slowest.
-        samples_per_s: of the one process.
-        rank_bytes: of each rank, by table.
-        traffic: bytes from rank to rank for one batch, `export.compare.traffic`.
+        latency_s: a request to all ranks in one process, one after the other.
+        latency_p99_s: 99 % of these requests took no longer.
+        one_rank_s: the same request to the tables on one rank, asked in turn with it.
+        over_one_rank: in each round, the placement's median ÷ one rank's.
+        side_by_side_over_one_rank: the same ratio for `side_by_side_s`.
+        split_s: median time to split a request by ranks.
+        slowest_rank_s: median time of the rank that took longest.
+        merge_s: median time to merge the ranks' sums.
+        samples_per_s: samples that the one process answers.
+        rank_bytes: for each rank, its stored bytes by table.
+        traffic: for each rank, the bytes that it sends to each rank for one batch (`export.compare.traffic`).
     """
 
     strategy: str
@@ -72,17 +84,17 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def largest_rank_bytes(self) -> int:
-        """What the fullest rank holds."""
+        """Stored bytes of the fullest rank."""
         return max(sum(each.values()) for each in self.rank_bytes)
 
     @property
     def traffic_bytes(self) -> int:
-        """All that moves between ranks for one batch."""
+        """Bytes that all ranks send for one batch."""
         return sum(map(sum, self.traffic))
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """What suits a table, and why."""
+    """The sharding type and dtype that suit a table, and why."""
 
     sharding_type: str
     reason: str
@@ -91,11 +103,14 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Which strategies are fastest on so many ranks in one dtype, as far as the measurement can tell.
+    """The fastest strategies on so many ranks in one dtype.
 
     Attributes:
-        measure: the figure of a placement that it is about.
-        fastest: the strategy with the least median, and after it those whose intervals overlap its own.
+        ranks: how many.
+        dtype: the dtype.
+        measure: the figure of a placement that is compared: `over_one_rank` or `side_by_side_over_one_rank`.
+        fastest: the strategy with the least median. After it come those whose intervals overlap its interval: the
+            measurement cannot tell them from it.
     """
 
     ranks: int
@@ -105,17 +120,22 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Study(msgspec.Struct, frozen=True):
-    """All of it.
+    """A whole study.
 
     Attributes:
-        command: that made it; `made_at` in seconds of Unix time.
+        command: the command that made it.
+        made_at: when, in seconds of Unix time.
         machine: CPU and cores.
-        batch_size: samples of the requests that were measured, with uniform ids.
-        generated: whether the rows were made up (normal numbers), so that errors say nothing about a trained model.
-        one_rank: the tables whole on one rank, by dtype.
-        confidence: how likely it is that an interval holds the median of all rounds one could make.
-        verdicts: which placements are fastest, of those that fit.
-        recommended_ranks: how many ranks the recommendations are for, which go by bytes and traffic.
+        versions: versions of the packages that matter.
+        batch_size: samples of each measured request; its ids are uniform.
+        generated: whether the rows were made up (normal numbers). Then errors say nothing about a trained model.
+        tables: the tables, by name.
+        one_rank: the tables on one rank, by dtype.
+        placements: every strategy on every number of ranks in every dtype.
+        confidence: how likely an interval holds the median of all possible rounds.
+        verdicts: the fastest of the placements that fit.
+        recommended_ranks: the number of ranks that the recommendations are for.
+        recommendations: what suits each table, by its name.
     """
 
     command: str

@@ -1,33 +1,29 @@
-"""What moves between ranks, where every rank also receives an equal part of the samples."""
+"""Bytes that move between ranks, where every rank also takes requests: an equal part of the samples."""
 
 import numpy as np
 import numpy.typing as npt
 
-from export.plan_report import ID_BYTES, LENGTH_BYTES, SUM_BYTES, WEIGHT_BYTES
-from export.sharding import Sharding
-from serving.bundle import Manifest
-from serving.plan import ShardingType
+from export.plan.sharding import Sharding
+from export.plan.traffic import shard_traffic
+from serving.bundle.manifest import Manifest
+from serving.bundle.plan import ShardingType
 
 
 def traffic_between(manifest: Manifest, sharding: Sharding) -> npt.NDArray[np.float64]:
-    """Bytes from each rank to each other for one batch of `sharding.batch_size` samples [W, W].
+    """Bytes from each rank to each other for one batch of `sharding.batch_size` samples.
 
-    A rank sends the ids, lengths and weights of its samples to the ranks that hold their rows, on average over ids
-    spread evenly over rows, and gets FP32 sums back. What stays on a rank is not counted, so a table that every rank
-    has a copy of moves nothing.
+    A rank sends the ids, lengths and weights of its samples to the ranks that hold the rows, and gets FP32 sums back.
+    Ids are taken to be spread evenly over rows. Bytes that stay on a rank are not counted: a table with a copy on
+    every rank moves nothing.
+
+    Returns:
+        float64 [W, W]; element (r, s) is sent from rank r to rank s.
     """
-    plan = manifest.plan
-    ranks = len(plan.ranks)
+    ranks = len(manifest.plan.ranks)
     moved = np.zeros((ranks, ranks))
-    samples = sharding.batch_size / ranks
-    id_bytes = ID_BYTES + (WEIGHT_BYTES if manifest.weighted else 0)
-    for table in manifest.tables:
-        if plan.sharding[table.name] is ShardingType.DATA_PARALLEL:
-            continue
-        readers = sum(feature.table == table.name for feature in manifest.features)
-        ids = samples * sum(sharding.pooling_factors_of(table.name, readers))
-        for shard in plan.shards_by_table[table.name]:
-            moved[:, shard.rank] += ids * shard.height / table.rows * id_bytes + readers * samples * LENGTH_BYTES
-            moved[shard.rank, :] += readers * samples * shard.width * SUM_BYTES
+    for shard, bytes_in, bytes_out in shard_traffic(manifest, sharding, sharding.batch_size / ranks):
+        if manifest.plan.sharding[shard.table] is not ShardingType.DATA_PARALLEL:
+            moved[:, shard.rank] += bytes_in
+            moved[shard.rank, :] += bytes_out
     np.fill_diagonal(moved, 0)
     return moved

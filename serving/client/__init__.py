@@ -1,4 +1,4 @@
-"""Look embeddings up over gRPC; needs no torch.
+"""Look embeddings up over gRPC. Needs no torch.
 
 ```python
 with LookupClient("localhost:8001", "movielens") as client:

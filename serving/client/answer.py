@@ -1,4 +1,4 @@
-"""What a client gets: the embeddings of its samples, and what it needs to know of the model beforehand."""
+"""What a client gets: embeddings, and a description of the model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from serving.kjt import Embeddings
+from serving.request.tensors import Embeddings
 
 
 class Answer(dict[str, Embeddings]):
-    """{feature: [B, dim]}, in the order asked for. The arrays are read-only views of what came over the wire.
+    """Pooled embeddings, {feature: [B, dim]}, float32 or float16, in the order asked for.
+
+    The arrays are read-only views of one array [B, D]: of the response's bytes, or of shared memory.
 
     Attributes:
-        version: the version of the model that answered, all of it.
+        version: the version of the model that gave the whole answer.
     """
 
     def __init__(self, embeddings: Mapping[str, Embeddings], version: int) -> None:
@@ -26,11 +28,11 @@ class ModelInfo:
     """What a client needs to know of a served model.
 
     Attributes:
-        dims: width of each feature's embedding, in the model's default order.
-        keys: what requests bring ids for, in the model's default order, and the features that read each.
-        weighted: the keys whose ids carry weights.
+        dims: dim of each feature's embedding, in the model's default order.
+        keys: the keys that requests bring ids for, in the model's default order, each with the features that read it.
+        weighted: the keys whose ids have weights.
         output_dtype: float32 or float16.
-        contract: equal for versions that answer the same features with the same dims and dtype.
+        contract: a digest. It is equal for versions that answer the same features with the same dims and dtype.
     """
 
     dims: dict[str, int]
@@ -41,7 +43,7 @@ class ModelInfo:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str], output_dtype: "np.dtype[Any]") -> "ModelInfo":
-        """What the `parameters` of a model's config say."""
+        """The model whose config has these `parameters`."""
         features, dims = parameters["features"].split(","), map(int, parameters["dims"].split(","))
         keys: dict[str, tuple[str, ...]] = {}
         for key, feature in zip(parameters.get("keys", parameters["features"]).split(","), features, strict=True):

@@ -1,9 +1,13 @@
-"""LookupClient, and AsyncLookupClient for asyncio: they differ in how they wait, and in nothing else."""
+"""LookupClient, and AsyncLookupClient for asyncio. They differ only in how they wait.
+
+What they share is written as coroutines. Those of LookupClient block where others wait, so they end at once.
+"""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -12,12 +16,13 @@ import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
 from serving.client.answer import Answer, ModelInfo
-from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Metadata, Tls, check_timeout
-from serving.client.exchange import Exchange, Steps
-from serving.client.meaning import error_of
-from serving.client.retries import Pause, Retries, Tries, Try, tried
-from serving.encoding import Features
-from serving.errors import InvalidRequest, RequestCancelled, ServingError
+from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Metadata, Tls
+from serving.client.exchange import Ask, Call, Exchange
+from serving.client.retries import Retries, with_retries
+from serving.errors import ConfigurationError, RequestCancelled, ServingError
+from serving.request.encoding import Features
+from serving.timeouts import check_timeout
+from serving.triton.sayings import error_of
 
 T = TypeVar("T")
 
@@ -26,17 +31,19 @@ class _Client:
     """What both clients share.
 
     Args:
-        addresses: "host:port" of the server, or of several: calls go to each in turn. One name may stand for many
-            servers; it is resolved again when they change.
+        addresses: "host:port" of the server. With several addresses, calls go to each in turn. One name may stand for
+            many servers; it is resolved again when they change.
         model: the model's name.
-        timeout_s: deadline of each call, retries and all.
-        retries: what is tried again; `Retries(attempts=1)` for nothing.
-        tls: certificates; in the clear where None.
-        metadata: sent with each call, such as {"authorization": "Bearer …"}; a function is asked each time.
-        shared_memory: whether answers come through /dev/shm, for a client on the server's own host. One address.
+        timeout_s: deadline of each lookup in seconds, retries included.
+        retries: what is tried again. None: `Retries()`. `Retries(attempts=1)`: nothing.
+        tls: certificates. None: no TLS.
+        metadata: sent with each call, such as {"authorization": "Bearer …"}. A function is called for each call.
+        shared_memory: whether answers come through /dev/shm. The client must be on the server's host, and have one
+            address.
 
     Raises:
-        InvalidRequest: an argument cannot be used; says which.
+        ConfigurationError: an argument cannot be used.
+        ServerUnavailable: one name among several addresses cannot be resolved.
     """
 
     def __init__(
@@ -58,7 +65,7 @@ class _Client:
             metadata=metadata or {},
         )
         if shared_memory and len(self._connection.addresses) > 1:
-            raise InvalidRequest("shared_memory: expected one address: a server sees its own host's memory alone")
+            raise ConfigurationError("shared_memory: expected one address: a server sees its own host's memory alone")
         self._where = f"{','.join(self._connection.addresses)}: model {model!r}"
         self._exchange = Exchange(self._where, model, shared_memory)
         self._closed = False
@@ -68,7 +75,11 @@ class _Client:
     def _library(self) -> Any:
         raise NotImplementedError
 
-    def _sleep(self, seconds: float) -> Any:
+    async def _response(self, started: Any) -> Any:
+        """The response of a call that was started."""
+        raise NotImplementedError
+
+    async def _pause(self, seconds: float) -> None:
         raise NotImplementedError
 
     def _deadline(self, timeout_s: float | None) -> float:
@@ -78,98 +89,96 @@ class _Client:
             check_timeout(timeout_s)
         return time.monotonic() + (self._connection.timeout_s if timeout_s is None else timeout_s)
 
-    def _tries(self, steps: Steps[T], deadline: float) -> Tries[T]:
-        return tried(steps, self._connection.retries, deadline, self._connection.elsewhere)
+    def _ask(self, timeout_s: float | None = None, trace: str | None = None) -> Ask:
+        """What makes calls from now until the deadline, each as often as `retries` says."""
+        deadline = self._deadline(timeout_s)
+        connection = self._connection
 
-    def _do(self, step: Try | Pause, trace: str | None) -> Any:
-        """Start a call or a pause: its result, or with asyncio what to wait for."""
-        if isinstance(step, Pause):
-            return self._sleep(step.seconds)
+        async def ask(call: Call) -> Any:
+            attempt = partial(self._attempt, call, trace)
+            return await with_retries(attempt, self._pause, connection.retries, deadline, connection.elsewhere)
+
+        return ask
+
+    async def _attempt(self, call: Call, trace: str | None, timeout_s: float) -> Any:
         metadata = self._connection.call_metadata(trace)
-        return getattr(self._stub, step.call.method)(step.call.request, timeout=step.timeout_s, metadata=metadata)
-
-    def _error(self, error: grpc.RpcError) -> ServingError:
-        return error_of(error.code().name, error.details() or "", f"{self._where}: ")
+        try:
+            method = getattr(self._stub, call.method)
+            return await self._response(method(call.request, timeout=timeout_s, metadata=metadata))
+        except grpc.RpcError as error:
+            raise error_of(error.code().name, error.details() or "", f"{self._where}: ") from None
 
 
 class LookupClient(_Client, Closing):
-    """A client of one model. Safe to use from several threads; keeps one channel."""
+    """A client of one model, with one channel. Several threads may use it at once."""
 
     def info(self) -> ModelInfo:
-        """Features and dims, read from the model's config on first use.
+        """Features and dims of the model. They are asked for once.
 
         Raises:
-            ServingError: the server cannot be reached, or the model is not one that tbe-export made.
+            InternalError: the model is not one that tbe-export made.
+            ServingError: the server cannot be reached, or does not have the model.
         """
-        return self._run(self._exchange.info(), self._deadline(None), None)
+        return _result(self._exchange.info(self._ask()))
 
     def lookup(self, features: Features, *, timeout_s: float | None = None, trace: str | None = None) -> Answer:
         """Pooled embeddings of B samples.
 
         Args:
-            features: ids by feature, any of the model's features in any order: a list of bags, or a pair of
-                arrays (values [N_f], lengths [B]), or (values, lengths, weights [N_f]) for weighted models;
-                or a torchrec KeyedJaggedTensor.
-            timeout_s: deadline of this call; the client's where None.
-            trace: the W3C `traceparent` that the server is to keep with this request.
+            features: ids by feature: any of the model's features, in any order. The ids of a feature are a list of B
+                bags, such as [[3, 5], []]; or arrays (values int64 [N_f], lengths int32 [B]); or, for a weighted
+                model, (values, lengths, weights float32 [N_f]). A torchrec KeyedJaggedTensor is taken, too.
+            timeout_s: deadline of this lookup in seconds. None: the client's.
+            trace: a W3C `traceparent`, which the server keeps with this request.
 
         Returns:
-            {feature: [B, dim]}, float32 or float16 as the model was exported, in the order given. The arrays
-            are views of one answer.
+            {feature: [B, dim]} in the order asked for; float32 or float16, as the model was exported. The arrays are
+            read-only views of one answer.
 
         Raises:
-            InvalidRequest: the ids, lengths, weights or names cannot be answered; says which and why.
+            InvalidRequest: ids, lengths, weights or names cannot be answered.
+            ConfigurationError: `timeout_s` cannot be waited for.
             DeadlineExceeded: no answer in time.
-            ServerUnavailable: nobody listens at the address, the model is not ready, or its queue is full.
-            ServingError: any other of `serving.errors`.
+            ServerUnavailable: nobody listens at the address, the model is not ready, or the server sheds load.
+            RequestCancelled: the client is closed.
+            ServingError: any other error of the server.
         """
-        return self._run(self._exchange.lookup(features), self._deadline(timeout_s), trace)
+        return _result(self._exchange.lookup(self._ask(timeout_s, trace), features))
 
     def close(self) -> None:
         """Close the channel."""
         if not self._closed:
-            with suppress(ServingError):  # a server that is gone has forgotten all by itself
-                self._run(self._exchange.close(), self._deadline(None), None)
+            with suppress(ServingError):  # a server that is gone has forgotten the shared memory
+                _result(self._exchange.close(self._ask()))
             self._closed = True
             self._channel.close()
 
     def _library(self) -> Any:
         return grpc
 
-    def _sleep(self, seconds: float) -> Any:
-        time.sleep(seconds)
+    async def _response(self, started: Any) -> Any:
+        return started  # grpc has waited for it
 
-    def _run(self, steps: Steps[T], deadline: float, trace: str | None) -> T:
-        tries = self._tries(steps, deadline)
-        resume: Callable[[Any], Try | Pause] = tries.send
-        result: Any = None
-        while True:
-            try:
-                step = resume(result)
-            except StopIteration as done:
-                return done.value  # type: ignore[no-any-return]
-            try:
-                resume, result = tries.send, self._do(step, trace)
-            except grpc.RpcError as error:
-                resume, result = tries.throw, self._error(error)
+    async def _pause(self, seconds: float) -> None:
+        time.sleep(seconds)  # nothing else runs here
 
 
 class AsyncLookupClient(_Client):
-    """LookupClient for asyncio, to be made and used in one event loop: many lookups at once, without threads."""
+    """LookupClient for asyncio: many lookups at once without threads. Make it and use it in one event loop."""
 
     async def info(self) -> ModelInfo:
         """As `LookupClient.info`."""
-        return await self._run(self._exchange.info(), self._deadline(None), None)
+        return await self._exchange.info(self._ask())
 
     async def lookup(self, features: Features, *, timeout_s: float | None = None, trace: str | None = None) -> Answer:
         """As `LookupClient.lookup`."""
-        return await self._run(self._exchange.lookup(features), self._deadline(timeout_s), trace)
+        return await self._exchange.lookup(self._ask(timeout_s, trace), features)
 
     async def close(self) -> None:
         """As `LookupClient.close`."""
         if not self._closed:
             with suppress(ServingError):
-                await self._run(self._exchange.close(), self._deadline(None), None)
+                await self._exchange.close(self._ask())
             self._closed = True
             await self._channel.close()
 
@@ -184,19 +193,17 @@ class AsyncLookupClient(_Client):
     def _library(self) -> Any:
         return grpc.aio
 
-    def _sleep(self, seconds: float) -> Any:
-        return asyncio.sleep(seconds)
+    async def _response(self, started: Any) -> Any:
+        return await started
 
-    async def _run(self, steps: Steps[T], deadline: float, trace: str | None) -> T:
-        tries = self._tries(steps, deadline)
-        resume: Callable[[Any], Try | Pause] = tries.send
-        result: Any = None
-        while True:
-            try:
-                step = resume(result)
-            except StopIteration as done:
-                return done.value  # type: ignore[no-any-return]
-            try:
-                resume, result = tries.send, await self._do(step, trace)
-            except grpc.RpcError as error:
-                resume, result = tries.throw, self._error(error)
+    async def _pause(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+def _result(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+    raise RuntimeError("a coroutine of LookupClient waited")

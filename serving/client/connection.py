@@ -1,4 +1,4 @@
-"""Where a client connects, and how: addresses, TLS, metadata, deadline, retries."""
+"""How a client connects to its servers: addresses, TLS, metadata, deadline, retries."""
 
 import ipaddress
 import json
@@ -14,29 +14,32 @@ from typing import Any, Self
 import grpc
 
 from serving.client.retries import Retries
-from serving.errors import InvalidRequest, ServerUnavailable
+from serving.errors import ConfigurationError, ServerUnavailable
+from serving.timeouts import check_timeout
 
 DEFAULT_TIMEOUT_S = 1.0
 Metadata = Mapping[str, str] | Callable[[], Mapping[str, str]]
 
-# The statuses of errors that say: nothing happened, another try may do.
+# gRPC tries calls again that end with one of these statuses: nothing happened, and another attempt may succeed.
 RETRIED = ("UNAVAILABLE", "ABORTED")
 _UNLIMITED = 2**31 - 1
-_MOST_TIMEOUT_S = 1_000_000
-# A name or IP address, IPv6 in brackets, that gRPC may be told how to resolve ("dns:///name:8001").
+# The name or IP address of a host, with IPv6 in brackets, and a port. gRPC may be told how to resolve the name, as in
+# "dns:///name:8001".
 _HOST = r"[A-Za-z0-9_.-]{1,253}"
 _ADDRESS = re.compile(rf"(?:(?:dns|ipv4|ipv6):(?:///)?)?(?:{_HOST}|\[[0-9A-Fa-f:.%]{{2,60}}\]):[0-9]{{1,5}}")
 _MOST_PORT = 65535
-# How soon a connection that was lost is tried again, at first and at last; gRPC would wait for up to two minutes.
+# The first and the longest pause before a lost connection is made again. gRPC's own default is up to two minutes.
 _RECONNECT_MS = (100, 1000)
-# gRPC keeps a message of up to this size to send it again; larger ones are sent once.
+# gRPC keeps messages of up to this size, to send them again. Larger ones are sent once.
 _RETRY_BUFFER_BYTES = 64 << 20
-# A connection with calls on it that is silent for so long is asked for a sign of life,
-_SILENCE_S = 1.0
-# and given up without one after a third of the deadline, within these. For so long the kernel waits for what was sent
-# to be taken, too (TCP_USER_TIMEOUT): it must not be less than a busy server, or a packet sent again, may take.
-_SIGN_OF_LIFE_S = (0.3, 5.0)
-# A server that fails nearly all calls for an interval, of two or more, is left out for a while; never more than half.
+# A connection with calls on it is sent a keepalive ping when it has been silent for so long.
+_KEEPALIVE_S = 1.0
+# The connection is given up if the answer to a ping takes more than a third of the deadline, but within these limits.
+# The kernel waits as long for sent data to be acknowledged (TCP_USER_TIMEOUT). So the lower limit is what a busy
+# server, or a packet that is sent again, may need.
+_KEEPALIVE_TIMEOUT_S = (0.3, 5.0)
+# Of two or more servers, one that fails nearly all calls for an interval gets none for a while. At most half of the
+# servers are left out.
 _BALANCING = {
     "outlier_detection_experimental": {
         "interval": "1s",
@@ -49,24 +52,18 @@ _BALANCING = {
 }
 
 
-def check_timeout(timeout_s: float) -> None:
-    """Refuse what cannot be waited for.
-
-    Raises:
-        InvalidRequest: it is not a number of seconds above 0, or more than a million.
-    """
-    if not 0 < timeout_s <= _MOST_TIMEOUT_S:
-        raise InvalidRequest(f"timeout_s: expected > 0 and at most {_MOST_TIMEOUT_S}, got {timeout_s}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tls:
     """TLS with PEM files.
 
     Attributes:
-        root_certificates: who may have signed the server's certificate; the system's where None.
-        certificate_chain, private_key: the client's own, for mutual TLS.
-        server_name: the name that the server's certificate must have, if it is not its address.
+        root_certificates: who may have signed the server's certificate. None: whom the system trusts.
+        certificate_chain: the client's own certificate, for mutual TLS.
+        private_key: its private key, without a password.
+        server_name: the name in the server's certificate. None: it is the address.
+
+    Raises:
+        ConfigurationError: `server_name` is not the name of a host.
     """
 
     root_certificates: Path | None = None
@@ -76,16 +73,17 @@ class Tls:
 
     def __post_init__(self) -> None:
         if self.server_name is not None and not re.fullmatch(_HOST, self.server_name):
-            raise InvalidRequest(f"{self.server_name or repr('')}: expected the name of a host")
+            raise ConfigurationError(f"{self.server_name or repr('')}: expected the name of a host")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """What gRPC takes.
+        """The credentials of a channel.
 
         Raises:
-            InvalidRequest: a file cannot be read, or one of certificate_chain and private_key is missing.
+            ConfigurationError: a file cannot be read or is not PEM, or one of certificate_chain and private_key is
+                missing.
         """
         if (self.certificate_chain is None) != (self.private_key is None):
-            raise InvalidRequest("tls: expected certificate_chain and private_key together, got one of them")
+            raise ConfigurationError("tls: expected certificate_chain and private_key together, got one of them")
         roots, key, chain = (
             None if path is None else _read_pem(path)
             for path in (self.root_certificates, self.private_key, self.certificate_chain)
@@ -94,27 +92,27 @@ class Tls:
         return grpc.ssl_channel_credentials(roots, key, chain)
 
     def _check(self) -> None:
-        """Have OpenSSL read the files first: gRPC would log what it thinks of them, and fail each call."""
+        """Have OpenSSL read the files. gRPC would only log that they are wrong, and fail each call."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
             if self.certificate_chain is not None:
                 context.load_cert_chain(self.certificate_chain, self.private_key, password=_no_password)
         except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
-            raise InvalidRequest(
+            raise ConfigurationError(
                 f"{self.certificate_chain}: expected a certificate in PEM, and its key in {self.private_key}: {error}"
             ) from error
         try:
             if self.root_certificates is not None:
                 context.load_verify_locations(self.root_certificates)
         except (OSError, ValueError) as error:
-            raise InvalidRequest(f"{self.root_certificates}: expected certificates in PEM: {error}") from error
+            raise ConfigurationError(f"{self.root_certificates}: expected certificates in PEM: {error}") from error
 
 
 class Closing:
-    """Is closed where a `with` block ends."""
+    """Closes itself when its `with` block ends."""
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release what it holds."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -128,13 +126,17 @@ class Closing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Connection:
-    """How clients reach a server.
+    """How a client reaches its servers.
 
     Attributes:
-        addresses: "host:port" of one server or several; a name may stand for many. Calls go to each in turn.
-        timeout_s: deadline of a call, tries and all.
-        tls: None sends in the clear.
-        metadata: sent with each call; a function is asked each time, such as for a token that expires.
+        addresses: "host:port" of one server or several. A name may stand for many. Calls go to each in turn.
+        timeout_s: deadline of a call in seconds, retries included.
+        retries: what is tried again.
+        tls: certificates. None: no TLS.
+        metadata: sent with each call. A function is called for each call, such as for a token that expires.
+
+    Raises:
+        ConfigurationError: an address or the timeout cannot be used.
     """
 
     addresses: Sequence[str]
@@ -146,14 +148,14 @@ class Connection:
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
         if not self.addresses:
-            raise InvalidRequest("addresses: expected at least one, got none")
+            raise ConfigurationError("addresses: expected at least one, got none")
         for address in self.addresses:
             if not _ADDRESS.fullmatch(address) or int(address.rpartition(":")[2]) > _MOST_PORT:
-                raise InvalidRequest(f"{address or repr(address)}: expected host:port, such as 127.0.0.1:8001")
+                raise ConfigurationError(f"{address or repr(address)}: expected host:port, such as 127.0.0.1:8001")
 
     @property
     def target(self) -> str:
-        """What gRPC takes: a name is resolved by gRPC, now and later; several addresses are resolved once, here.
+        """The target of a channel. gRPC resolves a single name, now and later; several are resolved here, once.
 
         Raises:
             ServerUnavailable: a name among several cannot be resolved.
@@ -165,21 +167,26 @@ class Connection:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether another try may reach another server: there are several, or a name that may stand for many."""
+        """Whether another attempt may reach another server: there are several, or a name that may stand for many."""
         return len(self.addresses) > 1 or not _is_one_host(self.addresses[0].rpartition(":")[0])
 
     @property
-    def _sign_of_life_s(self) -> float:
-        least, most = _SIGN_OF_LIFE_S
+    def _keepalive_timeout_s(self) -> float:
+        least, most = _KEEPALIVE_TIMEOUT_S
         return min(max(self.timeout_s / 3, least), most)
 
     def call_metadata(self, trace: str | None) -> list[tuple[str, str]]:
-        """The metadata of one call; `trace` is its W3C traceparent."""
+        """The metadata of one call. `trace` is its W3C traceparent."""
         given = self.metadata() if callable(self.metadata) else self.metadata
         return [(key.lower(), value) for key, value in given.items()] + ([("traceparent", trace)] if trace else [])
 
     def channel(self, library: Any) -> Any:
-        """A channel of `library`, which is grpc or grpc.aio."""
+        """A channel of `library`: grpc or grpc.aio.
+
+        Raises:
+            ConfigurationError: as `Tls.credentials`.
+            ServerUnavailable: as `target`.
+        """
         if self.tls is None:
             return library.insecure_channel(self.target, self._options())
         return library.secure_channel(self.target, self.tls.credentials(), self._options())
@@ -205,9 +212,9 @@ class Connection:
             ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS[0]),
             ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS[0]),
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
-            ("grpc.keepalive_time_ms", int(1000 * _SILENCE_S)),
-            ("grpc.keepalive_timeout_ms", int(1000 * self._sign_of_life_s)),
-            # Without calls none is asked for, and in a long call one: servers answer more with GOAWAY.
+            ("grpc.keepalive_time_ms", int(1000 * _KEEPALIVE_S)),
+            ("grpc.keepalive_timeout_ms", int(1000 * self._keepalive_timeout_s)),
+            # No ping without calls, and one in a long call: servers answer more pings with GOAWAY.
             ("grpc.keepalive_permit_without_calls", 0),
             ("grpc.http2.max_pings_without_data", 1),
         ]
@@ -220,7 +227,7 @@ def _read_pem(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidRequest(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 def _no_password() -> str:

@@ -1,11 +1,11 @@
-"""A lookup as steps: which calls are made with which messages, and what their answers mean. Does no I/O itself.
+"""What a lookup says to a server: the calls that it makes, and what their responses mean.
 
-Each generator yields calls and is sent their responses, or thrown the error of one; so the client with threads and
-the one with asyncio are the same.
+It does no I/O itself. Whoever uses it passes a function that makes a call. So both clients share this file: for
+AsyncLookupClient that function waits in the event loop; for LookupClient it blocks, and never waits.
 """
 
-from collections.abc import Generator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from tritonclient.grpc import model_config_pb2
@@ -13,20 +13,20 @@ from tritonclient.grpc import service_pb2 as pb
 
 from serving.client.answer import Answer, ModelInfo
 from serving.client.regions import Region, Regions
-from serving.encoding import Features, decode, encode
 from serving.errors import (
+    ConfigurationError,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     ModelNotFound,
     RequestCancelled,
-    ServerFault,
     ServingError,
     from_status,
 )
-from serving.kjt import Embeddings, Tensors
-from serving.strict import is_utf8
+from serving.files.strict import is_utf8
+from serving.request.encoding import Features, decode, encode
+from serving.request.tensors import Embeddings, Tensors
 
-T = TypeVar("T")
 _TYPE_FP16 = model_config_pb2.TYPE_FP16
 _PARAMETERS = {"features", "dims", "contract"}
 
@@ -38,40 +38,50 @@ class Call(NamedTuple):
     request: Any
 
 
-Steps = Generator[Call, Any, T]
+# Makes a call and returns its response, or raises the ServingError of the status that came instead.
+Ask = Callable[[Call], Awaitable[Any]]
 
 
 class Exchange:
-    """What one client says to one model.
+    """The calls of one client to one model.
 
     Args:
-        where: the server and the model, for errors.
-        model: its name.
+        where: the server and the model; errors begin with it.
+        model: the model's name.
         shared_memory: whether answers come through shared memory.
+
+    Raises:
+        ConfigurationError: `model` is not UTF-8.
     """
 
     def __init__(self, where: str, model: str, shared_memory: bool) -> None:
         if not is_utf8(model):
-            raise InvalidRequest(f"{where}: expected a name in UTF-8")
+            raise ConfigurationError(f"{where}: expected a name in UTF-8")
         self._where = where
         self._model = model
         self._regions = Regions() if shared_memory else None
         self._info: ModelInfo | None = None
 
-    def info(self) -> Steps[ModelInfo]:
-        """The model's features and dims, asked for once."""
+    async def info(self, ask: Ask) -> ModelInfo:
+        """The model's features and dims. They are asked for once."""
         if self._info is None:
-            response = yield Call("ModelConfig", pb.ModelConfigRequest(name=self._model))
+            response = await ask(Call("ModelConfig", pb.ModelConfigRequest(name=self._model)))
             parameters = {key: value.string_value for key, value in response.config.parameters.items()}
             data_type = response.config.output[0].data_type if response.config.output else None
             if not parameters.keys() >= _PARAMETERS:
-                raise ServerFault(f"{self._where} was not made by tbe-export: its config names no features")
+                raise InternalError(f"{self._where} was not made by tbe-export: its config names no features")
             self._info = ModelInfo.of(parameters, np.dtype(np.float16 if data_type == _TYPE_FP16 else np.float32))
         return self._info
 
-    def lookup(self, features: Features) -> Steps[Answer]:
-        """The embeddings of some samples."""
-        info = yield from self.info()
+    async def lookup(self, ask: Ask, features: Features) -> Answer:
+        """The pooled embeddings of B samples, {feature: [B, dim]}, float32 or float16.
+
+        Raises:
+            InvalidRequest: the model has no such feature, or the request cannot be encoded.
+            InternalError: the answer is not what the model's config promised.
+            ServingError: as `ask`.
+        """
+        info = await self.info(ask)
         tensors = encode(features, info.weighted)
         keys = tensors.features or ()
         for name in keys:
@@ -81,41 +91,44 @@ class Exchange:
         shape = (tensors.lengths.size // len(keys), sum(dims.values()))
         request = infer_request(self._model, tensors, info)
         if self._regions is None or 0 in shape:
-            response = yield Call("ModelInfer", request)
+            response = await ask(Call("ModelInfer", request))
             self._check_shape(response, shape)
             embeddings = np.frombuffer(response.raw_output_contents[0], info.output_dtype).reshape(shape)
         else:
-            response, embeddings = yield from self._through_region(self._regions, request, info, shape)
+            response, embeddings = await self._through_region(ask, self._regions, request, info, shape)
         return Answer(decode(embeddings, dims), int(response.model_version))
 
-    def close(self) -> Steps[None]:
-        """Take back what the server was told."""
+    async def close(self, ask: Ask) -> None:
+        """Remove the shared memory, here and from the server."""
         if self._regions is not None:
             for region in self._regions.close():
-                yield Call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=region.name))
+                await ask(
+                    Call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=region.name))
+                )
 
-    def _through_region(
-        self, regions: Regions, request: Any, info: ModelInfo, shape: tuple[int, int]
-    ) -> Steps[tuple[Any, Embeddings]]:
+    async def _through_region(
+        self, ask: Ask, regions: Regions, request: Any, info: ModelInfo, shape: tuple[int, int]
+    ) -> tuple[Any, Embeddings]:
+        """The response to `request` and its embeddings [B, D], which the server writes into shared memory."""
         size_bytes = shape[0] * shape[1] * info.output_dtype.itemsize
         region = regions.take(size_bytes)
         try:
             if not region.registered:
-                yield from _register(region)
+                await _register(ask, region)
             output = request.outputs.add(name="embeddings")
             output.parameters["shared_memory_region"].string_param = region.name
             output.parameters["shared_memory_byte_size"].int64_param = size_bytes
             try:
-                response = yield Call("ModelInfer", request)
+                response = await ask(Call("ModelInfer", request))
             except (InvalidRequest, ModelNotFound):
-                status = yield Call("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest())
+                status = await ask(Call("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest()))
                 if region.name in status.regions:
                     raise
-                yield from _register(region)  # the server was started anew meanwhile
-                response = yield Call("ModelInfer", request)
+                await _register(ask, region)  # the server was started anew and has forgotten it
+                response = await ask(Call("ModelInfer", request))
             self._check_shape(response, shape)
         except (DeadlineExceeded, RequestCancelled):
-            raise  # the server may still write: nobody gets this region again
+            raise  # the server may still write into this region, so it is not used again
         except ServingError:
             regions.give_back(region)
             raise
@@ -127,18 +140,18 @@ class Exchange:
     def _check_shape(self, response: Any, shape: tuple[int, int]) -> None:
         found = list(response.outputs[0].shape)
         if found != [1, *shape]:
-            raise ServerFault(
+            raise InternalError(
                 f"{self._where}: expected embeddings of shape {[1, *shape]}, got {found}: another model took this "
                 "one's name: make a new client"
             )
 
 
-def _register(region: Region) -> Steps[None]:
+async def _register(ask: Ask, region: Region) -> None:
     request = pb.SystemSharedMemoryRegisterRequest(
         name=region.name, key=f"/{region.name}", offset=0, byte_size=region.size_bytes
     )
     try:
-        yield Call("SystemSharedMemoryRegister", request)
+        await ask(Call("SystemSharedMemoryRegister", request))
     except ServingError as error:
         raise from_status(
             error.code,
@@ -149,7 +162,7 @@ def _register(region: Region) -> Steps[None]:
 
 
 def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
-    """A ModelInferRequest with `tensors`, its features named where they are not the model's default order."""
+    """A ModelInferRequest for `model` with `tensors`. It names its features if they are not in the default order."""
     request = pb.ModelInferRequest(model_name=model)
     for name, datatype, array in (
         ("values", "INT64", tensors.values),

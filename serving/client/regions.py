@@ -1,4 +1,4 @@
-"""Answers through system shared memory: regions that the server writes to and the client's arrays look into."""
+"""Shared memory for answers: regions of /dev/shm that the server writes to and that the client's arrays view."""
 
 import threading
 import uuid
@@ -13,10 +13,10 @@ _SMALLEST_BYTES = 64 << 10
 
 
 class Region:
-    """A piece of /dev/shm, registered with the server under the name of its own.
+    """A file in /dev/shm, registered with the server under its own name.
 
     Attributes:
-        registered: whether the server was told of it; the client sets it.
+        registered: whether the server knows it. The client sets this.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -25,25 +25,25 @@ class Region:
 
     @property
     def name(self) -> str:
-        """Its name, with the server and in /dev/shm."""
+        """Its name, for the server and in /dev/shm."""
         return self._memory.name
 
     @property
     def size_bytes(self) -> int:
-        """How much it holds."""
+        """Its size in bytes."""
         return self._memory.size
 
     def array(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """What lies at its start; not a copy."""
+        """The array at its start: a view, not a copy."""
         return np.ndarray(shape, dtype, self._memory.buf)
 
     def remove(self) -> None:
-        """Remove the name; the memory goes when nothing looks into it any more."""
+        """Remove its name. The memory is freed when no array looks into it any more."""
         self._memory.unlink()
 
 
 class Regions:
-    """Regions to be used again. One is taken for each call, and given back when nothing of its answer is left."""
+    """Regions that are used again. A call takes one, and gives it back when its answer is gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Regions:
         self._free: list[Region] = []
 
     def take(self, size_bytes: int) -> Region:
-        """A region of at least `size_bytes` that nobody uses."""
+        """A free region of at least `size_bytes`; a new one if there is none."""
         with self._lock:
             for region in self._free:
                 if region.size_bytes >= size_bytes:
@@ -62,16 +62,16 @@ class Regions:
             return region
 
     def give_back(self, region: Region) -> None:
-        """Let another call have it."""
+        """Make `region` free for another call."""
         with self._lock:
             self._free.append(region)
 
     def give_back_after(self, array: npt.NDArray[Any], region: Region) -> None:
-        """Give `region` back when `array` and all views of it are gone."""
+        """Make `region` free when `array` and all views of it are gone."""
         weakref.finalize(array, self.give_back, region)
 
     def close(self) -> list[Region]:
-        """Remove all names; returns the regions of which the server was told."""
+        """Remove the names of all regions. Returns those that the server knows."""
         with self._lock:
             for region in self._all:
                 region.remove()

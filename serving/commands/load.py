@@ -5,29 +5,33 @@ from typing import Annotated
 
 import typer
 
-from serving.client.connection import check_timeout
-from serving.commands.terminal import DEFAULT_URL, UrlOption
+from serving.commands.connection import DEFAULT_URL, UrlOption
 from serving.errors import ServerUnavailable, ServingError
 from serving.server import Control
 from serving.server.run_file import RunFile, find_run_file
-from serving.terminal import out
+from serving.terminal.program import out
+from serving.timeouts import check_timeout
 
 
 def load(
     model: Annotated[str, typer.Argument(help="The model's name.")],
     version: Annotated[
         int | None,
-        typer.Option(min=1, max=2**63 - 1, help="The version to serve; else the one config.pbtxt says: the newest."),
+        typer.Option(
+            min=1,
+            max=2**63 - 1,
+            help="The version to serve. Default: the one that config.pbtxt names, or the newest.",
+        ),
     ] = None,
     url: UrlOption = DEFAULT_URL,
     timeout_s: Annotated[float, typer.Option(help="How long the version may take to load, in seconds.")] = 120.0,
 ) -> None:
     """Serve the newest version of a model, or the one given, without losing a request.
 
-    The version that serves now goes on until the other is ready; if that cannot be loaded, it stays.
+    The present version serves until the other is ready. If that cannot be loaded, the present one goes on.
     To serve an older version after a restart too: `tbe-serve configure --version`.
 
-    On the server's own machine, by the user that runs it: `tbe-serve run` keeps the key to this for that user.
+    Call this on the server's machine, as the user that runs it: `tbe-serve run` keeps the key for that user.
     """
     check_timeout(timeout_s)
     run = _run_file(url)

@@ -1,4 +1,4 @@
-"""`tbe-serve lookup`: embeddings for lines of JSON."""
+"""`tbe-serve lookup`: look up embeddings for requests in JSON."""
 
 import json
 import sys
@@ -9,10 +9,10 @@ import typer
 from rich.table import Table
 
 from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient
-from serving.commands.terminal import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
-from serving.encoding import Features
+from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import InvalidRequest
-from serving.terminal import out
+from serving.request.encoding import Features
+from serving.terminal.program import out
 
 
 @takes_tls
@@ -29,7 +29,7 @@ def lookup(
     """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
 
     Instead of a list of bags, a feature may have {"values": [...], "lengths": [...], "weights": [...]}.
-    A line that cannot be answered is reported, the others are answered, and the exit code is 1.
+    A line that cannot be answered is reported, and the others are answered. Then the exit code is 1.
     """
     refused = False
     where = "" if file is sys.stdin.buffer else f"{file.name}: "
@@ -64,7 +64,7 @@ def _bags(name: str, bags: Any) -> Any:
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
-    """The shortest decimals that read back as the same numbers."""
+    """The embeddings as lists of the shortest decimals that read back as the same numbers."""
     return {name: rows.astype(str).astype(np.float64).tolist() for name, rows in answer.items()}
 
 

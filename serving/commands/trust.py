@@ -1,15 +1,15 @@
-"""What a server serves where keys are trusted, as options."""
+"""The options of a server that serves signed bundles alone."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from serving.errors import ConfigurationError
-from serving.options import shared_options
 from serving.server.private import Trust
+from serving.terminal.options import as_given, by_name, shared_options
 
 
 class Weights(enum.Enum):
@@ -23,20 +23,25 @@ def _trust(
     *,
     trusted_keys: Annotated[
         Path | None,
-        typer.Option(help="PEM file with Ed25519 public keys: serve only what `tbe-export --signing-key` signed."),
+        typer.Option(
+            help="PEM file with Ed25519 public keys: serve only what is signed with one of them (`tbe-export`)."
+        ),
     ] = None,
     private_folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where the copy that is served with --trusted-keys is made; else in the folder for temporary files."
+            help="With --trusted-keys: where the copy that is served is made; else in the folder for temporary files."
         ),
     ] = None,
     trusted_weights: Annotated[
-        Weights, typer.Option(help="Whether weights are copied too; in-place trusts who writes them after the check.")
+        Weights,
+        typer.Option(
+            help="Whether weights are copied too. in-place trusts whoever can write to them after the check."
+        ),
     ] = Weights.COPY,
     min_version: Annotated[
         list[str] | None,
-        typer.Option(metavar="[MODEL=]N", help="With --trusted-keys: refuse older versions, though they are signed."),
+        typer.Option(metavar="[MODEL=]N", help="With --trusted-keys: refuse versions older than N, signed or not."),
     ] = None,
 ) -> Trust | None:
     if trusted_keys is None:
@@ -49,20 +54,16 @@ def _trust(
         keys=trusted_keys,
         folder=private_folder,
         weights_in_place=trusted_weights is Weights.IN_PLACE,
-        min_versions=_min_versions(min_version or ()),
+        min_versions={model: _version(model, text) for model, text in by_name(min_version).items()},
     )
 
 
-def _min_versions(given: Sequence[str]) -> dict[str, int]:
-    floors = {}
-    for each in given:
-        model, _, text = each.rpartition("=")
-        if not (text.isascii() and text.isdecimal()):
-            raise ConfigurationError(f"--min-version {each}: expected [MODEL=]N, N a version's number")
-        floors[model] = int(text)
-    return floors
+def _version(model: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ConfigurationError(f"--min-version {as_given(model, text)}: expected [MODEL=]N, N a version's number")
+    return int(text)
 
 
 TrustOf = Callable[[], Trust | None]
-# A command gets `trust()`: whose signatures count, or None where no option asks for any.
+# A command calls `trust()`: whose signatures count, or None if unsigned bundles are served too.
 takes_trust = shared_options("trust", _trust)

@@ -1,10 +1,10 @@
-"""A tritonserver of our own: find it, run it, switch its versions, and notice when one of its models died."""
+"""Run a tritonserver, switch the versions that it serves, and load models anew when they die."""
 
 from serving.server.access import LOOPBACK, Access, ServerTls
-from serving.server.control import Control
 from serving.server.ports import Ports
 from serving.server.process import ServedModel, Server, find_models, run_server
 from serving.server.supervisor import Supervisor
+from serving.triton.control import Control
 
 __all__ = [
     "LOOPBACK",

@@ -1,19 +1,14 @@
-"""Who reaches a server, over what, and what they may ask of it: docs/security.md says why."""
+"""Who may reach a server, and what they may ask of it. docs/security.md gives the reasons."""
 
 import ipaddress
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.errors import ServerFailed
+from serving.errors import ConfigurationError
+from serving.triton.options import RESTRICTED, address_options, http_options, key_options, tls_options
 
 LOOPBACK = "127.0.0.1"
-# Of what Triton offers: who may load a model runs code, who may register shared memory reads and writes the
-# server's own, and who may set its logs and traces writes files.
-CLOSED = ("model-repository", "shared-memory", "trace", "logging")
-# The header that opens them; over gRPC it has a prefix (Triton's docs/customization_guide/inference_protocols.md).
-KEY_HEADER = "tbe-serving-key"
-GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,11 +16,12 @@ class ServerTls:
     """TLS on the gRPC port, with PEM files.
 
     Attributes:
-        certificate, private_key: the server's own; the certificate with its chain.
-        client_root: who must have signed the certificates that clients show; they need none where None.
+        certificate: the server's certificate, with its chain.
+        private_key: its private key, without a password.
+        client_root: who must have signed the certificates of clients. None: clients need no certificate.
 
     Raises:
-        ServerFailed: a file cannot be read, or is not what it should be.
+        ConfigurationError: a file cannot be read, or holds no such certificate or key.
     """
 
     certificate: Path
@@ -37,7 +33,7 @@ class ServerTls:
         try:
             context.load_cert_chain(self.certificate, self.private_key, password=_no_password)
         except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
-            raise ServerFailed(
+            raise ConfigurationError(
                 f"--tls-cert {self.certificate}, --tls-key {self.private_key}: expected a certificate and its key in "
                 f"PEM: {error}"
             ) from error
@@ -45,20 +41,14 @@ class ServerTls:
             if self.client_root is not None:
                 context.load_verify_locations(self.client_root)
         except (OSError, ValueError) as error:
-            raise ServerFailed(
+            raise ConfigurationError(
                 f"--tls-client-ca {self.client_root}: expected certificates in PEM: {error}"
             ) from error
 
     @property
     def options(self) -> list[str]:
-        """What tritonserver takes."""
-        options = [
-            f"--grpc-server-cert={self.certificate.absolute()}",
-            f"--grpc-server-key={self.private_key.absolute()}",
-        ]
-        if self.client_root is None:
-            return ["--grpc-use-ssl=true", *options]
-        return ["--grpc-use-ssl-mutual=true", *options, f"--grpc-root-cert={self.client_root.absolute()}"]
+        """The options of tritonserver."""
+        return tls_options(self.certificate, self.private_key, self.client_root)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,14 +57,14 @@ class Access:
 
     Attributes:
         host: the IPv4 address that gRPC and metrics listen on.
-        http: clients may use HTTP too. Single requests end older tritonservers (docs/protocol.md). Triton speaks it
-            in the clear alone: it stays on loopback unless `insecure`.
-        tls: certificates of the gRPC port; in the clear where None.
-        insecure: listen beyond loopback in the clear, because something in front keeps others out.
-        allow: those of `CLOSED` that need no key.
+        http: whether clients may use HTTP too. A single request can end an older tritonserver (docs/protocol.md).
+            Triton has no TLS for HTTP, so it listens on loopback alone unless `insecure`.
+        tls: certificates of the gRPC port. None: no TLS.
+        insecure: whether to listen beyond loopback without TLS, because something in front keeps others out.
+        allow: the restricted protocols that need no key all the same.
 
     Raises:
-        ServerFailed: `host` is no such address, others could listen in, or `allow` names something else.
+        ConfigurationError: `host` is no IPv4 address, others could listen in, or `allow` names another protocol.
     """
 
     host: str = LOOPBACK
@@ -84,40 +74,38 @@ class Access:
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.allow if name not in CLOSED]:
-            raise ServerFailed(f"--allow {unknown[0]}: expected one of {', '.join(CLOSED)}")
+        if unknown := [name for name in self.allow if name not in RESTRICTED]:
+            raise ConfigurationError(f"--allow {unknown[0]}: expected one of {', '.join(RESTRICTED)}")
         try:
             ipaddress.IPv4Address(self.host)
         except ValueError:
             # Triton's metrics would listen on 255.255.255.255, and say nothing.
-            raise ServerFailed(
+            raise ConfigurationError(
                 f"--host {self.host}: expected an IPv4 address, such as 0.0.0.0 for all of this machine's"
             ) from None
         if self.tls is None and not self.insecure and not is_loopback(self.host):
-            raise ServerFailed(
+            raise ConfigurationError(
                 f"--host {self.host}: others could listen in: expected --tls-cert and --tls-key, or --insecure where "
                 "something in front of the server keeps them out"
             )
 
     @property
     def http_host(self) -> str:
-        """The address that HTTP listens on, where clients may use it."""
+        """The address that HTTP listens on, if clients may use it."""
         return self.host if self.insecure else LOOPBACK
 
     def options(self, key: str) -> list[str]:
-        """What tritonserver takes, so that `key` opens what is closed."""
-        options = [f"--grpc-address={self.host}", f"--metrics-address={self.host}"]
-        options += [f"--http-address={self.http_host}"] if self.http else []
-        if closed := ",".join(name for name in CLOSED if name not in self.allow):
-            options += [
-                f"--grpc-restricted-protocol={closed}:{KEY_HEADER}={key}",
-                f"--http-restricted-api={closed}:{KEY_HEADER}={key}",
-            ]
-        return options + ([] if self.tls is None else self.tls.options)
+        """The options of tritonserver. `key` is the key of its restricted protocols."""
+        return [
+            *address_options(self.host, self.host),
+            *(http_options(self.http_host) if self.http else ()),
+            *key_options([name for name in RESTRICTED if name not in self.allow], key),
+            *(() if self.tls is None else self.tls.options),
+        ]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
-"""Does a model answer? A canary is a lookup without samples, for nobody: who answers neither it nor others hangs.
+"""Find models that hang: that are alive, but paused or in an endless loop.
 
-A process that hangs without dying, paused or in an endless loop, is otherwise seen by its callers alone. One that is
-only busy goes on answering others while the canary waits, or goes on reading tables from the disk.
+A canary is a lookup without samples. A model hangs if it answers neither the canary nor anybody else, and reads
+nothing from the disk. A model that is only busy goes on answering others, or reading its tables, meanwhile.
 """
 
 import threading
@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from serving.errors import ServingError
-from serving.server.control import Control
+from serving.triton.control import Control
 
-# An idle model is asked this often, and has this long to answer somebody.
+# A model that answered nobody for PERIOD_S is asked. It hangs if it answers nobody for PATIENCE_S more.
 PERIOD_S, PATIENCE_S = 5.0, 20.0
 
 
@@ -20,8 +20,9 @@ class Canary:
     """The canaries of one version of a model.
 
     Args:
-        model, version: of what.
-        config: what it is served with.
+        model: its name.
+        version: its version.
+        config: the ModelConfig that it is served with, as JSON.
     """
 
     def __init__(self, model: str, version: int, config: Any) -> None:
@@ -33,11 +34,11 @@ class Canary:
         self._thread: threading.Thread | None = None
 
     def is_overdue(self, progress: object, control: Control) -> bool:
-        """Whether the model hangs. Asks it where it has answered nobody for a while.
+        """Whether the model hangs. Sends a canary if it made no progress for PERIOD_S.
 
         Args:
-            progress: changes whenever it gets on, such as the number of requests that it has answered.
-            control: takes the question; its deadline is the model's.
+            progress: any value that changes when the model makes progress, such as the number of its answers.
+            control: sends the canary; its timeout is the time that the model has to answer.
         """
         now = time.monotonic()
         if progress != self._progress:
@@ -49,7 +50,7 @@ class Canary:
         return now - self._since > PERIOD_S + PATIENCE_S
 
     def _ask(self, control: Control) -> None:
-        """The answer is seen where all are: in the server's own counts."""
+        """Send a canary. Its answer shows in the server's counts."""
         with suppress(ServingError):
             control.infer(self._model, self._version, self._request)
 

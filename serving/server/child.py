@@ -1,4 +1,4 @@
-"""The process of a tritonserver: how it is started, as often as need be, and how it ends."""
+"""The process of a tritonserver: how it is started and ended."""
 
 import contextlib
 import ctypes
@@ -13,27 +13,27 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from serving.server.output import Output
+from serving.triton.output import Output
 
-# mallopt(3): what requests took is kept for the next ones, up to so much. Given back each time, it is asked for anew
-# page by page, which large requests feel; Triton's own pool would keep any size for ever.
+# mallopt(3): the server keeps so much memory of past requests for the next ones. Memory that it gives back has to be
+# mapped again page by page, which slows large requests. Triton's own pool would keep any size for ever.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A tritonserver that was started."""
+    """A tritonserver that was started: its process, and what it says."""
 
     process: subprocess.Popen[bytes]
     output: Output
 
     def end(self, timeout_s: float) -> None:
-        """Ask it to finish what it has accepted and end; wait until it has, and leave nothing of it behind."""
+        """Have it answer what it accepted, and end. After `timeout_s` kill it and the processes of its models."""
         if self.process.poll() is None:
             self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-        # A server that was killed leaves its models' processes, which notice, but may hang and hold their memory.
+        # The models' processes notice that their server was killed. But one that hangs would keep its memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -45,10 +45,11 @@ class Launch:
     """How a tritonserver is started.
 
     Attributes:
-        command, environment: its own; the environment beside ours.
-        folder: where it runs, and a model's Python looks for modules first; here where None.
+        command: the program and its options.
+        environment: variables that it gets beside ours.
         shm_bytes: most shared memory of an instance.
-        sink: takes what it says.
+        sink: takes its log.
+        folder: its working directory, where a model's Python looks for modules first. None: ours.
     """
 
     command: Sequence[str]
@@ -58,7 +59,7 @@ class Launch:
     folder: Path | None = None
 
     def start(self, options: Sequence[str] = ()) -> Child:
-        """One more process, with further options."""
+        """Start a process, with further options."""
         process = subprocess.Popen(
             [*self.command, *options],
             env={**_MALLOC, **os.environ, **self.environment},
@@ -74,9 +75,9 @@ class Launch:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM at the end: a handler that raises would lose a process that is just starting."""
+    """Handle SIGINT and SIGTERM when the block ends. A handler that raises would lose a new process."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # handlers run in the main thread alone
+        yield  # handlers run in the main thread only
         return
     came: list[int] = []
     handlers = {
@@ -93,12 +94,13 @@ def signals_deferred() -> Iterator[None]:
 
 
 def _in_child(shm_bytes: int) -> None:
-    """Ask the kernel for SIGTERM when the parent ends (prctl(2), PR_SET_PDEATHSIG), and set what outlives execve(2).
+    """Set what a tritonserver keeps across execve(2), in the child process before that.
 
-    Triton's Python backend makes a file in /dev/shm as large as it takes, and never smaller: without a limit on the
-    size of files a few hostile requests fill it. A file that may not grow is an error to it, as long as the signal
-    for that is ignored. It waits for no model's process that died by itself: where SIGCHLD is ignored, the kernel
-    forgets those. And when we are gone, nobody reads what it says: it has to answer what it accepted all the same.
+    * SIGTERM when its parent ends: prctl(2), PR_SET_PDEATHSIG.
+    * A limit on the size of files. The Python backend's file in /dev/shm grows and never shrinks, so without a limit
+      a few hostile requests fill /dev/shm. With SIGXFSZ ignored, a file that may not grow is an error to it.
+    * SIGCHLD ignored. The server does not wait for models' processes that die; so the kernel removes them.
+    * SIGPIPE ignored. When we have ended, nobody reads its log, and it still has to answer what it accepted.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGXFSZ, signal.SIGCHLD, signal.SIGPIPE):

@@ -1,4 +1,4 @@
-"""Keep the models of a tritonserver serving: notice which died or hang, and load them anew."""
+"""Keep the models of a tritonserver serving: find those that died or hang, and load them anew."""
 
 import threading
 import time
@@ -7,37 +7,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serving.errors import DeadlineExceeded, ServerFailed, ServerUnavailable, ServingError
+from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
 from serving.server.canary import PATIENCE_S, PERIOD_S, Canary
-from serving.server.control import Control, VersionState
-from serving.server.hidden import hide
 from serving.server.process import Server
-from serving.server.stubs import living_stubs
+from serving.triton.control import Control, VersionState
+from serving.triton.secret import erase_from_command_line
+from serving.triton.stubs import living_stubs
 
 _PERIOD_S = 0.25
-# After so long in vain it is worth a word; after so long the server itself hangs.
-_BLIND_S, _LOST_S = 5.0, 60.0
-# How long a question may take, and how long a model may take to load.
+# When the server has not answered our questions for _SILENT_S, that is reported. After _LOST_S the server hangs.
+_SILENT_S, _LOST_S = 5.0, 60.0
+# How long the answer to a question may take, and how long a model may take to load.
 _ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
 _UNLOADED = "unloaded"
-# What models of ours say in their config.
+# A parameter in the config of every model that tbe-export made.
 _OURS = "contract"
 
 
 @dataclass(slots=True)
 class Served:
-    """What is served, whatever becomes of the server: by model, its config and the versions that are ready.
+    """What a server serves. It is kept when the server dies, so that the next one can serve the same.
 
     Attributes:
-        since: Unix time; weights that have not changed since were verified.
+        since: Unix time. Weights that have not changed since then are not verified again.
+        configs: the ModelConfig of each model, as JSON.
+        versions: the ready versions of each model.
     """
 
     since: float
     configs: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def learn(self, index: tuple[VersionState, ...], control: Control) -> None:
-        """Take over what became ready, and leave out what somebody unloaded. What Triton forgot is still served."""
+    def update(self, index: tuple[VersionState, ...], control: Control) -> None:
+        """Add models that became ready, and remove models that somebody unloaded. All others stay as they are."""
         for model in {each.model for each in index}:
             states = [each for each in index if each.model == model]
             if ready := tuple(each.version for each in states if each.state == "READY"):
@@ -48,17 +50,17 @@ class Served:
 
 
 class Keeper:
-    """Watches one tritonserver, on a thread of its own: whatever a question to it takes, nobody else waits for it.
+    """Watches one tritonserver, on a thread of its own, so that nobody waits for the server's answers.
 
     Args:
         server: a running server.
-        served: what it serves, or has to where `is_anew`.
-        recover: whether to load a model anew, rather than to give up.
-        say: told what happens, a line each time.
+        served: what it serves.
+        recover: whether to load a model anew that died or hangs. False: give up.
+        say: gets a line for each thing that happens.
 
     Attributes:
-        failure: why it gave up: the server should be stopped.
-        lost: why the server is of no use any more: another should be started.
+        failure: why it gave up; the server should be stopped. None as long as it goes on.
+        lost: why the server is of no use; another should be started. None as long as it is.
     """
 
     def __init__(self, server: Server, served: Served, recover: bool, say: Callable[[str], None]) -> None:
@@ -75,11 +77,11 @@ class Keeper:
         self._canaries: dict[tuple[str, int], Canary] = {}
 
     def start(self, *, is_anew: bool) -> None:
-        """Begin; where `is_anew`, by loading what is served into a server that has nothing loaded yet."""
+        """Begin. A server that `is_anew` has nothing loaded yet: load what is served first."""
         threading.Thread(target=self._run, args=(is_anew,), name="keeper", daemon=True).start()
 
     def end(self) -> None:
-        """Do nothing any more; does not wait for what is being done."""
+        """Stop watching. Does not wait until the thread has ended."""
         self._ended.set()
 
     def _run(self, is_anew: bool) -> None:
@@ -87,7 +89,7 @@ class Keeper:
             if is_anew:
                 self._load_all()
             while not self._ended.wait(_PERIOD_S):
-                self._look()
+                self._check()
         except (DeadlineExceeded, ServerUnavailable) as error:
             self.lost = str(error)
         except ServingError as error:
@@ -95,9 +97,9 @@ class Keeper:
 
     def _load_all(self) -> None:
         self._wait_until_it_answers()
-        hide(self._child.process, self._server.key, answers=True)
+        erase_from_command_line(self._child.process, self._server.key, has_started=True)
         for model in sorted(self._served.configs):
-            if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # somebody else was quicker
+            if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # `tbe-serve load` may have been quicker
                 self._load(model)
 
     def _wait_until_it_answers(self) -> None:
@@ -112,17 +114,17 @@ class Keeper:
             else:
                 return
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         control = self._server.control(_ASK_TIMEOUT_S)
         try:
-            self._served.learn(control.index(), control)
+            self._served.update(control.index(), control)
             answered = control.answered()
-        except ServingError as error:  # the server has just ended, is busy, or does not let us in
+        except ServingError as error:  # the server has just ended, is busy, or refuses us
             self._complain(error)
             return
         self._seen, self._has_complained = time.monotonic(), False
         dead = self._dead()
-        for model in sorted(dead & self._suspects):  # at the second look: one may just be unloading
+        for model in sorted(dead & self._suspects):  # seen twice: a model seen once may be unloading
             self._replace(model, "a process of its died")
         self._suspects = dead - self._suspects
         for model in sorted(self._hung(answered, control)):
@@ -132,15 +134,15 @@ class Keeper:
             self._replace(model, f"it answered nobody for {PERIOD_S + PATIENCE_S:g} s")
 
     def _complain(self, error: ServingError) -> None:
-        blind_s = time.monotonic() - self._seen
-        if blind_s > _BLIND_S and not self._has_complained:
+        silent_s = time.monotonic() - self._seen
+        if silent_s > _SILENT_S and not self._has_complained:
             self._has_complained = True
             self._say(f"cannot see its models, so one that dies will not be loaded anew: {error}")
-        if blind_s > _LOST_S and isinstance(error, DeadlineExceeded):
+        if silent_s > _LOST_S and isinstance(error, DeadlineExceeded):
             raise error
 
     def _dead(self) -> set[str]:
-        """Models with fewer processes than instances."""
+        """Models with fewer living processes than instances."""
         living = Counter((stub.model, stub.version) for stub in living_stubs(self._child.process.pid))
         return {
             model
@@ -150,7 +152,7 @@ class Keeper:
         }
 
     def _hung(self, answered: Mapping[tuple[str, int], int], control: Control) -> set[str]:
-        """Models of ours with a version that answers nobody."""
+        """Models that tbe-export made, with a version that hangs."""
         stubs = list(living_stubs(self._child.process.pid))
         patient = replace(control, timeout_s=PERIOD_S + PATIENCE_S)
         hung = set()
@@ -164,7 +166,7 @@ class Keeper:
 
     def _replace(self, model: str, why: str) -> None:
         if not self._recover:
-            raise ServerFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
+            raise TritonserverFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
         self._say(f"model {model!r}: {why}; loading it anew")
         self._load(model)
 

@@ -1,33 +1,72 @@
-"""Where a server listens."""
+"""Where a server listens: its ports, its addresses and the options that say so."""
 
 import contextlib
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from serving.errors import ServerFailed
+from serving.errors import ConfigurationError
 from serving.server.access import Access
+from serving.server.run_file import control_socket
+from serving.triton.options import http_options, port_options
 
-_EVERYWHERE = "0.0.0.0"  # noqa: S104  # compared with, not listened on
+_EVERYWHERE = "0.0.0.0"  # noqa: S104  # only compared with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ports:
-    """Where a server listens; 0 takes a free port. `http` is taken where `Access.http` asks for it."""
+    """The ports to listen on; 0 takes a free one. `http` counts only where `Access.http` is set."""
 
     grpc: int = 8001
     http: int = 8000
     metrics: int = 8002
 
 
-@contextlib.contextmanager
-def free_ports(access: Access, ports: Ports) -> Iterator[Ports]:
-    """Check that the ports are free, and choose the ones that were left open (0).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoints:
+    """The addresses of a server.
 
-    Nothing listens until tritonserver does: no other server of ours chooses them until the block ends.
+    Attributes:
+        grpc, metrics: "host:port".
+        http: "host:port"; None where clients may not use HTTP.
+        control: the address of the control API; see `Control`. It is `http` where that is set: Triton has one HTTP
+            endpoint.
+        options: the ports, and the HTTP address that is ours alone, as tritonserver takes them.
+    """
+
+    grpc: str
+    http: str | None
+    metrics: str
+    control: str
+    options: list[str]
+
+
+@contextlib.contextmanager
+def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
+    """Find free ports for a server. No other server of ours takes them until the block ends.
 
     Raises:
-        ServerFailed: one is taken; names it.
+        ConfigurationError: a port is taken, or there is no place for the control socket.
+    """
+    with contextlib.ExitStack() as stack:
+        taken = stack.enter_context(free_ports(access, ports))
+        stack.enter_context(_ipv4_alone(access.host, taken.grpc))
+        http = f"{access.http_host}:{taken.http}" if access.http else None
+        control = http or stack.enter_context(control_socket())
+        yield Endpoints(
+            grpc=f"{access.host}:{taken.grpc}",
+            http=http,
+            metrics=f"{access.host}:{taken.metrics}",
+            control=control,
+            options=[*port_options(taken.grpc, taken.http, taken.metrics), *([] if http else http_options(control))],
+        )
+
+
+@contextlib.contextmanager
+def free_ports(access: Access, ports: Ports) -> Iterator[Ports]:
+    """Check that the ports are free, and choose those that are 0.
+
+    Nothing listens on them before tritonserver does. So each chosen port is claimed until the block ends.
     """
     with contextlib.ExitStack() as claims:
         while True:
@@ -39,7 +78,10 @@ def free_ports(access: Access, ports: Ports) -> Iterator[Ports]:
 
 
 def _claim(port: int, claims: contextlib.ExitStack) -> bool:
-    """Whether nobody else has claimed it: an abstract name (unix(7)) has one owner, and goes with its process."""
+    """Claim a port among servers of ours. False if another has claimed it.
+
+    A claim is an abstract socket name (unix(7)): it has one owner, and goes when that ends.
+    """
     claim = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
     try:
         claim.bind(f"\0tbe-serving-port-{port}")
@@ -59,7 +101,7 @@ def _take_ports(access: Access, ports: Ports) -> Ports:
             try:
                 listener.bind((host, asked))
             except OSError as error:
-                raise ServerFailed(
+                raise ConfigurationError(
                     f"--{name}-port {asked}: cannot listen on {host}: {error.strerror}: pick another, or 0 for a "
                     "free one"
                 ) from error
@@ -68,10 +110,11 @@ def _take_ports(access: Access, ports: Ports) -> Ports:
 
 
 @contextlib.contextmanager
-def ipv4_alone(host: str, port: int) -> Iterator[None]:
-    """Keep gRPC from listening on [::] beside 0.0.0.0, as it does where it can: nobody asked for IPv6.
+def _ipv4_alone(host: str, port: int) -> Iterator[None]:
+    """Keep gRPC from listening on IPv6, which nobody asked for.
 
-    It listens on IPv4 alone where the port of [::] is taken; a socket that does not listen takes it.
+    Told to listen on 0.0.0.0, gRPC listens on [::] too, unless that port of [::] is taken. So a socket of ours, which
+    does not listen, takes it.
     """
     with contextlib.ExitStack() as stack:
         if host == _EVERYWHERE:

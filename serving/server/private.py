@@ -1,8 +1,8 @@
-"""The folder that a server serves where keys are trusted: ours alone, and nothing in it but what they signed.
+"""The private folder: a model repository that holds signed bundles and nothing else.
 
-Triton runs what it finds: a version's model.py, a Python package or a backend beside it, whatever config.pbtxt
-names. So where others may write into the repository, Triton is given a folder of ours instead. It is filled with the
-files that are expected and no others, each compared as it is copied: what is checked is what is served.
+Triton runs what it finds in a repository: model.py, a Python package or a backend beside it, whatever config.pbtxt
+names. If others can write to the repository, Triton is given a private folder instead. Only the expected files are
+copied to it, and each is compared with its digest while it is copied. So what was checked is what is served.
 """
 
 import fcntl
@@ -16,18 +16,20 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 
-from serving.atomic import replacing
-from serving.bundle import MANIFEST, MODEL, PROGRAM, Manifest, newest, parse_manifest, versions
-from serving.capture import MOST_WARM_UP_BYTES, WARM_UP
-from serving.config_file import CONFIG, read_config, settings_of
-from serving.digests import FileDigest, check_sha256, digest_of, read_checked
-from serving.errors import BundleError, ServerFailed
-from serving.files import open_file, read_file
-from serving.settings import ServingSettings
-from serving.signature import TRUSTED_KEYS, TrustedKeys, signature_of
-from serving.strict import Strict
-from serving.template import model_config, model_py
-from serving.temporary import temporary_folder
+from serving.bundle.digests import FileDigest, check_sha256, digest_of, read_checked
+from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest
+from serving.bundle.opening import newest, versions
+from serving.bundle.parse import parse_manifest
+from serving.bundle.signature import TRUSTED_KEYS, TrustedKeys, signature_of
+from serving.errors import BundleError, ConfigurationError, TritonserverFailed
+from serving.files.reading import open_file, read_file
+from serving.files.replacing import replacing
+from serving.files.strict import Strict
+from serving.files.temporary import temporary_folder
+from serving.model.config_file import CONFIG, read_config, settings_of
+from serving.model.settings import ServingSettings
+from serving.model.template import model_config, model_py
+from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP
 
 _PREFIX = "tbe-serve-private-"
 _BLOCK_BYTES = 1 << 20
@@ -37,14 +39,15 @@ _FICLONE = 0x40049409
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trust:
-    """What a server serves where not everybody may decide it.
+    """Whose signatures count, and how signed bundles are served.
 
     Attributes:
-        keys: a PEM file of Ed25519 public keys, one of which must have signed what is served.
-        folder: where the private folder is made; the folder for temporary files where None. Copies of weights share
-            the repository's blocks if this is on the same file system and that can (XFS, Btrfs).
-        weights_in_place: leave weights where they are once they were compared with their digests.
-        min_versions: the oldest version to serve, by model; "" for models that are not named.
+        keys: a PEM file of Ed25519 public keys. One of them must have signed what is served.
+        folder: where the private folder is made. None: in the folder for temporary files. On the repository's file
+            system, copies of weights share its blocks if it can do that (XFS, Btrfs).
+        weights_in_place: whether weights stay in the repository once they were compared with their digests. Whoever
+            can write to them later is trusted.
+        min_versions: the oldest version to serve, by model; "*" for models that are not named.
     """
 
     keys: Path
@@ -54,11 +57,11 @@ class Trust:
 
 
 class PrivateFolder(Strict, frozen=True):
-    """A private folder, and all that is needed to bring another version into it.
+    """A private folder, and what is needed to copy another version into it.
 
     Attributes:
-        path: the folder; `repository` in it is what Triton is given.
-        source: the repository that it is filled from.
+        path: the folder.
+        source: the repository that bundles are copied from.
         keys, weights_in_place, min_versions: as in `Trust`.
     """
 
@@ -70,12 +73,12 @@ class PrivateFolder(Strict, frozen=True):
 
     @property
     def repository(self) -> Path:
-        """What Triton is given."""
+        """The model repository in the folder, which Triton serves."""
         return Path(self.path) / "repository"
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the server's processes need: the keys; and nothing of the source is to be imported."""
+        """Variables for the server's processes: the keys, and a PYTHONPATH that leaves the source repository out."""
         source = Path(self.source).resolve()
         searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         kept = [each for each in searched if each and not Path(each).resolve().is_relative_to(source)]
@@ -83,15 +86,15 @@ class PrivateFolder(Strict, frozen=True):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One at a time brings a version in and has it served.
+        """Keep other processes from copying a version and loading it at the same time.
 
         Raises:
-            ServerFailed: the folder is gone, and so is its server.
+            TritonserverFailed: the folder is gone: its server has ended.
         """
         try:
             file = (Path(self.path) / "lock").open("ab")
         except OSError as error:
-            raise ServerFailed(f"{self.path}: {error.strerror}: its server has ended") from error
+            raise TritonserverFailed(f"{self.path}: {error.strerror}: its server has ended") from error
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -101,13 +104,12 @@ class PrivateFolder(Strict, frozen=True):
 
         Args:
             model: its name.
-            version: the one that the settings say where None: the newest, unless they name one.
-            serving: versions that stay; others, which were brought in before, are removed.
+            version: the version. None: the one that the settings name, or else the newest.
+            serving: versions that stay in the folder. Others that were copied before are removed.
 
         Raises:
             BundleError: the version is missing, changed, too old, or not signed as that version of that model.
-            ConfigurationError: the keys or the settings cannot be read.
-            ServerFailed: the folder cannot be written to.
+            ConfigurationError: the keys or the settings cannot be read, or the folder cannot be written to.
         """
         source, target = Path(self.source) / model, self.repository / model
         trusted = TrustedKeys.read(Path(self.keys))
@@ -121,7 +123,7 @@ class PrivateFolder(Strict, frozen=True):
             self._bring_version(source / str(chosen), target / str(chosen), manifest, text)
             self._bring_settings(source, target, manifest, settings, trusted)
         except OSError as error:
-            raise ServerFailed(
+            raise ConfigurationError(
                 f"{target}: cannot be written: {error.strerror}: name a folder with more room, --private-folder, or "
                 "leave weights where they are, --trusted-weights in-place"
             ) from error
@@ -129,7 +131,7 @@ class PrivateFolder(Strict, frozen=True):
             shutil.rmtree(target / str(old), ignore_errors=True)
 
     def _check_floor(self, source: Path, model: str, version: int) -> None:
-        floor = self.min_versions.get(model, self.min_versions.get("", 0))
+        floor = self.min_versions.get(model, self.min_versions.get("*", 0))
         if version < floor:
             raise BundleError(f"{source}: expected version {floor} or newer, as --min-version says, got {version}")
 
@@ -143,7 +145,7 @@ class PrivateFolder(Strict, frozen=True):
             version.mkdir()
             (version / MODEL).write_bytes(_model_py(source, manifest))
             (version / PROGRAM).write_bytes(read_checked(source / PROGRAM, manifest.files[PROGRAM]))
-            for name in manifest.weights:
+            for name in manifest.weights_files:
                 _take_weights(source / name, version / name, manifest.files[name], in_place=self.weights_in_place)
             (version / MANIFEST).write_bytes(text)
             signature = signature_of(source / MANIFEST)
@@ -162,21 +164,21 @@ class PrivateFolder(Strict, frozen=True):
 
 @contextmanager
 def private_folder(repository: Path, models: Iterable[str], trust: Trust) -> Iterator[PrivateFolder]:
-    """A private folder with the versions of `models` that their settings say; gone afterwards.
+    """A private folder with the versions of `models` that their settings name. It is removed when the block ends.
 
     Raises:
-        BundleError, ConfigurationError: as `PrivateFolder.bring`.
-        ServerFailed: it cannot be made, or would lie in the repository.
+        BundleError: as `PrivateFolder.bring`.
+        ConfigurationError: as `PrivateFolder.bring`; or the folder cannot be made, or would lie in the repository.
     """
     parent = (trust.folder or Path(tempfile.gettempdir())).absolute()
     if parent.resolve().is_relative_to(repository.resolve()):
-        raise ServerFailed(f"--private-folder {parent}: expected a folder outside the repository {repository}")
+        raise ConfigurationError(f"--private-folder {parent}: expected a folder outside the repository {repository}")
     with ExitStack() as stack:
         try:
             path = stack.enter_context(temporary_folder(parent, _PREFIX))
             (path / "repository").mkdir()
         except OSError as error:
-            raise ServerFailed(
+            raise ConfigurationError(
                 f"{parent}: cannot hold a private folder: {error.strerror}: name another, --private-folder"
             ) from error
         folder = PrivateFolder(
@@ -192,14 +194,14 @@ def private_folder(repository: Path, models: Iterable[str], trust: Trust) -> Ite
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file that is to hold `content`, unless it does: Triton loads a model anew whose files were written."""
+    """Write `content`, unless the file holds it: Triton loads a model anew if one of its files was written."""
     if not path.exists() or path.read_bytes() != content:
         with replacing(path) as file:
             file.write(content)
 
 
 def _model_py(source: Path, manifest: Manifest) -> bytes:
-    """Our own, whatever lies there: a key that signs numbers signs no Python."""
+    """The model.py of this version of ours. Python is never copied: the keys are trusted for data alone."""
     text = model_py().encode()
     if digest_of(text) != manifest.files[MODEL]:
         raise BundleError(
@@ -226,7 +228,7 @@ def _take_weights(source: Path, target: Path, expected: FileDigest, *, in_place:
 
 
 def _copy(source: BufferedReader, target: Path, size_bytes: int) -> str:
-    """Copy a file, without reading it where the file system can share its blocks; the SHA-256 of the copy."""
+    """Copy a file, sharing its blocks if the file system can. Returns the SHA-256 of the copy."""
     with target.open("xb+") as file:
         try:
             fcntl.ioctl(file, _FICLONE, source.fileno())

@@ -10,25 +10,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from serving.bundle import MANIFEST
-from serving.errors import ServerFailed, ServingError
+from serving.bundle.manifest import MANIFEST
+from serving.errors import ConfigurationError, ServingError, TritonserverFailed
 from serving.server.access import Access
 from serving.server.child import Child, Launch, signals_deferred
-from serving.server.control import UNIX, Control
-from serving.server.hidden import hide
-from serving.server.installation import Installation, find_tritonserver
-from serving.server.ports import Ports, free_ports, ipv4_alone
-from serving.server.private import PrivateFolder, Trust, private_folder
-from serving.server.run_file import RunFile, control_socket
+from serving.server.ports import Endpoints, Ports, free_endpoints
+from serving.server.private import Trust, private_folder
+from serving.server.run_file import RunFile
 from serving.server.shared_memory import region_prefix, remove_regions
+from serving.triton.control import UNIX, Control
+from serving.triton.installation import find_tritonserver
+from serving.triton.options import exit_timeout_of, model_options, serving_options
+from serving.triton.releases import oldest_secure, release_of
+from serving.triton.secret import erase_from_command_line
 
-# Of Triton: 26.04. Earlier ones lack fixes, the 2025 ones of the Python backend's shared memory among them.
-_FLOOR = (2, 68)
 SHM_BYTES = 1 << 30
 _POLL_S = 0.05
 _CONTROL_TIMEOUT_S = 5.0
-# Triton's own --exit-timeout-secs, and what it gets on top of that before it is killed.
-_EXIT_TIMEOUT_S, _GRACE_S = 30.0, 15.0
+# A server that was told to stop is killed so long after its own exit timeout.
+_GRACE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,16 @@ class Server:
 
     Attributes:
         grpc, metrics: addresses, "host:port".
-        http: the same, where clients may use HTTP.
-        control_address: where it takes commands; see `Control`.
-        key: opens what it keeps closed; a new one for each server.
-        launch, child: how it is started, and its process of now.
-        regions: how the names of its shared memory begin.
-        started: when it was first, Unix time.
-        exit_timeout_s: how long it may take to stop.
-        warnings: what whoever runs it should know, a line each.
+        http: address, "host:port"; None where clients may not use HTTP.
+        control_address: the address of its control API; see `Control`.
+        key: the key of its restricted protocols; each server has a new one.
+        launch: how its process is started.
+        child: its present process.
+        regions: prefix of the names of its shared-memory regions.
+        exit_timeout_s: how long it may take to stop, in seconds.
+        started: when its first process was started, in Unix time.
+        models: its models when it became ready.
+        warnings: lines for whoever runs it.
     """
 
     grpc: str
@@ -70,17 +72,17 @@ class Server:
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
-        """Its process; another one after `start_anew`."""
+        """Its present process; `start_anew` puts another in its place."""
         return self.child.process
 
     def control(self, timeout_s: float) -> Control:
-        """What loads and unloads its models."""
+        """The control API of this server, which loads and unloads its models."""
         return Control(address=self.control_address, key=self.key, timeout_s=timeout_s)
 
     def start_anew(self) -> None:
-        """Put another process in the place of one that has ended: same addresses, same key, no model loaded yet.
+        """Start another process in place of one that has ended: same addresses, same key, no model loaded yet.
 
-        From the main thread alone: the kernel ends the process with the thread that started it.
+        Call this from the main thread: the kernel ends the process when the thread that started it ends.
         """
         self.end()
         remove_regions(self.regions)
@@ -97,7 +99,7 @@ class Server:
         return self.process.wait()
 
     def signal(self, number: int) -> None:
-        """Pass a signal on; nothing happens to a server that has ended."""
+        """Pass a signal on. Does nothing to a server that has ended."""
         self.process.send_signal(number)
 
 
@@ -105,13 +107,13 @@ def find_models(repository: Path) -> tuple[str, ...]:
     """The models of a repository that tbe-export made.
 
     Raises:
-        ServerFailed: there is no repository, or no exported model in it.
+        ConfigurationError: there is no repository, or no exported model in it.
     """
     if not repository.is_dir():
-        raise ServerFailed(f"{repository}: expected a model repository, found no folder: tbe-export makes one")
+        raise ConfigurationError(f"{repository}: expected a model repository, found no folder: tbe-export makes one")
     models = sorted({path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")})
     if not models:
-        raise ServerFailed(f"{repository}: expected models made by tbe-export, found none")
+        raise ConfigurationError(f"{repository}: expected models made by tbe-export, found none")
     return tuple(models)
 
 
@@ -130,71 +132,76 @@ def run_server(
 ) -> Iterator[Server]:
     """Start a tritonserver on `repository`, wait until its models are ready, and stop it afterwards.
 
-    The server also ends when this process dies.
+    The server is stopped, too, when this process dies.
 
     Args:
         repository: a model repository with models made by tbe-export.
-        ports: where to listen.
-        models: the models to load; all that tbe-export made where None.
-        access: who may reach it; this machine alone, in the clear, where None.
-        trust: whose signatures count, and how what they signed is served; whatever is there is served where None.
-        ready_timeout_s: how long the models may take to load.
-        log: the file that takes the server's log; stderr where None.
-        shm_bytes: most shared memory that an instance may take for the requests it is handed together: the kernel's
-            limit on the size of files (RLIMIT_FSIZE).
+        ports: the ports to listen on.
+        models: the models to load. None: all that tbe-export made.
+        access: who may reach it. None: this machine alone, without TLS.
+        trust: whose signatures count, and how signed bundles are served. None: unsigned bundles are served too.
+        ready_timeout_s: how long the models may take to load, in seconds.
+        log: the file for the server's log. None: stderr.
+        shm_bytes: most shared memory of an instance, for the requests that it answers together. It is enforced as
+            the kernel's limit on the size of files (RLIMIT_FSIZE).
         options: further options of tritonserver, such as "--log-info=true".
 
     Raises:
-        ServerFailed: no tritonserver was found, a port is taken, a model did not load, or the time is up.
-        BundleError, ConfigurationError: what would be served was not signed by a trusted key.
+        TritonserverFailed: no tritonserver was found, it ended, or its models were not ready in time.
+        ConfigurationError: an argument cannot be used, or a port is taken.
+        BundleError: a bundle is not signed by a trusted key.
     """
     models = models or find_models(repository)
     access = access or Access()
-    private: PrivateFolder | None = None
     key = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
-        if trust is not None:
-            private = stack.enter_context(private_folder(repository, models, trust))
-            repository = private.repository
+        private = None if trust is None else stack.enter_context(private_folder(repository, models, trust))
         installation = find_tritonserver(stack)
-        taken = stack.enter_context(free_ports(access, ports))
-        stack.enter_context(ipv4_alone(access.host, taken.grpc))
+        endpoints = stack.enter_context(free_endpoints(access, ports))
         regions = stack.enter_context(region_prefix())
-        http = f"{access.http_host}:{taken.http}" if access.http else None
-        control = http or stack.enter_context(control_socket())
-        command = _command(installation, repository, taken, regions)
-        # Triton has one HTTP endpoint: where clients have none, it is for us alone.
-        command += [] if access.http else [f"--http-address={control}"]
         launch = Launch(
-            command=[*command, *access.options(key), *options],
+            command=[
+                str(installation.program),
+                *serving_options(private.repository if private else repository, regions, installation.backends),
+                *endpoints.options,
+                *access.options(key),
+                *options,
+            ],
             environment=installation.environment | (private.environment if private else {}),
             folder=Path(private.path) if private else None,
             shm_bytes=shm_bytes,
             sink=stack.enter_context(_sink(log)),
         )
-        with signals_deferred():
-            server = Server(
-                grpc=f"{access.host}:{taken.grpc}",
-                http=http,
-                metrics=f"{access.host}:{taken.metrics}",
-                control_address=control,
-                key=key,
-                launch=launch,
-                child=launch.start([f"--load-model={model}" for model in models]),
-                regions=regions,
-                exit_timeout_s=_exit_timeout_s(options) + _GRACE_S,
-            )
-            stack.callback(server.end)
-        is_hidden = hide(server.process, key)
-        run_file = RunFile(
-            grpc=server.grpc,
-            control=control,
-            key=key,
-            private=private,
+        server = stack.enter_context(
+            _started(launch, models, endpoints, key, regions, exit_timeout_of(options) + _GRACE_S)
         )
+        is_erased = erase_from_command_line(server.process, key)
+        run_file = RunFile(grpc=server.grpc, control=endpoints.control, key=key, private=private)
         stack.enter_context(run_file.written())
         server.models = _wait_until_ready(server, models, ready_timeout_s)
-        server.warnings = tuple(_warnings(server, is_hidden))
+        server.warnings = tuple(_warnings(server, is_erased))
+        yield server
+
+
+@contextlib.contextmanager
+def _started(
+    launch: Launch, models: Sequence[str], endpoints: Endpoints, key: str, regions: str, exit_timeout_s: float
+) -> Iterator[Server]:
+    """A server whose models are not ready yet. It is stopped at the end."""
+    with contextlib.ExitStack() as stack:
+        with signals_deferred():
+            server = Server(
+                grpc=endpoints.grpc,
+                http=endpoints.http,
+                metrics=endpoints.metrics,
+                control_address=endpoints.control,
+                key=key,
+                launch=launch,
+                child=launch.start(model_options(models)),
+                regions=regions,
+                exit_timeout_s=exit_timeout_s,
+            )
+            stack.callback(server.end)
         yield server
 
 
@@ -202,53 +209,16 @@ def _sink(log: Path | None) -> BinaryIO:
     return open(log or sys.stderr.fileno(), "wb", buffering=0, closefd=log is not None)
 
 
-def _exit_timeout_s(options: Sequence[str]) -> float:
-    said = [option.partition("=")[2] for option in options if option.startswith("--exit-timeout-secs=")]
-    return float(said[-1]) if said and said[-1].isdigit() else _EXIT_TIMEOUT_S
-
-
-def _warnings(server: Server, is_hidden: bool) -> Iterator[str]:
+def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
     version = server.control(_CONTROL_TIMEOUT_S).server_version()
-    if tuple(map(int, version.split(".")[:2])) < _FLOOR:
+    if not release_of(version).is_secure:
+        secure = oldest_secure()
         yield (
             f"tritonserver {version} lacks security fixes: let nobody but this machine reach it, or run "
-            f"{_FLOOR[0]}.{_FLOOR[1]} (26.04) or later"
+            f"{'.'.join(map(str, secure.version))} ({secure.container}) or later"
         )
-    if not is_hidden:
+    if not is_erased:
         yield "the key to what the server keeps closed can be read in its command line by users of this machine"
-
-
-def _command(
-    installation: Installation,
-    repository: Path,
-    ports: Ports,
-    regions: str,
-) -> list[str]:
-    command = [
-        str(installation.program),
-        f"--model-repository={repository.absolute()}",
-        # Explicit: a version is loaded when somebody asks for it, never because a file changed.
-        "--model-control-mode=explicit",
-        # config.pbtxt says everything; completion would drop what makes ragged inputs merge.
-        "--disable-auto-complete-config",
-        f"--grpc-port={ports.grpc}",
-        f"--http-port={ports.http}",
-        f"--metrics-port={ports.metrics}",
-        "--allow-gpu-metrics=false",
-        # Kept for reuse, a request's memory is never given back: eight of 1.9 GB are 15 GB.
-        "--grpc-infer-allocation-pool-size=0",
-        f"--backend-config=python,shm-region-prefix-name={regions}",
-        "--pinned-memory-pool-byte-size=0",  # for copies to a GPU, which a CPU model never makes
-        "--log-info=false",
-        # Of the headers only the trace context is the backend's business.
-        "--grpc-header-forward-pattern=(?i)traceparent",
-        "--http-header-forward-pattern=(?i)traceparent",
-        # Clients may ask for a sign of life twice a second; by default Triton ends what asks thrice in five minutes.
-        "--grpc-http2-min-recv-ping-interval-without-data=500",
-    ]
-    if installation.backends:
-        command.append(f"--backend-directory={installation.backends}")
-    return command
 
 
 def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> tuple[ServedModel, ...]:
@@ -256,17 +226,17 @@ def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
             reason = server.child.output.reason()
-            raise ServerFailed(f"tritonserver exited with {code} before its models were ready: {reason}")
+            raise TritonserverFailed(f"tritonserver exited with {code} before its models were ready: {reason}")
         ready = _ready_models(server)
         if {model.name for model in ready} >= set(models):
             return ready
         time.sleep(_POLL_S)
     reason = server.child.output.reason()
-    raise ServerFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
+    raise TritonserverFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
 
 
 def _ready_models(server: Server) -> tuple[ServedModel, ...]:
-    """What Triton's repository index calls ready; nothing while the server is still starting."""
+    """The models with a ready version. None while the server is still starting."""
     try:
         index = server.control(_CONTROL_TIMEOUT_S).index()
     except ServingError:

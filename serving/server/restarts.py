@@ -1,4 +1,4 @@
-"""How often a tritonserver that died is started anew."""
+"""How often, and after which pauses, a tritonserver that died is started anew."""
 
 import time
 
@@ -6,18 +6,18 @@ MOST, WITHIN_S = 5, 600.0
 
 
 class Restarts:
-    """At most `MOST` times within `WITHIN_S`, at once the first time and after longer and longer pauses then."""
+    """At most MOST times within WITHIN_S: at once the first time, then after 1, 3, 7 and 15 s."""
 
     def __init__(self) -> None:
         self._times: list[float] = []
 
     @property
     def recent(self) -> int:
-        """How many there were of late."""
+        """How many there were within WITHIN_S."""
         return len(self._times)
 
     def next_pause_s(self) -> float | None:
-        """How long to wait before the next one, which is counted; None where there were enough."""
+        """Seconds to wait before the next start, which is counted. None: there were MOST already."""
         now = time.monotonic()
         self._times = [each for each in self._times if now - each < WITHIN_S]
         if len(self._times) >= MOST:

@@ -1,4 +1,7 @@
-"""How to manage a server that `tbe-serve run` started: a file that its user alone can read, while it runs."""
+"""The file that tells `tbe-serve load` how to reach a server that `tbe-serve run` started.
+
+It exists while the server runs, and its user alone can read it, since it holds the server's key.
+"""
 
 import os
 import shutil
@@ -10,25 +13,26 @@ from pathlib import Path
 
 import msgspec
 
-from serving.atomic import replacing
-from serving.errors import ServerFailed
-from serving.files import read_file
+from serving.errors import ConfigurationError
+from serving.files.reading import read_file
+from serving.files.replacing import replacing
+from serving.files.strict import UNREADABLE, Strict, is_utf8
 from serving.server.access import is_loopback
-from serving.server.control import UNIX
 from serving.server.private import PrivateFolder
-from serving.strict import UNREADABLE, Strict, is_utf8
+from serving.triton.control import UNIX
 
-# unix(7): of the path of a socket, with a zero byte at its end.
+# The longest path of a socket in bytes, without the zero byte at its end: unix(7).
 _LONGEST = 107
 
 
 class RunFile(Strict, frozen=True):
-    """A server's gRPC address, and what manages it.
+    """What is needed to switch the versions of a server.
 
     Attributes:
-        control: where it takes commands; see `Control`.
-        key: opens what it keeps closed.
-        private: where keys are trusted, the folder that it serves.
+        grpc: the gRPC address that clients use, "host:port".
+        control: the address of its control API; see `Control`.
+        key: the key of its restricted protocols.
+        private: the folder that it serves, if it serves signed bundles alone; otherwise None.
     """
 
     grpc: str
@@ -37,20 +41,20 @@ class RunFile(Strict, frozen=True):
     private: PrivateFolder | None
 
     def __repr__(self) -> str:
-        """Without the key: errors and logs show this."""
+        """Leaves the key out: errors and logs show this."""
         return f"RunFile({self.grpc})"
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """There to be found inside the block.
+        """Write the file; remove it when the block ends.
 
         Raises:
-            ServerFailed: it cannot be written where nobody else reads it.
+            ConfigurationError: there is no place where its user alone can read it.
         """
         private = self.private
         for needed in () if private is None else (private.path, private.source, private.keys):
             if not is_utf8(needed):
-                raise ServerFailed(f"{needed}: expected a path in UTF-8")
+                raise ConfigurationError(f"{needed}: expected a path in UTF-8")
         try:
             path = _path(self.grpc)
             _own_folder(path.parent)
@@ -65,7 +69,7 @@ class RunFile(Strict, frozen=True):
 
 
 def find_run_file(grpc: str) -> RunFile | None:
-    """What `tbe-serve run` left for the server at this gRPC address; None where it did not, or that is elsewhere."""
+    """The file of the server at this gRPC address. None if there is none, or the address is another machine's."""
     if not is_loopback(grpc.rpartition(":")[0]):
         return None
     path = _path(grpc)
@@ -79,10 +83,10 @@ def find_run_file(grpc: str) -> RunFile | None:
 
 @contextmanager
 def control_socket() -> Iterator[str]:
-    """The address of a Unix socket that its user alone can reach, for a server to take commands at.
+    """The address of a Unix socket for a server's control API, which its user alone can reach.
 
     Raises:
-        ServerFailed: there is no place for it that is its user's alone.
+        ConfigurationError: there is no place for it that its user alone can reach.
     """
     folder = _folder()
     try:
@@ -93,14 +97,16 @@ def control_socket() -> Iterator[str]:
     try:
         path = Path(private) / "control"
         if len(os.fsencode(path)) > _LONGEST:
-            raise ServerFailed(f"{path}: too long for a socket: name a shorter folder in XDG_RUNTIME_DIR or TMPDIR")
+            raise ConfigurationError(
+                f"{path}: too long for a socket: set XDG_RUNTIME_DIR or TMPDIR to a shorter folder"
+            )
         yield f"{UNIX}{path}"
     finally:
         shutil.rmtree(private, ignore_errors=True)
 
 
-def _no_place(error: OSError) -> ServerFailed:
-    return ServerFailed(
+def _no_place(error: OSError) -> ConfigurationError:
+    return ConfigurationError(
         f"{error.filename}: cannot keep the server's key there: {error.strerror}: name a folder of your own "
         "in XDG_RUNTIME_DIR or TMPDIR"
     )
@@ -117,7 +123,7 @@ def _folder() -> Path:
 def _own_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_own(folder):
-        raise ServerFailed(
+        raise ConfigurationError(
             f"{folder}: expected a folder that nobody else can open (mode 700) to keep the server's key in: remove it"
         )
 

@@ -1,4 +1,4 @@
-"""See a tritonserver through: have its models kept serving, start it anew when it died, and end it when told to."""
+"""Supervise a tritonserver: keep its models serving, start it anew when it dies, stop it when told to."""
 
 import signal
 import time
@@ -8,24 +8,24 @@ from serving.errors import ServingError
 from serving.server.keeper import Keeper, Served
 from serving.server.process import Server
 from serving.server.restarts import MOST, WITHIN_S, Restarts
-from serving.server.stubs import living_stubs
+from serving.triton.stubs import living_stubs
 
 _PERIOD_S = 0.25
 _ASK_TIMEOUT_S = 10.0
-# Once its models answer nobody any more: time to send the last answers, and to end by itself.
+# A server that is stopping has so long after its models fell idle, to send the last answers and end by itself.
 _LAST_ANSWERS_S = 3.0
 
 
 class Supervisor:
-    """Watches a server from the main thread, which waits for nothing else: a signal is heard at any time.
+    """Watches a server from the main thread. It never blocks there for long, so signals are handled at once.
 
     Args:
         server: a running server.
-        recover: whether to load a model anew when its process died or hangs, and to start a server anew that died.
-        say: told what happens, a line each time.
+        recover: whether to load models anew that die or hang, and to start the server anew when it dies.
+        say: gets a line for each thing that happens.
 
     Raises:
-        ServingError: it cannot be asked what it serves.
+        ServingError: the server does not say what it serves.
     """
 
     def __init__(self, server: Server, recover: bool, say: Callable[[str], None]) -> None:
@@ -34,21 +34,21 @@ class Supervisor:
         self._say = say
         self._served = Served(server.started)
         control = server.control(_ASK_TIMEOUT_S)
-        self._served.learn(control.index(), control)
+        self._served.update(control.index(), control)
         self._restarts = Restarts()
         self._failure: ServingError | None = None
         self._stopping = False
 
     def stop(self, number: int) -> None:
-        """Pass a signal on. The server answers what it has accepted, then ends."""
+        """Stop: pass signal `number` on to the server, which answers what it accepted and ends."""
         self._stopping = True
         self._server.signal(number)
 
     def wait(self) -> int:
-        """Watch until the server has ended for good; its exit code.
+        """Watch until the server has ended and is not started anew; its exit code.
 
         Raises:
-            ServingError: a model's process died or hangs, and was not, or could not be, replaced.
+            ServingError: a model's process died or hangs, and was not replaced.
         """
         code = self._watch(is_anew=False)
         while code and self._recover and not self._stopping and self._start_anew(code):
@@ -58,7 +58,7 @@ class Supervisor:
         return code
 
     def _watch(self, *, is_anew: bool) -> int:
-        """Until this tritonserver has ended; its exit code."""
+        """Watch until this tritonserver has ended; its exit code."""
         keeper = Keeper(self._server, self._served, self._recover, self._say)
         keeper.start(is_anew=is_anew)
         while (code := self._server.process.poll()) is None and not self._stopping:
@@ -72,13 +72,14 @@ class Supervisor:
             else:
                 time.sleep(_PERIOD_S)
         keeper.end()
-        return self._see_it_end() if code is None else code
+        return self._await_end() if code is None else code
 
-    def _see_it_end(self) -> int:
-        """Until a server that was told to stop has ended; its exit code.
+    def _await_end(self) -> int:
+        """Wait until a server that was told to stop has ended; its exit code.
 
-        Triton waits for requests that it has lost, and for models whose process died, until its exit timeout. Nobody
-        waits for an answer once no model says that it is busy: what is queued is handed to an idle one at once.
+        Triton itself waits until its exit timeout for requests that it has lost, and for models whose process died.
+        But when no model is busy, no request is left: Triton hands a queued one to an idle model at once. So the
+        server is killed when its models have been idle for a while.
         """
         idle_since = time.monotonic()
         deadline = idle_since + self._server.exit_timeout_s
@@ -93,7 +94,7 @@ class Supervisor:
         return code
 
     def _start_anew(self, code: int) -> bool:
-        """Put another server in the place of one that died, unless too many did of late, or a stop was asked for."""
+        """Start a server in place of one that died. False if too many died recently, or a stop was asked for."""
         reason = signal.Signals(-code).name if code < 0 else f"{code}: {self._server.child.output.reason()}"
         pause_s = self._restarts.next_pause_s()
         if pause_s is None:
@@ -105,6 +106,6 @@ class Supervisor:
             time.sleep(_PERIOD_S)
         if not self._stopping:
             self._server.start_anew()
-        if self._stopping:  # a signal that came meanwhile met the one that had ended
+        if self._stopping:  # the signal came too early for the new one
             self._server.signal(signal.SIGTERM)
         return not self._stopping or self._server.process.poll() is None

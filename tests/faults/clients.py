@@ -16,7 +16,7 @@ from serving.client import LookupClient, Retries
 from serving.server import Access, Server, run_server
 from tests.faults.tools import Oracle, publish
 from tests.fuzz.run import METHOD
-from tests.served.tools import (
+from tests.support.servers import (
     FREE,
     add_gate,
     held,

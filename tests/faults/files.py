@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from serving.bundle import open_bundle, verify_digests
+from serving.bundle.opening import open_bundle, verify_digests
 from serving.client import LookupClient, Retries
 from serving.errors import ServingError
 from tests.faults.tools import Oracle, publish, python
-from tests.served.tools import running, stubs
+from tests.support.servers import running, stubs
 
 WEIGHTS = "weights.0.bin"
 
@@ -93,7 +93,7 @@ def weights_change(folder: Path, change: Callable[[Path], None], *, kill: bool) 
 PUBLISH = """
 import sys
 from export import export_model
-from tests.models import SUM, collection
+from tests.support.models import SUM, collection
 for _ in range(int(sys.argv[2])):
     print(export_model(collection(SUM), sys.argv[1], "m"))
 """

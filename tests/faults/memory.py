@@ -9,11 +9,11 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from serving.client import LookupClient, Retries
-from serving.errors import ServerFull
+from serving.errors import SharedMemoryFull
 from tests.faults.clients import message
 from tests.faults.tools import Oracle, publish
 from tests.fuzz.run import METHOD
-from tests.served.tools import Running, running, shared_regions
+from tests.support.servers import Running, running, shared_regions
 
 _UNLIMITED = [("grpc.max_send_message_length", -1)]
 
@@ -109,7 +109,7 @@ def shared_memory_full(folder: Path) -> Full:
         told = "answered"
         try:
             client.lookup({"x": (np.ones(4_000_000, np.int64), np.array([4_000_000], np.int32))})
-        except ServerFull as error:
+        except SharedMemoryFull as error:
             told = str(error).rpartition("model 'm': ")[2]
         right = sum(oracle.is_right(client, number) for number in range(len(oracle.requests)))
     return Full(told, right, len(oracle.requests))

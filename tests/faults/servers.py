@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.faults.tools import Oracle, asking, publish, wait_until_all_are_answered
-from tests.served.tools import running, shared_regions
+from tests.support.servers import running, shared_regions
 
 
 @dataclass

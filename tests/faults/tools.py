@@ -16,7 +16,7 @@ from export import export_model
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
-from tests.models import SUM, collection, random_bags
+from tests.support.models import SUM, collection, random_bags
 
 Bags = dict[str, Any]
 PATIENCE_S = 60

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
-from serving.bundle import DefaultRow
-from serving.settings import ServingSettings
+from serving.bundle.tables import DefaultRow
+from serving.model.settings import ServingSettings
 from tests.fuzz.contract import Feature, Model
-from tests.models import MIXED, collection, float_tables
+from tests.support.models import MIXED, collection, float_tables
 
 MOST_IDS, MOST_SAMPLES = 50_000, 5_000
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from serving.load.generator import Run
-from serving.settings import ServingSettings
+from serving.bench.generator import Repeat
+from serving.model.settings import ServingSettings
 from tests.soak.served import serving
 
 TIMES = 3
@@ -79,5 +79,5 @@ def _p99_s(latencies_s: list[float]) -> float:
     return float(np.percentile(latencies_s, 99)) if latencies_s else float("nan")
 
 
-def _wrong(*runs: Run) -> list[str]:
+def _wrong(*runs: Repeat) -> list[str]:
     return [line for run in runs for line in run.wrong]

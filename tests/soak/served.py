@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export import ExportConfig, export_model
-from serving.bundle import Bundle, open_bundle
+from serving.bench.generator import Repeat, Traffic, generate
+from serving.bench.ids import Distribution, random_requests
+from serving.bench.requests import Prepared, prepare
+from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
-from serving.load.generator import Load, Run, generate
-from serving.load.ids import Distribution, random_requests
-from serving.load.requests import Prepared, prepare
+from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
-from serving.settings import ServingSettings
-from tests.models import Spec, collection
-from tests.served.tools import replace_model_py
+from tests.support.models import Spec, collection
+from tests.support.servers import replace_model_py
 
 TABLES = tuple(Spec(f"t{number}", 20_000, 32, "SUM", (f"f{number}",)) for number in range(8))
 _DEADLINE_S = 30
@@ -42,9 +42,9 @@ class Served:
     bundle: Bundle
     requests: list[Prepared]
 
-    def load(self, *, clients: int = 0, rate: float = 0.0, seconds: float, repeats: int = 1) -> list[Run]:
+    def load(self, *, clients: int = 0, rate: float = 0.0, seconds: float, repeats: int = 1) -> list[Repeat]:
         """So many clients, or so many requests a second; all answers are checked."""
-        load = Load(clients=clients, rate=rate, seconds=seconds, repeats=repeats, warm_up_s=0.0, check=1.0)
+        load = Traffic(clients=clients, rate=rate, seconds=seconds, repeats=repeats, warm_up_s=0.0, check=1.0)
         return generate(self.server.grpc, self.requests, load, _DEADLINE_S, self.bundle)
 
     def capacity_per_s(self, seconds: float) -> float:

@@ -10,8 +10,8 @@ from statistics import median
 import numpy as np
 import psutil
 
+from serving.model.settings import ServingSettings
 from serving.server import Server
-from serving.settings import ServingSettings
 from tests.soak.served import serving
 
 SHARE = 0.8

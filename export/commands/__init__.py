@@ -1,0 +1,1 @@
+"""The commands of `tbe-export`, a file each."""

@@ -1,0 +1,57 @@
+"""`tbe-export model`: export a trained model as a bundle."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from export.commands.module import CheckpointOption, ModelOption, build_module
+from export.commands.progress import export_progress
+from export.commands.settings import Config, takes_settings
+from export.commands.show import show_parity, show_ranks, show_remarks, show_tables
+from export.pipeline import export_model
+from export.plan.report import report_plan
+from serving.bundle.opening import open_bundle
+from serving.terminal.program import out
+
+
+@takes_settings
+def model(
+    model: ModelOption,
+    repository: Annotated[Path, typer.Option(help="Triton's model repository; made if it is missing.")],
+    name: Annotated[str, typer.Option(help="The model's name in the repository.")],
+    config: Config,
+    checkpoint: CheckpointOption = None,
+    version: Annotated[int | None, typer.Option(help="The version's number; by default the next free one.")] = None,
+    signing_key: Annotated[
+        Path | None,
+        typer.Option(help="PEM file with the Ed25519 private key that signs the bundle, and a new model's settings."),
+    ] = None,
+) -> None:
+    """Quantize, shard, compile and check the tables of a trained model, then publish them as a bundle.
+
+    Nothing is published unless it exits with 0.
+    """
+    settings = config()
+    module = build_module(model, meta=checkpoint is not None)
+    with export_progress() as show:
+        path = export_model(
+            module,
+            repository,
+            name,
+            settings,
+            version,
+            checkpoint=checkpoint,
+            signing_key=signing_key,
+            progress=show,
+        )
+    manifest = open_bundle(path).manifest
+    show_tables(manifest)
+    if len(manifest.plan.ranks) > 1:
+        report = report_plan(manifest, settings.sharding)
+        show_ranks(report, traffic=False)
+        show_remarks(report)
+    show_parity(manifest.parity)
+    show_remarks(manifest)
+    out.print(f"published {path}", soft_wrap=True)
+    out.print(f"next: tbe-serve run {repository}", soft_wrap=True)

@@ -1,0 +1,173 @@
+"""The options of an export, an entry each. Command line, TOML file and ExportConfig all follow this table.
+
+A new option is an entry here, and a field of ExportConfig or Sharding with its default and bounds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from export.commands.values import id_policy, integer, output_dtype, real, weight_dtype
+from export.sizes import size_bytes
+from serving.bundle.plan import ShardingType
+from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import OutputDtype
+
+# In the file: one value for all tables, or values by table. Numbers may be written as text.
+ByTable = str | int | float | dict[str, str | int | float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOption:
+    """One option of `tbe-export model` and `tbe-export plan`, and its key in the TOML file.
+
+    Attributes:
+        name: the key. The option is `--name`, with dashes.
+        help: the text of `--help`.
+        typed: the type of its value on the command line.
+        written: the type of its value in the file; None takes `typed`.
+        parse: makes the config's value from the name, for messages, and the value typed or written.
+        section: the file's TOML table with the key; "" for the top.
+        field: the field that it sets, of Sharding for "sharding", of ExportConfig for ""; None takes `name`.
+        flag: the option, where it is not `--name`.
+        each: the metavariable of an option that is set by table: `[TABLE=]EACH`. It may be given again, and `parse`
+            gets one value at a time, as text.
+    """
+
+    name: str
+    help: str
+    typed: Any = list[str]
+    written: Any = None
+    parse: Callable[[str, Any], Any] = lambda _, value: value
+    section: str = ""
+    field: str | None = None
+    flag: str | None = None
+    each: str | None = None
+
+    @property
+    def file_type(self) -> Any:
+        """The type of its value in the file."""
+        return self.written or (ByTable if self.each else self.typed)
+
+    @property
+    def terminal_type(self) -> Any:
+        """The annotation that typer makes an option of."""
+        metavar = f"[TABLE=]{self.each}" if self.each else None
+        return Annotated[self.typed | None, typer.Option(*filter(None, [self.flag]), metavar=metavar, help=self.help)]
+
+    def value_of(self, given: Any) -> Any:
+        """The field's value, from the value typed or written.
+
+        Raises:
+            ConfigurationError: naming the setting, what was expected and what came.
+        """
+        if not self.each:
+            return self.parse(self.name, given)
+        return parsed_by_table(self.name, self.parse, given)
+
+
+def parsed_by_table(setting: str, parse: Callable[[str, str], Any], given: ByTable) -> dict[str, Any]:
+    """Parse the value of each table or glob over tables. A value that is not by table is for all tables.
+
+    Raises:
+        ConfigurationError: as `parse` does.
+    """
+    by_table = given if isinstance(given, dict) else {"*": given}
+    return {pattern: parse(setting, str(value)) for pattern, value in by_table.items()}
+
+
+def _names(kind: type[Enum]) -> str:
+    return ", ".join(str(member.value).lower() for member in kind)
+
+
+OPTIONS = (
+    ExportOption(
+        name="dtype",
+        each="DTYPE",
+        parse=weight_dtype,
+        help=f"{_names(WeightDtype)}; int8 by default. TABLE is a name or a glob; the last that matches counts.",
+    ),
+    ExportOption(
+        name="id_policy",
+        each="POLICY",
+        parse=id_policy,
+        help="error (default) refuses ids outside the table, zero skips them, default_row:N reads row N instead.",
+    ),
+    ExportOption(
+        name="max_error",
+        each="X",
+        parse=real,
+        help="No element may move by more than X, in units of the weights. Without a dtype, the smallest that keeps "
+        "this is taken; with one, the export fails if it does not keep this.",
+    ),
+    ExportOption(name="output_dtype", typed=str, parse=output_dtype, help=f"{_names(OutputDtype)}; fp32 by default."),
+    ExportOption(
+        section="sharding", name="ranks", typed=int, help="How many ranks, on all hosts together; 1 by default."
+    ),
+    ExportOption(
+        section="sharding", name="ranks_per_host", typed=int, help="Ranks on each host; by default all are on one."
+    ),
+    ExportOption(
+        section="sharding",
+        name="memory_per_rank",
+        field="memory_bytes",
+        typed=str,
+        written=str | int,
+        parse=size_bytes,
+        help="What a rank can hold, such as 16GB; by default this machine's memory ÷ ranks.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="types",
+        flag="--sharding",
+        each="TYPE",
+        parse=lambda _, text: text.lower(),
+        help="auto (TorchRec's planner, default), auto-simple (row-wise over 1 M rows, else column-wise over "
+        f"256 columns, else table-wise), or {_names(ShardingType)}.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="row_wise_over",
+        typed=int,
+        help="auto-simple cuts tables with more rows than this row-wise.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="column_wise_over",
+        typed=int,
+        help="auto-simple cuts tables with more columns than this column-wise.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="min_partition",
+        each="N",
+        parse=integer,
+        help="Least width of a block of columns.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="pooling_factors",
+        flag="--pooling-factor",
+        each="X",
+        parse=real,
+        help="Average number of ids in a bag, for planning; 1 by default.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="batch_size",
+        typed=int,
+        help="Samples in a request, for planning; 512 by default.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="plan",
+        typed=Path,
+        written=str,
+        parse=lambda _, path: Path(path),
+        help="An explicit plan instead: JSON as `tbe-export plan --json` prints it.",
+    ),
+)

@@ -1,0 +1,143 @@
+"""Print bundles, plans and verifications on a terminal of 80 columns."""
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+
+from export.parity.verify import Verification
+from export.plan.report import PlanReport
+from export.sizes import size_text
+from serving.bundle.manifest import Agreement, Manifest, Parity
+from serving.terminal.program import out
+
+
+def show_tables(manifest: Manifest) -> None:
+    """Print each table: its features, shape, pooling, dtype, id policy, and its bytes before and after."""
+    table = _table("tables", "table", "features", right=("shape", "pooling", "dtype", "bad ids", "float", "stored"))
+    table.columns[1].no_wrap = False
+    table.columns[1].overflow = "fold"
+    table.columns[1].min_width = 12
+    for spec in manifest.tables:
+        features = ", ".join(feature.name for feature in manifest.features if feature.table == spec.name)
+        table.add_row(
+            spec.name,
+            features,
+            f"{spec.rows:,} × {spec.dim}",
+            spec.pooling.value + ("·w" if spec.weighted else ""),
+            spec.dtype.value,
+            spec.id_policy.value,
+            size_text(4 * spec.rows * spec.dim),
+            size_text(spec.rows * spec.row_bytes),
+        )
+    if manifest.weighted:
+        table.caption = "·w: its ids carry weights"
+    out.print(table)
+
+
+def show_placement(report: PlanReport) -> None:
+    """Print how each table is cut, and on which ranks its shards are."""
+    table = _table("placement", "table", right=("shape", "dtype", "type", "shards", "largest", "ranks"))
+    for name, placed in report.tables.items():
+        table.add_row(
+            name,
+            f"{placed.rows:,} × {placed.dim}",
+            placed.dtype.value,
+            placed.sharding_type.value,
+            str(len(placed.shards)),
+            size_text(max(shard.bytes for shard in placed.shards)),
+            _ranges({shard.rank for shard in placed.shards}),
+        )
+    out.print(table)
+
+
+def show_ranks(report: PlanReport, *, traffic: bool) -> None:
+    """Print the shards and bytes of each rank; if `traffic`, also the bytes that a request moves to and from it."""
+    columns = ("rank", "host", "shards", "bytes", "share") + (("ids in", "sums out") if traffic else ())
+    title = f"ranks, and what a request of {report.batch_size:,} samples moves" if traffic else "ranks"
+    table = _table(title, right=columns)
+    for number, rank in enumerate(report.ranks):
+        moved = (size_text(rank.bytes_in), size_text(rank.bytes_out)) if traffic else ()
+        table.add_row(
+            str(number), str(rank.host), str(rank.shards), size_text(rank.bytes), f"{rank.share:.1%}", *moved
+        )
+    out.print(table)
+
+
+def show_parity(parity: Iterable[Parity]) -> None:
+    """Print the largest error of an element at each step, a line for each table."""
+    table = _table(
+        "largest error of an element, step by step from the float table",
+        "table",
+        right=("quantized", "limit", "cosine", "sharded", "scripted", "reloaded", "trained"),
+    )
+    for each in parity:
+        table.add_row(
+            each.table,
+            _error(each.quantized.largest),
+            _error(each.limit),
+            f"{each.quantized.cosine:.6f}",
+            *(_error(step.largest) for step in (each.sharded, each.scripted, each.reloaded)),
+            _error(each.trained.largest) if each.trained else "–",
+        )
+    table.caption = "trained: answers of the trained module itself; – where it could not be run"
+    out.print(table)
+
+
+def show_remarks(noted: Manifest | PlanReport) -> None:
+    """Print what a bundle leaves out, and the notes of a bundle or a plan, a line each."""
+    if isinstance(noted, Manifest) and noted.left_out:
+        out.print(f"left out: {', '.join(noted.left_out)}", soft_wrap=True)
+    for note in noted.notes:
+        out.print(f"note: {note}", soft_wrap=True)
+
+
+def show_verification(verification: Verification) -> None:
+    """Print every step of every table."""
+    table = _table("", "table", "step", right=("largest", "mean", "cosine", "worst row"))
+    for each in verification.parity:
+        steps: dict[str, Agreement] = {
+            "float ↔ quantized": each.quantized,
+            "quantized ↔ sharded": each.sharded,
+            "sharded ↔ scripted": each.scripted,
+            "scripted ↔ reloaded": each.reloaded,
+        }
+        for name, step in steps.items():
+            # The last three steps compare answers to a probe, in which a "row" is a sample.
+            worst = f"{step.worst_row:,}" if step.largest else "–"
+            worst += "" if step is each.quantized or worst == "–" else " (probe)"
+            table.add_row(each.table, name, _error(step.largest), _error(step.mean), f"{step.cosine:.8f}", worst)
+        table.add_section()
+    out.print(table)
+
+
+def _error(error: float) -> str:
+    """An error in two digits; "0" where there is none."""
+    return f"{error:.1e}" if error else "0"
+
+
+def _ranges(numbers: set[int]) -> str:
+    """Write {0, 1, 2, 5} as "0–2, 5"."""
+    ranges: list[tuple[int, int]] = []
+    for each in sorted(numbers):
+        if ranges and ranges[-1][1] == each - 1:
+            ranges[-1] = ranges[-1][0], each
+        else:
+            ranges.append((each, each))
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in ranges)
+
+
+def _table(title: str, *left: str, right: tuple[str, ...]) -> Table:
+    table = Table(
+        title=f"\n{title}",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

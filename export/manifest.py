@@ -1,0 +1,102 @@
+"""The manifest of a bundle before its rows are stored."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from export.config import ExportConfig
+from export.plan.planner import plan_shards
+from export.progress import Progress, float_bytes
+from export.rows.quantize import check_dim
+from export.rows.smallest_dtype import smallest_dtype
+from export.trained.checkpoint import Checkpoint
+from export.trained.tables import TrainedTable
+from serving.bundle.manifest import FORMAT_VERSION, Manifest
+from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import Feature, Table
+from serving.errors import ConfigurationError
+from serving.pins import installed
+
+
+def describe(
+    trained: Sequence[TrainedTable],
+    config: ExportConfig,
+    weights: Callable[[], Checkpoint],
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Manifest:
+    """Describe a bundle of `trained` as far as it is known now: without parity, files, and modules left out.
+
+    Args:
+        trained: the tables.
+        config: what to export.
+        weights: opens the rows. It is called only where a dtype has to be chosen.
+        progress: called as rows are read.
+
+    Raises:
+        ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
+    """
+    config.check_patterns(table.name for table in trained)
+    dtypes = _dtypes(trained, config, weights, progress)
+    tables = tuple(
+        Table(
+            name=table.name,
+            rows=table.rows,
+            dim=table.dim,
+            pooling=table.pooling,
+            weighted=table.weighted,
+            dtype=dtypes[table.name],
+            id_policy=config.id_policy_of(table.name),
+        )
+        for table in trained
+    )
+    for table in tables:
+        if table.policy_error is not None:
+            raise ConfigurationError(f"table {table.name!r}: {table.policy_error}")
+    features = tuple(_features(trained))
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        features=features,
+        tables=tables,
+        output_dtype=config.output_dtype,
+        plan=plan_shards(tables, features, config.sharding),
+        parity=(),
+        exported_at=time.time(),
+        versions=installed(),
+        files={},
+    )
+
+
+def _features(trained: Sequence[TrainedTable]) -> Iterator[Feature]:
+    """All features, in the order in which their keys appear first: features of one key are side by side."""
+    named = [
+        Feature(name=name, table=table.name, shared_key=None if key == name else key)
+        for table in trained
+        for key, name in zip(table.keys, table.features, strict=True)
+    ]
+    keys = list(dict.fromkeys(feature.key for feature in named))
+    yield from sorted(named, key=lambda feature: keys.index(feature.key))
+
+
+def _dtypes(
+    trained: Sequence[TrainedTable],
+    config: ExportConfig,
+    weights: Callable[[], Checkpoint],
+    progress: Callable[[Progress], None],
+) -> dict[str, WeightDtype]:
+    """The dtype of each table: the configured one, or the smallest one within `max_error`, or INT8."""
+    limits = {t.name: config.max_error_of(t.name) for t in trained if config.dtype_of(t.name) is None}
+    total = float_bytes(*(table for table in trained if limits.get(table.name) is not None))
+    done = 0
+
+    def count(elements: int) -> None:
+        nonlocal done
+        done += 4 * elements
+        progress(Progress("choosing dtypes", done, total))
+
+    dtypes = {}
+    for table in trained:
+        dtype = config.dtype_of(table.name) or WeightDtype.INT8
+        if (limit := limits.get(table.name)) is not None:
+            dtype = smallest_dtype(table, weights(), limit, count)
+        check_dim(table.name, table.dim, dtype)
+        dtypes[table.name] = dtype
+    return dtypes

@@ -1,0 +1,83 @@
+"""One request to every table, and its answer by a program here or by a fresh process."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from export.errors import ParityError
+from serving.bundle.manifest import Manifest
+from serving.request import kjt
+from serving.request.schema import Schema
+from serving.request.tensors import Tensors
+
+_SEED = 20_451
+_SAMPLES = 64
+_LONGEST_BAG = 100
+
+Arguments = tuple[Tensor, Tensor, Tensor | None]
+
+
+def make_probe(manifest: Manifest) -> Tensors:
+    """A seeded request: for each key bags of 0 to 8 ids, an empty one, and one of 100 with the first and last id."""
+    random = np.random.default_rng(_SEED)
+    rows = manifest.rows_of_keys
+    lengths = random.integers(0, 9, (len(rows), _SAMPLES)).astype(np.int32)
+    lengths[:, 0] = _LONGEST_BAG
+    lengths[:, 1] = 0
+    columns = []
+    for height, bags in zip(rows.values(), lengths, strict=True):
+        ids = random.integers(0, height, bags.sum())
+        ids[:2] = 0, height - 1
+        columns.append(ids)
+    values = np.concatenate(columns)
+    weights = random.normal(size=values.size).astype(np.float32) if manifest.weighted else None
+    if weights is not None:
+        weighted = manifest.weighted_keys
+        weights[~np.repeat([key in weighted for key in rows], lengths.sum(axis=1))] = 1
+    return Tensors(None, values, lengths.ravel(), weights)
+
+
+def as_arguments(manifest: Manifest, request: Tensors) -> Arguments:
+    """A request for all keys, as programs take it.
+
+    Returns:
+        values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None.
+    """
+    checked = kjt.check([kjt.accept(Schema.of(manifest), request)])
+    weights = None if checked.weights is None else torch.from_numpy(checked.weights)
+    return torch.from_numpy(checked.values), torch.from_numpy(checked.offsets), weights
+
+
+def run_program(program: nn.Module, manifest: Manifest, probe: Tensors) -> npt.NDArray[Any]:
+    """The answer of a program, compiled or not: float32 or float16 [B, D]."""
+    answer: npt.NDArray[Any] = program(*as_arguments(manifest, probe), None).numpy()
+    return answer
+
+
+def run_reloaded(directory: Path, probe: Tensors) -> npt.NDArray[Any]:
+    """The answer of a fresh process, which opens the bundle at `directory` as serving does.
+
+    Returns:
+        float32 or float16 [B, D].
+
+    Raises:
+        ParityError: it cannot open the bundle, or refuses the probe.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        arrays: dict[str, npt.NDArray[Any]] = {"values": probe.values, "lengths": probe.lengths}
+        if probe.weights is not None:
+            arrays["weights"] = probe.weights
+        np.savez(Path(folder) / "probe.npz", **arrays)
+        command = [sys.executable, "-P", str(Path(__file__).with_name("reload.py")), str(directory), folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ParityError(f"{directory}: a fresh process could not answer from it:\n{done.stderr.strip()}")
+        answer: npt.NDArray[Any] = np.load(Path(folder) / "answer.npy", allow_pickle=False)
+        return answer

@@ -1,0 +1,1 @@
+"""Plans: where the shards of quantized tables go, by TorchRec's planner."""

@@ -1,0 +1,137 @@
+"""What a person asks of the planner: ranks, and how tables are placed on them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.planner.types import ParameterConstraints
+
+from export.patterns import check_patterns, last_match
+from export.plan.machine_memory import memory_here
+from export.sizes import MOST_BYTES
+from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
+from serving.errors import ConfigurationError
+
+AUTO = "auto"
+AUTO_SIMPLE = "auto-simple"
+CHOICES = (AUTO, AUTO_SIMPLE, *(kind.value for kind in ShardingType))
+# Constraints that constrain nothing.
+_OPEN = ParameterConstraints()
+
+
+def _between(least: int, most: int, **default: Any) -> Any:
+    """A number that has to lie in [least, most], unless it is None."""
+    return field(metadata={"bounds": (least, most)}, **default)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """Ranks, and how tables are cut and copied over them.
+
+    A mapping goes from a table's name, or a glob over names, to a setting. The last that matches a table counts.
+
+    Attributes:
+        ranks: number of ranks on all hosts together.
+        ranks_per_host: ranks of each host; None puts all on one host.
+        memory_bytes: what a rank can hold. Where None, several ranks have equal parts of `machine_bytes`. One rank,
+            or an explicit plan, then has no limit: what does not fit is read from disk.
+        machine_bytes: memory that all ranks share. By default it is this machine's, or what its control group allows.
+        types: `auto` (TorchRec's planner chooses), `auto-simple` (see `row_wise_over`), or a sharding type of
+            TorchRec.
+        constraints: TorchRec's own constraints, by a table's name. The other settings fill in what they leave open.
+        pooling_factors: average number of ids in a bag.
+        min_partition: least width of a block of columns. Where None, TorchRec's planner decides for `auto`; a table
+            that is cut by columns gets a block for each rank, or for each host under grid_shard.
+        batch_size: samples in a request.
+        row_wise_over: `auto-simple` cuts a table with more rows than this row-wise.
+        column_wise_over: `auto-simple` cuts another table with more columns than this column-wise. It leaves all
+            other tables whole.
+        plan: a JSON file with an explicit plan, as `tbe-export plan --json` prints it. Beside it, only memory_bytes,
+            pooling_factors and batch_size may be set.
+
+    Raises:
+        ConfigurationError: a value cannot be used.
+    """
+
+    ranks: int = _between(1, 10_000, default=1)
+    ranks_per_host: int | None = _between(1, 10_000, default=None)
+    memory_bytes: int | None = _between(1, MOST_BYTES, default=None)
+    machine_bytes: int = _between(1, MOST_BYTES, default_factory=memory_here)
+    types: Mapping[str, str] = field(default_factory=dict)
+    constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
+    pooling_factors: Mapping[str, float] = field(default_factory=dict)
+    min_partition: Mapping[str, int] = field(default_factory=dict)
+    batch_size: int = _between(1, 2**31 - 1, default=512)
+    row_wise_over: int = _between(0, MOST_BYTES, default=1_000_000)
+    column_wise_over: int = _between(0, MOST_BYTES, default=256)
+    plan: Path | str | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            number = getattr(self, each.name)
+            if "bounds" in each.metadata and number is not None:
+                least, most = each.metadata["bounds"]
+                if not least <= number <= most:
+                    raise ConfigurationError(f"{each.name}: expected {least} to {most}, got {number}")
+        if self.ranks % self.local_ranks:
+            raise ConfigurationError(
+                f"ranks_per_host: expected a divisor of {self.ranks} ranks, got {self.local_ranks}"
+            )
+        for pattern, kind in self.types.items():
+            if kind not in CHOICES:
+                raise ConfigurationError(f"types {pattern!r}: expected one of {', '.join(CHOICES)}, got {kind!r}")
+        for pattern, width in self.min_partition.items():
+            if not 1 <= width <= MOST_BYTES or width % COLUMN_MULTIPLE:
+                raise ConfigurationError(
+                    f"min_partition {pattern!r}: expected a multiple of {COLUMN_MULTIPLE} columns, got {width}"
+                )
+        for pattern, factor in self.pooling_factors.items():
+            if not 0 <= factor < 1e6:
+                raise ConfigurationError(
+                    f"pooling_factors {pattern!r}: expected >= 0 and below 1000000, got {factor}"
+                )
+        if self.plan is not None and (self.ranks > 1 or self.types or self.constraints or self.min_partition):
+            raise ConfigurationError(
+                "plan: expected no ranks, types, constraints or min_partition beside it: the plan file says them"
+            )
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks on each host."""
+        return self.ranks_per_host or self.ranks
+
+    @property
+    def rank_bytes(self) -> int:
+        """What a rank can hold, where there are several."""
+        return self.memory_bytes or max(1, self.machine_bytes // self.ranks)
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.ranks // self.local_ranks
+
+    def pooling_factors_of(self, table: str, readers: int) -> list[float]:
+        """The average number of ids in a bag, for each of the `readers` features that read `table`."""
+        given = self.constraints.get(table, _OPEN).pooling_factors
+        return [last_match(self.pooling_factors, table, 1.0)] * readers if given == _OPEN.pooling_factors else given
+
+    def check_tables(self, readers: Mapping[str, Sequence[str]]) -> None:
+        """Refuse settings that do not fit the tables.
+
+        Args:
+            readers: the features of each table, by its name.
+
+        Raises:
+            ConfigurationError: a pattern matches no table, or a constraint has another number of pooling factors than
+                its table has features.
+        """
+        for setting in ("types", "constraints", "pooling_factors", "min_partition"):
+            check_patterns(setting, getattr(self, setting), readers)
+        for table, features in readers.items():
+            factors = self.pooling_factors_of(table, len(features))
+            if len(factors) != len(features):
+                raise ConfigurationError(
+                    f"constraints {table!r}: expected pooling_factors for its {len(features)} features "
+                    f"({', '.join(features)}), got {len(factors)}"
+                )

@@ -1,0 +1,1 @@
+"""A plan becomes TorchScript: the lookup, without weights."""

@@ -1,0 +1,168 @@
+"""One rank's part of a sharded lookup."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from export.program.tbe_call import Segment, TbeCall
+from serving.bundle.plan import Shard
+from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import Pooling
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSegment:
+    """A segment and its place in the model.
+
+    Attributes:
+        feature: position of the feature in the manifest.
+        shard: the shard that the feature reads.
+        block: number of the shard's block among the blocks of rows that its table is cut into.
+        dtype: of the shard's rows.
+    """
+
+    feature: int
+    shard: Shard
+    block: int
+    dtype: WeightDtype
+
+
+class RankLookup(nn.Module):
+    """The S segments of one rank: which bags they take, their TBE call, and where its sums belong.
+
+    A tile is a few columns of an answer that no segment cuts. Widths and columns are counted in tiles here.
+    `positions` is always what `ShardedProgram.positions_of` returns: the place of each feature of the model among
+    the F features asked for, −1 where it is not asked for.
+
+    Args:
+        segments: ordered by feature.
+        widths: width of each feature of the model, in tiles.
+        tile: columns of a tile.
+        row_alignment: of the rank's bytes.
+
+    Attributes:
+        feature, block, width, column: int64 [S], of each segment: position of its feature, number of its block of
+            rows, its width, and its first column in the feature.
+        widths: int64 [features of the model].
+        all_targets: int64, `targets` where all features are asked for.
+        holds_all: whether the sums have all columns of the answer, in order.
+    """
+
+    feature: Tensor
+    block: Tensor
+    width: Tensor
+    column: Tensor
+    widths: Tensor
+    all_targets: Tensor
+
+    def __init__(
+        self, segments: Sequence[PlacedSegment], widths: Sequence[int], tile: int, row_alignment: int
+    ) -> None:
+        super().__init__()
+        self._constant("feature", [each.feature for each in segments])
+        self._constant("block", [each.block for each in segments])
+        self._constant("width", [each.shard.width // tile for each in segments])
+        self._constant("column", [each.shard.columns[0] // tile for each in segments])
+        self._constant("widths", widths)
+        self.tbe = TbeCall(
+            [Segment(each.dtype, each.shard.width, each.shard.offset_bytes) for each in segments],
+            Pooling.SUM,  # means are divided after the merge, by the whole bag's count
+            WeightDtype.FP32,
+            row_alignment,
+        )
+        self.tile = tile
+        features = torch.arange(len(widths))
+        self.register_buffer("all_targets", self.targets(features, features))
+        self.holds_all = self.all_targets.equal(torch.arange(sum(widths)))
+
+    def _constant(self, name: str, values: Sequence[int]) -> None:
+        self.register_buffer(name, torch.tensor(values, dtype=torch.int64))
+
+    @torch.jit.export
+    def sources(self, features: Tensor, positions: Tensor) -> Tensor:
+        """Which bags the segments asked for take.
+
+        Args:
+            features: int64 [F], the features asked for.
+            positions: int64 [features of the model].
+
+        Returns:
+            int64 [segments asked for], block · F + position of the feature.
+        """
+        position = positions.index_select(0, self.feature)
+        return (self.block * features.size(0) + position)[position >= 0]
+
+    @torch.jit.export
+    def targets(self, features: Tensor, positions: Tensor) -> Tensor:
+        """Which tile of the answer each tile of the sums is added to.
+
+        Args:
+            features: int64 [F], the features asked for.
+            positions: int64 [features of the model].
+
+        Returns:
+            int64 [tiles of the segments asked for], the numbers of the answer's tiles.
+        """
+        position = positions.index_select(0, self.feature)
+        asked = position >= 0
+        width = self.width[asked]
+        widths = self.widths.index_select(0, features)
+        start = (torch.cumsum(widths, 0) - widths).index_select(0, position[asked]) + self.column[asked]
+        moved = start - (torch.cumsum(width, 0) - width)
+        return torch.repeat_interleave(moved, width) + torch.arange(int(width.sum()))
+
+    def forward(
+        self,
+        weights_host: Tensor,
+        values: Tensor,
+        lengths: Tensor,
+        per_sample_weights: Tensor | None,
+        positions: Tensor | None,
+    ) -> Tensor:
+        """Partial sums of the segments asked for, side by side.
+
+        Args:
+            weights_host: uint8, the rank's bytes.
+            values: int64 [n], rows of the shards, segment-major.
+            lengths: int64 [segments asked for, B], bag sizes.
+            per_sample_weights: float32 [n], or None.
+            positions: int64 [features of the model], or None where all are asked for.
+
+        Returns:
+            float32 [B, columns of the segments asked for].
+        """
+        segments: Tensor | None = None
+        if positions is not None:
+            segments = torch.nonzero(positions.index_select(0, self.feature) >= 0).view(-1)
+        if lengths.size(0) == 0:
+            return torch.empty([lengths.size(1), 0])
+        offsets: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths.view(-1))
+        pooled: Tensor = self.tbe(weights_host, values, offsets, per_sample_weights, segments)
+        return pooled
+
+    @torch.jit.export
+    def add_to(self, sums: Tensor | None, part: Tensor, features: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Add this rank's partial sums to those of the ranks before it.
+
+        Args:
+            sums: float32 [B, D], of the ranks before; may be overwritten. None: this is the first rank.
+            part: float32 [B, columns of the segments asked for], this rank's; may be overwritten.
+            features: int64 [F], the features asked for, or None for all.
+            positions: int64 [features of the model], or None for all.
+
+        Returns:
+            float32 [B, D].
+        """
+        if self.holds_all and features is None:
+            return part if sums is None else sums.add_(part)
+        targets, widths = self.all_targets, self.widths
+        if features is not None and positions is not None:
+            targets, widths = self.targets(features, positions), widths.index_select(0, features)
+        samples, tiles = part.size(0), int(widths.sum())
+        if sums is None:
+            sums = torch.zeros([samples, tiles * self.tile])
+        part = part.view(samples, targets.size(0), self.tile)
+        sums.view(samples, tiles, self.tile).index_add_(1, targets, part)
+        return sums

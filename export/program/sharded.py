@@ -1,0 +1,238 @@
+"""A lookup over several ranks: split the request, one TBE call on each rank, merge the answers.
+
+Each of the three steps is a method of its own, so that ranks can be elsewhere: whoever holds the request splits and
+merges, and each rank looks up.
+
+A segment is one feature over one shard. Segments are ordered rank by rank, and by feature on each rank.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from export.program.means import SumsToAnswer
+from export.program.rank import PlacedSegment, RankLookup
+from serving.bundle.manifest import Manifest
+from serving.bundle.plan import row_blocks
+
+
+class ShardedProgram(nn.Module):
+    """Tables cut or copied over ranks, every way that a plan can.
+
+    `values`, `offsets`, `per_sample_weights` and `features` are everywhere those of the request, as
+    `export.program.one_rank.OneRankProgram.forward` takes them.
+
+    Args:
+        manifest: features, tables and plan. Its parity and files are not read.
+
+    Attributes:
+        weights_host: of each rank, uint8, its bytes. They are empty until the engine sets them.
+        layout: `Manifest.layout` of the manifest that this was compiled for.
+        row_bounds: of each feature, int64 [blocks + 1], where the blocks of its table's rows begin and end.
+        most_blocks: the number of blocks of rows of the table that has most.
+        order: int32 [segments], `split_order` where all features are asked for.
+        is_cut_in_order: whether ids that were cut by blocks of rows are in the order of the segments.
+        tile: columns of a tile. No segment cuts a tile.
+    """
+
+    weights_host: list[Tensor]
+    row_bounds: list[Tensor]
+    order: Tensor
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__()
+        tables = manifest.feature_tables
+        by_rank = _place(manifest)
+        cuts = (column for segments in by_rank for each in segments for column in each.shard.columns)
+        self.tile = math.gcd(*cuts, *(table.dim for table in tables))
+        widths = [table.dim // self.tile for table in tables]
+        self.layout = manifest.layout
+        self.weights_host = [torch.empty(0, dtype=torch.uint8) for _ in by_rank]
+        self.ranks = nn.ModuleList(
+            RankLookup(segments, widths, self.tile, manifest.plan.row_alignment) for segments in by_rank
+        )
+        self.to_answer = SumsToAnswer(manifest)
+
+        pieces = manifest.plan.pieces_by_table
+        blocks = [row_blocks(pieces[table.name]) for table in tables]
+        self.row_bounds = [torch.tensor([0, *(stop for _, stop in each)]) for each in blocks]
+        self.most_blocks = max(map(len, blocks))
+        everything = torch.arange(len(tables))
+        self.register_buffer("order", self.split_order(everything, everything))
+        # So it is where all tables are cut row-wise alike. A block that a short table does not have takes no place:
+        # it has no ids.
+        self.is_cut_in_order = bool((torch.diff(self.order) > 0).all())
+
+    @torch.jit.export
+    def positions_of(self, features: Tensor) -> Tensor:
+        """The place of each feature of the model in `features`, −1 where it is not asked for.
+
+        Args:
+            features: int64 [F], the features asked for.
+
+        Returns:
+            int64 [features of the model].
+        """
+        positions = torch.full([len(self.row_bounds)], -1, dtype=torch.int64)
+        positions[features] = torch.arange(features.size(0))
+        return positions
+
+    @torch.jit.export
+    def split_order(self, features: Tensor, positions: Tensor) -> Tensor:
+        """Which bags the segments asked for take, rank by rank.
+
+        Args:
+            features: int64 [F], the features asked for.
+            positions: int64 [features of the model], as `positions_of` returns them.
+
+        Returns:
+            int32 [segments asked for], block · F + position of the feature.
+        """
+        return torch.cat([rank.sources(features, positions) for rank in self.ranks]).int()  # type: ignore[operator]
+
+    @torch.jit.export
+    def split(
+        self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """What each rank is asked.
+
+        Returns:
+            For each rank: rows of its shards, int64 [n]; bag sizes, int64 [segments asked for, B]; weights,
+            float32 [n], or None.
+        """
+        bounds = self.row_bounds
+        order = self.order
+        positions: Tensor | None = None
+        if features is not None:
+            positions = self.positions_of(features)
+            order = self.split_order(features, positions)
+            asked: list[int] = features.tolist()
+            bounds = [self.row_bounds[feature] for feature in asked]
+        lengths, values, weights = self._cut_rows(values, offsets, per_sample_weights, bounds)
+        if features is None and self.is_cut_in_order:
+            lengths = lengths.index_select(0, order)
+        else:
+            lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data(order, lengths, values, weights)
+        return self._by_rank(values, lengths, weights, positions)
+
+    def _cut_rows(
+        self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, bounds: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sort ids by the block of rows that they are in, and count them from the beginning of their block.
+
+        Args:
+            bounds: `row_bounds` of the F features asked for.
+
+        Returns:
+            Bag sizes, int64 [blocks · F, B]; ids, int64 [N]; weights, float32 [N], or None.
+        """
+        features = len(bounds)
+        lengths, weights = torch.diff(offsets), per_sample_weights
+        samples = lengths.size(0) // features
+        if self.most_blocks > 1:
+            lengths, values, weights, _, _ = torch.ops.fbgemm.block_bucketize_sparse_features(
+                lengths,
+                values,
+                bucketize_pos=False,
+                sequence=False,
+                block_sizes=torch.ones(features, dtype=torch.int64),  # not read: the blocks are those of `bounds`
+                my_size=self.most_blocks,
+                weights=weights,
+                block_bucketize_pos=bounds,
+            )
+        return lengths.view(self.most_blocks * features, samples), values, weights
+
+    def _by_rank(
+        self, values: Tensor, lengths: Tensor, weights: Tensor | None, positions: Tensor | None
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Hand out ids [N], bag sizes [segments asked for, B] and weights [N], which are in the order of segments."""
+        requests: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        segment, id_ = 0, 0
+        for rank in self.ranks:
+            feature: Tensor = rank.feature  # type: ignore[assignment]
+            segments = feature.size(0)
+            if positions is not None:
+                segments = int((positions.index_select(0, feature) >= 0).sum())
+            bags = lengths.narrow(0, segment, segments)
+            ids = int(bags.sum())
+            weights_here: Tensor | None = None
+            if weights is not None:
+                weights_here = weights.narrow(0, id_, ids)
+            requests.append((values.narrow(0, id_, ids), bags, weights_here))
+            segment += segments
+            id_ += ids
+        return requests
+
+    @torch.jit.export
+    def lookup(
+        self,
+        rank: int,
+        values: Tensor,
+        lengths: Tensor,
+        per_sample_weights: Tensor | None,
+        features: Tensor | None,
+    ) -> Tensor:
+        """One rank's partial sums.
+
+        Args:
+            rank: number of the rank.
+            values: int64 [n], as `split` returns them for the rank.
+            lengths: int64 [segments asked for, B], likewise.
+            per_sample_weights: float32 [n] or None, likewise.
+            features: those of the request.
+
+        Returns:
+            float32 [B, columns of the rank's segments asked for].
+        """
+        positions = None if features is None else self.positions_of(features)
+        pooled = torch.empty(0)
+        for number, ranks_lookup in enumerate(self.ranks):
+            if number == rank:
+                pooled = ranks_lookup(self.weights_host[number], values, lengths, per_sample_weights, positions)
+        return pooled
+
+    @torch.jit.export
+    def merge(self, pooled: list[Tensor], offsets: Tensor, features: Tensor | None) -> Tensor:
+        """The answer from the partial sums of all ranks.
+
+        Args:
+            pooled: of each rank, what `lookup` returns; may be overwritten.
+            offsets: those of the request.
+            features: those of the request.
+
+        Returns:
+            [B, D], float32 or float16.
+        """
+        positions = None if features is None else self.positions_of(features)
+        sums: Tensor | None = None
+        for number, rank in enumerate(self.ranks):
+            sums = rank.add_to(sums, pooled[number], features, positions)  # type: ignore[operator]
+        assert sums is not None  # noqa: S101  for TorchScript: there is a rank
+        return self.to_answer(sums, offsets, features)  # type: ignore[no-any-return]
+
+    def forward(
+        self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
+    ) -> Tensor:
+        """Look up and pool, as `export.program.one_rank.OneRankProgram.forward` says."""
+        requests = self.split(values, offsets, per_sample_weights, features)
+        positions = None if features is None else self.positions_of(features)
+        sums: Tensor | None = None
+        for number, rank in enumerate(self.ranks):
+            ids, lengths, weights = requests[number]
+            rows = self.weights_host[number]
+            # Added at once, so that the next rank's sums take the memory that this one's leave.
+            sums = rank.add_to(sums, rank(rows, ids, lengths, weights, positions), features, positions)  # type: ignore[operator]
+        assert sums is not None  # noqa: S101
+        return self.to_answer(sums, offsets, features)  # type: ignore[no-any-return]
+
+
+def _place(manifest: Manifest) -> list[list[PlacedSegment]]:
+    """The segments of each rank, by feature."""
+    by_rank: list[list[PlacedSegment]] = [[] for _ in manifest.plan.ranks]
+    pieces = manifest.plan.pieces_by_table
+    for feature, table in enumerate(manifest.feature_tables):
+        blocks = row_blocks(pieces[table.name])
+        for shard in pieces[table.name]:
+            by_rank[shard.rank].append(PlacedSegment(feature, shard, blocks.index(shard.rows), table.dtype))
+    return by_rank

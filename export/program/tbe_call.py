@@ -1,0 +1,140 @@
+"""One TBE call: FBGEMM's operator for all segments of a rank, in a form that TorchScript compiles."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import Pooling
+
+# fbgemm_gpu's EmbeddingLocation.HOST and PoolingMode, as the operator takes them.
+_HOST = 3
+_POOLING_MODE = {Pooling.SUM: 0, Pooling.MEAN: 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One feature over one shard, which FBGEMM itself calls a feature.
+
+    Attributes:
+        dtype: of the shard's rows.
+        width: columns of the shard.
+        offset_bytes: where the shard begins in the rank's bytes.
+    """
+
+    dtype: WeightDtype
+    width: int
+    offset_bytes: int
+
+
+class TbeCall(nn.Module):
+    """The operator, and its constant arguments for the S segments of a rank.
+
+    Args:
+        segments: in the order of the answer.
+        pooling: of all segments.
+        output_dtype: of the answer, FP32 or FP16.
+        row_alignment: of the rank's bytes.
+
+    Attributes:
+        weights_uvm: uint8 [0], for rows that are not on the host: there are none.
+        placements: int32 [S], where the rows are: all on the host.
+        weights_offsets: int64 [S], `Segment.offset_bytes`.
+        weights_tys: uint8 [S], the number of the dtype in SparseType.
+        dims: int32 [S], widths.
+        d_offsets: int32 [S + 1], where each segment's columns begin in the answer; the last is `total_d`.
+    """
+
+    weights_uvm: Tensor
+    placements: Tensor
+    weights_offsets: Tensor
+    weights_tys: Tensor
+    dims: Tensor
+    d_offsets: Tensor
+
+    def __init__(
+        self, segments: Sequence[Segment], pooling: Pooling, output_dtype: WeightDtype, row_alignment: int
+    ) -> None:
+        super().__init__()
+        widths = [segment.width for segment in segments]
+        self.register_buffer("weights_uvm", torch.empty(0, dtype=torch.uint8))
+        self._constant("placements", [_HOST] * len(segments), torch.int32)
+        self._constant("weights_offsets", [segment.offset_bytes for segment in segments], torch.int64)
+        self._constant("weights_tys", [segment.dtype.format.sparse_type for segment in segments], torch.uint8)
+        self._constant("dims", widths, torch.int32)
+        self._constant("d_offsets", [sum(widths[:i]) for i in range(len(widths) + 1)], torch.int32)
+        self.total_d = sum(widths)
+        self.max_widths = _max_widths(segments)
+        self.row_alignment = row_alignment
+        self.pooling_mode = _POOLING_MODE[pooling]
+        self.output_dtype = output_dtype.format.sparse_type
+
+    def _constant(self, name: str, values: list[int], dtype: torch.dtype) -> None:
+        self.register_buffer(name, torch.tensor(values, dtype=dtype))
+
+    def forward(
+        self,
+        weights_host: Tensor,
+        values: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None,
+        segments: Tensor | None,
+    ) -> Tensor:
+        """Look up and pool.
+
+        Args:
+            weights_host: uint8, the rank's bytes.
+            values: int64 [N], rows of the shards, segment-major.
+            offsets: int64 [segments asked for · B + 1], where each bag starts in `values`; the last is N.
+            per_sample_weights: float32 [N], or None.
+            segments: int64 [segments asked for], their positions among the S. None: all of them.
+
+        Returns:
+            [B, columns of the segments asked for], float32 or float16.
+        """
+        placements = self.placements
+        weights_offsets = self.weights_offsets
+        weights_tys = self.weights_tys
+        d_offsets = self.d_offsets
+        total_d = self.total_d
+        if segments is not None:
+            placements = placements.index_select(0, segments)
+            weights_offsets = weights_offsets.index_select(0, segments)
+            weights_tys = weights_tys.index_select(0, segments)
+            dims = self.dims.index_select(0, segments)
+            d_offsets = torch.zeros(dims.size(0) + 1, dtype=torch.int32)
+            torch.cumsum(dims, 0, dtype=torch.int32, out=d_offsets[1:])
+            total_d = int(d_offsets[-1])
+        pooled: Tensor = torch.ops.fbgemm.int_nbit_split_embedding_codegen_lookup_function(
+            dev_weights=weights_host,
+            uvm_weights=self.weights_uvm,
+            weights_placements=placements,
+            weights_offsets=weights_offsets,
+            weights_tys=weights_tys,
+            D_offsets=d_offsets,
+            total_D=total_d,
+            # By number in SparseType. TorchScript knows no table of ours.
+            max_float32_D=self.max_widths[0],
+            max_float16_D=self.max_widths[1],
+            max_int8_D=self.max_widths[2],
+            max_int4_D=self.max_widths[3],
+            max_int2_D=self.max_widths[4],
+            indices=values,
+            offsets=offsets,
+            pooling_mode=self.pooling_mode,
+            indice_weights=per_sample_weights,
+            output_dtype=self.output_dtype,
+            row_alignment=self.row_alignment,
+        )
+        return pooled
+
+
+def _max_widths(segments: Sequence[Segment]) -> list[int]:
+    """The width of the widest segment of each dtype, 0 where there is none, by the dtype's number in SparseType."""
+    widths = [0] * (1 + max(dtype.format.sparse_type for dtype in WeightDtype))
+    for segment in segments:
+        number = segment.dtype.format.sparse_type
+        widths[number] = max(widths[number], segment.width)
+    return widths

@@ -1,0 +1,1 @@
+"""Publish a version by one rename, and remove old versions."""

@@ -1,0 +1,212 @@
+"""Write a version beside the repository, then rename it into place. It is there completely or not at all.
+
+Triton takes every folder of a repository for a model, hidden ones too. So a draft lies beside the repository, on the
+same file system. A draft is locked while its export lives. The next export removes drafts of killed exports.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from export.errors import PublishError
+from export.publish.compatible import check_compatible
+from serving.bundle.manifest import MANIFEST, Manifest
+from serving.bundle.opening import versions
+from serving.bundle.signature import sign
+from serving.errors import ConfigurationError
+from serving.files.temporary import temporary_folder
+from serving.model.config_file import CONFIG
+from serving.model.settings import ServingSettings
+from serving.model.template import model_config
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+# Triton's versions are int64.
+_MOST_VERSION = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A version that is being written.
+
+    Attributes:
+        repository: the model repository.
+        name: the model's name.
+        version: the version's number; None takes the next free one.
+        manifest: what the version will hold; its parity and files do not matter.
+        settings: how the model is to be served; None takes its settings, or the defaults for a new model.
+        signing_key: signs the version, and the settings of a new model; None signs nothing.
+        root: the temporary folder.
+    """
+
+    repository: Path
+    name: str
+    version: int | None
+    manifest: Manifest
+    settings: ServingSettings | None
+    signing_key: Ed25519PrivateKey | None
+    root: Path
+
+    @property
+    def path(self) -> Path:
+        """The folder that becomes the version."""
+        return self.root / "version"
+
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """Push the files written so far to the disk, while the caller does something else."""
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.submit(_sync, self.path)
+            yield
+            synced.result()
+
+    def publish(self) -> Path:
+        """Rename the draft to its version.
+
+        Returns:
+            The bundle's path.
+
+        Raises:
+            PublishError: the version exists, or the model's other versions have another contract.
+        """
+        model = self.repository / self.name
+        if not model.exists() and (published := self._publish_model(model)):
+            return published
+        check_compatible(model, self.manifest, self.settings)
+        _sync(self.path)
+        while True:
+            version = self.version or _next_version(model)
+            bundle = model / str(version)
+            self._sign(self.path, version)
+            if _rename(self.path, bundle):
+                _sync_folder(model)
+                return bundle
+            if self.version is not None:
+                raise PublishError(_exists(bundle))
+
+    def _publish_model(self, model: Path) -> Path | None:
+        """Rename a new model, with this version in it, into place; None where the model appeared meanwhile."""
+        draft = self.root / "model"
+        version = self.version or 1
+        draft.mkdir()
+        settings = self.settings or ServingSettings()
+        config = model_config(self.name, self.manifest, settings).encode()
+        (draft / CONFIG).write_bytes(config)
+        if self.signing_key is not None:
+            sign(draft / CONFIG, config, self.signing_key, self.name)
+        self.path.rename(draft / str(version))
+        self._sign(draft / str(version), version)
+        _sync(draft)
+        if not _rename(draft, model):
+            (draft / str(version)).rename(self.path)
+            return None
+        _sync_folder(self.repository)
+        return model / str(version)
+
+    def _sign(self, path: Path, version: int) -> None:
+        """Sign the draft as `version`. A signature names its version, whose number is known only now."""
+        if self.signing_key is not None:
+            sign(path / MANIFEST, (path / MANIFEST).read_bytes(), self.signing_key, self.name, version)
+            _sync_folder(path)
+
+
+@contextmanager
+def draft(
+    repository: Path,
+    name: str,
+    version: int | None,
+    manifest: Manifest,
+    settings: ServingSettings | None,
+    signing_key: Ed25519PrivateKey | None = None,
+) -> Iterator[Draft]:
+    """Make a folder for the files of a new version. It is removed afterwards, unless it was published.
+
+    The repository is made if it is missing. Arguments are the attributes of Draft.
+
+    Raises:
+        ConfigurationError: the name or version cannot be used.
+        PublishError: the version exists; the model's other versions have another contract or settings; no draft can
+            be made beside the repository; or the disk is full.
+    """
+    repository = repository.absolute()
+    _check_target(repository, name, version)
+    if (model := repository / name).exists():
+        check_compatible(model, manifest, settings)
+    with ExitStack() as stack:
+        try:
+            repository.mkdir(parents=True, exist_ok=True)
+            root = stack.enter_context(temporary_folder(repository.parent, f".{repository.name}.draft-"))
+        except OSError as error:
+            raise PublishError(f"{repository}: cannot write in it and beside it: {error.strerror}") from error
+        if root.stat().st_dev != repository.stat().st_dev:
+            raise PublishError(
+                f"{repository}: is the root of a file system, so that nothing beside it can be renamed into it: "
+                "make the repository a folder of it"
+            )
+        try:
+            new = Draft(repository, name, version, manifest, settings, signing_key, root)
+            new.path.mkdir()
+            yield new
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise PublishError(
+                f"{root}: the draft cannot be written: {error.strerror}: make room beside the repository"
+            ) from error
+
+
+def _check_target(repository: Path, name: str, version: int | None) -> None:
+    """Refuse a name or version that cannot be published, or is there already."""
+    if not _NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"name: expected at most 128 letters, digits, '_', '-' and '.', not '-' or '.' first, got {name!r}"
+        )
+    if version is not None and not 1 <= version <= _MOST_VERSION:
+        raise ConfigurationError(f"version: expected 1 to {_MOST_VERSION}, got {version}")
+    if version is not None and (bundle := repository / name / str(version)).exists():
+        raise PublishError(_exists(bundle))
+
+
+def _exists(bundle: Path) -> str:
+    return f"{bundle}: exists; published versions are never changed: pick another version"
+
+
+def _next_version(model: Path) -> int:
+    return max(versions(model), default=0) + 1
+
+
+def _rename(source: Path, target: Path) -> bool:
+    """Rename a folder; False where the target is taken."""
+    try:
+        source.rename(target)
+    except (FileExistsError, NotADirectoryError):
+        return False
+    except OSError as error:
+        if target.exists():  # ENOTEMPTY has no exception of its own
+            return False
+        raise PublishError(f"{target}: cannot be published: {error.strerror}") from error
+    return True
+
+
+def _sync(root: Path) -> None:
+    """Push every file and folder under `root` to the disk: after a crash, a renamed folder has its contents."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with (Path(folder) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        _sync_folder(Path(folder))
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

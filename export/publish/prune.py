@@ -1,0 +1,74 @@
+"""Remove old versions of a model, but none that is in use."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from export.errors import PublishError
+from serving.bundle.opening import versions
+from serving.bundle.use import in_use
+from serving.errors import ConfigurationError
+from serving.model.config_file import read_config, settings_of
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a version: `kept` is why it stays, or None if it was removed."""
+
+    version: int
+    kept: str | None
+
+
+def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
+    """Remove old versions of a model.
+
+    These stay: the newest `keep`, those that a process has open, and the one that config.pbtxt says to serve.
+
+    Args:
+        model: `<repository>/<name>`.
+        keep: how many of the newest always stay, 1 or more.
+        dry_run: only tell what would be removed.
+
+    Yields:
+        The fate of each version, newest first. A version is renamed away at once; then its files are removed.
+
+    Raises:
+        PublishError: a version cannot be removed.
+        ConfigurationError: `keep` is less than 1, or there is no such model.
+    """
+    if keep < 1:
+        raise ConfigurationError(f"keep: expected 1 or more, got {keep}")
+    configured = settings_of(read_config(model)).version
+    for position, version in enumerate(reversed(versions(model))):
+        path = model / str(version)
+        if position < keep:
+            yield Fate(version, f"among the newest {keep}")
+        elif version == configured:
+            yield Fate(version, "config.pbtxt says to serve it")
+        elif dry_run:
+            with in_use(path) as used:
+                yield Fate(version, "in use" if used else None)
+        else:
+            yield Fate(version, None if _remove(path) else "in use")
+
+
+def _remove(version: Path) -> bool:
+    """Remove a version, unless a process has it open.
+
+    Returns:
+        Whether it was removed.
+    """
+    repository = version.parent.parent.absolute()
+    with in_use(version) as used:
+        if used:
+            return False
+        try:
+            # As for drafts: Triton takes every folder inside the repository for a model.
+            trash = Path(tempfile.mkdtemp(dir=repository.parent, prefix=f".{repository.name}.draft-"))
+            version.rename(trash / "version")
+        except OSError as error:
+            raise PublishError(f"{version}: cannot be removed: {error.strerror}") from error
+    shutil.rmtree(trash, ignore_errors=True)  # the next export removes what is left
+    return True

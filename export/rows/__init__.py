@@ -1,0 +1,1 @@
+"""Float rows become stored rows: choose a dtype, quantize, cut into shards, write to the ranks' files."""

@@ -1,0 +1,38 @@
+"""Numbers of bytes, as people write and read them."""
+
+import math
+import re
+
+from rich.filesize import decimal
+
+from serving.errors import ConfigurationError
+
+# More than any machine has.
+MOST_BYTES = 1 << 60
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1000), ("b", 1000), ("ib", 1024))
+}
+
+
+def size_bytes(setting: str, text: str | int) -> int:
+    """Read "16 GB" (16·10⁹), "16GiB" (16·2³⁰) or a plain number of bytes.
+
+    Args:
+        setting: what the size is for; an error names it.
+        text: the size.
+
+    Raises:
+        ConfigurationError: the text is no size, or a size below 1 byte or above MOST_BYTES.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", str(text).strip())
+    size = float(match[1]) * _UNITS.get(match[2].lower(), math.nan) if match else math.nan
+    if not 1 <= size <= MOST_BYTES:
+        raise ConfigurationError(f"{setting}: expected a size such as 16GB or 16GiB, got {str(text)!r}")
+    return int(size)
+
+
+def size_text(size_bytes: int) -> str:
+    """Write a number of bytes in powers of 1000: "1.5 MB"."""
+    return decimal(size_bytes).replace("bytes", "B").replace("byte", "B")

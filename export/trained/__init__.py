@@ -1,0 +1,1 @@
+"""A trained module: its tables, and where their rows are."""

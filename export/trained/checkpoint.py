@@ -1,0 +1,168 @@
+"""Checkpoints: the rows of trained tables, read in blocks, never all at once."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from export.errors import CheckpointError
+from export.trained import dcp
+from export.trained.archive import locate_tensors
+from export.trained.sources import InMemory, InSafetensors, StoredTable
+from export.trained.tables import TrainedTable
+
+# Hugging Face's tools write it beside the files of a sharded set: {"weight_map": {key: file name}}.
+_SAFETENSORS_INDEX = "*.safetensors.index.json"
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+# Float bytes of a block of rows. It is large enough that threads rarely wait for one another's Python, and small
+# enough that memory does not matter.
+_BLOCK_BYTES = 1 << 21
+
+
+class Checkpoint:
+    """The rows of tables, by state-dict key.
+
+    Args:
+        source: the file, folder or class that holds them, for messages.
+        stored: every tensor that may be a table. Several threads read from it at once.
+    """
+
+    def __init__(self, source: str, stored: Mapping[str, StoredTable]) -> None:
+        self._source = source
+        self._stored = stored
+
+    def rows(self, table: TrainedTable, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of `table`: float32 or float16 [stop − start, dim], on the CPU."""
+        return self._find(table).read(start, stop)
+
+    def check(self, table: TrainedTable) -> None:
+        """Refuse a table that is not here as its config describes it.
+
+        Raises:
+            CheckpointError: the table is missing, ambiguous, of another shape, or neither float32 nor float16.
+        """
+        where = f"{self._source}: table {table.name!r}"
+        stored = self._find(table)
+        if stored.shape != (table.rows, table.dim):
+            raise CheckpointError(f"{where}: expected shape {[table.rows, table.dim]}, got {list(stored.shape)}")
+        if stored.dtype not in (torch.float32, torch.float16):
+            raise CheckpointError(f"{where}: expected float32 or float16, got {stored.dtype}")
+
+    def _find(self, table: TrainedTable) -> StoredTable:
+        """The tensor under the key of `table`, or under the only key that ends in it: wrappers add a prefix."""
+        if table.key in self._stored:
+            return self._stored[table.key]
+        matches = [key for key in self._stored if key.endswith("." + table.key)]
+        if len(matches) != 1:
+            found = ", ".join(matches or sorted(self._stored)[:8]) or "nothing"
+            raise CheckpointError(
+                f"{self._source}: table {table.name!r}: expected one key {table.key!r}, found {found}"
+            )
+        return self._stored[matches[0]]
+
+
+# A file or folder for `open_checkpoint`; a Checkpoint of tables that are read some other way; None: the module's own.
+WeightSource = Path | str | Checkpoint | None
+
+
+def block_bounds(table: TrainedTable) -> Iterator[tuple[int, int]]:
+    """Divide the rows of `table` into blocks [start, stop), from the first to the last."""
+    step = max(1, _BLOCK_BYTES // (4 * table.dim))
+    for start in range(0, table.rows, step):
+        yield start, min(start + step, table.rows)
+
+
+def blocks(table: TrainedTable, weights: Checkpoint) -> Iterator[tuple[int, Tensor]]:
+    """Read the rows of `table` in blocks, float32 or float16 [n, dim], each with the number of its first row."""
+    for start, stop in block_bounds(table):
+        yield start, weights.rows(table, start, stop)
+
+
+def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpoint:
+    """The rows of `tables` that `module` itself holds.
+
+    Raises:
+        CheckpointError: a table is on the meta device, or sharded over several processes.
+    """
+    source = type(module).__name__
+    state = module.state_dict()
+    stored = {}
+    for table in tables:
+        tensor = state[table.key]
+        if type(tensor) is not Tensor:
+            raise CheckpointError(
+                f"{source}: table {table.name!r}: expected a plain tensor, found {type(tensor).__name__}: save the "
+                "model with torch.distributed.checkpoint and give the folder as checkpoint"
+            )
+        if tensor.is_meta:
+            raise CheckpointError(
+                f"{source}: table {table.name!r}: is on the meta device and has no weights: give a checkpoint"
+            )
+        stored[table.key] = InMemory(tensor)
+    return Checkpoint(source, stored)
+
+
+def open_weights(module: nn.Module, tables: Iterable[TrainedTable], checkpoint: WeightSource) -> Checkpoint:
+    """The rows of `tables`: in `checkpoint`, or in `module` itself where that is None.
+
+    Raises:
+        CheckpointError: as `open_checkpoint` and `module_weights`.
+    """
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    return module_weights(module, tables) if checkpoint is None else open_checkpoint(checkpoint)
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a checkpoint without reading its rows.
+
+    Args:
+        path: one of
+            a state dict saved by `torch.save`, which may be nested in other dicts;
+            a .safetensors file;
+            a sharded set of .safetensors files: their folder, or its index file;
+            a folder of torch.distributed.checkpoint, saved by any number of processes.
+
+    Raises:
+        CheckpointError: it is none of these, or holds objects that only running code could read.
+    """
+    path = Path(path)
+    if path.is_dir() and (path / dcp.METADATA).exists():
+        return Checkpoint(str(path), dcp.open_folder(path))
+    if path.is_dir() and len(indexes := list(path.glob(_SAFETENSORS_INDEX))) == 1:
+        return Checkpoint(str(path), _open_safetensors_set(indexes[0]))
+    if path.is_file() and path.match(_SAFETENSORS_INDEX):
+        return Checkpoint(str(path), _open_safetensors_set(path))
+    if path.is_file():
+        return Checkpoint(
+            str(path), _open_safetensors(path) if path.suffix == ".safetensors" else locate_tensors(path)
+        )
+    found = "a folder with neither" if path.is_dir() else "nothing"
+    raise CheckpointError(
+        f"{path}: expected a file, or a folder with a {dcp.METADATA} or a {_SAFETENSORS_INDEX}, found {found}"
+    )
+
+
+def _open_safetensors_set(index: Path) -> dict[str, InSafetensors]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: expected an index of safetensors files: {error!r}") from error
+    return {key: table for name in sorted(names) for key, table in _open_safetensors(index.parent / name).items()}
+
+
+def _open_safetensors(path: Path) -> dict[str, InSafetensors]:
+    stored = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                slice_ = file.get_slice(key)
+                dtype = _SAFETENSORS_DTYPES.get(slice_.get_dtype(), torch.uint8)
+                stored[key] = InSafetensors(path, key, tuple(slice_.get_shape()), dtype)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: expected a safetensors file: {error}") from error
+    return stored

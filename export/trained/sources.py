@@ -1,0 +1,85 @@
+"""Where the rows of a table can be: in memory, in a file, in a safetensors file. Reading keeps nothing in memory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+
+class StoredTable(Protocol):
+    """A matrix [rows, dim] in a module or a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, dim)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its elements."""
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) on the CPU, [stop − start, dim]."""
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A tensor that a module holds, on any device."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, dim)."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its elements."""
+        return self.tensor.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop): a view [stop − start, dim], or a copy where the tensor is not on the CPU."""
+        return self.tensor[start:stop].detach().cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """A table in a file: element (r, c) lies at byte `offset` + r·strides[0] + c·strides[1]."""
+
+    path: Path
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop): a copy [stop − start, dim]. Nothing of the file stays in memory."""
+        kind = torch.empty(0, dtype=self.dtype).numpy().dtype
+        begin = self.offset + start * self.strides[0]
+        shape = (stop - start, self.shape[1])
+        if self.strides == (self.shape[1] * kind.itemsize, kind.itemsize):
+            return torch.from_numpy(np.fromfile(self.path, kind, shape[0] * shape[1], offset=begin).reshape(shape))
+        # The table is a view of a larger tensor: the file is mapped while its rows are copied.
+        mapped = np.memmap(self.path, np.uint8, mode="r")
+        rows: np.ndarray[tuple[int, int], np.dtype[np.generic]] = np.ndarray(shape, kind, mapped, begin, self.strides)
+        return torch.from_numpy(rows.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class InSafetensors:
+    """A tensor of a safetensors file."""
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop): a copy [stop − start, dim]. The file is opened each time: closing unmaps the rows."""
+        with safe_open(self.path, framework="pt") as file:
+            rows: Tensor = file.get_slice(self.key)[start:stop]
+        return rows

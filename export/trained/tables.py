@@ -1,0 +1,133 @@
+"""The embedding tables of a trained module, from TorchRec's configs."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+
+from export.errors import ModelError
+from export.trained.modules import Found, dotted, find_collections
+from serving.bundle.tables import Pooling
+
+_POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTable:
+    """One table of an EmbeddingBagCollection.
+
+    Attributes:
+        name: its name in the config, or `path.name` where two collections have a table of that name.
+        key: the key of its rows in the module's state dict.
+        rows: how many.
+        dim: columns.
+        pooling: SUM or MEAN.
+        weighted: whether its ids carry weights.
+        features: the names of its answers. A feature is named as the KJT key that it reads, or `key@name` where
+            several tables read that key; TorchRec names its answers so, too.
+        keys: the KJT key of each feature.
+    """
+
+    name: str
+    key: str
+    rows: int
+    dim: int
+    pooling: Pooling
+    weighted: bool
+    features: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trained module and its tables.
+
+    Attributes:
+        module: the module.
+        found: its collections, and what is left out.
+        by_collection: the tables of each collection, by the collection's path, in TorchRec's order.
+    """
+
+    module: nn.Module
+    found: Found
+    by_collection: dict[str, tuple[TrainedTable, ...]]
+
+    @property
+    def tables(self) -> tuple[TrainedTable, ...]:
+        """The tables of all collections."""
+        return tuple(table for tables in self.by_collection.values() for table in tables)
+
+
+def collect_tables(module: nn.Module) -> Trained:
+    """Find the tables of every (Fused)EmbeddingBagCollection in `module`.
+
+    Raises:
+        ModelError: there is no collection, or one that is not served (`export.trained.modules`); a table is pruned,
+            virtual or position-weighted; or a feature's name cannot be requested, or is another feature's too.
+    """
+    found = find_collections(module)
+    configs = {path: _configs(collection) for path, collection in found.collections.items()}
+    every = [config for each in configs.values() for config in each]
+    tables = Counter(config.name for config in every)
+    readers = Counter(key for config in every for key in config.feature_names)
+    by_collection = {
+        path: tuple(
+            _trained_table(path, config, _is_weighted(found.collections[path]), tables[config.name] > 1, readers)
+            for config in each
+        )
+        for path, each in configs.items()
+    }
+    trained = Trained(module, found, by_collection)
+    for name, count in Counter(name for table in trained.tables for name in table.features).items():
+        if count > 1:
+            raise ModelError(
+                f"feature {name!r}: expected different names, got {count} answers of this one: rename it"
+            )
+    return trained
+
+
+def _configs(collection: Any) -> list[EmbeddingBagConfig]:
+    return [_servable(config) for config in collection.embedding_bag_configs()]
+
+
+def _is_weighted(collection: Any) -> bool:
+    weighted: bool = collection.is_weighted()
+    return weighted
+
+
+def _trained_table(
+    path: str, config: EmbeddingBagConfig, weighted: bool, qualified: bool, readers: Counter[str]
+) -> TrainedTable:
+    name = dotted(path, config.name) if qualified else config.name
+    keys = tuple(map(_checked, config.feature_names))
+    return TrainedTable(
+        name=name,
+        key=dotted(path, "embedding_bags", config.name, "weight"),
+        rows=config.num_embeddings,
+        dim=config.embedding_dim,
+        pooling=_POOLING[config.pooling],
+        weighted=weighted,
+        features=tuple(f"{key}@{name}" if readers[key] > 1 else key for key in keys),
+        keys=keys,
+    )
+
+
+def _servable(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
+    refused = {
+        "not pooled": config.pooling not in _POOLING,
+        "pruned": config.num_embeddings_post_pruning is not None,
+        "position-weighted": config.need_pos,
+        "virtual": config.use_virtual_table,
+    }
+    for what, is_so in refused.items():
+        if is_so:
+            raise ModelError(f"table {config.name!r}: expected a plain table, it is {what}: not supported")
+    return config
+
+
+def _checked(feature: str) -> str:
+    if not feature or "," in feature:
+        raise ModelError(f"feature {feature!r}: expected a name without a comma: requests list names with commas")
+    return feature

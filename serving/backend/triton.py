@@ -1,0 +1,149 @@
+"""Triton's Python backend: requests in, embeddings or errors out.
+
+`model.py` of every exported version imports `TritonPythonModel` from here. This is the only file that imports
+`triton_python_backend_utils`, which exists inside the backend alone.
+"""
+
+import json
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+
+from serving.backend.answering import Answerer, Outcome
+from serving.backend.metrics import LookupMetrics, Publisher, triton_families
+from serving.backend.recorder import Recorder
+from serving.backend.warm_up import warm_up
+from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
+from serving.bundle.signature import TrustedKeys
+from serving.engine import Engine
+from serving.errors import IdsOutside, InvalidRequest, Reason, RequestCancelled, ServerUnavailable, ServingError
+from serving.model.settings import RECOVERED, ServingSettings, parsed
+from serving.request.tensors import Array, Tensors
+from serving.triton.presence import BUSY, IDLE, show
+
+# The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
+# because the members exist only in a running backend.
+_STATUS = {
+    InvalidRequest: "INVALID_ARG",
+    IdsOutside: "INVALID_ARG",
+    ServerUnavailable: "UNAVAILABLE",
+    RequestCancelled: "CANCELLED",
+}
+
+
+class TritonPythonModel:
+    """One model instance: an engine that answers what Triton's dynamic batcher hands over."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the version's bundle and warm it up.
+
+        Raises:
+            TritonModelException: the bundle or a setting cannot be used. The message is one line, without a trace.
+        """
+        # A TBE call on CPU runs on one thread; a pool for the rest would only take cores from other instances.
+        torch.set_num_threads(1)
+        # Triton ignores SIGCHLD, because it does not wait for its models' processes. Inherited, that would hide from
+        # this process how its children end.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        show(IDLE)
+        try:
+            self._answerer, self._publisher = _load(args)
+        except ServingError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def finalize(self) -> None:
+        """Publish the last counts."""
+        self._publisher.stop()
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """Answer a handover: each request with its embeddings [1, B, D], or its own error."""
+        show(BUSY)
+        try:
+            return [_response(outcome) for outcome in self._answerer.answer(requests, _decode, _is_cancelled)]
+        finally:
+            show(IDLE)
+
+
+def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
+    model = Path(args["model_repository"])
+    config = json.loads(args["model_config"])["parameters"]
+    # JSON may have left an empty string out.
+    parameters = {key: value.get("string_value", "") for key, value in config.items()}
+    settings = ServingSettings(**parsed(parameters))
+    bundle = open_bundle(model / args["model_version"], TrustedKeys.of_environment())
+    recovered = parameters.get(RECOVERED)
+    is_verified = recovered is not None and not weights_changed_since(bundle, float(recovered))
+    # Every instance verifies. Where one fails and another does not, Triton 2.51 may hang and lose the version that
+    # serves.
+    if settings.verify_weights and not is_verified:
+        verify_digests(bundle)
+    engine = Engine(bundle)
+    warm_up(engine, model)
+    manifest = bundle.manifest
+    metrics = LookupMetrics(
+        triton_families(pb_utils),
+        {"model": args["model_name"], "version": args["model_version"]},
+        [table.name for table in manifest.tables],
+        manifest.exported_at,
+    )
+    if recovered is not None and args["model_instance_name"].endswith("_0"):  # by one instance of several
+        metrics.count_recovery()
+    recorder = Recorder.of(settings, args["model_name"], metrics.count_captured)
+    answerer = Answerer(engine, settings, metrics, recorder, pb_utils.Logger.log_error)
+    return answerer, Publisher(metrics.publish)
+
+
+def _is_cancelled(request: Any) -> bool:
+    """Whether the caller cancelled, or its deadline passed."""
+    cancelled: bool = request.is_cancelled()
+    return cancelled
+
+
+def _decode(request: Any) -> Tensors:
+    """The tensors of one of Triton's requests.
+
+    Raises:
+        InvalidRequest: an input is not [1, n], or `features` is no string.
+    """
+    inputs = {tensor.name(): tensor for tensor in request.inputs()}
+    weights = inputs.get("weights")
+    text = request.parameters()
+    parameters = json.loads(text) if text else {}
+    return Tensors(
+        _features(parameters),
+        _row("values", inputs["values"]),
+        _row("lengths", inputs["lengths"]),
+        None if weights is None else _row("weights", weights),
+        parameters.get("traceparent"),
+    )
+
+
+def _row(name: str, tensor: Any) -> Array:
+    """The row [n] of an input [1, n]. as_numpy() copies, so the row outlives the request and is aligned."""
+    array: Array = tensor.as_numpy()
+    if array.ndim != 2 or array.shape[0] != 1:
+        raise InvalidRequest(f"{name}: expected shape [1, n], got {list(array.shape)}", Reason.SHAPE)
+    row: Array = array[0]
+    return row
+
+
+def _features(parameters: Mapping[str, Any]) -> list[str] | None:
+    """The names in the request parameter `features`; None, for all features, where it is missing."""
+    features = parameters.get("features")
+    if features is None:
+        return None
+    if not isinstance(features, str):
+        raise InvalidRequest(f"parameter features: expected comma-separated names, got {features!r}", Reason.FEATURES)
+    return features.split(",") if features else []
+
+
+def _response(outcome: Outcome) -> Any:
+    if isinstance(outcome, ServingError):
+        status = getattr(pb_utils.TritonError, _STATUS.get(type(outcome), "INTERNAL"))
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), status))
+    return pb_utils.InferenceResponse([pb_utils.Tensor("embeddings", outcome[np.newaxis])])

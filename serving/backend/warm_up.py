@@ -1,0 +1,32 @@
+"""Warm-up: captured requests are answered before a model is ready, so that pages are read and code is warm."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from serving.engine import Engine
+from serving.errors import InvalidRequest
+from serving.request.captured import WARM_UP, read_captured
+from serving.request.tensors import Tensors
+
+
+def warm_up(engine: Engine, model: Path) -> None:
+    """Answer every request in `model`/warm_up.jsonl, if there is such a file. Requests that are refused are skipped.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line is not a captured request.
+    """
+    path = model / WARM_UP
+    if not os.path.lexists(path):
+        return
+    for captured in read_captured(path):
+        with suppress(InvalidRequest):  # it may have been captured for being refused
+            engine.answer(with_weights(captured.tensors, engine.schema.weighted))
+
+
+def with_weights(tensors: Tensors, weighted: bool) -> Tensors:
+    """A captured request as a model takes it: with a weight of 1 for each id, float32 [N], if it is weighted."""
+    weights = np.ones(tensors.values.size, np.float32) if weighted else None
+    return Tensors(tensors.features, tensors.values, tensors.lengths, weights)

@@ -1,0 +1,74 @@
+"""Requests to send, serialized beforehand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from serving.client import ModelInfo
+from serving.client.exchange import infer_request
+from serving.errors import ConfigurationError
+from serving.request.captured import read_captured
+from serving.request.tensors import Lengths, Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that is ready to be sent.
+
+    Attributes:
+        tensors: its ids and lengths.
+        message: the ModelInferRequest of these, serialized.
+        samples: how many it has.
+    """
+
+    tensors: Tensors
+    message: bytes
+    samples: int
+
+
+def prepare(model: str, requests: Sequence[Tensors], info: ModelInfo) -> list[Prepared]:
+    """Serialize `requests` for a served model."""
+    prepared = []
+    for tensors in requests:
+        features = len(info.keys if tensors.features is None else tensors.features)
+        message = infer_request(model, tensors, info).SerializeToString()
+        prepared.append(Prepared(tensors, message, tensors.lengths.size // features))
+    return prepared
+
+
+def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
+    """The requests of a captured file.
+
+    A captured request has no weights. For a weighted model each id gets a weight of 1.
+
+    Returns:
+        The requests, and how many were left out because their lengths do not fit their features and ids.
+
+    Raises:
+        ConfigurationError: no request can be sent.
+    """
+    captured = [each.tensors for each in read_captured(path, follow=True)]
+    requests = [
+        Tensors(
+            each.features, each.values, each.lengths, np.ones(each.values.size, np.float32) if info.weighted else None
+        )
+        for each in captured
+        if _adds_up(each, info)
+    ]
+    if not requests:
+        raise ConfigurationError(f"{path}: expected requests, found none that can be sent")
+    return requests, len(captured) - len(requests)
+
+
+def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:
+    names = list(info.keys) if tensors.features is None else list(tensors.features)
+    lengths: Lengths = tensors.lengths  # type: ignore[assignment]
+    return (
+        bool(names)
+        and info.keys.keys() >= set(names)
+        and not lengths.size % len(names)
+        and not (lengths < 0).any()
+        and int(lengths.sum(dtype=np.int64)) == tensors.values.size
+    )

@@ -1,0 +1,160 @@
+"""The bundle on disk: what export writes and serving loads.
+
+A bundle is one Triton model version::
+
+    model.py             from serving.backend import TritonPythonModel
+    manifest.json        the types below, as JSON
+    program.pt           TorchScript, without weights
+    weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
+    manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
+
+`serving.bundle.rows` has the format of a row.
+"""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from serving.bundle.digests import FileDigest
+from serving.bundle.plan import Plan
+from serving.bundle.tables import Feature, OutputDtype, Table
+from serving.files.strict import Strict
+
+FORMAT_VERSION = 4
+MANIFEST = "manifest.json"
+PROGRAM = "program.pt"
+MODEL = "model.py"
+# The device whose kernels read the rows. Other devices need other packing.
+DEVICE = "cpu"
+# Bytes. Shards start at multiples of two cache lines, as tables of FBGEMM's own allocator do.
+SHARD_ALIGNMENT = 128
+
+
+class Agreement(Strict, frozen=True):
+    """How far two versions a and b of one table's numbers are from one another.
+
+    Attributes:
+        largest: the largest |a − b|.
+        mean: the mean of |a − b|.
+        cosine: of all numbers of a and all of b.
+        worst_row: the row with the largest |a − b|.
+    """
+
+    largest: float
+    mean: float
+    cosine: float
+    worst_row: int
+
+
+class Parity(Strict, frozen=True, omit_defaults=True):
+    """How far one table's numbers moved at each step of the export.
+
+    `quantized` compares rows. All others compare answers to a probe, and their rows are samples.
+
+    Attributes:
+        table: name of the table.
+        limit: no element of the table's rows may move by more than this.
+        quantized: the trained float rows, with the stored ones.
+        sharded: numpy's pooling of the stored rows, with the program before it is compiled.
+        scripted: the program before it is compiled, with TorchScript.
+        reloaded: TorchScript, with the published files in another process.
+        trained: the trained module as TorchRec runs it, with `reloaded`. None: it could not be run.
+    """
+
+    table: str
+    limit: float
+    quantized: Agreement
+    sharded: Agreement
+    scripted: Agreement
+    reloaded: Agreement
+    trained: Agreement | None = None
+
+
+class Manifest(Strict, frozen=True):
+    """What a bundle holds.
+
+    Attributes:
+        features: in the default order of an answer. Features of one key are side by side. The default order of a
+            request is that of their keys.
+        parity: of each table.
+        exported_at: seconds of Unix time.
+        versions: of the libraries that exported the bundle, by name.
+        files: every file of the bundle but the manifest and its signature, by name.
+        left_out: parts of the trained module that are not in the bundle, in words.
+        notes: what people who serve the bundle should know, in words.
+    """
+
+    format_version: int
+    features: tuple[Feature, ...]
+    tables: tuple[Table, ...]
+    output_dtype: OutputDtype
+    plan: Plan
+    parity: tuple[Parity, ...]
+    exported_at: float
+    versions: dict[str, str]
+    files: dict[str, FileDigest]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> dict[str, tuple[Feature, ...]]:
+        """The features of each key of a request, in feature order."""
+        by_key: dict[str, tuple[Feature, ...]] = {}
+        for feature in self.features:
+            by_key[feature.key] = (*by_key.get(feature.key, ()), feature)
+        return by_key
+
+    @property
+    def weighted_keys(self) -> tuple[str, ...]:
+        """The keys that a weighted table reads: their ids carry weights."""
+        weighted = {table.name for table in self.tables if table.weighted}
+        return tuple(key for key, read in self.keys.items() if any(each.table in weighted for each in read))
+
+    @property
+    def rows_of_keys(self) -> dict[str, int]:
+        """The number of ids that are valid for each key: in [0, rows) of every table that reads it."""
+        rows = {table.name: table.rows for table in self.tables}
+        return {key: min(rows[each.table] for each in read) for key, read in self.keys.items()}
+
+    @property
+    def feature_tables(self) -> tuple[Table, ...]:
+        """The table of each feature, in feature order."""
+        by_name = {table.name: table for table in self.tables}
+        return tuple(by_name[feature.table] for feature in self.features)
+
+    @property
+    def weighted(self) -> bool:
+        """Whether a request carries a weight for each id."""
+        return any(table.weighted for table in self.tables)
+
+    @property
+    def weights_files(self) -> frozenset[str]:
+        """The names of the ranks' files. These may be symbolic links; no other file of a bundle may."""
+        return frozenset(rank.weights_file for rank in self.plan.ranks)
+
+    @property
+    def contract(self) -> str:
+        """SHA-256, in hex, of all that a client can see.
+
+        This is features, dims, whether ids carry weights, and the output's dtype. A version can replace another with
+        the same contract while clients run.
+        """
+        tables = zip(self.features, self.feature_tables, strict=True)
+        features = [
+            [feature.name, table.dim, table.weighted, *([] if feature.shared_key is None else [feature.shared_key])]
+            for feature, table in tables
+        ]
+        return hashlib.sha256(msgspec.json.encode([features, self.output_dtype.value])).hexdigest()
+
+    @property
+    def layout(self) -> str:
+        """SHA-256, in hex, of all that a program is compiled for: features, tables, plan and output dtype."""
+        seen = [self.features, self.tables, self.plan, self.output_dtype]
+        return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `manifest` into `directory` as indented JSON."""
+    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    (directory / MANIFEST).write_bytes(text + b"\n")

@@ -1,0 +1,159 @@
+"""Where the tables are: TorchRec's ShardingPlan, with the file and byte offset of every shard.
+
+A shard is a rectangle of a table on one rank. Where a table is cut both ways, all blocks of columns are cut at the
+same rows. Each block of columns has its own copy of a row's scale and bias.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from serving.files.strict import Strict
+
+# Columns are cut at multiples of this: whole bytes of every dtype, and widths that FBGEMM's kernels take.
+COLUMN_MULTIPLE = 4
+
+Block = tuple[int, int]
+
+
+class ShardingType(enum.Enum):
+    """TorchRec's names for the ways to cut a table."""
+
+    DATA_PARALLEL = "data_parallel"
+    TABLE_WISE = "table_wise"
+    COLUMN_WISE = "column_wise"
+    ROW_WISE = "row_wise"
+    TABLE_ROW_WISE = "table_row_wise"
+    TABLE_COLUMN_WISE = "table_column_wise"
+    GRID_SHARD = "grid_shard"
+
+
+class Rank(Strict, frozen=True):
+    """One place that holds shards: a device of a host.
+
+    Attributes:
+        host: number of the host.
+        device: kind of the device, `serving.bundle.manifest.DEVICE`.
+        weights_file: name of the bundle's file with the bytes of the shards.
+    """
+
+    host: int
+    device: str
+    weights_file: str = msgspec.field(name="weights")
+
+
+class Shard(Strict, frozen=True):
+    """A rectangle of a table: rows [rows[0], rows[1]) × columns [columns[0], columns[1]).
+
+    Attributes:
+        rank: number of the rank that holds it.
+        offset_bytes: where it begins in the rank's file.
+    """
+
+    table: str
+    rank: int
+    rows: Block
+    columns: Block
+    offset_bytes: int
+
+    @property
+    def height(self) -> int:
+        """The number of rows."""
+        return self.rows[1] - self.rows[0]
+
+    @property
+    def width(self) -> int:
+        """The number of columns."""
+        return self.columns[1] - self.columns[0]
+
+
+class Plan(Strict, frozen=True):
+    """What each rank holds.
+
+    Attributes:
+        sharding: the sharding type of each table, by name.
+        row_alignment: bytes; each row takes a multiple of it.
+    """
+
+    sharding: dict[str, ShardingType]
+    ranks: tuple[Rank, ...]
+    shards: tuple[Shard, ...]
+    row_alignment: int
+
+    @property
+    def shards_by_table(self) -> dict[str, tuple[Shard, ...]]:
+        """The shards of each table. Those of a data-parallel table are its copies."""
+        by_table: dict[str, list[Shard]] = {table: [] for table in self.sharding}
+        for shard in self.shards:
+            by_table[shard.table].append(shard)
+        return {table: tuple(shards) for table, shards in by_table.items()}
+
+    @property
+    def pieces_by_table(self) -> dict[str, tuple[Shard, ...]]:
+        """The shards of each table that answer: together they hold every number once.
+
+        One copy of a data-parallel table answers. These tables take turns on the ranks.
+        """
+        pieces = self.shards_by_table
+        copied = [table for table, kind in self.sharding.items() if kind is ShardingType.DATA_PARALLEL]
+        for turn, table in enumerate(copied):
+            copies = pieces[table]
+            pieces[table] = (copies[turn % len(copies)],)
+        return pieces
+
+
+def row_blocks(shards: Iterable[Shard]) -> tuple[Block, ...]:
+    """The blocks of rows that a table is cut into, in order."""
+    return tuple(sorted({shard.rows for shard in shards}))
+
+
+def tiling_error(kind: ShardingType, rows: int, dim: int, shards: Sequence[Shard], ranks: int) -> str | None:
+    """What is wrong with the shards of a table of `rows` × `dim`.
+
+    Args:
+        kind: the table's sharding type.
+        rows: of the table.
+        dim: of the table.
+        shards: all shards of the table.
+        ranks: the number of ranks.
+
+    Returns:
+        None where the shards hold every number of the table once, or, data-parallel, once on each rank.
+    """
+    for shard in shards:
+        if not 0 <= shard.rank < ranks:
+            return f"no rank {shard.rank}: expected one of {ranks}"
+        if any(cut % COLUMN_MULTIPLE and cut != dim for cut in shard.columns):
+            return f"expected columns cut at multiples of {COLUMN_MULTIPLE}, got {list(shard.columns)}"
+    if kind is ShardingType.DATA_PARALLEL:
+        return _copies_error(rows, dim, shards, ranks)
+    columns = sorted({shard.columns for shard in shards})
+    if (gap := _gap(columns, dim)) is not None:
+        return f"its shards do not cover columns exactly once: look at column {gap}"
+    cuts = row_blocks(shards)
+    if (gap := _gap(cuts, rows)) is not None:
+        return f"its shards do not cover rows exactly once: look at row {gap}"
+    found = sorted((shard.rows, shard.columns) for shard in shards)
+    if found != sorted((block, column) for block in cuts for column in columns):
+        return "expected every block of columns cut at the same rows, each shard on one rank"
+    return None
+
+
+def _copies_error(rows: int, dim: int, shards: Sequence[Shard], ranks: int) -> str | None:
+    """What is wrong with the copies of a data-parallel table; arguments as `tiling_error`."""
+    whole = ((0, rows), (0, dim))
+    copies = sorted(shard.rank for shard in shards if (shard.rows, shard.columns) == whole)
+    if copies == list(range(ranks)) == sorted(shard.rank for shard in shards):
+        return None
+    return f"expected a whole copy on each of {ranks} ranks, got them on {copies}"
+
+
+def _gap(blocks: Sequence[Block], end: int) -> int | None:
+    """Where sorted blocks first leave a gap or overlap between 0 and `end`; None where they do not."""
+    reached = 0
+    for start, stop in blocks:
+        if start != reached or stop <= start:
+            return min(start, reached)
+        reached = stop
+    return None if reached == end else min(reached, end)

@@ -1,0 +1,95 @@
+"""The tables of a bundle, and the features that read them."""
+
+import enum
+
+from serving.bundle.plan import Shard
+from serving.bundle.rows import WeightDtype
+from serving.files.strict import Strict
+
+
+class Pooling(enum.Enum):
+    """How the rows of a bag become one. An empty bag gives zeros."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+
+class IdPolicy(enum.Enum):
+    """What happens to an id outside [0, rows).
+
+    ERROR refuses the request. With ZERO the id contributes nothing, and MEAN does not count it.
+    """
+
+    ERROR = "error"
+    ZERO = "zero"
+
+
+class DefaultRow(Strict, frozen=True):
+    """The third id policy: an id outside [0, rows) reads the row `default_row` instead. MEAN counts it."""
+
+    default_row: int
+
+    @property
+    def value(self) -> str:
+        """The policy as `--id-policy` takes it."""
+        return f"default_row:{self.default_row}"
+
+
+class OutputDtype(enum.Enum):
+    """The dtype of the pooled embeddings, by its KServe name."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+
+
+class Feature(Strict, frozen=True, omit_defaults=True):
+    """A part of the answer: the bags of a key of the request, looked up in a table.
+
+    Attributes:
+        name: of the feature.
+        table: name of the table that it reads.
+        shared_key: its key in a request, where several tables read that key. None: the key has the feature's name.
+    """
+
+    name: str
+    table: str
+    shared_key: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The key of the feature in a request: TorchRec's KJT key."""
+        return self.name if self.shared_key is None else self.shared_key
+
+
+class Table(Strict, frozen=True):
+    """One embedding matrix.
+
+    Attributes:
+        weighted: whether its ids carry weights.
+        dtype: how its rows are stored.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    pooling: Pooling
+    weighted: bool
+    dtype: WeightDtype
+    id_policy: IdPolicy | DefaultRow
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one whole row."""
+        return self.dtype.row_bytes(self.dim)
+
+    @property
+    def policy_error(self) -> str | None:
+        """What is wrong with the id policy, or None."""
+        policy = self.id_policy
+        if isinstance(policy, DefaultRow) and not 0 <= policy.default_row < self.rows:
+            return f"id policy default_row: expected a row in [0, {self.rows}), got {policy.default_row}"
+        return None
+
+    def shard_bytes(self, shard: Shard) -> int:
+        """Bytes of a shard of this table. Each shard has its own copy of a row's scale and bias."""
+        return shard.height * self.dtype.row_bytes(shard.width)

@@ -1,0 +1,47 @@
+"""The options of commands that call a server, and how `tbe-serve` speaks to a person."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serving.client import Tls
+from serving.errors import ConfigurationError
+from serving.server import LOOPBACK, Ports
+from serving.terminal.options import shared_options
+from serving.terminal.program import complain
+
+# Prints a line on stderr.
+say = partial(complain, "tbe-serve")
+
+UrlOption = Annotated[str, typer.Option(help="The server's gRPC address.")]
+DEFAULT_URL = f"{LOOPBACK}:{Ports().grpc}"
+
+
+def _tls(
+    *,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(envvar="TBE_SERVE_TLS_CA", help="Speak TLS: who signed the server's certificate (PEM)."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(envvar="TBE_SERVE_TLS_CERT", help="The certificate to show the server, in PEM.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(envvar="TBE_SERVE_TLS_KEY", help="Its private key, in PEM.")] = None,
+    tls_server_name: Annotated[
+        str | None,
+        typer.Option(envvar="TBE_SERVE_TLS_SERVER_NAME", help="The server's name, if its certificate has another."),
+    ] = None,
+) -> Tls | None:
+    if tls_ca is None and tls_cert is None and tls_key is None and tls_server_name is None:
+        return None
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigurationError("--tls-cert, --tls-key: expected both, got one of them")
+    return Tls(root_certificates=tls_ca, certificate_chain=tls_cert, private_key=tls_key, server_name=tls_server_name)
+
+
+TlsOf = Callable[[], Tls | None]
+# A command calls `tls()` for what the options say; None: no TLS.
+takes_tls = shared_options("tls", _tls)

@@ -1,0 +1,180 @@
+"""The options of `tbe-serve bench` that say what is sent: which requests, and how many of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serving.bench.generator import Traffic
+from serving.bench.ids import Distribution, random_requests
+from serving.bench.requests import Prepared, captured_requests, prepare
+from serving.bundle.opening import Bundle, open_bundle
+from serving.client import ModelInfo
+from serving.commands.connection import say
+from serving.errors import BundleError, ConfigurationError
+from serving.request.tensors import Tensors
+from serving.terminal.options import EVERY, as_given, by_name, shared_options
+
+_CLIENTS = (1, 8, 32)
+_SAMPLES = (1,)
+_POOLING_FACTOR = 10.0
+# The most seconds, clients, samples and requests a second.
+_MOST = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Where the requests come from.
+
+    Attributes:
+        bundle: the version that is served; None where only captured requests are sent, and answers are not checked.
+        replay: a captured file; None for random requests.
+        samples: samples of a random request; each number gives requests of its own.
+        ids: how often each id is asked for.
+        pooling_factors: ids in a bag, by feature; "*" for all of them.
+    """
+
+    bundle: Bundle | None
+    replay: Path | None
+    samples: Sequence[int]
+    ids: Distribution
+    pooling_factors: Mapping[str, float]
+
+    def requests(self, model: str, info: ModelInfo) -> list[tuple[int | None, list[Prepared]]]:
+        """The requests for a served model, by their number of samples; None for captured ones.
+
+        Raises:
+            BundleError: the bundle is not one of this model.
+            ConfigurationError: there are no requests to send.
+        """
+        if self.bundle is not None and self.bundle.manifest.contract != info.contract:
+            raise BundleError(
+                f"{self.bundle.path}: expected a version of the model that is served, {model!r}: features differ"
+            )
+        factors = self._factors(info)
+        if self.replay is not None:
+            return [(None, prepare(model, _captured(self.replay, info), info))]
+        if self.bundle is None:
+            raise ConfigurationError("expected --bundle, or --replay: where else are ids to come from?")
+        manifest = self.bundle.manifest
+        return [
+            (size, prepare(model, random_requests(manifest, size, self.ids, factors), info)) for size in self.samples
+        ]
+
+    def _factors(self, info: ModelInfo) -> dict[str, float]:
+        factors = dict.fromkeys(info.keys, _POOLING_FACTOR)
+        for name, factor in self.pooling_factors.items():
+            if name != EVERY and name not in factors:
+                raise ConfigurationError(f"pooling_factor {name!r}: expected one of {', '.join(map(repr, factors))}")
+            factors |= dict.fromkeys(factors if name == EVERY else [name], factor)
+        return factors
+
+
+def _source(
+    *,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            help="The version that is served, REPOSITORY/NAME/VERSION. Its tables say which ids there are, and its "
+            "rows what the answers should be."
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Send the requests of this captured file instead of random ones.")
+    ] = None,
+    samples: Annotated[
+        list[int] | None, typer.Option(help="Samples of a random request; may be given again.")
+    ] = None,
+    ids: Annotated[
+        str, typer.Option(help="How often each id is asked for: uniform, or zipf:EXPONENT such as zipf:1.05.")
+    ] = "uniform",
+    pooling_factor: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[FEATURE=]X", help="Ids in a bag, of all features or of one; 10 by default."),
+    ] = None,
+) -> Source:
+    check_positive(samples=samples or ())
+    return Source(
+        replay=replay,
+        samples=samples or _SAMPLES,
+        ids=Distribution.parse(ids),
+        pooling_factors={name: _factor(name, text) for name, text in by_name(pooling_factor).items()},
+        bundle=None if bundle is None else open_bundle(bundle),
+    )
+
+
+def _traffic(
+    *,
+    clients: Annotated[
+        list[int] | None,
+        typer.Option(help="Clients at once, each waiting for its answer; 1, 8 and 32 by default."),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Instead of --clients: requests a second, at random moments; may be given again."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long each repeat takes.")] = 3.0,
+    repeats: Annotated[int, typer.Option(help="Number of repeats. The report says how far they lie apart.")] = 5,
+    warm_up: Annotated[float, typer.Option(help="Seconds of the same before the first repeat, not measured.")] = 1.0,
+    check: Annotated[float, typer.Option(help="Share of the answers that is compared with --bundle.")] = 0.01,
+) -> list[Traffic]:
+    check_positive(seconds=[seconds], repeats=[repeats], clients=clients or (), rate=rate or ())
+    check_share(check=check)
+    if not 0 <= warm_up <= _MOST:
+        raise ConfigurationError(f"warm_up: expected 0 to {_MOST} seconds, got {warm_up}")
+    pairs = [(0, each) for each in rate] if rate else [(each, 0.0) for each in clients or _CLIENTS]
+    return [
+        Traffic(clients=count, rate=per_s, seconds=seconds, repeats=repeats, warm_up_s=warm_up, check=check)
+        for count, per_s in pairs
+    ]
+
+
+SourceOf = Callable[[], Source]
+TrafficOf = Callable[[], list[Traffic]]
+# A command calls `source()` and `traffic()` for what the options say.
+takes_source = shared_options("source", _source)
+takes_traffic = shared_options("traffic", _traffic)
+
+
+def check_positive(**numbers: Sequence[float]) -> None:
+    """Refuse numbers, by option, that are not above 0, or more than a million.
+
+    Raises:
+        ConfigurationError: one is; names its option.
+    """
+    for name, given in numbers.items():
+        for number in given:
+            if not 0 < number <= _MOST:
+                raise ConfigurationError(f"{name}: expected > 0 and at most {_MOST}, got {number}")
+
+
+def check_share(**shares: float) -> None:
+    """Refuse shares, by option, that are not in [0, 1].
+
+    Raises:
+        ConfigurationError: one is not; names its option.
+    """
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ConfigurationError(f"{name}: expected a share in [0, 1], got {share}")
+
+
+def _factor(name: str, text: str) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = -1.0
+    if not 0 <= factor < 1e6:
+        raise ConfigurationError(
+            f"pooling_factor {as_given(name, text)!r}: expected [FEATURE=]X with X in [0, 1000000)"
+        )
+    return factor
+
+
+def _captured(path: Path, info: ModelInfo) -> Sequence[Tensors]:
+    requests, left_out = captured_requests(path, info)
+    if left_out:
+        say(f"{path}: {left_out} of {left_out + len(requests)} requests are malformed and are not sent")
+    return requests

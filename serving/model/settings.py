@@ -1,0 +1,185 @@
+"""The settings of a served model, in one table: what config.pbtxt says and `tbe-serve configure` changes.
+
+An entry of `ServingSettings` is all that a setting needs beside its use: from it come the default, the check, the
+parameter in config.pbtxt and the option of `tbe-serve configure`.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, get_args
+
+from serving.errors import ConfigurationError
+from serving.files.strict import is_utf8
+
+# Most requests that Triton hands over together: `max_batch_size` in config.pbtxt.
+LARGEST_HANDOVER = 256
+
+# A parameter that `tbe-serve` adds to a model in a running server. config.pbtxt never has it. The model was loaded
+# again because its process died. The value is when the server was started, in Unix time.
+RECOVERED = "recovered"
+# How `--version` asks for the newest version.
+NEWEST = "newest"
+
+# The largest numbers that the fields of Triton's config hold.
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+_FLAGS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The values that a setting may have, as a test and in words: "expected `words`, got …"."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+def _between(least: int, most: int) -> Allowed:
+    return Allowed(lambda value: least <= value <= most, f"{least} to {most}")
+
+
+_FLAG = Allowed(lambda value: isinstance(value, bool), "true or false")
+_FINITE = Allowed(lambda value: 0 < value < math.inf, "a finite number > 0")
+_ABSOLUTE = Allowed(lambda value: value.startswith("/") and is_utf8(value), "an absolute path in UTF-8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What is known of a setting beside its name, its type and its default.
+
+    Attributes:
+        allowed: the values that it may have, beside None where that is its default.
+        help: help text of its option.
+        unset: help text of `--no-<name>`, which sets it to None; no such option where None.
+        typed: type of its option, where that is not the setting's own.
+        is_parameter: config.pbtxt holds it in `parameters`. Otherwise a field of Triton's own holds it, which
+            `serving.model.config_file` reads and writes.
+    """
+
+    allowed: Allowed
+    help: str
+    unset: str | None = None
+    typed: type | None = None
+    is_parameter: bool = True
+
+
+def _setting(default: Any, allowed: Allowed, help: str, **others: Any) -> Any:  # noqa: A002 - as typer calls it
+    return field(default=default, metadata={"setting": Setting(allowed=allowed, help=help, **others)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingSettings:
+    """How a model is served. What each setting means is its help text, in the table below.
+
+    Raises:
+        ConfigurationError: naming the setting, the values it may have and the one it got.
+    """
+
+    instances: int = _setting(
+        1,
+        _between(1, _INT32),
+        "Processes that answer. Each uses one core; all share one copy of the weights.",
+        is_parameter=False,
+    )
+    merged_requests: int = _setting(64, _between(1, _INT32), "Most requests that one TBE call answers.")
+    # With either of Triton's limits, Triton 2.51 stalls an idle model for up to 500 ms (docs/decisions/0009).
+    queue_requests: int = _setting(
+        0,
+        _between(0, _INT32),
+        "Most requests that wait in Triton's queue; more are refused as UNAVAILABLE. 0: no limit.",
+        is_parameter=False,
+    )
+    queue_timeout_ms: int = _setting(
+        0,
+        _between(0, _INT32),
+        "Longest time that a request waits in Triton's queue before it is refused as UNAVAILABLE. 0: no limit.",
+        is_parameter=False,
+    )
+    max_request_ids: int = _setting(4 << 20, _between(1, _INT32), "Most ids in a request; larger ones are refused.")
+    max_request_samples: int = _setting(
+        64 << 10, _between(1, _INT32), "Most samples in a request; larger ones are refused."
+    )
+    max_call_ids: int = _setting(128 << 10, _between(1, _INT32), "Most ids in a TBE call; more take several calls.")
+    max_call_samples: int = _setting(
+        16 << 10, _between(1, _INT32), "Most samples in a TBE call; more take several calls."
+    )
+    # Under overload an answer takes about twice this at most. Twice the default is within a client's default
+    # deadline, 1 s.
+    max_busy_ms: int = _setting(
+        400,
+        _between(1, _INT32),
+        "Load shedding: requests that a backlog leaves unanswered for longer than this are refused as UNAVAILABLE.",
+    )
+    version: int | None = _setting(
+        None,
+        _between(1, _INT64),
+        f"The version to serve, or '{NEWEST}' (default).",
+        typed=str,
+        is_parameter=False,
+    )
+    # Without it, a byte that changed after the export is served.
+    verify_weights: bool = _setting(
+        True, _FLAG, "Compare the weights with their digests before a version serves: about a second for each GB."
+    )
+    # The file is <capture>/<model>.jsonl. Neither weights nor embeddings are captured.
+    capture: str | None = _setting(
+        None,
+        _ABSOLUTE,
+        "Folder for the requests that are refused, kept for replay: their ids, no weights. The server writes there.",
+        unset="Capture nothing.",
+    )
+    capture_slow_ms: float | None = _setting(
+        None,
+        _FINITE,
+        "Capture the requests of TBE calls that take longer than this, too.",
+        unset="Capture no request for being slow.",
+    )
+    capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Largest size of the captured file.")
+
+    def __post_init__(self) -> None:
+        for each, setting in table():
+            value = getattr(self, each.name)
+            if (value is not None or each.default is not None) and not setting.allowed.holds(value):
+                raise ConfigurationError(f"{each.name}: expected {setting.allowed.words}, got {value!r}")
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The strings that config.pbtxt holds in `parameters`; no entry for None."""
+        values = {each.name: getattr(self, each.name) for each, setting in table() if setting.is_parameter}
+        return {name: _text(value) for name, value in values.items() if value is not None}
+
+
+def table() -> list[tuple[Field[Any], Setting]]:
+    """Every setting, in the order in which they are shown."""
+    return [(each, each.metadata["setting"]) for each in fields(ServingSettings)]
+
+
+def kind_of(each: Field[Any]) -> type:
+    """The type of a setting's values; of `int | None`, int."""
+    kind: type = (*get_args(each.type), each.type)[0]
+    return kind
+
+
+def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that config.pbtxt holds in `parameters`, as arguments of ServingSettings.
+
+    Raises:
+        ConfigurationError: a value is not a number, or not true or false, where one is expected.
+    """
+    return {
+        each.name: _value(each.name, kind_of(each), parameters[each.name])
+        for each, setting in table()
+        if setting.is_parameter and each.name in parameters
+    }
+
+
+def _value(name: str, kind: type, text: str) -> Any:
+    try:
+        return _FLAGS[text] if kind is bool else kind(text)
+    except (ValueError, KeyError) as error:
+        expected = "true or false" if kind is bool else "a number"
+        raise ConfigurationError(f"{name}: expected {expected}, got {text!r}") from error
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

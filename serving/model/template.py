@@ -1,0 +1,45 @@
+"""config.pbtxt and model.py of a new model: the template in `model_repository/lookup`, filled in."""
+
+from importlib.resources import files
+
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from serving.bundle.manifest import Manifest
+from serving.bundle.tables import OutputDtype
+from serving.model.config_file import CONFIG, apply_settings
+from serving.model.settings import ServingSettings
+
+_TEMPLATE = files("model_repository").joinpath("lookup")
+_DATA_TYPE = {
+    OutputDtype.FP32: model_config_pb2.TYPE_FP32,
+    OutputDtype.FP16: model_config_pb2.TYPE_FP16,
+}
+
+
+def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> str:
+    """The text of config.pbtxt for the model `name`, whose versions have the features of `manifest`."""
+    config = text_format.Parse(_TEMPLATE.joinpath(CONFIG).read_text(), model_config_pb2.ModelConfig())
+    config.name = name
+    if manifest.weighted:
+        config.input.add(name="weights", data_type=model_config_pb2.TYPE_FP32, dims=[-1], allow_ragged_batch=True)
+    config.output[0].data_type = _DATA_TYPE[manifest.output_dtype]
+    keys = [feature.key for feature in manifest.features]
+    parameters = {
+        "features": ",".join(feature.name for feature in manifest.features),
+        "dims": ",".join(str(table.dim) for table in manifest.feature_tables),
+        "weighted": ",".join(manifest.weighted_keys),
+        "contract": manifest.contract,
+    }
+    if len(manifest.keys) < len(keys):
+        parameters["keys"] = ",".join(keys)
+    for key, value in parameters.items():
+        config.parameters[key].string_value = value
+    apply_settings(config, settings)
+    text: str = text_format.MessageToString(config)
+    return text
+
+
+def model_py() -> str:
+    """The text of a version's model.py."""
+    return _TEMPLATE.joinpath("1", "model.py").read_text()

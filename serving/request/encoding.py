@@ -1,0 +1,171 @@
+"""From lists, arrays or a KeyedJaggedTensor to the tensors of a request; from an answer to its features."""
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.errors import InvalidRequest
+from serving.request.tensors import Embeddings, Ids, Lengths, Tensors, Weights
+
+
+@runtime_checkable
+class Kjt(Protocol):
+    """The part of `torchrec.KeyedJaggedTensor` that is used here. No client needs torchrec."""
+
+    def keys(self) -> list[str]:
+        """Names of the features, in order."""
+
+    def values(self) -> Any:
+        """Ids, feature-major; integers [N]."""
+
+    def lengths(self) -> Any:
+        """Bag sizes, feature-major; integers [F·B]."""
+
+    def weights_or_none(self) -> Any:
+        """A weight for each id; floats [N], or None."""
+
+
+Bags = Sequence[Sequence[int]]
+Jagged = tuple[npt.ArrayLike, npt.ArrayLike]
+WeightedJagged = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
+Features = Mapping[str, Bags | Jagged | WeightedJagged] | Kjt
+
+
+def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
+    """Lay the bags of some features out as one feature-major request.
+
+    Args:
+        features: a torchrec KeyedJaggedTensor, or by feature name one bag of ids for each of B samples, as
+            a list of lists of ids;
+            a pair of arrays (values [N_f], lengths [B]);
+            or (values [N_f], lengths [B], weights [N_f]), for features whose ids carry weights.
+            Values and lengths may be of any integer dtype, weights of any number's.
+        weighted: the model's features whose ids carry weights. If it has some, the ids of its other features are
+            sent with a weight of 1.
+
+    Returns:
+        values int64 [N], lengths int32 [F·B], weights float32 [N] or None.
+
+    Raises:
+        InvalidRequest: naming the feature whose ids, lengths, weights or number of samples are wrong.
+    """
+    if isinstance(features, Kjt) and not isinstance(features, Mapping):
+        return _of_kjt(features, weighted)
+    if not features:
+        raise InvalidRequest("features: expected at least one, got none")
+    columns = {name: _column(name, bags) for name, bags in features.items()}
+    _expect_one_number_of_samples({name: len(lengths) for name, (_, lengths, _) in columns.items()})
+    weights = [
+        np.ones(values.size, np.float32) if column_weights is None else column_weights
+        for name, (values, _, column_weights) in columns.items()
+        if _sends_weights(name, column_weights is not None, weighted)
+    ]
+    return Tensors(
+        features=tuple(features),
+        values=np.concatenate([values for values, _, _ in columns.values()]),
+        lengths=np.concatenate([lengths for _, lengths, _ in columns.values()]),
+        weights=np.concatenate(weights) if weights else None,
+    )
+
+
+def decode(embeddings: Embeddings, dims: Mapping[str, int]) -> dict[str, Embeddings]:
+    """Cut an answer into its features. Nothing is copied.
+
+    Args:
+        embeddings: float32 or float16 [B, D].
+        dims: columns of each feature, in the order of the answer.
+
+    Returns:
+        {feature: [B, dim]}, views of `embeddings`.
+    """
+    ends = np.cumsum(list(dims.values()))
+    return {name: embeddings[:, end - dim : end] for (name, dim), end in zip(dims.items(), ends, strict=True)}
+
+
+def _of_kjt(kjt: Kjt, weighted: Collection[str]) -> Tensors:
+    names = tuple(kjt.keys())
+    values = _integers("values", kjt.values(), np.int64)
+    lengths = _integers("lengths", kjt.lengths(), np.int32)
+    given = kjt.weights_or_none()
+    weights = None if given is None else _floats("weights", given)
+    if all(_sends_weights(name, weights is not None, weighted) for name in names) and weights is None:
+        weights = np.ones(values.size, np.float32)
+    return Tensors(names, values, lengths, weights)
+
+
+def _expect_one_number_of_samples(samples: Mapping[str, int]) -> None:
+    (first, expected), *others = samples.items()
+    for name, found in others:
+        if found != expected:
+            raise InvalidRequest(
+                f"feature {name!r}: expected as many samples as {first!r} has, {expected}, got {found}"
+            )
+
+
+def _sends_weights(name: str, given: bool, weighted: Collection[str]) -> bool:
+    """Whether the ids of a feature are sent with weights. In a model with a weighted feature, all ids are.
+
+    Raises:
+        InvalidRequest: weights were `given` and are not expected, or the other way round.
+    """
+    if given and not weighted:
+        raise InvalidRequest(f"feature {name!r}: expected no weights: this model is not weighted")
+    if name in weighted and not given:
+        raise InvalidRequest(f"feature {name!r}: expected a weight for each id: give (values, lengths, weights)")
+    return bool(weighted)
+
+
+def _column(name: str, bags: Bags | Jagged | WeightedJagged) -> tuple[Ids, Lengths, Weights | None]:
+    """The ids int64 [N_f], lengths int32 [B] and weights float32 [N_f] of one feature."""
+    if not isinstance(bags, tuple):
+        try:
+            lengths = np.fromiter((len(bag) for bag in bags), np.int32, len(bags))
+            ids = list(chain.from_iterable(bags))
+        except TypeError as error:
+            raise InvalidRequest(f"feature {name!r}: expected a list of ids for each sample: {error}") from error
+        return _integers(name, ids, np.int64), lengths, None
+    if len(bags) not in (2, 3):
+        raise InvalidRequest(
+            f"feature {name!r}: expected (values, lengths) or (values, lengths, weights), got a tuple of {len(bags)}"
+        )
+    values = _integers(name, bags[0], np.int64)
+    lengths = _integers(name, bags[1], np.int32)
+    if (total := lengths.sum(dtype=np.int64)) != values.size:
+        raise InvalidRequest(f"feature {name!r}: expected {total} ids, the sum of its lengths, got {values.size}")
+    weights = _floats(name, bags[2]) if len(bags) == 3 else None
+    if weights is not None and weights.shape != values.shape:
+        raise InvalidRequest(f"feature {name!r}: expected {values.size} weights, got shape {list(weights.shape)}")
+    return values, lengths, weights
+
+
+def _floats(name: str, given: Any) -> Weights:
+    """`given` as float32, of the same shape."""
+    try:
+        return np.asarray(given, np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"feature {name!r}: expected numbers as weights: {error}") from error
+
+
+def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]]) -> Any:
+    """`given` as `dtype` [n].
+
+    Raises:
+        InvalidRequest: the cast would change a number, because it is a fraction or does not fit.
+    """
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"feature {name!r}: expected integers: {error}") from error
+    if array.size == 0:
+        return np.zeros(0, dtype)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise InvalidRequest(
+            f"feature {name!r}: expected integers in 1 dimension, got {array.dtype} {list(array.shape)}"
+        )
+    limits = np.iinfo(dtype)
+    if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
+        raise InvalidRequest(f"feature {name!r}: expected numbers that fit {np.dtype(dtype)}")
+    return array.astype(dtype, copy=False)

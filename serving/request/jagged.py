@@ -1,0 +1,51 @@
+"""Index arithmetic on jagged arrays: many ranges of different sizes, kept in flat arrays without a Python loop.
+
+*Bounds* of n ranges that lie one behind the other are n + 1 numbers: where each starts, and where the last one ends.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.request.tensors import Ids, Lengths
+
+
+def joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Arrays [n_i] of one dtype, one behind the other [sum n_i]. A single array is returned as it is."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def offsets_of(lengths: Lengths) -> Ids:
+    """The bounds int64 [n + 1] of bags with these `lengths`, int32 [n].
+
+    A negative length counts as the unsigned number with its bits, 2³¹ or more, so that it can never add up.
+    """
+    offsets = np.empty(lengths.size + 1, np.int64)
+    offsets[0] = 0
+    lengths.view(np.uint32).cumsum(out=offsets[1:])
+    return offsets
+
+
+def bounds_of(sizes: Ids) -> Ids:
+    """The bounds int64 [n + 1] of ranges with these `sizes`, int64 [n]."""
+    bounds = np.empty(sizes.size + 1, np.int64)
+    bounds[0] = 0
+    sizes.cumsum(out=bounds[1:])
+    return bounds
+
+
+def ranges(starts: Ids, sizes: Ids) -> Ids:
+    """The numbers of the ranges [start, start + size), one range behind the other.
+
+    Args:
+        starts, sizes: int64 [n].
+
+    Returns:
+        int64 [sum of sizes].
+    """
+    ends = sizes.cumsum()
+    numbers: Ids = (starts - ends + sizes).repeat(sizes)
+    numbers += np.arange(numbers.size)
+    return numbers

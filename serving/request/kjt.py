@@ -1,0 +1,294 @@
+"""The way of KeyedJaggedTensor (KJT) requests through one TBE call. numpy only: no Triton, no torch.
+
+A KJT is feature-major: all bags of the first feature, then all bags of the second, and so on. Requests that wait
+together take each step together, so that the cost of a numpy call is paid once for all of them::
+
+    Tensors ─ accept ─► KjtRequest ─┐                                                   ┌─► [B_1, D_1]
+    Tensors ─ accept ─► KjtRequest ─┼─ check ─► Checked ─ merge ─► Batch ─ TBE ─ split ─┼─► [B_2, D_2]
+    Tensors ─ accept ─► KjtRequest ─┘     │                                             └─► [B_3, D_3]
+                            ▲             │ some request is wrong
+                            └─────────────┴─ apply_id_policies to each: it is changed, or refused
+
+    accept              The tensors of one request have the right dtypes, shapes and sizes.
+    check               The lengths and ids of all requests are right.
+    apply_id_policies   Where check fails: what the tables' id policies say is done to one request.
+    merge               The requests become the batch that one TBE call answers.
+    split               The answer to the batch becomes the answers to the requests.
+
+Letters: R requests, S segments, F features, B samples, N ids, D columns of an answer; B_r is of request r. A segment
+is a feature of a request.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.errors import IdsOutside, InvalidRequest, Reason
+from serving.request.jagged import bounds_of, joined, offsets_of, ranges
+from serving.request.limits import Limits, check_size
+from serving.request.schema import Schema, Selection, listed
+from serving.request.tensors import Array, Batch, Checked, Embeddings, Ids, KjtRequest, Tensors, Weights
+
+_INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+
+
+def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
+    """Take the tensors of one request, if they are of the right kind and size.
+
+    Nothing is copied, unless several features read one key: then each feature gets a copy of the key's ids.
+
+    Args:
+        schema: the features of the model.
+        tensors: the request. Anything may be in it.
+        limits: how large it may be; no limit where None.
+
+    Raises:
+        InvalidRequest: naming the feature or tensor, what was expected and what came.
+    """
+    values, lengths, weights = tensors.values, tensors.lengths, tensors.weights
+    selection = schema.select(tensors.features)
+    _expect_vector("values", values, _INT64)
+    _expect_vector("lengths", lengths, _INT32)
+    samples, left_over = divmod(lengths.size, len(selection.keys))
+    if left_over:
+        raise InvalidRequest(
+            f"lengths: expected a multiple of {len(selection.keys)}, one length for each sample of each feature "
+            f"({listed(selection.keys)}), got {lengths.size}",
+            Reason.LENGTHS,
+        )
+    if limits is not None:
+        check_size(values.size, samples, limits)
+    _expect_weights(schema.weighted, weights, values.size)
+    request = KjtRequest(selection, values, lengths, weights, samples)  # type: ignore[arg-type]
+    return request if selection.reads is None else _by_feature(request, selection.reads)
+
+
+def check(requests: Sequence[KjtRequest]) -> Checked:
+    """Check the lengths and ids of all requests at once. Nothing that fails here reaches FBGEMM.
+
+    Returns:
+        The requests, one behind the other. With R = 1 the arrays are the request's own: nothing is copied.
+
+    Raises:
+        InvalidRequest: at least one request is wrong. `apply_id_policies` tells which one, and why.
+    """
+    values = joined([request.values for request in requests])
+    lengths = joined([request.lengths for request in requests])
+    offsets = offsets_of(lengths)
+    ends = offsets[list(accumulate(request.lengths.size for request in requests))]
+    if ends.tolist() != list(accumulate(request.values.size for request in requests)):
+        raise InvalidRequest("lengths: expected them to add up to the number of ids", Reason.LENGTHS)
+
+    rows = joined([request.selection.rows for request in requests])
+    bag_bounds = _bag_bounds(requests)
+    id_bounds = offsets[bag_bounds]
+    starts = id_bounds[:-1]
+    filled = starts < id_bounds[1:]  # for an empty segment, reduceat would give the id behind it
+    # As an unsigned number, a negative id is larger than any table.
+    if (np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]).any():
+        raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
+    return Checked(requests, values, _counted_weights(requests, id_bounds), lengths, offsets, bag_bounds, id_bounds)
+
+
+def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
+    """Do what the tables' id policies say to the ids of one request that are outside [0, rows).
+
+    Policy `zero` leaves an id out of its bag; `default_row` reads that row in its place; `error` refuses the request.
+
+    Returns:
+        A request that `check` takes, its arrays copied; and how many ids were outside, by table.
+
+    Raises:
+        InvalidRequest: a length is wrong; the message names the feature, what was expected and what came.
+        IdsOutside: an id is outside a table whose policy is `error`; the message names it likewise.
+    """
+    selection = request.selection
+    ids = np.diff(_id_bounds(selection.names, request))  # of each feature, int64 [F]
+    feature_of = np.repeat(np.arange(len(ids)), ids)  # of each id, int64 [N]
+    bag_of = np.repeat(np.arange(request.lengths.size), request.lengths)  # of each id, int64 [N]
+    outside = request.values.view(np.uint64) >= np.repeat(selection.rows, ids)
+    counts = _counts_by_table(selection, feature_of[outside])
+    refused = outside & ~(selection.zero | (selection.default_rows >= 0))[feature_of]
+    if refused.any():
+        at = int(np.argmax(refused))
+        raise _ids_outside(request, at, int(bag_of[at]), counts)
+
+    dropped = outside & selection.zero[feature_of]
+    values = np.where(outside & ~dropped, selection.default_rows[feature_of], request.values)
+    lost = np.bincount(bag_of[dropped], minlength=request.lengths.size).astype(np.int32)
+    changed = replace(
+        request,
+        values=values[~dropped],
+        lengths=request.lengths - lost,
+        weights=None if request.weights is None else request.weights[~dropped],
+    )
+    return changed, counts
+
+
+def merge(schema: Schema, checked: Checked) -> Batch:
+    """Join requests so that one TBE call answers them all.
+
+    KJT is feature-major, so this interleaves per feature; it is not a concatenation. Requests may ask for
+    different features in different orders. The batch has every feature that some request asks for; a request
+    that does not ask for it has empty bags there.
+
+    Returns:
+        values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None; B is the sum of all B_r. With R = 1
+        they are the request's own arrays: nothing is copied.
+    """
+    requests = checked.requests
+    selection = requests[0].selection
+    if len(requests) == 1:
+        return Batch(requests, selection, checked.values, checked.offsets, checked.weights)
+    if any(request.selection is not selection for request in requests):
+        selection = schema.every.at(np.unique(joined([request.selection.positions for request in requests])))
+    # The feature of each segment, as a position in the batch: int64 [S].
+    positions = joined([selection.positions_of(request.selection) for request in requests])
+    # Segments are in the order of requests. A stable sort puts them in the order of features.
+    order = positions.argsort(kind="stable")
+    source = ranges(checked.id_bounds[:-1][order], (checked.id_bounds[1:] - checked.id_bounds[:-1])[order])
+
+    samples = [request.samples for request in requests]
+    features = [len(request.selection.names) for request in requests]
+    total = sum(samples)
+    first_sample = np.repeat(np.array(list(accumulate(samples, initial=0))[:-1]), features)
+    lengths = np.zeros(len(selection.names) * total, np.int32)
+    bags = ranges(positions * total + first_sample, checked.bag_bounds[1:] - checked.bag_bounds[:-1])
+    lengths[bags] = checked.lengths
+    weights = None if checked.weights is None else checked.weights.take(source)
+    return Batch(requests, selection, checked.values.take(source), offsets_of(lengths), weights)
+
+
+def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
+    """Cut the answer to a batch into the answers to its requests.
+
+    Args:
+        embeddings: float32 or float16 [B, D].
+        batch: what it answers.
+
+    Returns:
+        One array [B_r, D_r] for each request, of the same dtype. It is a view of `embeddings`, or a copy where the
+        request's features or their order differ from the batch's.
+    """
+    merged = batch.selection
+    answers: list[Embeddings] = []
+    end = 0
+    for request in batch.requests:
+        start, end = end, end + request.samples
+        answer = embeddings[start:end]
+        if request.selection is not merged:
+            positions = merged.positions_of(request.selection)
+            answer = answer.take(ranges((merged.ends - merged.dims)[positions], merged.dims[positions]), axis=1)
+        answers.append(answer)
+    return answers
+
+
+def _expect_vector(name: str, array: Array, dtype: np.dtype[Any]) -> None:
+    if array.dtype is not dtype and array.dtype != dtype:
+        raise InvalidRequest(f"{name}: expected dtype {dtype}, got {array.dtype}", Reason.SHAPE)
+    if array.ndim != 1:
+        raise InvalidRequest(f"{name}: expected 1 dimension, got shape {list(array.shape)}", Reason.SHAPE)
+
+
+def _expect_weights(weighted: bool, weights: Array | None, ids: int) -> None:
+    if (weights is not None) != weighted:
+        expected = "one for each id, got none: this" if weighted else "none, got some: this"
+        kind = "weighted" if weighted else "not weighted"
+        raise InvalidRequest(f"weights: expected {expected} model is {kind}", Reason.WEIGHTS)
+    if weights is not None:
+        _expect_vector("weights", weights, _FLOAT32)
+        if weights.size != ids:
+            raise InvalidRequest(f"weights: expected {ids}, one for each id, got {weights.size}", Reason.WEIGHTS)
+
+
+def _by_feature(request: KjtRequest, reads: npt.NDArray[np.int64]) -> KjtRequest:
+    """Make a request by key one by feature: each feature gets a copy of the bags and ids of its key.
+
+    Args:
+        request: its arrays are by key.
+        reads: for each feature, the position of its key; int64 [F].
+
+    Raises:
+        InvalidRequest: the lengths are wrong, so that nobody can tell which ids are whose.
+    """
+    bounds = _id_bounds(request.selection.keys, request)
+    ids = ranges(bounds[reads], np.diff(bounds)[reads])
+    return replace(
+        request,
+        values=request.values[ids],
+        lengths=request.lengths.reshape(len(request.selection.keys), request.samples)[reads].ravel(),
+        weights=None if request.weights is None else request.weights[ids],
+    )
+
+
+def _id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
+    """Where the ids of each of the n `names` start in the values of a request, then N: int64 [n + 1].
+
+    Raises:
+        InvalidRequest: a length is negative, or the lengths do not add up to the number of ids.
+    """
+    bags = request.lengths.reshape(len(names), -1)
+    if bags.size and bags.min() < 0:
+        position, sample = np.argwhere(bags < 0)[0]
+        raise InvalidRequest(
+            f"feature {names[position]!r}: expected lengths >= 0, got {bags[position, sample]} for sample {sample}",
+            Reason.LENGTHS,
+        )
+    bounds: Ids = offsets_of(request.lengths)[np.arange(len(bags) + 1) * request.samples]
+    if bounds[-1] != request.values.size:
+        raise _wrong_sum(names, bounds, request.values.size)
+    return bounds
+
+
+def _wrong_sum(names: Sequence[str], bounds: Ids, found: int) -> InvalidRequest:
+    """Name the feature whose bags run past the ids, or the last one where ids are left over."""
+    total = bounds[-1]
+    at = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(names) - 1
+    return InvalidRequest(
+        f"feature {names[at]!r}: expected its bags to take ids "
+        f"[{bounds[at]}, {bounds[at + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
+        Reason.LENGTHS,
+    )
+
+
+def _bag_bounds(requests: Sequence[KjtRequest]) -> Ids:
+    """Where the bags of each segment start in the lengths of all requests, then their number: int64 [S + 1]."""
+    if len(requests) == 1:
+        return requests[0].selection.index * requests[0].samples
+    features = [len(request.selection.names) for request in requests]
+    return bounds_of(np.repeat([request.samples for request in requests], features))
+
+
+def _counted_weights(requests: Sequence[KjtRequest], id_bounds: Ids) -> Weights | None:
+    """The weights of all requests, float32 [N]; 1 for the ids of tables that take none."""
+    if requests[0].weights is None:
+        return None
+    weights = np.concatenate([request.weights for request in requests if request.weights is not None])
+    weighted = np.concatenate([request.selection.weighted for request in requests])
+    if weighted.all():
+        return weights
+    return np.where(np.repeat(weighted, np.diff(id_bounds)), weights, np.float32(1))
+
+
+def _counts_by_table(selection: Selection, features: Ids) -> dict[str, int]:
+    """How often each table occurs among those of `features`, positions int64 [n]; only tables that do."""
+    counts: dict[str, int] = {}
+    for table, count in zip(selection.tables, np.bincount(features, minlength=len(selection.tables)), strict=True):
+        if count:
+            counts[table] = counts.get(table, 0) + int(count)
+    return counts
+
+
+def _ids_outside(request: KjtRequest, at: int, bag: int, counts: dict[str, int]) -> IdsOutside:
+    """Name the id at position `at` of the values, which is in the bag at position `bag` of the lengths."""
+    selection = request.selection
+    feature, sample = divmod(bag, request.samples)
+    return IdsOutside(
+        f"feature {selection.names[feature]!r}: expected an id in [0, {selection.rows[feature]}), "
+        f"got {request.values[at]} for sample {sample} (values[{at}])",
+        counts,
+    )

@@ -1,0 +1,170 @@
+"""The features of a bundle, and those that a request asks for: what a request is checked against."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.bundle.manifest import Manifest
+from serving.bundle.tables import DefaultRow, IdPolicy
+from serving.errors import InvalidRequest, Reason
+
+# Most requests that name features name the same ones. Selections are kept for so many different lists of names.
+_KEPT_SELECTIONS = 1024
+_NO_ROW = -1
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Selection:
+    """Some features, in the order of an answer.
+
+    Attributes:
+        names: names of the features [F].
+        key_of: the KJT key that each feature reads [F].
+        tables: names of their tables [F].
+        positions: where the features are in the schema; int64 [F].
+        rows: rows of their tables; uint64 [F].
+        dims: columns of each feature in an answer; int64 [F].
+        weighted: whether their ids carry weights; bool [F].
+        zero: whether the id policy is `zero`: an id outside the table contributes nothing; bool [F].
+        default_rows: the row that is read in place of an id outside the table; -1 where there is none; int64 [F].
+        default: whether these are all features, in the schema's order.
+        keys: the distinct `key_of`, in order: what a request brings ids for.
+        reads: for each feature, the position of its key in `keys`; int64 [F]. None where each reads its own.
+        index: the numbers 0 to F; int64 [F + 1].
+        ends: the column behind each feature's last in an answer; ends with D; int64 [F].
+    """
+
+    names: tuple[str, ...]
+    key_of: tuple[str, ...]
+    tables: tuple[str, ...]
+    positions: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.uint64]
+    dims: npt.NDArray[np.int64]
+    weighted: npt.NDArray[np.bool_]
+    zero: npt.NDArray[np.bool_]
+    default_rows: npt.NDArray[np.int64]
+    default: bool
+    keys: tuple[str, ...] = field(init=False)
+    reads: npt.NDArray[np.int64] | None = field(init=False)
+    index: npt.NDArray[np.int64] = field(init=False)
+    ends: npt.NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        positions = {key: position for position, key in enumerate(dict.fromkeys(self.key_of))}
+        is_shared = len(positions) < len(self.key_of)
+        object.__setattr__(self, "keys", tuple(positions))
+        object.__setattr__(self, "reads", np.array([positions[key] for key in self.key_of]) if is_shared else None)
+        object.__setattr__(self, "index", np.arange(len(self.names) + 1))
+        object.__setattr__(self, "ends", np.cumsum(self.dims))
+
+    def at(self, chosen: npt.NDArray[np.int64]) -> "Selection":
+        """The features at `chosen`, positions in this selection, int64 [n]; in that order."""
+        return Selection(
+            names=tuple(self.names[position] for position in chosen),
+            key_of=tuple(self.key_of[position] for position in chosen),
+            tables=tuple(self.tables[position] for position in chosen),
+            positions=self.positions[chosen],
+            rows=self.rows[chosen],
+            dims=self.dims[chosen],
+            weighted=self.weighted[chosen],
+            zero=self.zero[chosen],
+            default_rows=self.default_rows[chosen],
+            default=self.default and np.array_equal(chosen, self.index[:-1]),
+        )
+
+    def positions_of(self, other: "Selection") -> npt.NDArray[np.int64]:
+        """Where the features of `other` are among these, int64 [features of `other`]. All of them must be."""
+        if other is self:
+            return self.index[:-1]
+        position_of = np.empty(int(self.positions.max()) + 1, np.int64)
+        position_of[self.positions] = self.index[:-1]
+        return position_of[other.positions]
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The features of a bundle.
+
+    Attributes:
+        every: all features, in the manifest's order.
+        weighted: whether a request carries a weight for each id.
+    """
+
+    every: Selection
+    weighted: bool
+    _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
+    _selections: dict[tuple[str, ...] | None, Selection] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for position, key in enumerate(self.every.key_of):
+            self._positions.setdefault(key, []).append(position)
+        self._selections[None] = self.every
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Schema":
+        """The schema of a bundle."""
+        tables = manifest.feature_tables
+        policies = [table.id_policy for table in tables]
+        every = Selection(
+            names=tuple(feature.name for feature in manifest.features),
+            key_of=tuple(feature.key for feature in manifest.features),
+            tables=tuple(table.name for table in tables),
+            positions=np.arange(len(tables)),
+            rows=np.array([table.rows for table in tables], np.uint64),
+            dims=np.array([table.dim for table in tables], np.int64),
+            weighted=np.array([table.weighted for table in tables]),
+            zero=np.array([policy is IdPolicy.ZERO for policy in policies]),
+            default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
+            default=True,
+        )
+        return cls(every, manifest.weighted)
+
+    def select(self, keys: Sequence[str] | None) -> Selection:
+        """The features that read `keys`, in that order; all features where it is None.
+
+        The same keys give the same object, as long as it is kept.
+
+        Raises:
+            InvalidRequest: a key is unknown or comes twice, or there is none.
+        """
+        wanted = None if keys is None else tuple(keys)
+        selection = self._selections.get(wanted)
+        if selection is None:
+            selection = self.every.at(np.array(self._find(wanted or ()), np.int64))
+            if len(self._selections) >= _KEPT_SELECTIONS:
+                self._selections.clear()
+                self._selections[None] = self.every
+            self._selections[wanted] = selection
+        return selection
+
+    def _find(self, names: tuple[str, ...]) -> list[int]:
+        """Positions of the features that read the keys called `names`."""
+
+        def refuse(message: str) -> InvalidRequest:
+            return InvalidRequest(message, Reason.FEATURES)
+
+        for name in names:
+            if name not in self._positions:
+                raise refuse(f"feature {_shortened(name)!r}: expected one of {listed(self.every.keys)}")
+        if not names:
+            raise refuse(f"features: expected at least one of {listed(self.every.keys)}, got none")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise refuse(f"feature {twice!r}: expected each feature once, got it twice")
+        return [position for name in names for position in self._positions[name]]
+
+
+def listed(names: Sequence[str]) -> str:
+    """`names` for a message: the first eight, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def _shortened(name: str) -> str:
+    """At most 64 characters of a name that a caller sent.
+
+    gRPC carries error messages as metadata, and drops the stream at 16 KiB of it.
+    """
+    return name if len(name) <= 64 else name[:64] + "…"

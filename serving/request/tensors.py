@@ -1,0 +1,96 @@
+"""Requests as arrays: a class for each step of their way through `serving.request.kjt`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.request.schema import Selection
+
+Ids = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.int32]
+Weights = npt.NDArray[np.float32]
+Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
+Array = npt.NDArray[np.generic]
+
+
+@dataclass(eq=False, slots=True)
+class Tensors:
+    """A request as a client sends it. Dtypes and shapes are those of a good request; a bad one may have any.
+
+    Attributes:
+        features: the features asked for, in the order of the answer; all features of the model where None.
+        values: ids, feature-major; int64 [N].
+        lengths: bag sizes, feature-major; int32 [F·B].
+        weights: a weight for each id; float32 [N]. None for models that are not weighted.
+        trace: the W3C `traceparent` that came with the request.
+    """
+
+    features: Sequence[str] | None
+    values: Array
+    lengths: Array
+    weights: Array | None = None
+    trace: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class KjtRequest:
+    """A request over F features and B samples with the right dtypes and shapes. Lengths and ids are not checked.
+
+    Attributes:
+        selection: the features, in the order of the answer.
+        values: ids, feature-major; int64 [N].
+        lengths: bag sizes, feature-major; int32 [F·B].
+        weights: a weight for each id; float32 [N]. None for models that are not weighted.
+        samples: B.
+    """
+
+    selection: Selection
+    values: Ids
+    lengths: Lengths
+    weights: Weights | None
+    samples: int
+
+
+@dataclass(eq=False, slots=True)
+class Checked:
+    """R requests, one behind the other, whose lengths and ids are right. A segment is a feature of a request.
+
+    Attributes:
+        requests: the requests [R].
+        values: their ids; int64 [N].
+        weights: their weights; float32 [N], or None.
+        lengths: their bag sizes; int32 [bags].
+        offsets: where each bag starts in `values`, then N; int64 [bags + 1].
+        bag_bounds: where the bags of each segment start in `lengths`, then their number; int64 [S + 1].
+        id_bounds: where the ids of each segment start in `values`, then N; int64 [S + 1].
+    """
+
+    requests: Sequence[KjtRequest]
+    values: Ids
+    weights: Weights | None
+    lengths: Lengths
+    offsets: Ids
+    bag_bounds: Ids
+    id_bounds: Ids
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """What one TBE call answers: R requests as one. For each feature, it has the bags of the first request, then of
+    the second, and so on.
+
+    Attributes:
+        requests: the requests, in the order of their samples [R].
+        selection: every feature that some request asks for.
+        values: ids, feature-major; int64 [N].
+        offsets: where each bag starts in `values`, then N; int64 [F·B + 1].
+        weights: a weight for each id; float32 [N], or None.
+    """
+
+    requests: Sequence[KjtRequest]
+    selection: Selection
+    values: Ids
+    offsets: Ids
+    weights: Weights | None

@@ -1,0 +1,1 @@
+"""How both programs read options and speak to a person."""

@@ -1,0 +1,139 @@
+"""How `tbe-serve` and `tbe-export` speak to a person. An error is one line on stderr that names the option typed."""
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
+from typer.exceptions import Abort, TyperException
+
+from serving.errors import ServingError
+from serving.pins import tested_versions
+
+# Names that people and models give are plain text: rich must not take [red] or :x: for a style.
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+# Control characters, which break lines or move the terminal's cursor.
+_CONTROL = re.compile(r"\s*[\x00-\x1f\x7f-\x9f\u2028\u2029]+\s*")
+_TYPED = ("COMMANDLINE", "ENVIRONMENT")
+
+
+def complain(program: str, message: str) -> None:
+    """Print `message` on stderr as one line, without control characters."""
+    print(f"{program}: {_CONTROL.sub(' ', message.strip())}", file=sys.stderr, flush=True)
+
+
+def new_program(name: str, about: str) -> typer.Typer:
+    """A program without commands. Add each with `cls=Command` or a subclass."""
+    app = typer.Typer(
+        name=name,
+        cls=_Program,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # it would read [id, ...] as a style
+        help=about,
+    )
+    app.callback()(_options)
+    return app
+
+
+class Command(TyperCommand):
+    """A command whose errors name the options as they were typed."""
+
+    # Exceptions that are shown as one line. Others are bugs, and show their trace.
+    shown_as_line: ClassVar[tuple[type[Exception], ...]] = (ServingError, OSError)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its own options and --verbose, which may be typed before or after the command's name."""
+        return [
+            *super().get_params(ctx),
+            *(each for each in ctx.find_root().command.params if each.name == "verbose"),
+        ]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what was typed. Refuses an empty path: it is an unset variable, not the working directory."""
+        typed, *_ = self.make_parser(ctx).parse_args(list(args))
+        params: list[Any] = self.params
+        for param in params:
+            if typed.get(param.name) == "" and param.type_descriptor.is_path:
+                raise typer.BadParameter("expected a path, got ''", ctx=ctx, param=param)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run it."""
+        verbose = ctx.params.pop("verbose") or ctx.find_root().params["verbose"]
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # nobody reads the output: typer ends in silence
+        except self.shown_as_line as error:
+            if verbose:
+                traceback.print_exception(error)
+            raise TyperException(_naming_options(_text(error), ctx)) from error
+
+
+class _Program(TyperGroup):
+    def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
+        """Run a command and exit. Without one, show the help."""
+        args = sys.argv[1:] if args is None else args
+        sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # prints a path of any bytes as it is
+        try:
+            code = super().main(args or ["--help"], self.name, standalone_mode=False)
+        except TyperException as error:
+            complain(str(self.name), error.format_message())
+            code = error.exit_code
+        except Abort:
+            code = 1
+        sys.exit(int(code or 0))
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=lambda asked: _show_versions(asked), help="Show versions and exit."
+        ),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole trace of an error.")] = False,
+) -> None:
+    pass
+
+
+def _show_versions(asked: bool) -> None:
+    if asked:
+        print("\n".join(tested_versions()))
+        raise typer.Exit
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+def _naming_options(message: str, ctx: Any) -> str:
+    """A message that begins with a setting or its value, with the option or variable that this was given in."""
+    for setting, option, _ in _typed(ctx):
+        if re.match(rf"{setting}(?=:| ')", message):
+            return option + message.removeprefix(setting)
+    for _, option, values in _typed(ctx):
+        if any(re.match(rf"{re.escape(value)}(?=[:/])", message) for value in values):
+            return f"{option} {message}"
+    return message
+
+
+def _typed(ctx: Any) -> Iterator[tuple[str, str, set[str]]]:
+    """Each setting that was given: its name, its option or variable, and its values, also as absolute paths."""
+    for param in ctx.command.params:
+        source = ctx.get_parameter_source(param.name)
+        if param.param_type_name == "option" and source is not None and source.name in _TYPED:
+            value = ctx.params.get(param.name)
+            values = {str(each) or "''" for each in (value if isinstance(value, list | tuple) else [value])}
+            option = param.envvar if source.name == "ENVIRONMENT" else param.opts[0]
+            yield param.name, option, values | {os.path.abspath(each) for each in values}

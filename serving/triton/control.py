@@ -1,0 +1,207 @@
+"""Load, unload and list the models of a server: Triton's model repository API, over HTTP.
+
+The server listens for it on a Unix socket that its user alone can reach, or, where clients use HTTP too, on its HTTP
+port behind a key.
+
+Run with 24.10. The API: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
+"""
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any
+from urllib.parse import quote
+
+from serving.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    InternalError,
+    ModelNotFound,
+    ServerUnavailable,
+    ServingError,
+)
+from serving.model.settings import RECOVERED
+from serving.timeouts import check_timeout
+from serving.triton.options import KEY_HEADER
+
+# How the address of a Unix socket begins, here and in --http-address.
+UNIX = "unix:"
+# A parameter of the config that a model is served with, never of config.pbtxt. It says that another version is served
+# than config.pbtxt says, and which one that is: its number, or the newest.
+_INSTEAD_OF = "instead_of_version"
+_NEWEST = "newest"
+_ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFound, 503: ServerUnavailable}
+
+
+@dataclass(frozen=True, slots=True)
+class VersionState:
+    """A version in the server's index. `state` is "READY" when it serves; otherwise `reason` says why it does not."""
+
+    model: str
+    version: int
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Control:
+    """The control API of one server.
+
+    Attributes:
+        address: where the server speaks HTTP, "host:port" or "unix:/path".
+        key: the key of its restricted protocols; None where it has none.
+        timeout_s: deadline of each call, in seconds.
+
+    Raises:
+        ConfigurationError: `timeout_s` cannot be waited for.
+        ServingError: from every method, when the server cannot be reached or refuses.
+    """
+
+    address: str
+    key: str | None = field(repr=False)
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_s)
+
+    def server_version(self) -> str:
+        """Triton's version, such as "2.51.0"."""
+        version: str = self._call("v2")["version"]
+        return version
+
+    def index(self) -> tuple[VersionState, ...]:
+        """Every version that the server has loaded, or tried to load."""
+        found = self._call("v2/repository/index", {})
+        return tuple(
+            VersionState(each["name"], int(each["version"]), each.get("state", ""), each.get("reason", ""))
+            for each in found
+            if each.get("version")
+        )
+
+    def ready(self, model: str) -> tuple[int, ...]:
+        """The versions of `model` that serve."""
+        return tuple(each.version for each in self.index() if each.model == model and each.state == "READY")
+
+    def config(self, model: str) -> Any:
+        """The ModelConfig that `model` is served with, as JSON."""
+        return self._call(f"v2/models/{_quoted(model)}/config")
+
+    def load(self, model: str, version: int | None = None) -> tuple[int, ...]:
+        """Serve `version`, or the one that config.pbtxt says. The present one serves until the other is ready.
+
+        Returns:
+            The versions that serve now.
+
+        Raises:
+            ServingError: it cannot be loaded. The present version goes on.
+        """
+        if version is None:
+            self._load(model)
+            # Triton reads config.pbtxt only if that file or a version changed. Otherwise it keeps the config that it
+            # was last given, which may name another version.
+            config = self.config(model)
+            if _INSTEAD_OF in config["parameters"]:
+                _serve(config, config["parameters"].pop(_INSTEAD_OF)["string_value"])
+                self._load(model, config)
+        else:
+            config = self.config(model)
+            if _INSTEAD_OF not in config["parameters"]:
+                said = config.get("version_policy", {}).get("specific", {}).get("versions", [])
+                config["parameters"][_INSTEAD_OF] = {"string_value": str(said[0]) if said else _NEWEST}
+            _serve(config, str(version))
+            self._load(model, config)
+        return self.ready(model)
+
+    def recover(self, model: str, config: Any, since: float) -> None:
+        """Unload a model whose process died, and load it as it was served. A load alone would do nothing.
+
+        Args:
+            model: its name.
+            config: what it was served with, as `config` gave it.
+            since: Unix time. Weights that have not changed since then are not verified again.
+        """
+        said = {**config, "parameters": {**config["parameters"], RECOVERED: {"string_value": str(since)}}}
+        self._call(f"v2/repository/models/{_quoted(model)}/unload", {})
+        self._load(model, said)
+
+    def answered(self) -> dict[tuple[str, int], int]:
+        """The number of requests answered without an error, by (model, version).
+
+        Errors do not count: Triton itself refuses the requests of a process that hangs.
+        """
+        return {
+            (each["name"], int(each["version"])): each["inference_stats"]["success"]["count"]
+            for each in self._call("v2/models/stats")["model_stats"]
+        }
+
+    def infer(self, model: str, version: int, request: Any) -> None:
+        """Send one request, and drop the answer."""
+        self._call(f"v2/models/{_quoted(model)}/versions/{version}/infer", request)
+
+    def _load(self, model: str, config: Any = None) -> None:
+        parameters = {} if config is None else {"parameters": {"config": json.dumps(config)}}
+        self._call(f"v2/repository/models/{_quoted(model)}/load", parameters)
+
+    def _call(self, path: str, body: Any = None) -> Any:
+        """GET, or POST where there is a body."""
+        headers = {} if self.key is None else {KEY_HEADER: self.key}
+        data = None if body is None else json.dumps(body)
+        connection = _connection(self.address, self.timeout_s)
+        try:
+            connection.request("GET" if body is None else "POST", f"/{path}", data, headers)
+            response = connection.getresponse()
+            content = response.read()
+            if response.status != HTTPStatus.OK:
+                raise _ERRORS.get(response.status, InternalError)(_reason(response, content))
+            return json.loads(content) if content else None
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.address}: no answer within {self.timeout_s:g} s") from None
+        except (OSError, ValueError, HTTPException) as error:
+            raise ServerUnavailable(f"{self.address}: no answer of a server: {error or repr(error)}") from None
+        finally:
+            connection.close()
+
+
+class _UnixConnection(HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _connection(address: str, timeout_s: float) -> HTTPConnection:
+    if address.startswith(UNIX):
+        return _UnixConnection(address.removeprefix(UNIX), timeout_s)
+    return HTTPConnection(address, timeout=timeout_s)
+
+
+def _quoted(model: str) -> str:
+    return quote(model, safe="")
+
+
+def _reason(response: HTTPResponse, content: bytes) -> str:
+    try:
+        reason: str = json.loads(content)["error"]
+    except (ValueError, TypeError, KeyError):
+        reason = f"{response.status} {response.reason}"
+    reason = reason.partition("\n\nAt:\n")[0].strip()  # what follows is a line of our code
+    if response.status == HTTPStatus.FORBIDDEN:
+        reason += ": `tbe-serve run` keeps the key for its own user on its own machine"
+    return reason
+
+
+def _serve(config: Any, version: str) -> None:
+    """Have `config` serve `version`: a number, or the newest."""
+    config["version_policy"] = (
+        {"latest": {"num_versions": 1}} if version == _NEWEST else {"specific": {"versions": [int(version)]}}
+    )
+    config["parameters"].pop(RECOVERED, None)

@@ -1,0 +1,63 @@
+"""The log of a tritonserver: passed on line by line, and searched for the reason why the server ended.
+
+Run with 24.10. Read for 26.04, whose log has the same format.
+"""
+
+import re
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import BinaryIO
+
+_LINES_KEPT = 200
+# An error in the log. Before its text come the time, the process and a line of Triton's code.
+_ERROR = re.compile(r"E\d{4} [^\]]*\] \"?(.*?)\"?$")
+_FATAL = re.compile(r"error: (.*)")
+# Triton adds the line of code to an error that a Python model raised.
+_AT = re.compile(r"\\n\\nAt:.*")
+# A line that every server without a GPU logs.
+_NO_GPU = "CudaDriverHelper"
+# After an option that it does not know, it prints four hundred lines about those that it knows.
+_USAGE = b"Usage: tritonserver"
+_PATIENCE_S = 2.0
+
+
+class Output:
+    """Copies the log of a server, line by line, on a thread of its own, until the server has ended.
+
+    Args:
+        source: the pipe that the server writes to.
+        sink: takes every line.
+    """
+
+    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
+        self._source = source
+        self._sink = sink
+        self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
+        self._thread.start()
+
+    def reason(self) -> str:
+        """One line that says why the server ended: the last error in its log, or else its last line."""
+        self.drain()
+        lines = [line for line in list(self._lines) if line.strip() and _NO_GPU not in line]
+        said = _matches(_ERROR, lines) or _matches(_FATAL, lines) or lines or ["it said nothing"]
+        return _AT.sub("", said[-1])
+
+    def drain(self) -> None:
+        """Wait until all is copied, for 2 s at most: a model's process may keep the pipe open."""
+        self._thread.join(_PATIENCE_S)
+
+    def _copy(self) -> None:
+        is_usage = False
+        with self._source:
+            for line in self._source:
+                is_usage = is_usage or line.startswith(_USAGE)
+                if not is_usage:
+                    self._lines.append(line.decode(errors="replace").rstrip())
+                    with suppress(OSError, ValueError):  # the sink is closed; the server must not wait for it
+                        self._sink.write(line)
+
+
+def _matches(pattern: re.Pattern[str], lines: list[str]) -> list[str]:
+    return [found[1] for line in lines if (found := pattern.match(line))]

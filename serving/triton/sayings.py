@@ -1,0 +1,49 @@
+"""What an error of Triton means to a caller, where its status alone does not say.
+
+This is the only file that goes by the words of a message. NOT_FOUND is the status of a model that is being loaded and
+of one that never was. INTERNAL is the status of a fault and of shared memory that is full for a moment. A client does
+not know the release of its server, so the words of all releases are looked for.
+
+Run with 24.10. Read for 26.04, which has the same words. If another release words one differently, add a line.
+"""
+
+import re
+from typing import NamedTuple
+
+from serving.errors import ModelUnavailable, ServingError, SharedMemoryFull, from_status
+
+
+class _Saying(NamedTuple):
+    code: str
+    words: str
+    kind: type[ServingError]
+    advice: str
+
+
+_SAYINGS = (
+    # The model is known, and no version of it is ready. Of an unknown model Triton says "is not found".
+    _Saying("NOT_FOUND", r" has no available versions$", ModelUnavailable, "it is being loaded, or the server stops"),
+    # The model's process died and was not replaced yet.
+    _Saying("INTERNAL", r"Stub process '[^']*' is not healthy", ModelUnavailable, "its process died"),
+    # Other requests use the shared memory, or this one is larger than all of it.
+    _Saying(
+        "INTERNAL",
+        r"Failed to increase the shared memory pool size|the grown shared memory region",
+        SharedMemoryFull,
+        "what is handed over together does not fit: send less at once, or raise --shm-mib",
+    ),
+)
+
+
+def error_of(code: str, said: str, where: str = "") -> ServingError:
+    """The error for a gRPC status and its message.
+
+    Args:
+        code: the name of the status, such as "UNAVAILABLE".
+        said: the message that came with it.
+        where: begins the error's message.
+    """
+    for saying in _SAYINGS:
+        if saying.code == code and re.search(saying.words, said):
+            return saying.kind(f"{where}{said}: {saying.advice}: try again")
+    return from_status(code, f"{where}{said}")

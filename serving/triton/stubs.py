@@ -1,0 +1,62 @@
+"""The processes of a server's Python models, each of which Triton calls a stub.
+
+Run with 24.10, which never notices that one died. Read for 26.04, whose stubs have the same name and arguments.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from serving.triton.presence import BUSY
+
+_STUB = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """The process of one instance of a version of a model."""
+
+    model: str
+    version: int
+    process: psutil.Process
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+        with suppress(psutil.Error):
+            self.process.kill()
+
+    def is_busy(self) -> bool:
+        """Whether it is answering a request; it says so by its name."""
+        return _proc(self.process, "comm").strip() == BUSY
+
+    def page_reads(self) -> int:
+        """How often it waited for the disk: its major faults, the tenth field after the name in proc_pid_stat(5)."""
+        fields = _proc(self.process, "stat").rpartition(")")[2].split()
+        return int(fields[9]) if fields else 0
+
+
+def living_stubs(server: int) -> Iterator[Stub]:
+    """The stubs that have not ended of the tritonserver with process id `server`."""
+    try:
+        children = psutil.Process(server).children()
+    except psutil.Error:
+        return  # it has ended itself
+    for child in children:
+        try:
+            command = child.cmdline()
+        except psutil.Error:
+            continue  # it died
+        if command and Path(command[0]).name == _STUB:
+            version = Path(command[1]).parent  # …/<model>/<version>/model.py
+            yield Stub(version.parent.name, int(version.name), child)
+
+
+def _proc(process: psutil.Process, name: str) -> str:
+    """A file of proc(5); empty when the process has ended."""
+    try:
+        return (Path("/proc") / str(process.pid) / name).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,89 @@
+"""What the benchmarks compare is the same for all, and the page says what the last run found."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import document
+from benchmarks.peer_workload import PeerWorkload, movielens
+from benchmarks.peers_served import HERE, PEERS
+from serving.engine import Engine
+
+ROOT = Path(__file__).parents[2]
+LATEST = ROOT / "benchmarks" / "results" / "latest.json"
+
+
+@pytest.fixture(scope="module")
+def ragged() -> PeerWorkload:
+    """Two tables, one of them read twice; bags with no ids, one, and all they can have."""
+    random = np.random.default_rng(0)
+    tops = np.array([50, 50, 50, 7, 7, 50])
+    padded = random.integers(0, tops, (3, 5, 6))
+    padded[:, 0, 2] = padded[:, 1, 3:5] = padded[:, 2, :3] = padded[:, 3, 1:3] = -1
+    features = [(0, 3), (1, 2), (2, 1)]
+    return PeerWorkload("ragged", [50, 7, 50], [16, 8, 16], features, {5: padded})
+
+
+def test_everyone_is_asked_the_same_and_answers_it(tmp_path: Path, ragged: PeerWorkload) -> None:
+    bundle = ragged.export(tmp_path / "repository")
+    ragged.write(tmp_path / "rows", ["fp32", "int8"])
+    sys.path.insert(0, str(HERE))
+    from tables import Tables  # type: ignore[import-not-found]
+
+    saved = np.load(tmp_path / "rows" / "requests_5.npz")
+    engine = Engine.open(bundle)
+    for number, (padded, tensors) in enumerate(zip(ragged.requests[5], ragged.tensors(5), strict=True)):
+        answer = ragged.answer(padded)
+        assert answer.shape == (5, ragged.width)
+        assert np.abs(engine.answer(tensors) - answer).max() < 0.01
+        for kind, error in (("fp32", 1e-5), ("int8", 0.01)):
+            assert np.abs(Tables(tmp_path / "rows", kind)(saved["ids"][number]) - answer).max() < error
+    assert tensors.values.size == (ragged.requests[5][-1] >= 0).sum()
+    np.testing.assert_array_equal(saved["answer"], ragged.answer(ragged.requests[5][0]))
+
+
+def test_ratings_are_asked_for_in_their_order() -> None:
+    workload = movielens()
+    assert workload.requests[1].shape[:2] == (256, 1)
+    assert workload.requests[128].shape[:2] == (32, 128)
+    np.testing.assert_array_equal(workload.requests[1][:128, 0], workload.requests[128][0])
+    assert (workload.requests[128] >= -1).all()
+
+
+def test_the_page_is_that_of_the_last_run() -> None:
+    run = json.loads(LATEST.read_text())
+    assert document.render(run, LATEST.resolve().name) == (ROOT / "docs" / "benchmarks.md").read_text()
+    assert run["command"] == "make bench"
+
+
+def test_the_last_run_has_every_server_or_says_why_not() -> None:
+    run = json.loads(LATEST.read_text())
+    for workload in ("dlrm_1m", "wide", "movielens"):
+        for peer in PEERS:
+            measured = f"{workload}_{peer}_c1_b1_p50_s" in run["results"]
+            assert measured or run["absent"][f"{workload}_{peer}_absent"]
+        for samples in (1, 128):
+            assert run["ratios"][f"best_peer_over_ours_p50_{workload}_b{samples}"] > 0
+            assert run["ratios"][f"ours_over_best_peer_rps_{workload}_b{samples}"] > 0
+
+
+def test_results_are_named_by_date_and_machine() -> None:
+    name = os.readlink(LATEST)
+    assert name.startswith(json.loads(LATEST.read_text())["date"][:10])
+    assert name.endswith("-cores.json")
+
+
+def test_curves_are_labelled_once_and_in_plain_numbers() -> None:
+    figure = document.draw(json.loads(LATEST.read_text())["results"])
+    figure.canvas.draw()
+    panels = figure.axes
+    assert [axes.get_xlabel() for axes in panels] == list(document.CURVES.values())
+    assert [axes.get_ylabel() for axes in panels] == ["p50 in ms", "", "", ""]
+    for axes in panels:
+        ticks = [label.get_text() for label in (*axes.get_xticklabels(), *panels[0].get_yticklabels())]
+        assert any(ticks)
+        assert not any("mathdefault" in tick for tick in ticks), ticks  # as powers of ten are

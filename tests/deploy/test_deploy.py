@@ -1,0 +1,184 @@
+"""What is deployed: manifests that Kubernetes takes, a Dockerfile without known faults, and the same words as ours."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from export.__main__ import app as export_app
+from serving.__main__ import app
+from tests.requirements.test_setup import pins
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+# The oldest that is still supported, and the newest that the schemas know.
+VERSIONS = ("1.33", kubernetes_validate.latest_version())
+
+
+def manifests() -> list[dict[str, Any]]:
+    return [each for path in KUBERNETES for each in yaml.safe_load_all(path.read_text())]
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    (found,) = [each for each in manifests() if each["kind"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", manifests(), ids=lambda each: f"{each['kind']}")
+def test_kubernetes_takes_it(manifest: dict[str, Any], version: str) -> None:
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_a_wrong_manifest_would_be_noticed() -> None:
+    wrong = of_kind("Deployment")
+    wrong["spec"]["template"]["spec"]["containers"][0]["prots"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+def test_what_is_deployed_hangs_together() -> None:
+    deployment, service = of_kind("Deployment"), of_kind("Service")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == labels
+    assert of_kind("PodDisruptionBudget")["spec"]["selector"]["matchLabels"] == labels
+    ports = {port["name"] for port in container["ports"]}
+    assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    scaled = of_kind("HorizontalPodAutoscaler")["spec"]
+    assert scaled["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    (rule,) = yaml.safe_load(of_kind("ConfigMap")["data"]["config.yaml"])["rules"]
+    assert scaled["metrics"][0]["pods"]["metric"]["name"] == rule["name"]["as"]
+
+
+def test_it_runs_as_nobody_in_particular_and_writes_nowhere_it_should_not() -> None:
+    pod = of_kind("Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    assert mounts["/repository"]["readOnly"] is True
+    assert mounts["/tls"]["readOnly"] is True
+    assert volumes[mounts["/dev/shm"]["name"]]["emptyDir"]["medium"] == "Memory"
+
+
+def test_only_what_was_verified_and_signed_is_served() -> None:
+    """The gate reads what the server does, by the same keys; the server's copy lies where nobody else writes."""
+    pod = of_kind("Deployment")["spec"]["template"]["spec"]
+    (gate,), (container,) = pod["initContainers"], pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for each in (gate, container):
+        mounts = {mount["mountPath"]: mount for mount in each["volumeMounts"]}
+        assert mounts["/repository"]["readOnly"] is True
+        assert mounts["/keys"]["readOnly"] is True
+        assert volumes[mounts["/keys"]["name"]]["configMap"]["name"] == "lookup-trusted-keys"
+        assert each["securityContext"] == container["securityContext"]
+    assert "--trusted-keys=/keys/trusted.pem" in container["args"]
+    assert "--private-folder=/private" in container["args"]
+    assert "emptyDir" in volumes[mounts["/private"]["name"]]
+    result = CliRunner().invoke(export_app, gate["args"])
+    assert result.exit_code == 1
+    assert "/keys/trusted.pem: trusted keys: cannot be read: No such file or directory" in result.output
+    _, repository, *_ = gate["args"]
+    (probed,) = {probe["exec"]["command"][2] for name, probe in container.items() if name.endswith("Probe")}
+    assert Path(repository).name == probed
+
+
+def test_others_reach_lookups_over_tls_and_metrics_and_it_calls_nobody() -> None:
+    policy = of_kind("NetworkPolicy")["spec"]
+    assert policy["podSelector"] == of_kind("Deployment")["spec"]["selector"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["egress"] == []
+    assert [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]] == [["grpc"], ["metrics"]]
+    assert all(rule["from"] for rule in policy["ingress"])
+    exposed = [port["port"] for port in of_kind("Service")["spec"]["ports"]]
+    assert exposed == [8001, 8002]
+
+
+def arguments_of_kubernetes() -> list[str]:
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    found: list[str] = container["args"]
+    return found
+
+
+def arguments_of_the_image() -> list[str]:
+    (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("CMD ")]
+    found: list[str] = json.loads(line.removeprefix("CMD "))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments", [arguments_of_kubernetes(), arguments_of_the_image()], ids=["kubernetes", "image"]
+)
+def test_it_is_started_with_options_that_exist_and_asks_for_its_certificate(arguments: list[str]) -> None:
+    """Here there is none: that is what it has to fail for, once its options were understood."""
+    result = CliRunner().invoke(app, ["run", "/repository", *arguments])
+    assert result.exit_code == 1, result.output
+    assert (
+        "--tls-cert /tls/tls.crt, --tls-key /tls/tls.key: expected a certificate and its key in PEM" in result.output
+    )
+
+
+def test_what_probes_are_told_by_the_environment_are_options() -> None:
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    known = {param.envvar for param in typer.main.get_command(app).commands["health"].params}  # type: ignore[attr-defined]
+    assert {variable["name"] for variable in container["env"]} <= known
+    assert container["env"]
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_probes_are_commands_that_exist(probe: str) -> None:
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    command, *arguments = container[probe]["exec"]["command"]
+    assert command == "tbe-serve"
+    # Nobody listens: it has to be the probe that fails, not its words.
+    result = CliRunner().invoke(app, [*arguments, "--url", "127.0.0.1:1"])
+    assert result.exit_code == 1, result.output
+    # Kubernetes has to wait longer than the lookup.
+    assert container[probe]["timeoutSeconds"] > float(arguments[arguments.index("--timeout-s") + 1])
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "export.Dockerfile"])
+def test_the_dockerfile_has_no_known_fault(name: str) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, DEPLOY / name], capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "export.Dockerfile"])
+def test_the_dockerfile_copies_what_there_is(name: str) -> None:
+    lines = (DEPLOY / name).read_text().splitlines()
+    copied = [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
+    assert copied
+    for source in copied:
+        assert (DEPLOY.parent / source).exists(), source
+    assert "USER 1000:1000" in lines
+
+
+def test_the_image_is_above_the_security_floor() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    (image,) = [line for line in lines if line.startswith("ARG TRITON_IMAGE=")]
+    year, month = image.partition("tritonserver:")[2].removesuffix("-py3").split(".")
+    assert (int(year), int(month)) >= (26, 4), "below the security floor"
+    assert {"ARG TRITON_DIGEST", "FROM ${TRITON_IMAGE}@${TRITON_DIGEST}"} <= set(lines), "a tag can be moved"
+
+
+def test_the_image_s_pins_are_the_environment_s() -> None:
+    requirements = DEPLOY.parent / "requirements"
+    every, served = (pins(requirements / file) for file in ("cpu.txt", "serve.txt"))
+    assert {"fbgemm-gpu-cpu", "tritonclient", "msgspec"} <= served.keys()
+    assert {name: every.get(name) for name in served} == served

@@ -1,0 +1,219 @@
+"""docs/bundle.md is enough to write a reader from: here is one, in numpy, that answers as the engine does.
+
+`Reader` is written from that page alone. It shares no code with `serving` or `export`.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+
+from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
+from serving.bundle import DefaultRow
+from serving.engine import Engine
+
+Bags = Sequence[Sequence[int]]
+BITS = {"FP32": 32, "FP16": 16, "INT8": 8, "INT4": 4, "INT2": 2}
+DTYPES = list(BITS)
+POOLINGS = ["SUM", "MEAN"]
+FLOATS = {"FP32": "<f4", "FP16": "<f2"}
+
+
+class Reader:
+    """The pooled embeddings of a bundle. The numbers in brackets are sections of docs/bundle.md."""
+
+    def __init__(self, bundle: Path) -> None:
+        text = (bundle / "manifest.json").read_bytes()
+        self.manifest = json.loads(text)
+        assert self.manifest["format_version"] in (3, 4)  # [2]
+        self.plan = self.manifest["plan"]
+        self.tables = {table["name"]: table for table in self.manifest["tables"]}
+        self.files = {}
+        for name, digest in self.manifest["files"].items():  # [7]
+            content = (bundle / name).read_bytes()
+            assert len(content) == digest["size_bytes"]
+            assert hashlib.sha256(content).hexdigest() == digest["sha256"]
+            self.files[name] = content
+
+    @property
+    def keys(self) -> dict[str, list[Any]]:
+        """The features of each key [2]."""
+        found: dict[str, list[Any]] = {}
+        for feature in self.manifest["features"]:
+            found.setdefault(feature.get("shared_key", feature["name"]), []).append(feature)
+        return found
+
+    def digest(self, name: str) -> str:
+        """`contract` or `layout` [7]."""
+        features, tables = self.manifest["features"], self.tables
+        shared = [[feature["shared_key"]] if "shared_key" in feature else [] for feature in features]
+        of_table = [[tables[each["table"]]["dim"], tables[each["table"]]["weighted"]] for each in features]
+        contract = [
+            [[each["name"], *of, *key] for each, of, key in zip(features, of_table, shared, strict=True)],
+            self.manifest["output_dtype"],
+        ]
+        layout = [self.manifest[key] for key in ("features", "tables", "plan", "output_dtype")]
+        said = {"contract": contract, "layout": layout}[name]
+        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """{feature: [B, dim]} for {key: bags} [5]."""
+        return {
+            feature["name"]: np.stack(
+                [
+                    self.pool(self.tables[feature["table"]], bag, weights[key][sample] if weights else None)
+                    for sample, bag in enumerate(bags)
+                ]
+            )
+            for key, bags in request.items()
+            for feature in self.keys[key]
+        }
+
+    def pool(self, table: Any, bag: Sequence[int], weights: Sequence[float] | None) -> npt.NDArray[Any]:
+        """One bag [5]."""
+        policy = table["id_policy"]
+        counted = [1.0] * len(bag) if weights is None or not table["weighted"] else weights
+        ids = [(id_, weight) for id_, weight in zip(bag, counted, strict=True) if 0 <= id_ < table["rows"]]
+        if isinstance(policy, dict):
+            inside = [id_ if 0 <= id_ < table["rows"] else policy["default_row"] for id_ in bag]
+            ids = list(zip(inside, counted, strict=True))
+        assert policy != "error" or len(ids) == len(bag)
+        answer = np.zeros(table["dim"], np.float32)
+        for id_, weight in ids:
+            answer += self.row(table, id_) * np.float32(weight)
+        if table["pooling"] == "MEAN" and ids:
+            answer /= np.float32(len(ids))
+        return answer.astype(FLOATS[self.manifest["output_dtype"]])
+
+    def row(self, table: Any, id_: int) -> npt.NDArray[np.float32]:
+        """One row of a table, put together from its blocks of columns [4]; of copies, the last one answers."""
+        row = np.full(table["dim"], np.nan, np.float32)
+        for shard in self.plan["shards"]:
+            (top, bottom), (left, right) = shard["rows"], shard["columns"]
+            if shard["table"] == table["name"] and top <= id_ < bottom:
+                row[left:right] = self.stored(table["dtype"], shard, id_ - top, right - left)
+        return row
+
+    def stored(self, dtype: str, shard: Any, number: int, width: int) -> npt.NDArray[np.float32]:
+        """Row `number` of a shard [3]."""
+        header = 4 if dtype.startswith("INT") else 0
+        size = header + width * BITS[dtype] // 8
+        start = shard["offset_bytes"] + number * size
+        stored = self.files[self.plan["ranks"][shard["rank"]]["weights"]][start : start + size]
+        if not header:
+            return np.frombuffer(stored, FLOATS[dtype]).astype(np.float32)
+        scale, bias = np.frombuffer(stored[:4], "<f2").astype(np.float32)
+        bits = BITS[dtype]
+        codes = [stored[4 + j * bits // 8] >> (j * bits % 8) & (2**bits - 1) for j in range(width)]
+        numbers: npt.NDArray[np.float32] = np.array(codes, np.float32) * scale + bias
+        return numbers
+
+
+def collection(*, weighted: bool = False) -> EmbeddingBagCollection:
+    """A table for each dtype and pooling (SUM alone for weighted ones); `shared` is read by two of them."""
+    torch.manual_seed(5)
+    tables = [
+        EmbeddingBagConfig(
+            name=f"{dtype}_{pooling}",
+            num_embeddings=40 + 3 * place,
+            embedding_dim=16 + 16 * (place % 3),
+            feature_names=[f"key {dtype} {pooling} é", *(["shared"] if dtype in ("INT8", "FP16") else [])],
+            pooling=PoolingType[pooling],
+        )
+        for place, (dtype, pooling) in enumerate(
+            (dtype, pooling) for dtype in DTYPES for pooling in (["SUM"] if weighted else POOLINGS)
+        )
+    ]
+    return EmbeddingBagCollection(tables, is_weighted=weighted)
+
+
+MIXED = {"*": "row_wise", "INT*_SUM": "column_wise", "FP16*": "data_parallel"}
+
+
+@pytest.mark.parametrize(
+    ("types", "output_dtype", "weighted"),
+    [
+        pytest.param({"*": "table_wise"}, "FP32", False, id="table_wise"),
+        pytest.param({"*": "row_wise"}, "FP32", False, id="row_wise"),
+        pytest.param({"*": "column_wise"}, "FP32", False, id="column_wise"),
+        pytest.param({"*": "grid_shard"}, "FP32", False, id="grid_shard"),
+        pytest.param({"*": "data_parallel"}, "FP32", False, id="data_parallel"),
+        pytest.param(MIXED, "FP32", False, id="mixed"),
+        pytest.param(MIXED, "FP16", False, id="mixed, FP16 out"),
+        pytest.param(MIXED, "FP32", True, id="mixed, weighted"),
+    ],
+)
+def test_a_reader_written_from_the_specification_answers_as_the_engine(
+    types: dict[str, str], output_dtype: str, weighted: bool, tmp_path: Path
+) -> None:
+    config = ExportConfig(
+        dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
+        id_policy={"INT4_*": IdPolicy.ZERO, "FP32_*": DefaultRow(default_row=7)},
+        output_dtype=OutputDtype(output_dtype),
+        sharding=Sharding(ranks=4, ranks_per_host=2, types=types),
+    )
+    bundle = export_model(collection(weighted=weighted), tmp_path / "repository", "all", config)
+    reader = Reader(bundle)
+
+    random = np.random.default_rng(3)
+    request: dict[str, list[list[int]]] = {}
+    for key, features in list(reader.keys.items())[::-1]:  # any order
+        rows = min(reader.tables[each["table"]]["rows"] for each in features)
+        request[key] = [random.integers(0, rows, size).tolist() for size in (4, 0, 1, 9)]
+        if reader.tables[features[0]["table"]]["id_policy"] != "error":
+            request[key][0] += [-1, 10**9]
+    weights = {key: [random.uniform(-1, 1, len(bag)) for bag in bags] for key, bags in request.items()}
+    jagged = {
+        key: (
+            np.concatenate(bags).astype(np.int64),
+            np.array([len(bag) for bag in bags]),
+            np.concatenate(weights[key]),
+        )
+        for key, bags in request.items()
+    }
+
+    found = reader.lookup(request, weights if weighted else None)
+    expected = Engine.open(bundle).lookup(jagged if weighted else request)
+    assert found.keys() == expected.keys()
+    rounding = 1e-6 if output_dtype == "FP32" else 2e-3
+    for name, answer in expected.items():
+        assert answer.dtype == found[name].dtype
+        np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
+
+    said = re.search(r'"contract"\s+value \{\s+string_value: "(\w+)"', (bundle.parent / "config.pbtxt").read_text())
+    assert said is not None
+    assert said[1] == reader.digest("contract")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_is_called_as_the_specification_says(ranks: int, tmp_path: Path) -> None:
+    """Section 6: `layout`, `weights_host` and `forward`, by torch alone."""
+    config = ExportConfig(sharding=Sharding(ranks=ranks, types={"*": "row_wise"}))
+    bundle = export_model(collection(), tmp_path / "repository", "all", config)
+    reader = Reader(bundle)
+    program = torch.jit.load(bundle / "program.pt")  # type: ignore[no-untyped-call]
+    assert program.layout == reader.digest("layout")
+    program.weights_host = [
+        torch.frombuffer(bytearray(reader.files[rank["weights"]]), dtype=torch.uint8) for rank in reader.plan["ranks"]
+    ]
+    names = [feature["name"] for feature in reader.manifest["features"]]
+    bags: list[list[int]] = [[1, 2, 3], [], [4], [5, 5]]
+    lookup = {reader.manifest["features"][place]["name"]: bags for place in (3, 0)}
+    offsets = np.cumsum([0, *(len(bag) for column in lookup.values() for bag in column)])
+    ids = [id_ for column in lookup.values() for bag in column for id_ in bag]
+    answer = program.forward(
+        torch.tensor(ids), torch.from_numpy(offsets), None, torch.tensor([names.index(name) for name in lookup])
+    )
+    tables = {each["name"]: reader.tables[each["table"]] for each in reader.manifest["features"]}
+    expected = [[reader.pool(tables[name], bag, None) for bag in column] for name, column in lookup.items()]
+    np.testing.assert_allclose(answer.numpy(), np.concatenate(expected, axis=1), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,94 @@
+"""docs/export.md names every key that `--config` may have, and no other; its example is taken as it stands."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export import ExportConfig, Sharding
+from serving.model.settings import ServingSettings
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "export.md").read_text()
+EXAMPLE = PAGE.split("```toml\n")[1].split("```")[0]
+MODULE = """
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+def build():
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(name=name, num_embeddings=100, embedding_dim=64, feature_names=[name])
+            for name in ("user", "item", "words")
+        ],
+        device="meta",
+    )
+"""
+
+
+def documented(heading: str) -> set[str]:
+    """The keys of the table under a heading."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
+def fields(kind: Any) -> set[str]:
+    return {each.name for each in dataclasses.fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("heading", "keys"),
+    [
+        pytest.param("The file itself", fields(ExportConfig) - {"sharding", "serving"}, id="file"),
+        # `constraints` are Python's, `machine_bytes` is measured, and a file says bytes with their unit.
+        pytest.param(
+            "[sharding]",
+            fields(Sharding) - {"constraints", "machine_bytes", "memory_bytes"} | {"memory_per_rank"},
+            id="sharding",
+        ),
+        pytest.param("[serving]", fields(ServingSettings), id="serving"),
+    ],
+)
+def test_the_page_names_exactly_the_keys_that_are_taken(heading: str, keys: set[str]) -> None:
+    assert documented(heading) == keys
+
+
+def test_the_example_has_every_key() -> None:
+    example = tomllib.loads(EXAMPLE)
+    assert example.pop("sharding").keys() == documented("[sharding]") - {"plan"}
+    assert example.pop("serving").keys() == documented("[serving]")
+    assert example.keys() == documented("The file itself")
+
+
+def test_the_example_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "package.py").write_text(MODULE)
+    (tmp_path / "export.toml").write_text(EXAMPLE)
+    command = [
+        sys.executable,
+        "-m",
+        "export",
+        "plan",
+        "--model",
+        "package:build",
+        "--config",
+        "export.toml",
+        "--json",
+    ]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["ranks"]) == 8
+
+
+def test_the_defaults_of_serving_are_those_of_the_code() -> None:
+    for each in dataclasses.fields(ServingSettings):
+        default = re.search(rf"^\| `{each.name}` \| \w+ \| ([^|]+) \|", PAGE, re.MULTILINE)
+        assert default is not None
+        number = f"{each.default:,}" if type(each.default) is int else ""
+        assert default[1].strip() in ((number,) if number else ("none", "the newest", "true"))

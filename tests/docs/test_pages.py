@@ -1,0 +1,41 @@
+"""The pages hang together: links and their headings exist, and every decision is in the index with its status."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target, heading in re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)]+))?\)", page.read_text()):
+        there = (page.parent / target).resolve() if target else page
+        assert there.exists(), target
+        assert not heading or heading in anchors(there), f"{target}#{heading}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    folders = "|".join(path.name for path in ROOT.iterdir() if (path / "__init__.py").exists())
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+    for test in re.findall(r"`(test_\w+)`", text):
+        assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), test
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_every_decision_has_a_status_and_a_line_in_the_index(page: Path) -> None:
+    number, title = re.findall(r"^# (\d+)\. (.+)\n\nStatus: Accepted \d{4}-\d{2}-\d{2}\.", page.read_text())[0]
+    assert int(number) == int(page.stem[:4])
+    assert f"| {number} | [{title}]({page.name}) |" in (page.parent / "README.md").read_text()

@@ -1,0 +1,109 @@
+"""The README's blocks run, one after another, as a reader would run them."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.bundle.opening import open_bundle
+from serving.server import Ports, run_server
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str, start: str = "") -> list[str]:
+    found = [text for name, text in BLOCKS if name == language and text.startswith(start)]
+    assert found, f"README.md has no {language} block that starts with {start!r}"
+    return found
+
+
+def run(text: str, cwd: Path) -> str:
+    """A shell block, with our commands as modules of this environment."""
+    for command, module in (("tbe-export", "export"), ("tbe-serve", "serving")):
+        text = text.replace(command, f"{shlex.quote(sys.executable)} -m {module}")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-ec", text], cwd=cwd, capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    export, lookup, at_once, in_process, sharded = blocks("python")
+    operate = blocks("", "tbe-serve load")[0].splitlines()
+    (serve,) = blocks("", "tbe-serve run")
+    (from_shell,) = blocks("", "echo")
+
+    exec(export, names)
+    assert names["bundle"] == Path("repository/movies/1").absolute()
+    (repository,) = serve.split()[2:]
+    with run_server(Path(repository), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
+        exec(lookup.replace("localhost:8001", server.grpc), names)
+        assert names["answer"]["genres"].shape == (3, 16)
+        exec(at_once.replace("localhost:8001", server.grpc).replace("timeout_s=0.2", "timeout_s=20"), names)
+        assert len(names["answers"]) == 100
+        table = run(from_shell.replace("movies --table", f"movies --table --url {server.grpc}"), ROOT)
+        assert table.count("genres") == 3
+        for line in operate:
+            command, _, _ = line.partition("#")
+            verb = command.split()[1]
+            at = f" --url {server.grpc}" if verb in ("load", "health", "bench") else ""
+            brief = " --seconds 0.2" if "bench" in command else ""
+            assert run(command.strip() + at + brief, tmp_path)
+    exec(in_process, names)
+    assert names["answer"]["genres"].shape == (3, 16)
+    exec(sharded, names)
+    assert len(open_bundle(names["bundle"]).manifest.plan.ranks) == 2
+
+
+def test_the_shell_export_of_the_readme_runs(tmp_path: Path) -> None:
+    (command,) = blocks("", "tbe-export model")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
+    save = "import torch; from tests.support.models import collection; torch.save(collection().state_dict(), 'weights.pt')"
+    environment = f"export PYTHONPATH={shlex.quote(str(ROOT))}\n"
+    out = run(f"{environment}{shlex.quote(sys.executable)} -c {shlex.quote(save)}\n{command}", tmp_path)
+    assert f"published {tmp_path / 'repository' / 'movies' / '1'}" in out
+
+
+def test_the_plan_of_the_readme_is_drawn(tmp_path: Path) -> None:
+    (command,) = blocks("", "tbe-export plan")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
+    run(f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{command}", tmp_path)
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_the_comparisons_of_the_readme_are_written(tmp_path: Path) -> None:
+    of_model, of_tables = blocks("", "tbe-export compare")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
+    (tables,) = blocks("toml")
+    (tmp_path / "tables.toml").write_text(tables)
+    environment = f"export PYTHONPATH={shlex.quote(str(ROOT))}\n"
+    for command in (of_model, of_tables):
+        out = run(f"{environment}{command.strip()} --seconds 0.01", tmp_path)
+        assert "written report/report.html" in out
+
+
+def test_every_link_of_the_docs_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_every_make_target_of_the_readme_exists() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = set(re.findall(r"`?make ([a-z-]+)", text))
+    assert named
+    assert named <= {line.split()[0] for line in targets.splitlines()} | {"make"}

@@ -1,0 +1,87 @@
+"""The example: its features are what it says, nothing leaks, and the demo runs to its last page."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.movielens import data
+from examples.movielens.model import FEATURES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def samples() -> data.Samples:
+    return data.read_samples()
+
+
+def test_every_rating_is_a_sample_with_every_feature(samples: data.Samples) -> None:
+    assert len(samples.labels) == 100_000
+    assert samples.labels.mean() == pytest.approx(0.554, abs=5e-4)  # the published share of ratings >= 4
+    assert sorted(samples.features) == sorted(FEATURES)
+    for name, jagged in samples.features.items():
+        rows = data.catalogue().rows["item_id" if name == "recent_items" else name]
+        assert jagged.offsets[-1] == jagged.values.size
+        assert 0 <= jagged.values.min() <= jagged.values.max() == rows - 1
+        if name not in ("genres", "title_words", "recent_items"):
+            assert jagged.values.size == 100_000
+
+
+def test_recent_items_are_positive_and_earlier_and_nothing_else(samples: data.Samples) -> None:
+    """Recomputed from the raw file, sample by sample, with no state carried along."""
+    ratings = sorted(
+        data._read("inter"), key=lambda each: (float(each["timestamp"]), each["user_id"], each["item_id"])
+    )
+    items = data.catalogue().items
+    recent = samples.features["recent_items"]
+    for sample in np.random.default_rng(0).integers(0, 100_000, 300):
+        now = ratings[sample]
+        earlier = [
+            items[each["item_id"]]["item_id"][0]
+            for each in ratings[:sample]
+            if each["user_id"] == now["user_id"]
+            and float(each["timestamp"]) < float(now["timestamp"])
+            and float(each["rating"]) >= 4
+        ]
+        found = recent.values[recent.offsets[sample] : recent.offsets[sample + 1]].tolist()
+        assert found == earlier[-data.RECENT_ITEMS :]
+
+
+def test_all_test_samples_are_later_than_all_training_samples(samples: data.Samples) -> None:
+    times = sorted(float(each["timestamp"]) for each in data._read("inter"))
+    assert samples.train[-1] + 1 == samples.test[0]
+    assert times[samples.train[-1]] <= times[samples.test[0]]
+    assert len(samples.train) + len(samples.test) == 100_000
+
+
+def test_taking_samples_takes_their_bags() -> None:
+    jagged = data.Jagged.of([[1, 2], [], [3], [4, 5, 6]])
+    values, lengths = jagged.take(np.array([3, 1, 0, 3]))
+    assert values.tolist() == [4, 5, 6, 1, 2, 4, 5, 6]
+    assert lengths.tolist() == [3, 0, 2, 3]
+
+
+def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.movielens.demo"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    page = done.stdout[done.stdout.index("MovieLens-100k, from training to gRPC") :]
+    auc = {
+        words[1]: float(words[words.index("gRPC") + 1] if "gRPC" in words else words[2])
+        for words in (line.replace(",", " ").split() for line in page.splitlines())
+        if len(words) > 2 and words[1] in ("float", "int8", "int4")
+    }
+    assert auc["float"] > 0.69
+    assert auc["int8"] == pytest.approx(auc["float"], abs=5e-4)
+    assert auc["int4"] == pytest.approx(auc["float"], abs=5e-3)
+    assert (tmp_path / "build/demo/repository/movielens/1/manifest.json").exists()

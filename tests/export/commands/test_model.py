@@ -1,0 +1,49 @@
+"""`tbe-export model`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from serving.bundle.opening import open_bundle
+from tests.support.commands import TRAINED, tbe_export
+from tests.support.models import collection
+
+
+def test_model_exports_by_name_and_pattern(tmp_path: Path) -> None:
+    torch.save(collection().state_dict(), tmp_path / "w.pt")
+    done = tbe_export(
+        "model", *TRAINED, "--checkpoint", str(tmp_path / "w.pt"),
+        "--repository", str(tmp_path / "r"), "--name", "m", "--version", "3",
+        "--dtype", "int4", "--dtype", "us*=fp16", "--id-policy", "word=zero", "--output-dtype", "fp16",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    manifest = open_bundle(tmp_path / "r" / "m" / "3").manifest
+    assert [table.dtype.value for table in manifest.tables] == ["FP16", "INT4", "INT4", "INT4"]
+    assert [table.id_policy.value for table in manifest.tables] == ["error", "error", "error", "zero"]
+    assert manifest.output_dtype.value == "FP16"
+    for table in manifest.tables:
+        assert any(table.name in line and table.dtype.value in line for line in done.stdout.splitlines())
+    assert f"published {tmp_path / 'r' / 'm' / '3'}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param(["--model", "tests.support.models:nothing"], "--model tests.support.models:nothing: expected package.module:function", id="no function"),
+        pytest.param(["--model", "nowhere:build"], "--model nowhere:build: expected package.module:function", id="no module"),
+        pytest.param(["--model", "builtins:dict"], "--model builtins:dict: expected a torch.nn.Module, got dict", id="no nn.Module"),
+        pytest.param(["--dtype", "int3"], "--dtype: expected one of fp32, fp16, int8, int4, int2, got 'int3'", id="dtype"),
+        pytest.param(["--dtype", "itme=int4"], "--dtype 'itme': expected the name of a table", id="pattern"),
+        pytest.param(["--max-error", "small"], "--max-error: expected a number, got 'small'", id="number"),
+        pytest.param(["--dtype", "int8", "--max-error", "user=1e-9"], "table 'user': INT8 moves an element by", id="limit"),
+        pytest.param(["--checkpoint", "nowhere.pt"], "--checkpoint nowhere.pt: expected a file, or a folder with", id="checkpoint"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = tbe_export("model", "--repository", str(tmp_path / "r"), "--name", "m", *TRAINED, *arguments)
+    assert done.exit_code == 1
+    assert f"tbe-export: {message}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "r" / "m").exists()

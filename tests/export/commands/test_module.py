@@ -1,0 +1,62 @@
+"""What commands say of modules that people wrote."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from export.__main__ import app as tbe_export
+
+USERS = """
+import sys
+def deep(x):
+    return x["weight"]
+def raises():
+    return deep({})
+def lines():
+    raise ValueError("one\\ntwo :x: [red]")
+def leaves():
+    sys.exit(0)
+def asks(size):
+    pass
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with somebody's module, which is the working directory."""
+    (tmp_path / "theirs.py").write_text(USERS)
+    (tmp_path / "broken.py").write_text("def build(:\n")
+    (tmp_path / "needs.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "theirs", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        pytest.param("theirs:raises", "KeyError: 'weight' (FOLDER/theirs.py:4)", id="raises"),
+        pytest.param("theirs:lines", "ValueError: one two :x: [red] (FOLDER/theirs.py:8)", id="several lines"),
+        pytest.param("theirs:leaves", "SystemExit: 0 (FOLDER/theirs.py:10)", id="exits"),
+        pytest.param("needs:build", "ModuleNotFoundError: No module named 'no_such_package' (FOLDER/needs.py:1)", id="imports"),
+        pytest.param("theirs:asks", "expected package.module:function, without arguments: TypeError", id="arguments"),
+        pytest.param("broken:build", "expected package.module:function, without arguments: SyntaxError", id="syntax"),
+    ],
+)  # fmt: skip
+def test_what_a_users_module_raises_is_told_in_one_line_with_its_place(users: Path, spec: str, said: str) -> None:
+    done = CliRunner().invoke(tbe_export, ["plan", "--model", spec])
+    (line,) = done.stderr.splitlines()
+    assert done.exit_code == 1
+    assert line.startswith(f"tbe-export: --model {spec}: ")
+    assert said.replace("FOLDER", str(users)) in line
+
+
+@pytest.mark.parametrize("arguments", [["--verbose", "plan"], ["plan", "--verbose"]])
+@pytest.mark.usefixtures("users")
+def test_verbose_shows_how_it_came_there(arguments: list[str]) -> None:
+    done = CliRunner().invoke(tbe_export, [*arguments, "--model", "theirs:raises"])
+    assert done.exit_code == 1
+    assert 'return x["weight"]' in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("tbe-export: --model theirs:raises: KeyError")

@@ -1,0 +1,107 @@
+"""A file of settings, and the options that count after it."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export.commands.options import OPTIONS
+from export.commands.settings import export_config, read_settings
+from serving.bundle.opening import open_bundle
+from serving.errors import ConfigurationError
+from serving.model.config_file import read_config, settings_of
+from serving.model.settings import ServingSettings
+from tests.support.commands import PLAN, TRAINED, tbe_export
+
+SETTINGS = """
+dtype = { "*" = "int4", user = "fp16" }
+id_policy = "zero"
+output_dtype = "fp16"
+
+[sharding]
+ranks = 4
+memory_per_rank = "1 GiB"
+types = "column_wise"
+min_partition = { item = 16 }
+
+[serving]
+instances = 2
+max_request_ids = 1000
+"""
+
+
+def test_a_file_says_it_all_and_options_count_after_it(tmp_path: Path) -> None:
+    (tmp_path / "export.toml").write_text(SETTINGS)
+    done = tbe_export(
+        "model", *TRAINED, "--repository", str(tmp_path / "r"), "--name", "m",
+        "--config", str(tmp_path / "export.toml"), "--dtype", "us*=int8", "--ranks", "2", "--sharding", "word=row_wise",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    manifest = open_bundle(tmp_path / "r" / "m" / "1").manifest
+    assert [table.dtype.value for table in manifest.tables] == ["INT8", "INT4", "INT4", "INT4"]
+    assert {table.id_policy.value for table in manifest.tables} == {"zero"}
+    assert manifest.output_dtype.value == "FP16"
+    assert len(manifest.plan.ranks) == 2
+    assert [kind.value for kind in manifest.plan.sharding.values()] == ["column_wise"] * 3 + ["row_wise"]
+    assert {shard.width for shard in manifest.plan.shards_by_table["item"]} == {16}
+    served = settings_of(read_config(tmp_path / "r" / "m"))
+    assert (served.instances, served.max_request_ids) == (2, 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param('dtpye = "int8"', "unknown field `dtpye`", id="unknown key"),
+        pytest.param(
+            "[sharding]\nranks = 'two'", "Expected `int | null`, got `str` - at `$.sharding.ranks`", id="type"
+        ),
+        pytest.param("dtype = ", "Invalid value (at end of document)", id="not TOML"),
+        pytest.param('dtype = "int3"', "dtype: expected one of fp32", id="value"),
+        pytest.param("[serving]\ninstance = 2", "serving: unknown setting 'instance'", id="unknown setting"),
+        pytest.param("[serving]\ninstances = 0", "serving: instances: expected", id="setting"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_key(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "export.toml").write_text(text)
+    done = tbe_export(*PLAN, "--config", str(tmp_path / "export.toml"))
+    assert done.exit_code == 1
+    assert message in done.stderr
+
+
+NUMBERS = ["-1", "0", "nan", "inf", "-inf", "1e400", f"{10**30}", "9" * 5000, '"nan"', '"inf"', '"x"', "true", "[]"]
+
+FIELDS = [
+    *((f"[{option.section}]\n" if option.section else "", option.name) for option in OPTIONS),
+    *(("", table) for table in ("sharding", "serving")),
+    *(("[serving]\n", field.name) for field in dataclasses.fields(ServingSettings)),
+]
+
+
+@pytest.mark.parametrize(("table", "field"), FIELDS, ids=lambda each: each.strip())
+def test_a_number_in_a_file_is_one_that_can_be_published_or_refused_by_name(
+    table: str, field: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "export.toml"
+    for number in NUMBERS:
+        path.write_text(f"{table}{field} = {number}\n")
+        refused, found = "", [0.0]
+        try:
+            found = numbers(export_config(read_settings(path)))
+        except ConfigurationError as error:
+            refused = str(error)
+        assert field in refused or (len(number) == 5000 and refused.startswith(str(path))) or not refused
+        assert all(math.isfinite(each) and (isinstance(each, float) or abs(each) < 2**63) for each in found)
+
+
+def numbers(config: Any) -> list[float]:
+    """Every number in a config, and in the configs in it."""
+    found: list[float] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for each in value.values() if isinstance(value, dict) else [value]:
+            found += (
+                numbers(each) if dataclasses.is_dataclass(each) else [each] if isinstance(each, int | float) else []
+            )
+    return found

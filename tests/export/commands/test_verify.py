@@ -1,0 +1,88 @@
+"""`tbe-export verify`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection
+
+from serving.model.config_file import read_config, write_config
+from tests.support import oracle
+from tests.support.commands import TRAINED, tbe_export
+from tests.support.models import SUM, collection, float_tables
+
+
+def test_verify_reads_every_byte_and_asks_every_table(mixed: Path, tmp_path: Path) -> None:
+    done = tbe_export("verify", str(mixed))
+    assert done.exit_code == 0, done.stderr
+    assert "3 files" in done.stdout
+    assert "as recorded at export" in done.stdout
+    steps = ("float ↔ quantized", "quantized ↔ sharded", "sharded ↔ scripted", "scripted ↔ reloaded")
+    for table in ("user", "item", "genre", "word"):
+        for step in steps:
+            assert any(line.split()[:1] == [table] and step in line for line in done.stdout.splitlines())
+    copy = Path(shutil.copytree(mixed, tmp_path / "1"))
+    weights = copy / "weights.0.bin"
+    content = bytearray(weights.read_bytes())
+    content[1000] ^= 1
+    weights.write_bytes(content)
+    done = tbe_export("verify", str(copy))
+    assert done.exit_code == 1
+    assert "weights.0.bin: expected SHA-256" in done.stderr
+
+
+def test_verify_takes_a_model_for_the_version_it_is_to_serve(mixed: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(mixed.parent, tmp_path / "mixed"))
+    (Path(shutil.copytree(model / "1", model / "2")) / "program.pt").write_bytes(b"")
+    done = tbe_export("verify", str(model))
+    assert done.exit_code == 1
+    assert f"{model}/2/program.pt: expected" in done.stderr
+    config = read_config(model)
+    config.version_policy.specific.versions.append(1)
+    write_config(model, config)
+    assert tbe_export("verify", str(model)).exit_code == 0
+
+
+def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_path: Path) -> None:
+    """The numbers are numpy's own, worst row included; weights that have moved on since are noticed."""
+    module = collection()
+    torch.save(module.state_dict(), tmp_path / "w.pt")
+    given = (*TRAINED, "--checkpoint", str(tmp_path / "w.pt"))
+    done = tbe_export("verify", str(mixed), *given, "--json")
+    assert done.exit_code == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["ok"], report["failures"], report["quantized_measured"]) == (True, [], True)
+    for parity in report["tables"]:
+        trained = float_tables(module)[parity["table"]].astype(np.float64)
+        stored = oracle.exported_table(mixed, parity["table"]).astype(np.float64)
+        error = np.abs(trained - stored)
+        cosine = (trained * stored).sum() / np.linalg.norm(trained) / np.linalg.norm(stored)
+        assert parity["quantized"]["worst_row"] == error.max(axis=1).argmax()
+        found = [parity["quantized"][name] for name in ("largest", "mean", "cosine")]
+        assert found == pytest.approx([error.max(), error.mean(), cosine], rel=1e-5)
+
+    with torch.no_grad():
+        module.state_dict()["embedding_bags.item.weight"][17, 3] += 5
+    torch.save(module.state_dict(), tmp_path / "w.pt")
+    done = tbe_export("verify", str(mixed), *given)
+    assert done.exit_code == 1
+    assert "table 'item': row 17 differs by 4.9" in done.stderr
+    assert "table 'user'" not in done.stderr
+    done = tbe_export("verify", str(mixed), *given, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["ok"]) == (1, False)
+
+
+def test_verify_with_another_model_names_what_differs(mixed: Path) -> None:
+    done = tbe_export("verify", str(mixed), "--model", "tests.export.commands.test_verify:another")
+    assert done.exit_code == 1
+    assert "expected a model with tables {'user': (500, 16)" in done.stderr
+    done = tbe_export("verify", str(mixed), "--checkpoint", "w.pt")
+    assert done.exit_code == 1
+    assert "--checkpoint: expected --model too" in done.stderr
+
+
+def another() -> EmbeddingBagCollection:
+    return collection(SUM)

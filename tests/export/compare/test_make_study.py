@@ -1,0 +1,249 @@
+"""`tbe-export compare`: what it measures is right, and its page shows it, in a real browser."""
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from playwright.sync_api import Page, sync_playwright
+from typer.testing import CliRunner
+
+from export.__main__ import app
+from export.compare.fastest import judge
+from export.compare.page import findings
+from export.compare.study import Placement, Study
+from serving.bench.report import Figure
+from tests.support.browser import chromium
+
+TABLES = """
+[tables."item <b>&"]
+rows = 20_000
+dim = 64
+pooling_factor = 20
+features = ["item", "recent"]
+[tables.query]
+rows = 5_000
+dim = 32
+pooling = "mean"
+pooling_factor = 2.5
+[tables.country]
+rows = 200
+dim = 16
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of every strategy on 2 and 4 ranks, in two dtypes."""
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "tables.toml").write_text(TABLES)
+    arguments = ["compare", "--tables", str(folder / "tables.toml"), "--out", str(folder / "report")]
+    done = CliRunner().invoke(app, [*arguments, "--seconds", "0.01", "--batch-size", "16", "--ranks-per-host", "2"])
+    assert done.exit_code == 0, done.output
+    assert "Whole on one rank, int8 answers 16 samples" in done.output
+    assert "report.html, and study.json" in done.output
+    return folder / "report"
+
+
+@pytest.fixture(scope="module")
+def study(report: Path) -> Any:
+    return json.loads((report / "study.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def page(report: Path) -> Iterator[Page]:
+    """The page, in a browser that has no network; whatever its console says is kept."""
+    with sync_playwright() as playwright, chromium(playwright) as browser:
+        context = browser.new_context(offline=True, viewport={"width": 1100, "height": 900})
+        page = context.new_page()
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
+        page.goto((report / "report.html").as_uri())
+        yield page
+        assert said == []
+
+
+def test_every_strategy_is_placed_and_measured(study: Any) -> None:
+    placements = study["placements"]
+    assert len(placements) == 2 * 2 * 10
+    assert all(each["error"] is None for each in placements)
+    for each in placements:
+        for name in ("latency_s", "one_rank_s", "over_one_rank", "side_by_side_over_one_rank"):
+            assert 0 < each[name]["low"] <= each[name]["median"] <= each[name]["high"]
+        assert each["latency_s"]["median"] <= each["latency_p99_s"]
+        assert each["samples_per_s"] == pytest.approx(16 / each["latency_s"]["median"])
+        assert each["split_s"] > 0
+        assert each["slowest_rank_s"] > 0
+        assert each["merge_s"] > 0
+        assert len(each["rank_bytes"]) == len(each["traffic"]) == each["ranks"]
+        if each["strategy"] not in ("mixed", "auto", "auto-simple"):
+            assert set(each["sharding"].values()) == {each["strategy"]}
+        if each["strategy"] == "data_parallel":
+            assert np.sum(each["traffic"]) == 0
+
+
+def test_ranks_hold_the_bytes_of_their_shards(study: Any) -> None:
+    floats = {"item <b>&": (20_000, 64), "query": (5_000, 32), "country": (200, 16)}
+    row_bytes = {"int8": lambda dim: dim + 4, "int4": lambda dim: dim // 2 + 4}
+    for each in study["placements"]:
+        for name, (rows, dim) in floats.items():
+            held = sum(rank.get(name, 0) for rank in each["rank_bytes"])
+            whole = rows * row_bytes[each["dtype"]](dim)
+            kind = each["sharding"][name]
+            if kind in ("table_wise", "row_wise", "table_row_wise"):
+                assert held == whole
+            elif kind == "data_parallel":
+                assert held == whole * each["ranks"]
+            else:
+                assert whole <= held <= 2 * whole  # a scale and a bias for each block of columns
+
+
+def test_mixed_is_what_is_recommended(study: Any) -> None:
+    advice = {name: each["sharding_type"] for name, each in study["recommendations"].items()}
+    (mixed,) = (
+        each
+        for each in study["placements"]
+        if (each["strategy"], each["ranks"], each["dtype"]) == ("mixed", 4, "int8")
+    )
+    assert mixed["sharding"] == advice
+
+
+def test_errors_are_those_of_the_dtypes(study: Any) -> None:
+    for table in study["tables"].values():
+        dtypes = {each["dtype"]: each for each in table["dtypes"]}
+        assert list(dtypes) == ["int2", "int4", "int8", "fp16", "fp32"]
+        errors = [each["largest_error"] for each in dtypes.values()]
+        assert errors == sorted(errors, reverse=True)
+        assert (dtypes["fp32"]["largest_error"], dtypes["fp32"]["cosine"]) == (0, 1)
+        assert dtypes["int8"]["largest_error"] < 0.5 / 255  # rows of normal numbers of 0.05: a range below 0.5
+
+
+def test_the_page_shows_its_numbers_and_says_nothing_to_the_console(page: Page, study: Any) -> None:
+    assert json.loads(str(page.text_content("#study"))) == study
+    cells = page.eval_on_selector_all("[data-key]", "cells => cells.map(cell => [cell.dataset.key, cell.innerText])")
+    assert len(cells) > 8 * len(study["placements"])
+    for key, shown in cells:
+        value: Any = study
+        for part in key.split("/"):
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        number = float(re.sub(r"[^0-9.e+-]", "", shown.replace("kB", "e3").replace("MB", "e6").replace("B", "")))
+        scale = 1e3 if re.search(r"_s\b", key) else 1
+        rough = 0.06 if "bytes" in key or "error" in key else 0.01
+        rounded = 0.005 if "over_one_rank" in key else 0
+        assert number == pytest.approx(scale * value, rel=rough, abs=rounded), key
+    rows = page.locator("#placements tbody tr")
+    assert rows.count() == len(study["placements"]) + len(study["one_rank"])
+    assert page.locator("td", has_text="item <b>&").count() >= 1  # a name is text, not markup
+
+
+def test_figures_are_there_and_can_be_read_without_seeing_them(page: Page, report: Path) -> None:
+    pictures = page.eval_on_selector_all("img", "all => all.map(it => [it.id, it.naturalWidth, it.alt])")
+    assert [name for name, _, _ in pictures] == ["latency", "memory", "traffic", "errors"]
+    for name, width, alt in pictures:
+        assert width > 300
+        assert len(alt) > 40
+        assert (report / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_phone_shows_all_of_it_and_paper_too(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 800})
+    page.wait_for_function("document.querySelectorAll('.cut').length == 3")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert page.evaluate("parseFloat(getComputedStyle(document.body).fontSize)") >= 16
+    assert page.evaluate(CUES) == [[True, True]] * 3
+    page.set_viewport_size({"width": 1100, "height": 900})
+    assert page.pdf(format="A4").count(b"/Type /Page") > 3
+
+
+CUES = """() => [...document.querySelectorAll(".wide")].map(table => [
+    table.scrollWidth > table.clientWidth,
+    table.previousElementSibling.matches(".cue") && table.previousElementSibling.offsetHeight > 0,
+])"""
+
+DRAWN = "all => all.map(it => [it.id, it.clientWidth, it.currentSrc])"
+
+
+@pytest.mark.parametrize("width", [360, 1100])
+def test_text_of_figures_can_be_read_on_any_screen(page: Page, width: int) -> None:
+    """In pixels as they are shown: 8 is small print."""
+    page.set_viewport_size({"width": width, "height": 900})
+    page.wait_for_function(f"document.documentElement.clientWidth == {width}")
+    for name, shown, source in page.eval_on_selector_all("img", DRAWN):
+        svg = base64.b64decode(source.partition(",")[2]).decode()
+        drawn = float(re.findall(r'viewBox="0 0 ([0-9.]+)', svg)[0])
+        sizes = [float(each) for each in re.findall(r"font-size: ([0-9.]+)px", svg)]
+        assert sizes, name
+        assert min(sizes) * shown / drawn >= 8, name
+
+
+def test_a_number_of_bytes_stays_in_one_line(page: Page) -> None:
+    text = page.inner_text("body")
+    assert re.findall(r"\d[ \n][kMGT]?B\b", text) == []
+    assert "0\N{NO-BREAK SPACE}B" in text
+
+
+def test_a_table_that_is_shown_whole_has_no_cue(page: Page) -> None:
+    page.set_viewport_size({"width": 1100, "height": 900})
+    page.wait_for_function("document.querySelectorAll('.cut').length == 0")
+    assert page.evaluate(CUES) == [[False, False]] * 3
+
+
+def placed(strategy: str, low: float, median: float, high: float, error: str | None = None) -> Placement:
+    figure = Figure(median, low, high)
+    return Placement(
+        strategy=strategy, ranks=4, hosts=1, dtype="int8", error=error,
+        latency_s=figure, one_rank_s=Figure(1, 1, 1), over_one_rank=figure, side_by_side_over_one_rank=figure,
+        rank_bytes=[{"t": 1}], traffic=[[0]],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("placements", "fastest", "said"),
+    [
+        pytest.param(
+            [placed("mixed", 1.4, 1.5, 1.6), placed("row_wise", 1.0, 1.1, 1.2), placed("auto", 1.19, 1.3, 1.5)],
+            ["row_wise", "auto"],
+            "mixed, the types below, is not to be recommended for its time: it took 1.50 (1.40–1.60) times one rank's, "
+            "row_wise 1.10 (1.00–1.20) times.",
+            id="slower",
+        ),
+        pytest.param(
+            [placed("mixed", 1.15, 1.5, 1.6), placed("row_wise", 1.0, 1.1, 1.2)],
+            ["row_wise", "mixed"],
+            "mixed, the types below, is among the fastest, and no measurement here says which of them to take.",
+            id="not told apart",
+        ),
+        pytest.param(
+            [placed("mixed", 1.0, 1.1, 1.2), placed("row_wise", 1.3, 1.4, 1.5)],
+            ["mixed"],
+            "mixed, the types below, is the fastest: take it.",
+            id="fastest",
+        ),
+        pytest.param(
+            [placed("row_wise", 0, 0, 0, error="does not fit"), placed("mixed", 1.0, 1.1, 1.2)],
+            ["mixed"],
+            "mixed, the types below, is the fastest: take it.",
+            id="of those that fit",
+        ),
+    ],
+)
+def test_no_more_is_recommended_than_was_measured(
+    study: Any, placements: list[Placement], fastest: list[str], said: str
+) -> None:
+    verdicts = judge(placements)
+    assert [each.fastest for each in verdicts] == [fastest] * 2
+    found = msgspec.structs.replace(msgspec.convert(study, Study), placements=placements, verdicts=verdicts)
+    assert f"On 4 ranks {said}" in list(findings(found))
+
+
+def test_the_study_s_verdicts_are_of_its_placements(study: Any) -> None:
+    assert study["verdicts"] == msgspec.to_builtins(judge(msgspec.convert(study, Study).placements))
+    assert len(study["verdicts"]) == 2 * 2 * 2
+    assert study["confidence"] == pytest.approx(0.961, abs=0.001)

@@ -1,0 +1,53 @@
+"""The trained module itself is what answers are compared with."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import KeyedJaggedTensor, PoolingType
+
+from export import ExportConfig, OutputDtype, WeightDtype, export_model
+from export.errors import ParityError
+from serving.bundle.opening import open_bundle
+from tests.support.wrapped import Around, HashesValues, pooled
+
+
+class HashesSecretly(Around):
+    """In a way that cannot be followed: only running it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hash = HashesValues()
+
+    def forward(self, kjt: KeyedJaggedTensor) -> Any:
+        self.hash(kjt)
+        return self.ebc(kjt)
+
+
+def test_the_trained_module_itself_is_what_answers_are_compared_with(tmp_path: Path) -> None:
+    """As TorchRec runs it; what could not be run is not said to agree."""
+    mean = pooled("w", weighted=True, pooling=PoolingType.MEAN)
+    bundle = export_model(nn.ModuleDict({"a": pooled(), "mean": mean}), tmp_path / "r", "m")
+    by_table = {parity.table: parity.trained for parity in open_bundle(bundle).manifest.parity}
+    for name in ("a", "b"):
+        assert (agreement := by_table[name]) is not None
+        assert 0 < agreement.largest < 2
+        assert agreement.cosine > 0.99
+    assert by_table["w"] is None
+
+
+def test_ids_that_are_changed_where_nobody_can_follow_show_when_the_module_is_run(tmp_path: Path) -> None:
+    with pytest.raises(ParityError, match=r"table 'a': the trained module answers otherwise for feature 'fa'"):
+        export_model(HashesSecretly(), tmp_path / "r", "m")
+    assert list((tmp_path / "r").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [WeightDtype.FP32, WeightDtype.FP16, WeightDtype.INT2])
+@pytest.mark.parametrize("trained", [torch.float32, torch.float16])
+def test_a_module_of_any_precision_agrees_with_its_bundle(
+    tmp_path: Path, dtype: WeightDtype, trained: torch.dtype
+) -> None:
+    module = nn.ModuleList([pooled().to(trained), pooled("c", weighted=True)])
+    export_model(module, tmp_path / "r", "m", ExportConfig(dtype={"*": dtype}, output_dtype=OutputDtype.FP16))

@@ -1,0 +1,44 @@
+"""What is asked of a plan."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrec.distributed.planner import ParameterConstraints
+
+from export import Sharding
+from serving.errors import ConfigurationError
+from tests.support.sharded import sharded
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(lambda: Sharding(ranks=0), "ranks: expected 1 to 10000, got 0", id="no-ranks"),
+        pytest.param(
+            lambda: Sharding(ranks=6, ranks_per_host=4), "expected a divisor of 6 ranks, got 4", id="uneven-hosts"
+        ),
+        pytest.param(lambda: Sharding(types={"*": "rowwise"}), "expected one of auto, auto-simple", id="no-type"),
+        pytest.param(lambda: Sharding(min_partition={"*": 6}), "a multiple of 4 columns, got 6", id="partition"),
+        pytest.param(lambda: Sharding(plan=Path("p"), ranks=2), "plan: expected no ranks", id="plan-and-ranks"),
+        pytest.param(
+            lambda: Sharding(pooling_factors={"*": -1.0}), "expected >= 0 and below 1000000, got -1", id="pooling"
+        ),
+    ],
+)
+def test_a_sharding_that_contradicts_itself_is_refused_where_it_is_made(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_pooling_factors_for_other_features_than_there_are_are_refused(tmp_path: Path) -> None:
+    constraints = {"item": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}
+    with pytest.raises(
+        ConfigurationError, match=r"pooling_factors for its 2 features \(item_id, recent_items\), got 3"
+    ):
+        sharded(tmp_path, Sharding(ranks=2, constraints=constraints))
+
+
+def test_settings_of_no_table_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="types 'usr': expected the name of a table or a glob"):
+        sharded(tmp_path, Sharding(ranks=2, types={"usr": "row_wise"}))

@@ -1,0 +1,83 @@
+"""Malformed and hostile requests to a real server: five thousand here, a hundred thousand in `make fuzz`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from serving.client import LookupClient
+from serving.server import Server, run_server
+from tests.fuzz.contract import Model, judge
+from tests.fuzz.killer import recovery_s
+from tests.fuzz.messages import good
+from tests.fuzz.run import LOOKS, METHOD, TOGETHER, WELL, fuzz
+from tests.fuzz.served import publish
+from tests.support.growth import keeps_growing
+from tests.support.servers import FREE, metric
+
+COUNT = 5000
+NOISE_BYTES = 256 << 10
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, Server]]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    model = publish(folder / "r")
+    with run_server(folder / "r", FREE, log=folder / "log") as server:
+        yield model, server
+
+
+def test_every_message_is_answered_right_or_refused_clearly(served: tuple[Model, Server]) -> None:
+    model, server = served
+    outcome = fuzz(server.grpc, psutil.Process(server.process.pid), model, COUNT, seed=1)
+    assert outcome.wrong == []
+    assert outcome.sent == COUNT
+    assert outcome.well == COUNT // TOGETHER * WELL
+    assert outcome.statuses["INVALID_ARGUMENT"] > COUNT // 3
+    assert outcome.statuses["OK"] > COUNT // 50
+    assert len(outcome.memory_bytes) == LOOKS
+    assert not keeps_growing(outcome.memory_bytes, NOISE_BYTES), outcome.memory_bytes
+    assert metric(server, "tbe_calls_total") < metric(server, "tbe_requests_total"), "nothing was merged"
+
+
+def test_the_oracle_is_not_taken_in(served: tuple[Model, Server]) -> None:
+    """What judges the server tells right from wrong by itself."""
+    model, _ = served
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(50):
+        request = pb.ModelInferRequest.FromString(good(model, random))
+        assert judge(model, request.SerializeToString()).answer is not None
+        request.raw_input_contents[0] += bytes(8)
+        assert judge(model, request.SerializeToString()).answer is None
+        refused += 1
+    assert refused == 50
+
+
+def test_after_a_shape_that_overflows_the_model_serves_again(tmp_path: Path) -> None:
+    """Triton 2.51's own fault; how soon is for `make fuzz` to say."""
+    model = publish(tmp_path / "r")
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        recovery_s(server, model)
+
+
+def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: Path, tmp_path: Path) -> None:
+    """Triton never answers a first dimension of 0 on all inputs: its caller's deadline does."""
+    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[b"", b""])
+    request.inputs.add(name="values", datatype="INT64", shape=[0, 0])
+    request.inputs.add(name="lengths", datatype="INT32", shape=[0, 0])
+    with (
+        run_server(one_model, FREE, log=tmp_path / "log") as server,
+        grpc.insecure_channel(server.grpc) as channel,
+        LookupClient(server.grpc, "m", 10) as client,
+    ):
+        with pytest.raises(grpc.RpcError) as missed:
+            channel.unary_unary(METHOD)(request.SerializeToString(), timeout=1)
+        assert missed.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.INVALID_ARGUMENT)
+        assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
+        assert client.lookup({"x": []})["x"].shape == (0, 8)
+        server.process.kill()  # it would wait for that request until its exit timeout

@@ -1,0 +1,241 @@
+"""Under more load than there is capacity some are refused, soon and unseen; the others are answered as ever."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export import ExportConfig, OutputDtype, WeightDtype, export_model
+from serving.backend import answering, backlog
+from serving.backend.answering import Answerer
+from serving.backend.metrics import LookupMetrics
+from serving.engine import Engine
+from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable
+from serving.model.settings import LARGEST_HANDOVER, ServingSettings
+from serving.request.limits import Limits
+from serving.request.tensors import Batch, Embeddings, Tensors
+from tests.support.models import Spec, collection
+
+BUSY_MS = 100
+
+
+class Counter:
+    """A metric of Triton's."""
+
+    def __init__(self, name: str, counts: dict[str, float]) -> None:
+        self._name, self._counts = name, counts
+
+    def Metric(self, labels: Any, buckets: Any = None) -> "Counter":  # noqa: N802, ARG002
+        return self
+
+    def increment(self, value: float) -> None:
+        self._counts[self._name] = self._counts.get(self._name, 0) + value
+
+    def set(self, value: float) -> None: ...
+
+    def observe(self, value: float) -> None:
+        self.increment(value)
+
+
+class Bench:
+    """An answerer whose TBE calls take as long as is said, by a clock that nothing else moves."""
+
+    def __init__(
+        self,
+        bundle: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        limits: Limits,
+        largest_handover: int = LARGEST_HANDOVER,
+    ) -> None:
+        self.now = 0.0
+        self.call_ms = 0.0
+        self.decoded = self.asked_for = 0
+        self.counts: dict[str, float] = {}
+        self.engine = Engine.open(bundle)
+        run = self.engine.run
+
+        def slow(batch: Batch) -> Embeddings:
+            self.now += self.call_ms / 1e3
+            return run(batch)
+
+        for module in (answering, backlog):
+            monkeypatch.setattr(module, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(self.engine, "run", slow)
+        self.metrics = LookupMetrics(lambda name, *_: Counter(name, self.counts), {}, ["a"], 0.0)
+        self.answerer = Answerer(self.engine, limits, self.metrics, None, lambda _: None, largest_handover)
+        self.tensors = Tensors(["user_id"], np.array([1]), np.array([1], np.int32))
+        self.expected = self.engine.answer(self.tensors)
+
+    def answer(
+        self,
+        requests: int,
+        call_ms: float,
+        decode: Callable[[Tensors], Tensors] | None = None,
+        gone: Callable[[int], bool] | None = None,
+    ) -> str:
+        """Letters: an answer, a refusal because of load, an invalid request, one whose caller has gone."""
+        self.call_ms = call_ms
+        asked = [replace(self.tensors, trace=str(number)) for number in range(requests)]
+
+        def is_gone(tensors: Tensors) -> bool:
+            self.asked_for += 1
+            return gone is not None and gone(int(tensors.trace or 0))
+
+        def count(tensors: Tensors) -> Tensors:
+            self.decoded += 1
+            return tensors
+
+        outcomes = self.answerer.answer(asked, decode or count, is_gone)
+        said = ""
+        for outcome in outcomes:
+            if isinstance(outcome, ServerUnavailable):
+                assert "busy" in str(outcome)
+                assert f"{BUSY_MS} ms" in str(outcome)
+                said += "r"
+            elif isinstance(outcome, InvalidRequest):
+                said += "i"
+            elif isinstance(outcome, RequestCancelled):
+                said += "g"
+            else:
+                assert isinstance(outcome, np.ndarray)
+                np.testing.assert_array_equal(outcome, self.expected)
+                said += "a"
+        return said
+
+    @property
+    def turned_away(self) -> float:
+        self.metrics.publish()
+        return self.counts.get("tbe_turned_away_total", 0)
+
+
+@pytest.fixture
+def bench(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """One request in a call, and never more than eight handed over."""
+    return Bench(mixed, monkeypatch, ServingSettings(merged_requests=1, max_busy_ms=BUSY_MS), largest_handover=8)
+
+
+def test_of_what_takes_too_long_those_that_waited_longest_are_refused_unseen(bench: Bench) -> None:
+    assert bench.answer(7, 30) == "rrraaaa"
+    assert bench.decoded == 4
+    assert bench.turned_away == 3
+
+
+def test_what_can_be_answered_in_time_is(bench: Bench) -> None:
+    assert bench.answer(8, 10) == "a" * 8
+    assert bench.turned_away == 0
+
+
+def test_a_few_large_requests_are_no_overload(bench: Bench) -> None:
+    assert bench.answer(4, 5000) == "aaaa"
+    bench.now += 1
+    assert bench.answer(5, 5000) == "raaaa"
+
+
+def test_what_is_merged_is_refused_by_the_call(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the requests that were decoded together, too: their ids make several calls."""
+    bench = Bench(mixed, monkeypatch, ServingSettings(merged_requests=6, max_call_ids=1, max_busy_ms=BUSY_MS))
+    assert bench.answer(12, 30) == "r" * 6 + "rraaaa"
+    assert bench.decoded == 6
+
+
+def test_an_invalid_request_is_told_so_and_costs_the_others_nothing(bench: Bench) -> None:
+    def refuse_every_other(tensors: Tensors) -> Tensors:
+        bench.decoded += 1
+        if bench.decoded % 2:
+            raise InvalidRequest("no")
+        return tensors
+
+    assert bench.answer(7, 19, refuse_every_other) == "iaiaiai"
+
+
+def test_full_handovers_one_after_the_other_are_one_backlog(bench: Bench) -> None:
+    """Triton hands over so many at most: more wait behind them, and are refused until fewer do."""
+    assert bench.answer(8, 19) == "rraaaaaa"
+    assert bench.answer(8, 19) == "r" * 8
+    assert bench.answer(8, 19) == "r" * 8
+    assert bench.answer(3, 19) == "aaa"
+    assert bench.answer(8, 10) == "a" * 8
+    assert bench.decoded == 6 + 3 + 8
+
+
+def test_a_full_handover_after_a_pause_is_another_backlog(bench: Bench) -> None:
+    assert bench.answer(8, 19) == "rraaaaaa"
+    bench.now += 0.1
+    assert bench.answer(8, 19) == "rraaaaaa"
+
+
+def test_who_waits_no_more_is_not_looked_up(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(mixed, monkeypatch, ServingSettings(merged_requests=64, max_busy_ms=BUSY_MS))
+    assert bench.answer(1, 2000) == "a"
+    assert bench.answer(200, 1, gone=lambda _: True) == "g" * 200
+    assert bench.decoded == 1
+    bench.metrics.publish()
+    assert bench.counts["tbe_gone_total"] == 200
+
+
+def test_among_others_too(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(mixed, monkeypatch, ServingSettings(merged_requests=64, max_busy_ms=BUSY_MS))
+    assert bench.answer(1, 2000) == "a"
+    assert bench.answer(64, 1, gone=lambda number: number < 40) == "g" * 40 + "a" * 24
+
+
+def test_nobody_is_asked_for_who_cannot_have_waited_long(bench: Bench) -> None:
+    assert bench.answer(8, 2) == "a" * 8
+    assert bench.answer(8, 2) == "a" * 8
+    assert bench.answer(1, 2000) == "a"
+    bench.now += 1  # nothing waited: it was idle
+    assert bench.answer(8, 2) == "a" * 8
+    assert bench.asked_for == 0
+
+
+# --- FP16
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Even rows of 1 and odd ones of −1 in a table with weights, answered in FP16."""
+    module = collection([Spec("t", 10, 4, "SUM", ("f",))], weighted=True)
+    with torch.no_grad():
+        next(module.parameters()).copy_(torch.tensor([1.0, -1.0] * 5)[:, None].expand(10, 4))
+    config = ExportConfig(dtype={"*": WeightDtype.FP32}, output_dtype=OutputDtype.FP16)
+    return Engine.open(export_model(module, tmp_path_factory.mktemp("half") / "r", "m", config))
+
+
+@pytest.mark.parametrize(
+    ("bags", "expected"),
+    [
+        pytest.param([[0], [1]], 0, id="none"),
+        pytest.param([[0], [0, 2], [1], []], 1, id="one of four"),
+        pytest.param([[1, 3], [0, 1]], 1, id="below zero, beside a sum of zero"),
+        pytest.param([[0, 0], [1, 1], [2, 4]], 3, id="all"),
+    ],
+)
+def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbours(
+    half: Engine, bags: list[list[int]], expected: int
+) -> None:
+    """Each id weighs 40,000: two of one sign are beyond the largest number."""
+    counts: dict[str, float] = {}
+    metrics = LookupMetrics(lambda name, *_: Counter(name, counts), {}, ["t"], 0.0)
+    answerer = Answerer(half, ServingSettings(), metrics, None, lambda _: None)
+    asked = [
+        Tensors(None, np.array(bag, np.int64), np.array([len(bag)], np.int32), np.full(len(bag), 4e4, np.float32))
+        for bag in bags
+    ]
+    answers = answerer.answer(asked, lambda tensors: tensors, lambda _: False)
+    metrics.publish()
+    assert [type(answer) for answer in answers] == [np.ndarray] * len(bags)
+    assert sum(bool(np.isinf(np.asarray(answer)).any()) for answer in answers) == expected
+    assert counts.get("tbe_overflow_total", 0) == expected
+    assert counts["tbe_calls_total"] == 1
+    assert counts["tbe_call_requests"] == len(bags)
+
+
+def test_every_fp16_number_is_told_from_what_is_not_finite() -> None:
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    found = [answering._overflows(numbers[[at, 0]]) for at in range(numbers.size)]
+    assert found == (~np.isfinite(numbers)).tolist()
+    assert not answering._overflows(np.array([np.inf], np.float32))

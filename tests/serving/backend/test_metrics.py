@@ -1,0 +1,224 @@
+"""What operators see: the numbers are right, the dashboard's queries find them, and a page explains each."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+
+from export import DefaultRow, ExportConfig, IdPolicy, export_model
+from serving.client import LookupClient
+from serving.errors import InvalidRequest
+from serving.server import Server, run_server
+from tests.support.models import SUM, collection
+from tests.support.servers import FREE, lens, metric, raw_request, row, scrape
+
+ROOT = Path(__file__).parents[3]
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "lookup.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Tables a (features x and y, default row) and b (z, error), looked up a little of everything."""
+    folder = tmp_path_factory.mktemp("counted")
+    config = ExportConfig(id_policy={"a": DefaultRow(default_row=3), "b": IdPolicy.ERROR})
+    export_model(collection(SUM), folder / "r", "m", config)
+    with run_server(folder / "r", FREE, log=folder / "log") as server:
+        with LookupClient(server.grpc, "m", 30) as client:
+            client.lookup({"x": [[1, 2], [], [5]], "z": [[0], [1, 1], []]})
+            client.lookup({"x": [[10**9, 2, -1]], "y": [[-7]]})
+            for bad in ({"z": [[10**9, 5]]}, {"x": [[1]], "z": [[-1]]}):
+                with pytest.raises(InvalidRequest):
+                    client.lookup(bad)
+            for values, lengths, features in (
+                (row(1), lens(1), "nobody"),
+                (row(1), lens(2), "x"),
+                (row(1), lens(1, 1, 1), "x,z"),
+                (row(1).reshape(1, 1, 1).repeat(2, 0)[:, 0], lens(1).repeat(2, 0), "x"),
+            ):
+                with pytest.raises(Exception, match="expected"):
+                    raw_request(server, values, lengths, features, "m")
+        yield server
+
+
+@pytest.mark.usefixtures("first_scrape")
+def test_default_row_is_read_in_place_of_ids_outside(counted: Server) -> None:
+    with LookupClient(counted.grpc, "m", 30) as client:
+        answer = client.lookup({"x": [[10**9, 2, -1]], "y": [[2**62]]})
+        inside = client.lookup({"x": [[3, 2, 3]], "y": [[3]]})
+    for name, rows in inside.items():
+        assert rows.tolist() == answer[name].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("tbe_calls_total", {}, 2),
+        ("tbe_requests_total", {}, 2),
+        ("tbe_samples_total", {}, 4),
+        ("tbe_ids_total", {}, 6 + 4),
+        ("tbe_empty_bags_total", {}, 2),
+        ("tbe_ids_outside_total", {"table": "a"}, 3),
+        ("tbe_ids_outside_total", {"table": "b"}, 2),
+        ("tbe_rejected_total", {"reason": "ids"}, 2),
+        ("tbe_rejected_total", {"reason": "features"}, 1),
+        ("tbe_rejected_total", {"reason": "lengths"}, 2),
+        ("tbe_rejected_total", {"reason": "shape"}, 1),
+        ("tbe_rejected_total", {"reason": "size"}, 0),
+        ("tbe_failed_total", {}, 0),
+        ("tbe_turned_away_total", {}, 0),
+        ("tbe_gone_total", {}, 0),
+        ("tbe_call_requests_bucket", {"le": "1"}, 2),
+        ("tbe_call_requests_bucket", {"le": "+Inf"}, 2),
+        ("tbe_call_requests_sum", {}, 2),
+        ("tbe_call_requests_count", {}, 2),
+        ("tbe_overflow_total", {}, 0),
+        ("tbe_recoveries_total", {}, 0),
+        ("tbe_captured_total", {}, 0),
+    ],
+)
+def test_what_is_counted(first_scrape: str, name: str, labels: dict[str, str], expected: float) -> None:
+    found = [
+        float(line.rpartition(" ")[2])
+        for line in first_scrape.splitlines()
+        if line.startswith(name + "{") and all(f'{key}="{value}"' in line for key, value in labels.items())
+    ]
+    assert found == [expected]
+
+
+@pytest.fixture(scope="module")
+def first_scrape(counted: Server) -> str:
+    return scrape(counted)
+
+
+def test_each_stage_takes_time(counted: Server) -> None:
+    for stage in ("check", "merge", "lookup", "split"):
+        assert 0 < metric(counted, "tbe_stage_seconds_total", stage=stage) < 60
+
+
+def test_the_bundle_s_age_is_since_its_export(counted: Server) -> None:
+    assert 0 < time.time() - metric(counted, "tbe_bundle_exported_timestamp_seconds") < 3600
+
+
+def families(page: str) -> dict[str, str]:
+    """Our metric families of a metrics page, and their types."""
+    return dict(re.findall(r"^# TYPE (tbe_\w+) (\w+)$", page, re.MULTILINE))
+
+
+def test_names_say_what_they_are(first_scrape: str) -> None:
+    """As `promtool check metrics` has it: counters end in _total, and the suffixes of histograms are theirs alone."""
+    expected: set[str] = set()
+    for name, kind in families(first_scrape).items():
+        assert kind in ("counter", "gauge", "histogram")
+        assert name.endswith("_total") == (kind == "counter"), name
+        assert not name.endswith(("_bucket", "_sum", "_count")), name
+        expected |= {name + end for end in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
+    assert {name for name in series(first_scrape) if name.startswith("tbe_")} == expected
+
+
+# --- the dashboard
+
+
+def queries() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+
+
+def parsed(query: str) -> Any:
+    return promql.parse(query.replace("$__rate_interval", "5m").replace("$model", "m"))
+
+
+def selectors(node: Any) -> Iterator[Any]:
+    """Every vector selector below a node."""
+    if isinstance(node, promql.VectorSelector):
+        yield node
+    elif isinstance(node, promql.MatrixSelector):
+        yield node.vector_selector
+    for name in ("lhs", "rhs", "expr"):
+        if (child := getattr(node, name, None)) is not None:
+            yield from selectors(child)
+    for child in getattr(node, "args", None) or ():
+        yield from selectors(child)
+
+
+def grouped_by(node: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Every aggregation below a node, and the labels that it keeps."""
+    if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
+        yield node, list(node.modifier.labels)
+    for name in ("lhs", "rhs", "expr"):
+        if (child := getattr(node, name, None)) is not None:
+            yield from grouped_by(child)
+    for child in getattr(node, "args", None) or ():
+        yield from grouped_by(child)
+
+
+def series(page: str) -> dict[str, list[dict[str, str]]]:
+    """The labels of each series of a metrics page, by name."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", page, re.MULTILINE):
+        found.setdefault(name, []).append(dict(re.findall(r'(\w+)="([^"]*)"', labels)))
+    return found
+
+
+@pytest.mark.parametrize("query", queries())
+def test_every_query_of_the_dashboard_finds_its_series(first_scrape: str, query: str) -> None:
+    found = series(first_scrape)
+    tree = parsed(query)
+    names = {selector.name for selector in selectors(tree)}
+    assert names
+    for selector in selectors(tree):
+        assert selector.name in found, selector.name
+        for matcher in re.findall(r'(\w+)=~"([^"]*)"', str(selector)):
+            assert any(re.fullmatch(matcher[1], each.get(matcher[0], "")) for each in found[selector.name])
+    for aggregate, labels in grouped_by(tree):
+        for selector in selectors(aggregate):
+            for each in found[selector.name]:
+                assert set(labels) <= set(each), f"{selector.name} has no {set(labels) - set(each)}"
+
+
+def test_the_dashboard_shows_every_metric_of_ours(first_scrape: str) -> None:
+    ours = {name for name in series(first_scrape) if name.startswith("tbe_")}
+    shown = {selector.name for query in queries() for selector in selectors(parsed(query))}
+    assert ours - shown == set()
+
+
+def test_a_page_explains_every_metric_of_ours(first_scrape: str) -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    for name in families(first_scrape):
+        assert f"| `{name}`" in page or f", `{name}` |" in page, name
+
+
+def test_what_is_said_of_a_served_version_is_said_now() -> None:
+    """Not of an hour: a version that was served in it would be shown as if it still were."""
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] == "stat" and "version" in str(panel["targets"]):
+            assert [target.get("instant") for target in panel["targets"]] == [True]
+
+
+def test_age_is_asked_of_versions_that_are_served() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text()
+    asked = [line for line in page.splitlines() if line.startswith("time() -")]
+    asked += [query for query in queries() if "exported" in query]
+    assert len(asked) == 2
+    for query in asked:
+        names = {selector.name for selector in selectors(parsed(query))}
+        assert names == {"tbe_bundle_exported_timestamp_seconds", "tbe_serving_seconds_total"}
+
+
+@pytest.mark.usefixtures("first_scrape")
+def test_an_unloaded_version_stops_to_count_and_keeps_its_gauge(counted: Server, tmp_path_factory: Any) -> None:
+    folder = tmp_path_factory.getbasetemp() / "counted0" / "r"
+    export_model(collection(SUM), folder, "m")
+    counted.control(60).load("m")
+
+    def served(version: str) -> float:
+        return metric(counted, "tbe_serving_seconds_total", version=version)
+
+    assert metric(counted, "tbe_bundle_exported_timestamp_seconds", version="1") > 0
+    first, second = served("1"), served("2")
+    assert second > 0
+    assert served("1") == first
+    assert served("2") > second

@@ -1,0 +1,93 @@
+"""Requests that are kept for replay."""
+
+import json
+import queue
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.backend.recorder import Recorder
+from serving.client import LookupClient
+from serving.errors import InvalidRequest
+from serving.request.captured import read_captured
+from serving.request.tensors import Tensors
+from serving.server import run_server
+from tests.support.models import exported
+from tests.support.servers import FREE, metric
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def lines(path: Path, count: int) -> list[dict[str, Any]]:
+    """The captured lines, once there are `count`: they are written a moment later."""
+    deadline = time.monotonic() + 10
+    while len(found := path.read_text().splitlines()) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(found) == count
+    return [json.loads(line) for line in found]
+
+
+def test_nothing_is_captured_unless_it_is_asked_for(tmp_path: Path) -> None:
+    exported(tmp_path)
+    before = {path for path in tmp_path.rglob("*") if path.suffix == ".jsonl"}
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        with LookupClient(server.grpc, "m", 30) as client, pytest.raises(InvalidRequest):
+            client.lookup({"x": [[-1]]})
+        assert metric(server, "tbe_captured_total") == 0
+    assert {path for path in tmp_path.rglob("*") if path.suffix == ".jsonl"} == before == set()
+
+
+def test_refused_requests_are_kept_without_weights_and_with_their_trace(tmp_path: Path) -> None:
+    exported(tmp_path, weighted=True, capture=str(tmp_path))
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        with LookupClient(server.grpc, "m", 30) as client:
+            client.lookup({"x": ([1], [1], [0.25])})
+            with pytest.raises(InvalidRequest):
+                client.lookup({"x": ([1, -5], [2], [0.25, 0.5])}, trace=TRACE)
+        (first,) = lines(tmp_path / "m.jsonl", 1)
+        assert metric(server, "tbe_captured_total", model="m") == 1
+    assert first.pop("at") > "2026"
+    assert first == {
+        "why": "refused: ids", "features": ["x"], "values": [1, -5], "lengths": [2], "traceparent": TRACE,
+    }  # fmt: skip
+    assert "0.25" not in (tmp_path / "m.jsonl").read_text()
+    assert (tmp_path / "m.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
+    exported(tmp_path, capture=str(tmp_path), capture_slow_ms=0.001, capture_max_bytes=2000)
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        with LookupClient(server.grpc, "m", 30) as client:
+            for each in range(100):
+                client.lookup({"x": [[each % 50]]})
+        kept = metric(server, "tbe_captured_total", model="m")
+    assert 5 < kept < 30
+    assert (tmp_path / "m.jsonl").stat().st_size <= 2000
+    requests = list(read_captured(tmp_path / "m.jsonl"))
+    assert [request.values for request in requests] == [[each] for each in range(len(requests))]
+    assert all(request.why.startswith("slow: ") and request.features == ["x"] for request in requests)
+
+
+class NotRead(np.ndarray[Any, Any]):
+    """Ids that nobody may turn into text."""
+
+    def tolist(self) -> Any:
+        raise AssertionError("it was read")
+
+
+def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path) -> None:
+    """Two bytes for each number, at least: four million ids are not made into text to be thrown away."""
+    kept: queue.SimpleQueue[None] = queue.SimpleQueue()
+    recorder = Recorder(tmp_path / "file", None, 1000, lambda: kept.put(None))
+    lengths = np.array([498], np.int32)
+    recorder.record(Tensors(None, np.zeros(499, np.int64).view(NotRead), lengths), "refused: lengths")
+    with pytest.raises(AssertionError, match="it was read"):
+        recorder.record(Tensors(None, np.zeros(498, np.int64).view(NotRead), lengths), "refused: lengths")
+    recorder.record(Tensors(None, np.zeros(1, np.int64), lengths), "refused: lengths")
+    kept.get(timeout=60)
+    assert len((tmp_path / "file").read_text().splitlines()) == 1

@@ -1,0 +1,51 @@
+"""Requests that a model answers before it is ready."""
+
+from pathlib import Path
+
+from serving.server import run_server
+from tests.support.models import exported
+from tests.support.servers import FREE, replace_model_py, tbe_serve
+
+RECORD = """
+from pathlib import Path
+from serving.backend import TritonPythonModel
+from serving.engine import Engine
+
+run = Engine.run
+
+def record(self, batch):
+    with Path({record!r}).open("a") as file:
+        print(*batch.values.tolist(), file=file)
+    return run(self, batch)
+
+Engine.run = record
+"""
+
+
+def test_a_model_warms_up_before_it_is_ready(tmp_path: Path) -> None:
+    bundle = exported(tmp_path)
+    replace_model_py(bundle, RECORD.format(record=str(tmp_path / "record")))
+    file = tmp_path / "captured.jsonl"
+    file.write_text(
+        '{"at": "", "why": "slow: 9 ms", "features": ["x"], "values": [7, 8], "lengths": [2]}\n'
+        '{"at": "", "why": "refused: ids", "features": ["x"], "values": [-1], "lengths": [1]}\n'
+    )
+    done = tbe_serve("configure", str(bundle.parent), "--warm-up", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "warm-up" in done.stdout
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
+        assert (tmp_path / "record").read_text() == "7 8\n"
+    done = tbe_serve("configure", str(bundle.parent), "--no-warm-up")
+    (tmp_path / "record").unlink()
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
+        assert not (tmp_path / "record").exists()
+
+
+def test_a_warm_up_that_is_none_is_refused(tmp_path: Path) -> None:
+    bundle = exported(tmp_path)
+    file = tmp_path / "captured.jsonl"
+    file.write_text('{"values": 3}\n')
+    done = tbe_serve("configure", str(bundle.parent), "--warm-up", str(file))
+    assert done.returncode == 1
+    assert "captured.jsonl: line 1: expected a captured request" in done.stderr
+    assert not (bundle.parent / "warm_up.jsonl").exists()

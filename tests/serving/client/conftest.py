@@ -1,0 +1,26 @@
+"""A server that fails as told, and a lookup by a client of each kind."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.fake_server import Fake, serving
+from tests.support.lookups import Lookup, lookup_async, lookup_sync
+
+
+@pytest.fixture
+def fake() -> Fake:
+    return Fake()
+
+
+@pytest.fixture
+def address(fake: Fake) -> Iterator[str]:
+    with serving(fake) as address:
+        yield address
+
+
+@pytest.fixture(params=[lookup_sync, lookup_async], ids=["LookupClient", "AsyncLookupClient"])
+def lookup(request: pytest.FixtureRequest) -> Lookup:
+    """One lookup by a client of each kind."""
+    each: Lookup = request.param
+    return each

@@ -1,0 +1,138 @@
+"""Where a client connects: one server or several, for how long, and what cannot be used."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.client import Answer, AsyncLookupClient, LookupClient, Retries, Tls
+from serving.errors import (
+    ConfigurationError,
+    RequestCancelled,
+    ServerUnavailable,
+)
+from tests.support.fake_server import Fake, serving
+from tests.support.lookups import Lookup
+
+
+def test_a_server_that_does_not_answer_leaves_time_for_another(lookup: Lookup) -> None:
+    hanging, other = Fake(), Fake()
+    released = threading.Event()
+
+    def hang(_: Any) -> None:
+        released.wait(30)
+
+    hanging.fail = hang
+    with serving(hanging) as first, serving(other) as second:
+        try:
+            for _ in range(4):  # the turn of each comes
+                lookup([first, second], timeout_s=3)
+        finally:
+            released.set()
+    assert len(other.calls) >= 4
+
+
+def test_a_long_call_and_a_pause_keep_their_connection(fake: Fake, address: str) -> None:
+    """A server that asks for nothing special (gRPC's defaults, Triton's too) ends connections that ping too often."""
+    peers: list[str] = []
+
+    def fail(context: Any) -> None:
+        peers.append(context.peer())
+        time.sleep(10 if len(peers) == 1 else 0)
+
+    fake.fail = fail
+    with LookupClient(address, "m", timeout_s=30, retries=Retries(attempts=1)) as client:
+        client.lookup({"x": [[1]]})
+        time.sleep(4)
+        client.lookup({"x": [[1]]})
+    assert len(peers) == 2
+    assert len(set(peers)) == 1
+
+
+def test_several_addresses_take_turns(lookup: Lookup) -> None:
+    one, other = Fake(), Fake()
+    with serving(one) as first, serving(other) as second:
+        with LookupClient([first, second], "m", 20) as client:
+            client.lookup({"x": [[1]]})
+            deadline = 200  # both have to be connected before turns are taken
+            while not (one.calls and other.calls) and deadline:
+                client.lookup({"x": [[1]]})
+                deadline -= 1
+            before = len(one.calls), len(other.calls)
+            for _ in range(10):
+                client.lookup({"x": [[1]]})
+        assert (len(one.calls) - before[0], len(other.calls) - before[1]) == (5, 5)
+        assert lookup([first, second])["x"].shape == (2, 2)
+
+
+def test_a_server_that_is_gone_is_passed_over() -> None:
+    fake = Fake()
+    with serving(fake) as address, LookupClient(["127.0.0.1:1", address], "m", 20) as client:
+        for _ in range(10):
+            client.lookup({"x": [[1]]})
+    assert len(fake.calls) == 10
+
+
+def test_many_at_once_share_one_channel(fake: Fake, address: str) -> None:
+    async def run() -> list[Answer]:
+        async with AsyncLookupClient(address, "m", 20) as client:
+            return await asyncio.gather(*(client.lookup({"x": [[each]] * each}) for each in range(1, 50)))
+
+    answers = asyncio.run(run())
+    assert [len(answer["x"]) for answer in answers] == list(range(1, 50))
+    assert len({metadata["user-agent"] for _, metadata, _ in fake.calls}) == 1
+
+
+def test_a_closed_client_says_so(address: str) -> None:
+    client = LookupClient(address, "m")
+    client.close()
+    client.close()
+    with pytest.raises(RequestCancelled, match="the client is closed"):
+        client.lookup({"x": [[1]]})
+
+    async def run() -> None:
+        client = AsyncLookupClient(address, "m")
+        await client.close()
+        await client.close()
+        with pytest.raises(RequestCancelled, match="the client is closed"):
+            await client.lookup({"x": [[1]]})
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"timeout_s": 0}, "timeout_s: expected > 0 and at most 1000000, got 0", id="no time"),
+        pytest.param({"addresses": []}, "addresses: expected at least one, got none", id="no address"),
+        pytest.param({"tls": Tls(private_key=Path("nowhere"))}, "expected certificate_chain and private_key together", id="half a certificate"),
+        pytest.param({"tls": Tls(root_certificates=Path("/nowhere.pem"))}, r"/nowhere.pem: cannot be read: ", id="no root"),
+        pytest.param({"addresses": ["a:1", "b:1"], "shared_memory": True}, "shared_memory: expected one address", id="shared memory"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        LookupClient(**({"addresses": "127.0.0.1:1", "model": "m"} | arguments))
+
+
+def test_an_address_among_several_has_to_be_found() -> None:
+    with pytest.raises(ServerUnavailable, match=r"no\.such\.host\.invalid:1: expected host:port of a host"):
+        LookupClient(["127.0.0.1:1", "no.such.host.invalid:1"], "m")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "x", ":1", "a:x", "a:99999", "a b:1", "[::1", "ftp://a:1", "a:1/b", "\udcff:1"]
+)
+def test_an_address_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"expected host:port, such as 127\.0\.0\.1:8001"):
+        LookupClient(address, "m")
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost:1", "127.0.0.1:1", "[::1]:1", "dns:///name.svc:8001", "my_host-2.x:65535"]
+)
+def test_addresses_that_grpc_takes_are_taken(address: str) -> None:
+    LookupClient(address, "m").close()

@@ -1,0 +1,114 @@
+"""`tbe-serve bench` against a real server."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from export import export_model
+from serving.server import run_server
+from tests.support.models import SUM, collection, exported
+from tests.support.servers import FREE, metric, tbe_serve
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+
+def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) -> None:
+    right = export_model(collection(SUM), tmp_path / "r", "m")
+    other = export_model(collection(SUM, seed=1), tmp_path / "other", "m")
+    brief = ("--seconds", "0.4", "--repeats", "3", "--warm-up", "0.2", "--check", "0.1")
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        bench = ("bench", "m", "--url", server.grpc, *brief)
+        sizes = ("--samples", "1", "--samples", "16", "--pooling-factor", "3", "--pooling-factor", "y=0.5")
+        done = tbe_serve(*bench, "--bundle", str(right), *sizes, "--clients", "2", "--ids", "zipf:1.1", "--json")
+        assert done.returncode == 0, done.stderr
+        one, many = map(json.loads, done.stdout.splitlines())
+        assert (one["samples"], many["samples"]) == (1, 16)
+        for report in (one, many):
+            assert report["checked"] >= max(1, report["answers"] // 10)
+            rates = [report[name]["median"] for name in ("answers_per_s", "samples_per_s", "ids_per_s")]
+            assert 0 < rates[0] <= rates[1] < rates[2]
+            assert report["answers_per_s"]["low"] <= rates[0] <= report["answers_per_s"]["high"]
+            assert 6 <= rates[2] / rates[1] <= 7  # x, y, z: 3 + 0.5 + 3
+            assert report["errors"] == {}
+
+        done = tbe_serve(*bench, "--bundle", str(right), "--rate", "50")
+        # A machine with other things to do sends late: then there are no figures, and that is said.
+        if done.returncode:
+            assert "the generator was the bottleneck: half of the requests went out" in done.stderr
+            assert done.stdout == ""
+        else:
+            assert "1 × 50/s" in done.stdout
+            assert "answers were compared with the bundle's rows: all right" in done.stdout
+            assert max(map(len, done.stdout.splitlines())) <= 80
+
+        done = tbe_serve(*bench, "--bundle", str(other), "--clients", "1")
+        assert done.returncode == 1
+        assert "refused: wrong answers" in done.stderr
+        assert "feature 'x': an answer is off by" in done.stderr
+        assert "answers" not in done.stdout
+
+        once = ("--seconds", "0.4", "--repeats", "1", "--warm-up", "0", "--bundle", str(right), "--clients", "2")
+        done = tbe_serve("bench", "m", "--url", server.grpc, *once)
+        assert done.returncode == 0, done.stderr
+        assert "One run of 0.4 s" in done.stdout
+        assert "±" not in done.stdout
+
+        # Next to nothing is answered within so little, on any machine.
+        late = (*once[:-2], "--rate", "50", "--timeout-s", "0.00001")
+        done = tbe_serve("bench", "m", "--url", server.grpc, *late)
+        assert done.returncode == 1
+        assert "% of the requests failed, more than the 1.0% of --max-errors: " in done.stderr
+        assert " DeadlineExceeded" in done.stderr.splitlines()[-1]
+
+        wider = export_model(collection(), tmp_path / "wider", "m")
+        for arguments, why in (
+            (("--bundle", str(wider)), "expected a version of the model that is served, 'm': features differ"),
+            ((), "expected --bundle, or --replay"),
+            (("--bundle", str(right), "--pooling-factor", "q=1"), "expected one of 'x', 'y', 'z'"),
+            (("--bundle", str(right), "--pooling-factor", "-1"), "expected [FEATURE=]X"),
+            (("--bundle", str(right), "--ids", "normal"), "expected uniform or zipf:EXPONENT"),
+            (("--bundle", str(right), "--repeats", "0"), "repeats: expected > 0"),
+            (("--bundle", str(right), "--clients", "0"), "clients: expected > 0"),
+            (("--bundle", str(right), "--rate", "-3"), "rate: expected > 0"),
+            (("--bundle", str(right), "--samples", "0"), "samples: expected > 0"),
+            (("--bundle", str(right), "--check", "2"), "check: expected a share in [0, 1]"),
+            (("--bundle", str(right), "--max-errors", "2"), "max-errors: expected a share in [0, 1]"),
+            (("--bundle", str(tmp_path)), "is " + str(tmp_path)),
+        ):
+            done = tbe_serve(*bench, *arguments)
+            assert done.returncode == 1
+            assert why in done.stderr
+
+
+def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
+    exported(tmp_path, weighted=True)
+    file = tmp_path / "captured.jsonl"
+    good = {
+        "at": "2026-01-01",
+        "why": "slow: 9 ms",
+        "features": ["z", "x"],
+        "values": [1, 2, 3],
+        "lengths": [1, 0, 1, 1],
+    }
+    outside = {"at": "2026-01-01", "why": "refused: ids", "values": [-1], "lengths": [1, 0, 0]}
+    malformed = {"at": "2026-01-01", "why": "refused: lengths", "values": [1], "lengths": [1, 5, 0]}
+    file.write_text("".join(json.dumps(each) + "\n" for each in (good, outside, malformed)))
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        brief = ("--seconds", "1", "--repeats", "2", "--clients", "1")
+        # What was refused is refused again.
+        arguments = ("bench", "m", "--url", server.grpc, *brief, "--replay", str(file), "--max-errors", "1")
+        done = tbe_serve(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["clients"], report["samples"]) == (1, None)
+        assert report["answers_per_s"]["median"] * 2 == pytest.approx(report["samples_per_s"]["median"])
+        assert list(report["errors"]) == ["InvalidRequest"]
+        assert "1 of 3 requests are malformed and are not sent" in done.stderr
+        assert "the answers were not checked" in done.stderr
+        asked = metric(server, "tbe_samples_total", model="m") / metric(server, "tbe_requests_total", model="m")
+        assert asked == 2
+        done = tbe_serve(*arguments, "--bundle", str(tmp_path / "r/m/1"), "--check", "0.5")
+        assert done.returncode == 0, done.stderr
+        assert "InvalidRequest" in done.stdout
+        assert "all right" in done.stdout

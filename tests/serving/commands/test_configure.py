@@ -1,0 +1,67 @@
+"""`tbe-serve configure`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from serving.__main__ import app
+from serving.model.config_file import read_config, settings_of
+from tests.support.models import exported
+from tests.support.servers import tbe_serve
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("capture", "/tmp"), ("capture_slow_ms", "5"), ("warm_up", "captured.jsonl")]
+)
+def test_what_can_be_set_can_be_unset(setting: str, value: str, repository: Path, tmp_path: Path) -> None:
+    model = tmp_path / "mixed"
+    model.mkdir()
+    (model / "config.pbtxt").write_text((repository / "mixed" / "config.pbtxt").read_text())
+    before = settings_of(read_config(model))
+    captured = tmp_path / "captured.jsonl"
+    captured.write_text('{"at": "", "why": "", "values": [1], "lengths": [1, 0, 0, 0, 0]}\n')
+    option = f"--{setting.replace('_', '-')}"
+    value = str(captured) if setting == "warm_up" else value
+    assert CliRunner().invoke(app, ["configure", str(model), option, value]).exit_code == 0
+    assert settings_of(read_config(model)) != before or (model / "warm_up.jsonl").exists()
+    done = CliRunner().invoke(app, ["configure", str(model), f"--no-{option[2:]}"])
+    assert done.exit_code == 0, done.stderr
+    assert settings_of(read_config(model)) == before
+    assert not (model / "warm_up.jsonl").exists()
+
+
+def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, queue_requests=7)
+    model = str(bundle.parent)
+    before = json.loads(tbe_serve("configure", model, "--json").stdout)
+    assert before["queue_requests"] == 7
+    assert before["queue_timeout_ms"] == 0
+    said = (
+        "--queue-timeout-ms",
+        "50",
+        "--merged-requests",
+        "16",
+        "--max-request-ids",
+        "100",
+        "--capture",
+        str(tmp_path),
+    )
+    done = tbe_serve("configure", model, *said, "--json")
+    after = json.loads(done.stdout)
+    changed = {key: value for key, value in after.items() if before[key] != value}
+    assert changed == {
+        "queue_timeout_ms": 50,
+        "merged_requests": 16,
+        "max_request_ids": 100,
+        "capture": str(tmp_path),
+    }
+    assert json.loads(tbe_serve("configure", model, "--no-capture", "--json").stdout)["capture"] is None
+    text = (bundle.parent / "config.pbtxt").read_text()
+    for wrong in (("--instances", "0"), ("--capture", "relative"), ("--capture-slow-ms", "0")):
+        done = tbe_serve("configure", model, *wrong)
+        assert done.returncode == 1
+        assert "expected" in done.stderr
+    assert (bundle.parent / "config.pbtxt").read_text() == text
+    assert tbe_serve("configure", str(tmp_path / "nobody")).returncode == 1

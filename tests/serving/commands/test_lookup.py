@@ -1,0 +1,60 @@
+"""`tbe-serve lookup`."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from typer.testing import CliRunner
+
+from serving.__main__ import app
+from serving.engine import Engine
+from serving.server import Server
+from tests.support.servers import tbe_serve
+
+
+def test_lookup_answers_json_lines(server: Server, mixed: Path) -> None:
+    lines = ['{"genres": [[3, 5], [], [1]]}', '{"user_id": {"values": [1, 2], "lengths": [2]}, "genres": [[0]]}']
+    done = tbe_serve("lookup", "mixed", "--url", server.grpc, "--timeout-s", "30", stdin="\n".join(lines))
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = map(json.loads, done.stdout.splitlines())
+    engine = Engine.open(mixed)
+    np.testing.assert_array_equal(np.float32(first["genres"]), engine.lookup({"genres": [[3, 5], [], [1]]})["genres"])
+    assert list(second) == ["user_id", "genres"]
+    np.testing.assert_array_equal(np.float32(second["user_id"]), engine.lookup({"user_id": [[1, 2]]})["user_id"])
+
+
+def test_lookup_answers_a_table(server: Server) -> None:
+    done = tbe_serve("lookup", "mixed", "--url", server.grpc, "--table", stdin='{"genres": [[3, 5], []]}')
+    rows = [line.split() for line in done.stdout.splitlines() if "genres" in line]
+    assert [row[1:6:2] for row in rows] == [["0", "genres", "8"], ["1", "genres", "8"]]
+    assert "+0.0000 +0.0000" in done.stdout
+
+
+def test_lookup_reports_bad_lines_and_answers_the_others(server: Server, tmp_path: Path) -> None:
+    lines = ['{"genres": [[20]]}', "nonsense", "[1]", '{"genres": {"ids": []}}', '{"genres": [[1]]}']
+    (tmp_path / "requests").write_text("\n".join(lines))
+    done = tbe_serve("lookup", "mixed", str(tmp_path / "requests"), "--url", server.grpc)
+    assert done.returncode == 1
+    assert len(done.stdout.splitlines()) == 1
+    reasons = done.stderr.splitlines()
+    assert "line 1: " in reasons[0]
+    assert "feature 'genres': expected an id in [0, 20), got 20" in reasons[0]
+    assert "line 2: expected JSON" in reasons[1]
+    assert "line 3: expected {" in reasons[2]
+    assert "line 4: feature 'genres': expected values, lengths" in reasons[3]
+
+
+def test_lookup_without_a_server_says_so() -> None:
+    done = tbe_serve("lookup", "mixed", "--url", "127.0.0.1:1", stdin='{"genres": [[1]]}')
+    assert done.returncode == 1
+    assert done.stderr.startswith("tbe-serve: --url 127.0.0.1:1: model 'mixed': ")
+    assert "Traceback" not in done.stderr
+
+
+def test_lines_that_are_no_text_are_reported_and_the_others_answered() -> None:
+    lines = b'\xff\n{"a": [[' + b"9" * 5000 + b']]}\n{"a": {"values": [1], "lengths": [1], "weights": ["x"]}}\n'
+    done = CliRunner().invoke(app, ["lookup", "m", "--url", "127.0.0.1:1"], input=lines)
+    said = done.stderr.splitlines()
+    assert [line.partition(": expected")[0] for line in said[:2]] == ["tbe-serve: line 1", "tbe-serve: line 2"]
+    assert "connections to all backends failing" in said[2]
+    assert len(said) == 3

@@ -1,0 +1,110 @@
+"""The settings of a served model: from one table come the options, what config.pbtxt holds, and what is refused."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+from typer.main import get_command
+
+from serving.__main__ import app
+from serving.errors import ConfigurationError
+from serving.model.config_file import apply_settings, settings_of
+from serving.model.settings import ServingSettings, table
+
+OLD = """
+name: "m"
+max_batch_size: 256
+instance_group { count: 2 kind: KIND_CPU }
+dynamic_batching {
+  default_queue_policy { timeout_action: REJECT default_timeout_microseconds: 50000 max_queue_size: 7 }
+}
+version_policy { specific { versions: 3 } }
+parameters { key: "capture" value { string_value: "/captured" } }
+parameters { key: "capture_max_bytes" value { string_value: "1000" } }
+parameters { key: "capture_slow_ms" value { string_value: "2.5" } }
+parameters { key: "contract" value { string_value: "c" } }
+parameters { key: "max_busy_ms" value { string_value: "5" } }
+parameters { key: "max_call_ids" value { string_value: "3" } }
+parameters { key: "max_call_samples" value { string_value: "4" } }
+parameters { key: "max_request_ids" value { string_value: "1" } }
+parameters { key: "max_request_samples" value { string_value: "2" } }
+parameters { key: "merged_requests" value { string_value: "6" } }
+parameters { key: "verify_weights" value { string_value: "false" } }
+"""
+SAID: dict[str, Any] = {
+    "instances": 2,
+    "merged_requests": 6,
+    "queue_requests": 7,
+    "queue_timeout_ms": 50,
+    "max_request_ids": 1,
+    "max_request_samples": 2,
+    "max_call_ids": 3,
+    "max_call_samples": 4,
+    "max_busy_ms": 5,
+    "version": 3,
+    "verify_weights": False,
+    "capture": "/captured",
+    "capture_slow_ms": 2.5,
+    "capture_max_bytes": 1000,
+}
+
+
+def old_config() -> Any:
+    return text_format.Parse(OLD, model_config_pb2.ModelConfig())
+
+
+def test_a_config_of_an_earlier_release_is_read_and_written_as_it_was() -> None:
+    config = old_config()
+    settings = settings_of(config)
+    assert list(asdict(settings).items()) == list(SAID.items())
+    apply_settings(config, settings)
+    assert config == old_config()
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_a_setting_that_was_changed_comes_back_from_config_pbtxt(name: str) -> None:
+    changed = replace(ServingSettings(), **{name: SAID[name]})
+    config = old_config()
+    apply_settings(config, changed)
+    assert settings_of(config) == changed != ServingSettings()
+
+
+def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None:
+    options = {
+        param.name: param
+        for param in get_command(app).commands["configure"].params  # type: ignore[attr-defined]
+        if param.param_type_name == "option"
+    }
+    expected = [each.name for each, _ in table()]
+    assert [name for name in options if name in expected] == expected
+    for each, setting in table():
+        assert options[each.name].opts == [f"--{each.name.replace('_', '-')}"]
+        assert options[each.name].help == setting.help
+    assert options["verify_weights"].secondary_opts == ["--no-verify-weights"]
+    assert {name for name in options if name.startswith("no_")} == {"no_capture", "no_capture_slow_ms", "no_warm_up"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        pytest.param("instances", 0, "expected 1 to 2147483647, got 0", id="too small"),
+        pytest.param("queue_requests", 2**31, "expected 0 to 2147483647, got 2147483648", id="too large"),
+        pytest.param("version", 0, "expected 1 to 9223372036854775807, got 0", id="may be None"),
+        pytest.param("capture", "c", "expected an absolute path in UTF-8, got 'c'", id="path"),
+        pytest.param("capture_slow_ms", 0.0, r"expected a finite number > 0, got 0\.0", id="number"),
+        pytest.param("verify_weights", 1, "expected true or false, got 1", id="flag"),
+    ],
+)
+def test_a_value_that_a_setting_may_not_have_is_refused_by_name(name: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name}: {said}$"):
+        ServingSettings(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "text"), [("max_call_ids", "many"), ("verify_weights", "True")])
+def test_a_parameter_that_cannot_be_read_is_refused_by_name(name: str, text: str) -> None:
+    config = old_config()
+    config.parameters[name].string_value = text
+    with pytest.raises(ConfigurationError, match=f"^{name}: expected (a number|true or false), got '{text}'$"):
+        settings_of(config)

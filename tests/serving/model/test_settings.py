@@ -1,0 +1,67 @@
+"""What is set for a model is what the server does."""
+
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pytest
+
+from serving.client import LookupClient, Retries
+from serving.errors import InvalidRequest, ServerUnavailable
+from serving.server import run_server
+from tests.support.models import exported
+from tests.support.servers import FREE, add_gate, held, metric, tbe_serve, wait_for_execution
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+
+def test_settings_are_what_the_server_does(tmp_path: Path) -> None:
+    exported(tmp_path, max_request_ids=10, max_request_samples=4, max_call_ids=6, max_call_samples=3)
+    with (
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
+        LookupClient(server.grpc, "m", 30) as client,
+    ):
+        with pytest.raises(
+            InvalidRequest, match=r"ids: expected at most 10 in a request, got 11: .*--max-request-ids"
+        ):
+            client.lookup({"x": [list(range(11))]})
+        with pytest.raises(InvalidRequest, match=r"samples: expected at most 4 in a request, got 5"):
+            client.lookup({"x": [[]] * 5})
+        assert client.lookup({"x": [list(range(10))]})["x"].shape == (1, 8)  # more than a call takes: alone
+        assert metric(server, "tbe_rejected_total", model="m", reason="size") == 2
+
+
+def test_a_queue_has_no_limits_of_triton_s_unless_they_are_asked_for(tmp_path: Path) -> None:
+    """With any of them, Triton stalls idle models for up to 500 ms: docs/decisions/0009."""
+    config = exported(tmp_path).parent / "config.pbtxt"
+    assert "default_queue_policy" not in config.read_text()
+    assert tbe_serve("configure", str(config.parent), "--queue-requests", "5").returncode == 0
+    assert "default_queue_policy" in config.read_text()
+    assert tbe_serve("configure", str(config.parent), "--queue-requests", "0").returncode == 0
+    assert "default_queue_policy" not in config.read_text()
+
+
+def test_limits_of_the_queue_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, queue_requests=3, queue_timeout_ms=1500)
+    add_gate(bundle)
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        once = Retries(attempts=1)
+        with LookupClient(server.grpc, "m", 60, retries=once) as client, ThreadPoolExecutor(8) as pool:
+            client.lookup({"x": [[1]]})
+            with held(bundle):
+                first = pool.submit(client.lookup, {"x": [[1]]})
+                wait_for_execution(bundle)
+                # One may be prepared beside the one that is answered; three wait; of eight, some find no room.
+                others = [pool.submit(client.lookup, {"x": [[1]]}) for _ in range(7)]
+                wait(others, return_when=FIRST_EXCEPTION)
+                time.sleep(4)  # longer than those that wait may
+            first.result()
+            errors = [error for other in others if (error := other.exception()) is not None]
+        assert {type(error) for error in errors} == {ServerUnavailable}
+        full = [error for error in errors if "maximum queue size" in str(error)]
+        late = [error for error in errors if "timeout expired" in str(error)]
+        assert full
+        assert late
+        assert len(full) + len(late) == len(errors)
+        # Triton counts those that waited too long, not those that found no room.
+        assert metric(server, "nv_inference_request_failure", model="m", reason="REJECTED") == len(late)

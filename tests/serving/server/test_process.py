@@ -1,0 +1,99 @@
+"""A tritonserver is found, started and ended."""
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from export import export_model
+from serving.client import LookupClient
+from serving.errors import (
+    ConfigurationError,
+    TritonserverFailed,
+)
+from serving.server import Ports, Server, run_server
+from tests.support.models import SUM, collection
+from tests.support.servers import (
+    FREE,
+    FREE_PORTS,
+    start_tbe_serve,
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, number: signal.Signals) -> None:
+    with start_tbe_serve(str(one_model), *FREE_PORTS, "--http", "--json") as process:
+        assert process.stdout is not None
+        where = json.loads(process.stdout.readline())
+        assert {model["name"]: model["versions"] for model in where["models"]} == {"m": [1]}
+        with LookupClient(where["grpc"], "m", 30) as client:
+            assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
+        assert urllib.request.urlopen(f"http://{where['http']}/v2/health/ready", timeout=30).status == 200
+        assert urllib.request.urlopen(f"http://{where['metrics']}/metrics", timeout=30).status == 200
+        process.send_signal(number)
+        assert process.wait(60) == 0
+        assert process.stdout.read() == ""
+
+
+def test_a_signal_before_the_models_are_ready_stops_the_server_too(one_model: Path) -> None:
+    with start_tbe_serve(str(one_model), *FREE_PORTS) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (started := children.read_text().split()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{started[0]}").exists()
+
+
+def test_the_server_dies_with_its_command(one_model: Path) -> None:
+    with start_tbe_serve(str(one_model), *FREE_PORTS, "--json") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (server,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{server}/exe").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{server}/exe").exists()
+
+
+def test_a_server_that_dies_ends_the_command_with_a_failure(one_model: Path) -> None:
+    with start_tbe_serve(str(one_model), *FREE_PORTS, "--no-recover", "--json") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        (server,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(server), signal.SIGKILL)
+        assert process.wait(30) == 128 + signal.SIGKILL
+        assert "tritonserver exited with -9" in process.stderr.read()
+
+
+def test_a_bundle_that_does_not_load_fails_the_start_with_its_reason(tmp_path: Path) -> None:
+    bundle = export_model(collection(SUM), tmp_path / "r", "m")
+    os.truncate(bundle / "weights.0.bin", 100)
+    with (
+        pytest.raises(TritonserverFailed, match=r"weights\.0\.bin: expected \d+ bytes, got 100"),
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log"),
+    ):
+        pass
+
+
+def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path, server: Server) -> None:
+    ports = FREE
+    with pytest.raises(ConfigurationError, match="found no folder"), run_server(tmp_path / "none", ports):
+        pass
+    with pytest.raises(ConfigurationError, match="found none"), run_server(tmp_path, ports):
+        pass
+    (tmp_path / "m" / "1").mkdir(parents=True)
+    (tmp_path / "m" / "1" / "manifest.json").write_text("")
+    taken = Ports(grpc=int(server.grpc.rpartition(":")[2]), http=0, metrics=0)
+    with (
+        pytest.raises(ConfigurationError, match=f"--grpc-port {taken.grpc}: cannot listen"),
+        run_server(tmp_path, taken),
+    ):
+        pass

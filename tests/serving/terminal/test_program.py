@@ -1,0 +1,65 @@
+"""What a terminal shows of names, paths and advice that people did not write for it."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from export.__main__ import app as tbe_export
+from export.config import ExportConfig
+from serving.errors import ConfigurationError
+from serving.server.private import PrivateFolder
+from serving.server.run_file import RunFile
+from tests.support.commands import TRAINED
+
+
+def test_what_torch_advises_is_not_passed_on(tmp_path: Path) -> None:
+    """Its advice is to run the code in the file."""
+    torch.save({"w": torch.zeros(2), "at": Path("x"), "config": ExportConfig()}, tmp_path / "w.pt")
+    given = ["plan", *TRAINED, "--max-error", "1", "--checkpoint", str(tmp_path / "w.pt")]
+    done = CliRunner().invoke(tbe_export, given)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"tbe-export: --checkpoint {tmp_path / 'w.pt'}: expected tensors and plain containers alone"
+    )
+    assert "weights_only" not in line
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Neither as pictures nor as styles."""
+    (tmp_path / "t.toml").write_text('[tables.":x: [red]"]\nrows = 10\ndim = 4\n')
+    given = [
+        "compare",
+        "--tables",
+        str(tmp_path / "t.toml"),
+        "--out",
+        str(tmp_path / ":x: [b]"),
+        "--seconds",
+        "0.001",
+    ]
+    done = CliRunner().invoke(tbe_export, [*given, "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"])
+    assert done.exit_code == 0, done.stderr
+    assert f"written {tmp_path / ':x: [b]'}" in done.stdout
+
+
+def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux has paths that are no UTF-8; JSON, HTML and protobuf do not."""
+    bundle = shutil.copytree(mixed, tmp_path / "\udcff" / "m" / "1")
+    done = CliRunner().invoke(tbe_export, ["verify", str(bundle), "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["bundle"] == str(bundle).replace("\udcff", "\ufffd")
+    (tmp_path / "t.toml").write_text("[tables.a]\nrows = 10\ndim = 4\n")
+    given = ["compare", "--tables", str(tmp_path / "t.toml"), "--out", str(tmp_path / "\udcff" / "out")]
+    given += ["--seconds", "0.001", "--ranks", "2", "--dtype", "int8", "--strategy", "row_wise"]
+    monkeypatch.setattr(sys, "argv", ["tbe-export", *given])
+    assert CliRunner().invoke(tbe_export, given).exit_code == 0
+    private = PrivateFolder(
+        path=str(tmp_path), source=str(bundle), keys="keys.pem", weights_in_place=False, min_versions={}
+    )
+    run_file = RunFile(grpc="127.0.0.1:1", control="unix:/c", key="k", private=private)
+    with pytest.raises(ConfigurationError, match="expected a path in UTF-8"), run_file.written():
+        pass

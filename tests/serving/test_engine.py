@@ -1,0 +1,226 @@
+"""An engine answers as numpy does, from the bytes that were exported and from the float tables."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec import KeyedJaggedTensor
+
+from export import ExportConfig, Sharding, WeightDtype, export_model
+from serving.engine import Engine
+from serving.errors import InvalidRequest
+from tests.support import oracle
+from tests.support.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+
+@pytest.fixture(scope="module")
+def engine(mixed: Path) -> Engine:
+    return Engine.open(mixed)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    samples=st.integers(0, 20),
+    longest=st.sampled_from([0, 1, 7, 60]),
+    features=st.permutations(list(table_of(MIXED))).flatmap(lambda order: st.integers(1, 5).map(lambda n: order[:n])),
+)
+@settings(max_examples=150, deadline=None)
+def test_answers_are_numpy_s_over_the_exported_bytes(
+    engine: Engine, mixed: Path, seed: int, samples: int, longest: int, features: list[str]
+) -> None:
+    bags = random_bags(np.random.default_rng(seed), MIXED, samples, features, longest)
+    answer = engine.lookup(bags)
+    assert list(answer) == features
+    for feature, rows in answer.items():
+        spec = table_of(MIXED)[feature]
+        assert rows.dtype == np.float32
+        assert rows.shape == (samples, spec.dim)
+        expected = oracle.pool(oracle.exported_table(mixed, spec.name), bags[feature], spec.pooling)
+        np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-6 * (1 + longest))
+
+
+def test_answers_are_numpy_s_over_the_float_tables_within_the_quantization_bound(engine: Engine) -> None:
+    tables = float_tables(collection(MIXED))
+    bags = random_bags(np.random.default_rng(1), MIXED, 200)
+    dtypes = {table.name: table.dtype.value for table in engine.bundle.manifest.tables}
+    for feature, rows in engine.lookup(bags).items():
+        spec = table_of(MIXED)[feature]
+        table = tables[spec.name]
+        bound = oracle.row_range_bound(table, dtypes[spec.name])[:, np.newaxis].repeat(spec.dim, axis=1)
+        error = np.abs(rows - oracle.pool(table, bags[feature], spec.pooling))
+        assert (error <= oracle.pool(bound, bags[feature], spec.pooling) + 1e-5).all()
+        if dtypes[spec.name] != "FP16":
+            assert error.max() > 1e-3  # it is the quantized table that answers
+
+
+@pytest.mark.parametrize("dtype", list(WeightDtype))
+@pytest.mark.parametrize("specs", [pytest.param(SUM, id="SUM"), pytest.param(MEAN, id="MEAN")])
+def test_every_dtype_with_one_pooling(tmp_path: Path, dtype: WeightDtype, specs: tuple[Spec, ...]) -> None:
+    specs = tuple(Spec(spec.name, spec.rows, 16, spec.pooling, spec.features) for spec in specs)
+    bundle = export_model(collection(specs), tmp_path / "r", "m", ExportConfig(dtype={"*": dtype}))
+    bags = random_bags(np.random.default_rng(2), specs, 50)
+    for feature, rows in Engine.open(bundle).lookup(bags).items():
+        spec = table_of(specs)[feature]
+        expected = oracle.pool(oracle.exported_table(bundle, spec.name), bags[feature], spec.pooling)
+        np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=5e-6)
+
+
+TORCH_DTYPES = {
+    WeightDtype.FP32: torch.float32,
+    WeightDtype.FP16: torch.float16,
+    WeightDtype.INT8: torch.qint8,
+    WeightDtype.INT4: torch.quint4x2,
+    WeightDtype.INT2: torch.quint2x4,
+}
+
+
+@pytest.mark.parametrize("dtype", list(WeightDtype))
+@pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "row_wise"])
+def test_torchrec_s_own_quantized_module_answers_the_same(tmp_path: Path, dtype: WeightDtype, sharding: str) -> None:
+    """Bit for bit where rows stay whole, means included: theirs come from two TBE calls, ours from one and a division."""
+    from torchrec.inference.modules import quantize_inference_model
+
+    module = collection(MIXED)
+    ranks = 1 if sharding == "table_wise" else 3
+    config = ExportConfig(dtype={"*": dtype}, sharding=Sharding(ranks=ranks, types={"*": sharding}))
+    bundle = export_model(module, tmp_path / "r", "m", config)
+    bags = random_bags(np.random.default_rng(3), MIXED, 64)
+    values, lengths = flat(bags)
+    kjt = KeyedJaggedTensor.from_lengths_sync(list(bags), torch.from_numpy(values), torch.from_numpy(lengths))
+    dtypes = {spec.name: TORCH_DTYPES[dtype] for spec in MIXED}
+    theirs = quantize_inference_model(torch.nn.Sequential(module), per_table_weight_dtype=dtypes)(kjt).to_dict()
+    for feature, rows in Engine.open(bundle).lookup(kjt).items():
+        expected = theirs[feature].numpy().astype(np.float32)
+        if sharding == "row_wise":
+            np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-5)
+        else:
+            np.testing.assert_array_equal(rows, expected)
+
+
+def test_weights_multiply_rows(repository: Path) -> None:
+    bundle = repository / "weighted" / "1"
+    random = np.random.default_rng(4)
+    bags = random_bags(random, SUM, 30)
+    weights = {
+        name: [random.normal(size=len(bag)).astype(np.float32) for bag in column] for name, column in bags.items()
+    }
+    request = {
+        name: (
+            np.concatenate([np.array(bag, np.int64) for bag in column]),
+            np.array([len(bag) for bag in column]),
+            np.concatenate(weights[name]),
+        )
+        for name, column in bags.items()
+    }
+    for feature, rows in Engine.open(bundle).lookup(request).items():
+        spec = table_of(SUM)[feature]
+        expected = oracle.pool(
+            oracle.exported_table(bundle, spec.name),
+            bags[feature],
+            "SUM",
+            [each.tolist() for each in weights[feature]],
+        )
+        np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_fp16_answers_are_rounded_once(repository: Path) -> None:
+    """A mean in FP16 is the FP32 mean rounded, not a rounded sum divided."""
+    bundle = repository / "half" / "1"
+    bags = random_bags(np.random.default_rng(5), MIXED, 100, longest=40)
+    for feature, rows in Engine.open(bundle).lookup(bags).items():
+        spec = table_of(MIXED)[feature]
+        assert rows.dtype == np.float16
+        expected = oracle.pool(oracle.exported_table(bundle, spec.name), bags[feature], spec.pooling)
+        np.testing.assert_allclose(rows, expected, rtol=2**-11 + 1e-5, atol=1e-5)
+
+
+def test_policy_zero_means_the_id_is_not_there(engine: Engine) -> None:
+    with_bad = {"words": [[1, 1000, 2], [-1], [5, 2**40]]}
+    without = {"words": [[1, 2], [], [5]]}
+    np.testing.assert_array_equal(engine.lookup(with_bad)["words"], engine.lookup(without)["words"])
+
+
+def test_a_bag_of_100_000_ids(engine: Engine, mixed: Path) -> None:
+    bags = {"user_id": [np.random.default_rng(6).integers(0, 500, 100_000).tolist(), [3]]}
+    expected = oracle.pool(oracle.exported_table(mixed, "user"), bags["user_id"], "SUM")
+    np.testing.assert_allclose(engine.lookup(bags)["user_id"], expected, rtol=1e-3, atol=0.5)
+
+
+def test_eight_threads_on_one_program_answer_as_one(engine: Engine) -> None:
+    """They share the tensor that FBGEMM counts its warnings in (FBGEMM #3631)."""
+    random = np.random.default_rng(5)
+    requests = [random_bags(random, MIXED, int(random.integers(1, 30))) for _ in range(20)]
+    expected = [engine.lookup(request) for request in requests]
+    together = threading.Barrier(8)
+
+    def ask(seed: int) -> int:
+        together.wait()
+        right = 0
+        for number in np.random.default_rng(seed).integers(0, len(requests), 200):
+            answer = engine.lookup(requests[number])
+            right += all(np.array_equal(answer[name], rows) for name, rows in expected[number].items())
+        return right
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [200] * 8
+
+
+def test_ids_out_of_range_are_refused_by_name(engine: Engine) -> None:
+    with pytest.raises(InvalidRequest, match=r"feature 'genres': expected an id in \[0, 20\), got 20"):
+        engine.lookup({"genres": [[20]]})
+
+
+def test_opening_a_bundle_maps_its_weights_and_reads_none(tmp_path: Path) -> None:
+    """A weights file that cannot be read twice is mapped: the engine's pages are the file's."""
+    bundle = export_model(collection((Spec("t", 20_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
+    engine = Engine.open(bundle)
+    maps = Path("/proc/self/smaps").read_text().split(str(bundle / "weights.0.bin"))
+    assert len(maps) == 2
+    fields = dict(line.split(":")[:2] for line in maps[1].splitlines()[1:15] if ":" in line)
+    assert fields["Private_Dirty"].split() == ["0", "kB"]
+    assert int(fields["Rss"].split()[0]) < 200
+    engine.lookup({"x": [list(range(0, 20_000, 10))]})
+    maps = Path("/proc/self/smaps").read_text().split(str(bundle / "weights.0.bin"))
+    fields = dict(line.split(":")[:2] for line in maps[1].splitlines()[1:15] if ":" in line)
+    assert int(fields["Rss"].split()[0]) > 1000
+
+
+NO_ADDRESS_SPACE = """
+import resource, sys
+import torch
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from serving.engine import map_weights
+from serving.bundle import open_bundle
+from serving.errors import BundleError
+
+bundle = open_bundle(Path(sys.argv[1]))
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), used + (8 << 20)))
+try:
+    map_weights(bundle.path, bundle.manifest.plan)
+except BundleError as error:
+    print(error)
+"""
+
+
+def test_weights_that_cannot_be_mapped_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    bundle = export_model(collection((Spec("t", 500_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
+    done = subprocess.run(
+        [sys.executable, "-c", NO_ADDRESS_SPACE, str(bundle)], capture_output=True, text=True, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"{bundle / 'weights.0.bin'}: cannot be mapped: Cannot allocate memory: ")
+    assert "ulimit -v" in line

@@ -1,0 +1,45 @@
+"""Which tritonserver there is."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import pytest
+
+from serving.errors import (
+    TritonserverFailed,
+)
+from serving.server import run_server
+from serving.triton import installation
+from tests.support.servers import (
+    FREE,
+)
+
+
+def test_a_tritonserver_on_the_path_comes_first(
+    one_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the official container: its own backends, our Python. Here a script that stands where it would."""
+    with contextlib.ExitStack() as stack:
+        bundled = installation.find_tritonserver(stack)
+        script = tmp_path / "bin" / "tritonserver"
+        script.parent.mkdir()
+        exports = "".join(f"export {key}='{value}'\n" for key, value in bundled.environment.items())
+        script.write_text(
+            f"#!/bin/sh\n{exports}echo started from PATH\n"
+            f'exec {bundled.program} --backend-directory={bundled.backends} "$@"\n'
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+        with run_server(one_model, FREE, log=tmp_path / "log") as server:
+            assert [model.name for model in server.models] == ["m"]
+    assert "started from PATH" in (tmp_path / "log").read_text()
+
+
+def test_without_any_tritonserver_it_says_how_to_get_one(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "find_spec", lambda _: None)
+    with (
+        pytest.raises(TritonserverFailed, match=r"official container, or `pip install nvidia-pytriton==0\.7\.0`"),
+        run_server(one_model, FREE),
+    ):
+        pass

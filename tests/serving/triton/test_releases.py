@@ -1,0 +1,25 @@
+"""What is known of a tritonserver, by the version that it says it has."""
+
+import pytest
+
+from serving.triton.releases import RELEASES, oldest_secure, release_of
+
+
+@pytest.mark.parametrize(
+    ("version", "container"),
+    [
+        pytest.param("2.51.0", "24.10", id="known"),
+        pytest.param("2.67.1", "24.10", id="between two"),
+        pytest.param("2.68.0", "26.04", id="the other"),
+        pytest.param("2.73.0dev", "26.04", id="newer than all"),
+        pytest.param("3.0.0", "26.04", id="a new major version"),
+        pytest.param("2.40.0", "24.10", id="older than all"),
+    ],
+)
+def test_a_server_is_taken_for_the_newest_release_that_it_is_not_older_than(version: str, container: str) -> None:
+    assert release_of(version).container == container
+
+
+def test_other_machines_may_reach_26_04_and_later() -> None:
+    assert oldest_secure().container == "26.04"
+    assert [each.is_secure for each in RELEASES] == sorted(each.is_secure for each in RELEASES)

@@ -1,0 +1,65 @@
+"""Load, and more load than there is capacity: what holds however fast the machine is. Figures are `make soak`'s to tell."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from serving.model.settings import ServingSettings
+from tests.soak.overload import BUSY_MS, CALL_IDS, POOLING_FACTOR, S_PER_ID, SAMPLES
+from tests.soak.served import serving
+from tests.soak.soak import Held, growth
+from tests.support.growth import keeps_growing
+
+ROUNDS = 10
+NOISE_BYTES = 256 << 10
+
+
+def test_under_load_all_answers_are_right_and_whatever_grows_stops(tmp_path: Path) -> None:
+    """Eight clients that wait for their answers: no queue grows with the speed of the machine."""
+    with serving(tmp_path, ServingSettings(max_busy_ms=60_000), samples=128, pooling_factor=5) as served:
+        triton = psutil.Process(served.server.process.pid)
+        processes = {each: Held() for each in (triton, *triton.children(recursive=True))}
+        for _ in range(ROUNDS):
+            (run,) = served.load(clients=8, seconds=1.5)
+            assert run.wrong == []
+            assert run.errors == {}
+            assert run.checked == len(run.latencies_s) > 0
+            for process, held in processes.items():
+                held.look([process])
+    assert len(processes) == 2
+    for held in processes.values():
+        assert not keeps_growing(held.memory_bytes, NOISE_BYTES), held.memory_bytes
+        assert not keeps_growing(held.descriptors), held.descriptors
+        assert not keeps_growing(held.threads), held.threads
+
+
+def test_more_load_than_there_is_capacity_is_refused_by_type_and_forgotten(tmp_path: Path) -> None:
+    """Four hundred wait all the time, for a model that takes at least 4 ms for each: on a slow machine it is worse."""
+    settings = ServingSettings(max_busy_ms=BUSY_MS, max_call_ids=CALL_IDS)
+    with serving(tmp_path, settings, SAMPLES, POOLING_FACTOR, S_PER_ID) as served:
+        (much,) = served.load(clients=400, seconds=3)
+        (after,) = served.load(clients=1, seconds=1)
+    assert much.wrong == after.wrong == []
+    assert much.errors.keys() == {"ServerUnavailable"}  # nothing waits until its deadline
+    assert much.checked == len(much.latencies_s) > 0
+    assert after.errors == {}
+    assert after.checked > 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], True),
+        ([1, 2, 3, 4, 5, 5, 5, 5, 5, 5], False),
+        ([5, 9, 6, 8, 7], False),
+        ([3, 3, 3], False),
+    ],
+)
+def test_growth_that_stops_is_told_from_growth_that_does_not(numbers: list[int], expected: bool) -> None:
+    assert keeps_growing(numbers) is expected
+
+
+def test_growth_is_seen() -> None:
+    assert growth([0] * 10 + [7] * 80 + [19] * 10) == 12
+    assert growth([3] * 100) == 0

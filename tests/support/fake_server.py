@@ -1,0 +1,49 @@
+"""A server of our own that fails as told: real gRPC, so that what arrives is what arrives."""
+
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
+
+
+class Fake(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """A model with one feature `x` of dim 2; each call runs `fail` first, and is remembered."""
+
+    def __init__(self) -> None:
+        self.fail: Callable[[Any], None] = lambda _: None
+        self.calls: list[tuple[Any, dict[str, str], float]] = []
+        self.dim = 2
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
+        response = pb.ModelConfigResponse()
+        for key, value in {"features": "x", "dims": "2", "weighted": "", "contract": "c"}.items():
+            response.config.parameters[key].string_value = value
+        response.config.output.add(name="embeddings", data_type=11)
+        return response
+
+    def ModelInfer(self, request: Any, context: Any) -> Any:  # noqa: N802
+        self.calls.append((request, dict(context.invocation_metadata()), context.time_remaining()))
+        self.fail(context)
+        samples = request.inputs[1].shape[1]
+        response = pb.ModelInferResponse(model_name="m", model_version="7")
+        response.outputs.add(name="embeddings", datatype="FP32", shape=[1, samples, self.dim])
+        response.raw_output_contents.append(np.ones(samples * self.dim, np.float32).tobytes())
+        return response
+
+
+@contextmanager
+def serving(fake: Fake) -> Iterator[str]:
+    limits = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    server = grpc.server(futures.ThreadPoolExecutor(8), options=limits)
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()

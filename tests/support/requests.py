@@ -1,0 +1,73 @@
+"""Requests as arrays, over three small tables."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from serving.errors import InvalidRequest
+from serving.request import kjt
+from serving.request.schema import Schema, Selection
+from serving.request.tensors import Checked, Tensors
+
+NAMES = ("a", "b", "c")
+
+ROWS = (10, 5, 100)
+
+DIMS = (2, 3, 1)
+
+
+def schema(
+    *,
+    zero: tuple[bool, ...] = (False, False, False),
+    default_rows: tuple[int, ...] = (-1, -1, -1),
+    weighted: tuple[bool, ...] = (False, False, False),
+) -> Schema:
+    every = Selection(
+        names=NAMES,
+        key_of=NAMES,
+        tables=("ta", "tb", "tc"),
+        positions=np.arange(3),
+        rows=np.array(ROWS, np.uint64),
+        dims=np.array(DIMS, np.int64),
+        zero=np.array(zero),
+        default_rows=np.array(default_rows),
+        weighted=np.array(weighted),
+        default=True,
+    )
+    return Schema(every, any(weighted))
+
+
+def ints(*numbers: int) -> Any:
+    return np.array(numbers, np.int64)
+
+
+def lens(*numbers: int) -> Any:
+    return np.array(numbers, np.int32)
+
+
+def tensors(values: Any, lengths: Any, weights: Any = None, features: Any = None) -> Tensors:
+    return Tensors(features, values, lengths, weights)
+
+
+def checked(schema: Schema, *requests: Tensors) -> Checked:
+    """As the backend does it: all together, and one by one if that fails."""
+    accepted = [kjt.accept(schema, request) for request in requests]
+    try:
+        return kjt.check(accepted)
+    except InvalidRequest:
+        return kjt.check([kjt.apply_id_policies(request)[0] for request in accepted])
+
+
+@st.composite
+def requests(draw: st.DrawFn, *, weighted: bool = False) -> Tensors:
+    order = tuple(draw(st.permutations(NAMES))[: draw(st.integers(1, 3))])
+    samples = draw(st.integers(0, 4))
+    bags = [
+        draw(st.lists(st.lists(st.integers(0, ROWS[NAMES.index(name)] - 1), max_size=4), min_size=samples, max_size=samples))
+        for name in order
+    ]  # fmt: skip
+    values = np.array([id_ for column in bags for bag in column for id_ in bag], np.int64)
+    lengths = np.array([len(bag) for column in bags for bag in column], np.int32)
+    weights = np.arange(values.size, dtype=np.float32) if weighted else None
+    return Tensors(order, values, lengths, weights)

@@ -1,0 +1,248 @@
+"""What tests do to real servers."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import tritonclient.grpc as triton
+
+from serving.backend.metrics import Publisher
+from serving.bundle.digests import digest_file
+from serving.bundle.manifest import MANIFEST, MODEL
+from serving.client import LookupClient
+from serving.errors import ServingError
+from serving.server import Ports, Server
+
+FREE = Ports(grpc=0, http=0, metrics=0)
+FREE_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
+DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
+
+
+def scrape(server: "Server | Running") -> str:
+    """The metrics page, once all that was counted is published."""
+    time.sleep(2 * Publisher.PERIOD_S)
+    return _page(server)
+
+
+def _page(server: "Server | Running") -> str:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
+        page: str = response.read().decode()
+        return page
+
+
+def metric(server: "Server | Running", name: str, **labels: str) -> float:
+    """The sum of a metric over everything with these labels, once all that was counted is published."""
+    return _sum(scrape(server), name, **labels)
+
+
+def _sum(page: str, name: str, **labels: str) -> float:
+    wanted = [f'{key}="{value}"' for key, value in labels.items()]
+    return sum(
+        float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith(name + "{") and all(label in line for label in wanted)
+    )
+
+
+def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+    """Start all calls at the same moment, each on a thread of its own; their results or errors."""
+    barrier = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> Any:
+        barrier.wait()
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
+    """The processes that answer for a model."""
+    found = []
+    for child in server.children():
+        with suppress(psutil.ZombieProcess):  # Triton does not wait for one that was killed
+            found += [child] if any(f"/{model}/" in part for part in child.cmdline()) else []
+    return found
+
+
+def shared_regions(process: psutil.Process) -> list[Path]:
+    """The files in /dev/shm that a server shares with its models, as one of them has them mapped."""
+    return [path for each in process.memory_maps() if (path := Path(each.path)).parent == Path("/dev/shm")]
+
+
+GATE = """
+import time
+from pathlib import Path
+from serving.backend import TritonPythonModel
+from serving.engine import Engine
+
+run, gate = Engine.run, Path({gate!r})
+
+def run_when_open(self, batch):
+    while gate.exists():
+        Path({entered!r}).touch()
+        time.sleep(0.01)
+    return run(self, batch)
+
+Engine.run = run_when_open
+"""
+
+
+def replace_model_py(bundle: Path, text: str) -> None:
+    """Change what a published version runs, and have its manifest agree."""
+    (bundle / MODEL).write_text(text)
+    manifest = json.loads((bundle / MANIFEST).read_text())
+    digest = digest_file(bundle / MODEL)
+    manifest["files"][MODEL] = {"size_bytes": digest.size_bytes, "sha256": digest.sha256}
+    (bundle / MANIFEST).write_text(json.dumps(manifest))
+
+
+def gate_of(bundle: Path) -> Path:
+    """The file that holds a gated version; beside the repository, which is the server's."""
+    repository = bundle.parent.parent
+    return repository.with_name(f"{repository.name}.{bundle.parent.name}.gate")
+
+
+def _entered(bundle: Path) -> Path:
+    """The file that says that a held version was asked for an answer."""
+    gate = gate_of(bundle)
+    return gate.with_name(f"{gate.name}.entered")
+
+
+def add_gate(bundle: Path) -> None:
+    """Make a version answer only while `held` does not hold it. (Suspending its process makes Triton give it up.)"""
+    replace_model_py(bundle, GATE.format(gate=str(gate_of(bundle)), entered=str(_entered(bundle))))
+
+
+@contextmanager
+def held(bundle: Path) -> Iterator[None]:
+    """A gated version that answers nothing inside the block: what is sent meanwhile waits."""
+    gate = gate_of(bundle)
+    _entered(bundle).unlink(missing_ok=True)
+    gate.touch()
+    try:
+        yield
+    finally:
+        gate.unlink()
+
+
+def wait_for_pending(server: "Server | Running", model: str, least: int) -> None:
+    """Until this many requests wait for a model, beside those that are with it."""
+    deadline = time.monotonic() + 60
+    while _sum(_page(server), "nv_inference_pending_request_count", model=model) < least:
+        assert time.monotonic() < deadline, f"{least} requests did not come"
+        time.sleep(0.05)
+
+
+def wait_for_execution(bundle: Path) -> None:
+    """Until a request that was sent to a held version is with the model, not in its queue."""
+    deadline = time.monotonic() + 60
+    while not _entered(bundle).exists():
+        assert time.monotonic() < deadline, "no request came"
+        time.sleep(0.01)
+
+
+def raw_request(
+    server: Server,
+    values: npt.NDArray[Any],
+    lengths: npt.NDArray[Any],
+    features: str | int | None = None,
+    model: str = "mixed",
+) -> npt.NDArray[Any]:
+    """A request as any KServe client may send it: no check of ours before the server's."""
+    inputs = []
+    for name, array in (("values", values), ("lengths", lengths)):
+        tensor = triton.InferInput(name, list(array.shape), DTYPES[str(array.dtype)])
+        tensor.set_data_from_numpy(array)
+        inputs.append(tensor)
+    with triton.InferenceServerClient(server.grpc) as client:
+        parameters = None if features is None else {"features": features}
+        result = client.infer(model, inputs, client_timeout=30, parameters=parameters)
+        answer: npt.NDArray[Any] = result.as_numpy("embeddings")
+        return answer
+
+
+def row(*numbers: int, dtype: type[np.integer[Any]] = np.int64) -> npt.NDArray[Any]:
+    return np.array([numbers], dtype)
+
+
+def lens(*numbers: int) -> npt.NDArray[Any]:
+    return row(*numbers, dtype=np.int32)
+
+
+def tbe_serve(*arguments: str, stdin: str = "", timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    command = [sys.executable, "-m", "serving", *arguments]
+    environment = os.environ | {"COLUMNS": "200"}
+    return subprocess.run(
+        command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
+    )
+
+
+def start_tbe_serve(*arguments: str, within: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start `tbe-serve run`, as what the command `within` executes."""
+    command = [*within, sys.executable, "-m", "serving", "run", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_answer(client: LookupClient) -> None:
+    """Until the model answers again."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            client.lookup({"x": [[1]]})
+        except ServingError:
+            assert time.monotonic() < deadline, "it does not serve again"
+            time.sleep(0.1)
+        else:
+            return
+
+
+@dataclass(frozen=True)
+class Running:
+    """`tbe-serve run`, ready."""
+
+    process: "subprocess.Popen[str]"
+    grpc: str
+    http: str | None
+    metrics: str
+
+    @property
+    def triton(self) -> psutil.Process:
+        """Its tritonserver."""
+        return tritonserver_of(self.process)
+
+
+@contextmanager
+def running(repository: Path, *options: str, within: tuple[str, ...] = ()) -> Iterator[Running]:
+    """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""
+    with start_tbe_serve(str(repository), *FREE_PORTS, "--json", *options, within=within) as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            yield Running(process, said["grpc"], said["http"], said["metrics"])
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """The server that `tbe-serve run` started."""
+    (server,) = psutil.Process(process.pid).children()
+    return server
