@@ -38,14 +38,20 @@ class Supervisor:
         self._restarts = Restarts()
         self._failure: ServingError | None = None
         self._stopping = False
+        # Whether no model was answering when we last looked, since the stop.
+        self._is_idle = False
 
     def stop(self, number: int) -> None:
         """Stop: pass signal `number` on to the server, which answers what it accepted and ends."""
         self._stopping = True
+        self._is_idle = not self._is_answering()
         self._server.signal(number)
 
     def wait(self) -> int:
         """Watch until the server has ended and is not started anew; its exit code.
+
+        A server that crashes while it stops counts as stopped, if it had nothing left to answer. Triton 2.51 does so
+        in some runs, after many callers gave up.
 
         Raises:
             ServingError: a model's process died or hangs, and was not replaced.
@@ -55,7 +61,15 @@ class Supervisor:
             code = self._watch(is_anew=True)
         if self._failure is not None:
             raise self._failure
+        if self._stopping and code < 0 and self._is_idle:
+            self._say(
+                f"tritonserver ended with {signal.Signals(-code).name} while it stopped, with nothing left to answer"
+            )
+            return 0
         return code
+
+    def _is_answering(self) -> bool:
+        return any(stub.is_busy() for stub in living_stubs(self._server.process.pid))
 
     def _watch(self, *, is_anew: bool) -> int:
         """Watch until this tritonserver has ended; its exit code."""
@@ -85,8 +99,11 @@ class Supervisor:
         deadline = idle_since + self._server.exit_timeout_s
         while (code := self._server.process.poll()) is None:
             now = time.monotonic()
-            if any(stub.is_busy() for stub in living_stubs(self._server.process.pid)):
+            is_answering = self._is_answering()
+            if is_answering:
                 idle_since = now
+            if self._server.process.poll() is None:  # else it had ended before we looked
+                self._is_idle = not is_answering
             if now > min(deadline, idle_since + _LAST_ANSWERS_S):
                 self._server.process.kill()
                 return 0 if now < deadline else self._server.process.wait()

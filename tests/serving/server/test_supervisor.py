@@ -26,12 +26,15 @@ from tests.support.models import SUM, collection
 from tests.support.servers import (
     FREE_PORTS,
     Running,
+    add_gate,
+    held,
     replace_model_py,
     running,
     stubs,
     tbe_serve,
     tritonserver_of,
     wait_for_answer,
+    wait_for_execution,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
@@ -211,6 +214,35 @@ def test_a_stop_does_not_wait_for_requests_that_triton_lost(repository: Path) ->
         started = time.monotonic()
         assert stopped(server)[0] == 0
         assert time.monotonic() - started < 25, "it waited until Triton's exit timeout, 30 s"
+
+
+def is_told_to_stop(process: psutil.Process) -> bool:
+    """Whether SIGTERM waits for a suspended process."""
+    status = (Path("/proc") / str(process.pid) / "status").read_text()
+    pending = next(line.split()[1] for line in status.splitlines() if line.startswith("ShdPnd:"))
+    return bool(int(pending, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["idle", "answering"])
+def test_a_crash_while_it_stops_is_a_clean_stop_only_if_nothing_was_left_to_answer(
+    repository: Path, answers: bool
+) -> None:
+    bundle = repository / "m" / "1"
+    add_gate(bundle)
+    with running(repository) as server, grpc.insecure_channel(server.grpc) as channel, held(bundle):
+        if answers:
+            call = channel.unary_unary(METHOD).future(message(), timeout=PATIENCE_S)
+            wait_for_execution(bundle)
+        server.triton.suspend()  # so that it cannot end before it crashes
+        server.process.terminate()
+        wait_until(lambda: is_told_to_stop(server.triton), "the stop was not passed on")
+        server.triton.send_signal(signal.SIGABRT)
+        server.triton.resume()
+        code, said = ended(server)
+        if answers:
+            assert call.code() is grpc.StatusCode.UNAVAILABLE
+    assert (code == 0) is not answers
+    assert ("tritonserver ended with SIGABRT while it stopped, with nothing left to answer" in said) is not answers
 
 
 SLOW_START = """
