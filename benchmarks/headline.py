@@ -145,8 +145,8 @@ def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
 
 def _read_once(bundle: Bundle) -> None:
     """Into the page cache, as far as it fits: what is measured is memory, not the disk."""
-    for rank in bundle.manifest.plan.ranks:
-        with (bundle.path / rank.weights_file).open("rb", buffering=0) as file:
+    for name in bundle.manifest.weights_files:
+        with (bundle.path / name).open("rb", buffering=0) as file:
             while file.read(1 << 24):
                 pass
 

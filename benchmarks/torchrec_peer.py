@@ -23,6 +23,7 @@ from torchrec.inference.modules import quantize_inference_model, shard_quant_mod
 
 from benchmarks.workload import Arrays
 from serving.bundle.opening import Bundle
+from serving.bundle.weights import weights_path
 
 SHARDING_TYPES = ("table_wise", "row_wise")
 
@@ -80,7 +81,7 @@ def _by_feature(sharded: nn.Module, features: list[str], request: Arrays) -> dic
 
 def _fill(sharded: nn.Module, plan: Any, bundle: Bundle) -> None:
     """Copy each shard's rows: scale and bias, then the codes of its columns; their rows are padded behind that."""
-    whole = np.memmap(bundle.path / bundle.manifest.plan.ranks[0].weights_file, np.uint8, mode="r")
+    whole = np.memmap(weights_path(bundle.path, bundle.manifest, 0), np.uint8, mode="r")
     tables = {table.name: table for table in bundle.manifest.tables}
     offsets = {shard.table: shard.offset_bytes for shard in bundle.manifest.plan.shards}
     tbes = [each for each in sharded.modules() if isinstance(each, IntNBitTableBatchedEmbeddingBagsCodegen)]

@@ -25,6 +25,7 @@ from serving.bundle.digests import digest_file
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest, Parity, write_manifest
 from serving.bundle.opening import open_bundle
 from serving.bundle.signature import read_signing_key
+from serving.bundle.weights import weights_paths
 from serving.errors import BundleError
 from serving.model.template import model_py
 
@@ -127,7 +128,8 @@ def _store_rows(
     errors: dict[str, TableError] = {}
     total = float_bytes(*trained)
     done = 0
-    for name, error, elements in store_rows(directory, trained, manifest, weights):
+    files = weights_paths(directory, manifest)
+    for name, error, elements in store_rows(files, trained, manifest, weights):
         errors[name] = error
         done += 4 * elements
         progress(Progress(name, done, total))

@@ -145,12 +145,15 @@ def map_weights(directory: Path, plan: Plan) -> list[torch.Tensor]:
 
     Returns:
         For each rank, the bytes of its file: uint8 [size of the file], which nobody may write to. A page is read when
-        it is first touched.
+        it is first touched. Of a rank on another host, nothing: uint8 [0].
 
     Raises:
         BundleError: a file cannot be mapped.
     """
-    return [_map(directory / rank.weights_file) for rank in plan.ranks]
+    return [
+        torch.empty(0, dtype=torch.uint8) if rank.weights_file is None else _map(directory / rank.weights_file)
+        for rank in plan.ranks
+    ]
 
 
 def _map(path: Path) -> torch.Tensor:

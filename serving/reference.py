@@ -20,6 +20,7 @@ from serving.bundle.rows import (
     scales_and_biases_of,
 )
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, Pooling, Table
+from serving.bundle.weights import weights_path
 from serving.request.tensors import Ids, Tensors
 
 Doubles = npt.NDArray[np.float64]
@@ -204,7 +205,7 @@ def _sum_bags(
 def _mapped(directory: Path, manifest: Manifest, shard: Shard, dtype: WeightDtype) -> Bytes:
     """The stored rows of a shard, uint8 [height, row bytes]."""
     return np.memmap(
-        directory / manifest.plan.ranks[shard.rank].weights_file,
+        weights_path(directory, manifest, shard.rank),
         np.uint8,
         mode="r",
         offset=shard.offset_bytes,

@@ -136,7 +136,7 @@ def _results(float_auc: float, served: dict[str, Served]) -> Table:
 
 
 def _weights_bytes(bundle: Bundle) -> int:
-    return sum((bundle.path / rank.weights_file).stat().st_size for rank in bundle.manifest.plan.ranks)
+    return sum((bundle.path / name).stat().st_size for name in bundle.manifest.weights_files)
 
 
 def _kib(size_bytes: int) -> str:

@@ -29,6 +29,7 @@ from serving.bench.ids import Distribution, random_requests
 from serving.bench.report import Figure
 from serving.bundle.manifest import Manifest
 from serving.bundle.rows import WeightDtype
+from serving.bundle.weights import weights_paths
 from serving.engine import map_weights
 from serving.errors import ConfigurationError
 from serving.reference import pool
@@ -58,7 +59,7 @@ class Baseline:
         self._dtype = dtype
         self._times: list[Times] = []
         self._manifest = tables.describe(dtype, Sharding())
-        for _ in store_rows(directory, tables.trained, self._manifest, tables.weights):
+        for _ in store_rows(weights_paths(directory, self._manifest), tables.trained, self._manifest, tables.weights):
             pass
         self._requests = _requests(self._manifest, tables, options.batch_size)
         self._program = _checked_program(directory, self._manifest)

@@ -12,6 +12,7 @@ from export.rows.store_blocks import store_rows
 from export.trained.tables import TrainedTable
 from serving.bundle.manifest import Agreement
 from serving.bundle.rows import WeightDtype
+from serving.bundle.weights import weights_paths
 
 
 def measure_dtype_errors(tables: ComparedTables) -> dict[str, list[DtypeReport]]:
@@ -45,5 +46,5 @@ def _agreements(tables: ComparedTables, held: Sequence[TrainedTable], dtype: Wei
     """How float and stored rows of the tables `held` agree."""
     manifest = tables.describe(dtype, Sharding(), of=held)
     with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder:
-        stored = store_rows(Path(folder), held, manifest, tables.weights)
+        stored = store_rows(weights_paths(Path(folder), manifest), held, manifest, tables.weights)
         return {name: error.tally.agreement for name, error, _ in stored}

@@ -7,6 +7,7 @@ import numpy as np
 
 from export.rows.shard_files import write_rows
 from serving.bundle.manifest import Manifest
+from serving.bundle.weights import weights_path
 
 _BLOCK_BYTES = 1 << 24
 
@@ -20,11 +21,11 @@ def recut_rows(source: Path, one_rank: Manifest, target: Path, manifest: Manifes
         target: a folder.
         manifest: the tables in the new plan.
     """
-    stored = np.memmap(source / one_rank.plan.ranks[0].weights_file, np.uint8, mode="r")
+    stored = np.memmap(weights_path(source, one_rank, 0), np.uint8, mode="r")
     offsets = {shard.table: shard.offset_bytes for shard in one_rank.plan.shards}
     files = {
-        number: os.open(target / rank.weights_file, os.O_WRONLY | os.O_CREAT)
-        for number, rank in enumerate(manifest.plan.ranks)
+        number: os.open(weights_path(target, manifest, number), os.O_WRONLY | os.O_CREAT)
+        for number in range(len(manifest.plan.ranks))
     }
     shards = manifest.plan.shards_by_table
     try:

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from export.plan.file import read_plan
+from export.plan.hosts import fold_hosts
 from export.plan.layout import whole_shard, with_offsets
 from export.plan.rank_memory import check_fits
 from export.plan.sharding import Sharding
 from export.plan.torchrec_planner import configured_type, plan_by_torchrec
+from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import DEVICE
 from serving.bundle.plan import Plan, Rank, Shard, ShardingType, tiling_error
 from serving.bundle.tables import Feature, Table
@@ -35,17 +37,25 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
         kinds, shards = (
             _plan_one_rank(tables, sharding) if sharding.ranks == 1 else plan_by_torchrec(tables, readers, sharding)
         )
+    if sharding.hosts_as_models:
+        hosts, kinds, shards = fold_hosts(tables, (hosts, kinds, shards))
     _check_plan(tables, kinds, shards, len(hosts))
     plan = Plan(
         sharding={table.name: kinds[table.name] for table in tables},
         ranks=tuple(
-            Rank(host=host, device=DEVICE, weights_file=f"weights.{number}.bin") for number, host in enumerate(hosts)
+            Rank(host=host, device=DEVICE, weights_file=_weights_file(number, host, sharding))
+            for number, host in enumerate(hosts)
         ),
         shards=with_offsets(tables, shards),
         row_alignment=1,
     )
     check_fits(tables, plan, sharding.memory_bytes)
     return plan
+
+
+def _weights_file(rank: int, host: int, sharding: Sharding) -> str | None:
+    """The file of a rank; None where its host has a bundle of its own."""
+    return None if sharding.hosts_as_models and host != ROUTER else f"weights.{rank}.bin"
 
 
 def _plan_one_rank(

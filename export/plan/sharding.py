@@ -48,7 +48,9 @@ class Sharding:
         column_wise_over: `auto-simple` cuts another table with more columns than this column-wise. It leaves all
             other tables whole.
         plan: a JSON file with an explicit plan, as `tbe-export plan --json` prints it. Beside it, only memory_bytes,
-            pooling_factors and batch_size may be set.
+            pooling_factors, batch_size and hosts_as_models may be set.
+        hosts_as_models: each host answers as a model of its own, `<name>-host-<number>`, from any machine. The model
+            itself becomes a router, which asks them.
 
     Raises:
         ConfigurationError: a value cannot be used.
@@ -66,6 +68,7 @@ class Sharding:
     row_wise_over: int = _between(0, MOST_BYTES, default=1_000_000)
     column_wise_over: int = _between(0, MOST_BYTES, default=256)
     plan: Path | str | None = None
+    hosts_as_models: bool = False
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -28,7 +28,7 @@ _MOST_THREADS = 8
 
 
 def store_rows(
-    directory: Path, trained: Sequence[TrainedTable], manifest: Manifest, weights: Checkpoint
+    files_of_ranks: Mapping[int, Path], trained: Sequence[TrainedTable], manifest: Manifest, weights: Checkpoint
 ) -> Iterator[tuple[str, TableError, int]]:
     """Quantize every row, write it to every shard that has it, and compare it with what was stored.
 
@@ -36,7 +36,7 @@ def store_rows(
     and the row that an exception names do not depend on the number of cores.
 
     Args:
-        directory: of the bundle.
+        files_of_ranks: where the rows of each rank go, by its number.
         trained: the trained tables, in the order of `manifest.tables`.
         manifest: tables and plan. Its parity and files are not read.
         weights: the checkpoint with the rows.
@@ -51,10 +51,7 @@ def store_rows(
     shards = manifest.plan.shards_by_table
     cores = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     with ExitStack() as stack:
-        files = {
-            number: stack.enter_context((directory / rank.weights_file).open("wb")).fileno()
-            for number, rank in enumerate(manifest.plan.ranks)
-        }
+        files = {rank: stack.enter_context(path.open("wb")).fileno() for rank, path in files_of_ranks.items()}
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # in each of our threads: more would be more threads than cores
         # One more than cores, since a thread sometimes waits for a file or for the GIL.

@@ -17,11 +17,14 @@ from pathlib import Path
 import msgspec
 
 from serving.bundle.digests import FileDigest
+from serving.bundle.hosts import HostBundle, IdDtype, Part
 from serving.bundle.plan import Plan
 from serving.bundle.tables import Feature, OutputDtype, Table
 from serving.files.strict import Strict
 
 FORMAT_VERSION = 4
+# Of bundles on several hosts: a router's, and those of its hosts.
+HOSTS_FORMAT_VERSION = 5
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
@@ -71,7 +74,7 @@ class Parity(Strict, frozen=True, omit_defaults=True):
     trained: Agreement | None = None
 
 
-class Manifest(Strict, frozen=True):
+class Manifest(Strict, frozen=True, omit_defaults=True):
     """What a bundle holds.
 
     Attributes:
@@ -83,6 +86,9 @@ class Manifest(Strict, frozen=True):
         files: every file of the bundle but the manifest and its signature, by name.
         left_out: parts of the trained module that are not in the bundle, in words.
         notes: what people who serve the bundle should know, in words.
+        hosts: of a router, the bundles that answer for the ranks without a file of weights, by number of the host.
+        part_of: of a host's bundle, what it is a part of.
+        id_dtype: the dtype of `values` in a request.
     """
 
     format_version: int
@@ -96,6 +102,9 @@ class Manifest(Strict, frozen=True):
     files: dict[str, FileDigest]
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    hosts: tuple[HostBundle, ...] = ()
+    part_of: Part | None = None
+    id_dtype: IdDtype = IdDtype.INT64
 
     @property
     def keys(self) -> dict[str, tuple[Feature, ...]]:
@@ -131,7 +140,7 @@ class Manifest(Strict, frozen=True):
     @property
     def weights_files(self) -> frozenset[str]:
         """The names of the ranks' files. These may be symbolic links; no other file of a bundle may."""
-        return frozenset(rank.weights_file for rank in self.plan.ranks)
+        return frozenset(rank.weights_file for rank in self.plan.ranks if rank.weights_file is not None)
 
     @property
     def contract(self) -> str:
@@ -145,7 +154,8 @@ class Manifest(Strict, frozen=True):
             [feature.name, table.dim, table.weighted, *([] if feature.shared_key is None else [feature.shared_key])]
             for feature, table in tables
         ]
-        return hashlib.sha256(msgspec.json.encode([features, self.output_dtype.value])).hexdigest()
+        ids = [] if self.id_dtype is IdDtype.INT64 else [self.id_dtype.value]
+        return hashlib.sha256(msgspec.json.encode([features, self.output_dtype.value, *ids])).hexdigest()
 
     @property
     def layout(self) -> str:

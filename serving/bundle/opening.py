@@ -1,5 +1,6 @@
 """Open a bundle: read its manifest, and check its files."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,10 +17,16 @@ if TYPE_CHECKING:  # a client need not have cryptography
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle on disk. Its manifest was read and checked."""
+    """A bundle on disk. Its manifest was read and checked.
+
+    Attributes:
+        path: <model>/<version>.
+        digest: SHA-256, in hex, of its manifest.json.
+    """
 
     path: Path
     manifest: Manifest
+    digest: str
 
 
 def versions(model: Path) -> list[int]:
@@ -61,13 +68,14 @@ def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
         BundleError: naming the file or key that is missing, unknown, inconsistent or too new.
     """
     file = path / MANIFEST
-    manifest = parse_manifest(file, _read_anybodys(file) if trusted is None else trusted.read_version(file))
+    text = _read_anybodys(file) if trusted is None else trusted.read_version(file)
+    manifest = parse_manifest(file, text)
     for name, digest in manifest.files.items():
         is_weights = name in manifest.weights_files
         check_size(path / name, digest, follow=is_weights)
         if not is_weights:
             check_digest(path / name, digest)
-    return Bundle(path, manifest)
+    return Bundle(path, manifest, hashlib.sha256(text).hexdigest())
 
 
 def _read_anybodys(manifest: Path) -> bytes:

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import msgspec
 
-from serving.bundle.manifest import DEVICE, FORMAT_VERSION, MODEL, PROGRAM, Manifest
+from serving.bundle.manifest import DEVICE, FORMAT_VERSION, HOSTS_FORMAT_VERSION, MODEL, PROGRAM, Manifest
 from serving.bundle.plan import tiling_error
 from serving.errors import BundleError
 from serving.files.strict import UNREADABLE
 
 # In version 3 each feature is its own key. It lacks left_out, notes, and the parity with the trained module.
-_READABLE_VERSIONS = (3, FORMAT_VERSION)
+_READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION)
 
 
 class _Header(msgspec.Struct):
@@ -46,7 +46,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
 def _check_consistency(path: Path, manifest: Manifest) -> None:
     """Refuse a manifest that contradicts itself. Code that reads it later can then index by every name in it."""
     # Each looks only at what those before it found right.
-    for contradictions in (_in_tables, _in_features, _in_plan, _in_files, _in_shards):
+    for contradictions in (_in_tables, _in_features, _in_plan, _in_hosts, _in_files, _in_shards):
         for contradiction in contradictions(manifest):
             raise BundleError(f"{path}: {contradiction}")
 
@@ -87,6 +87,17 @@ def _in_plan(manifest: Manifest) -> Iterator[str]:
         yield "plan: sharding does not name each table once"
 
 
+def _in_hosts(manifest: Manifest) -> Iterator[str]:
+    elsewhere = [rank.host for rank in manifest.plan.ranks if rank.weights_file is None]
+    if [each.host for each in manifest.hosts] != sorted(set(elsewhere)) or len(set(elsewhere)) < len(elsewhere):
+        yield f"hosts: expected one entry for each rank without a file of weights, hosts {elsewhere}"
+    is_of_hosts = bool(manifest.hosts) or manifest.part_of is not None
+    if is_of_hosts != (manifest.format_version == HOSTS_FORMAT_VERSION):
+        yield f"format_version: expected {HOSTS_FORMAT_VERSION} with `hosts` or `part_of`, and only there"
+    if manifest.hosts and (manifest.part_of is not None or manifest.plan.ranks[0].weights_file is None):
+        yield "hosts: expected a router's bundle, whose first rank is its own"
+
+
 def _in_files(manifest: Manifest) -> Iterator[str]:
     used = {MODEL, PROGRAM, *manifest.weights_files}
     if used != manifest.files.keys():
@@ -107,7 +118,10 @@ def _in_shards(manifest: Manifest) -> Iterator[str]:
         if wrong is not None:
             yield f"table {name!r}: {wrong}"
         for shard in shards:
-            size = manifest.files[plan.ranks[shard.rank].weights_file].size_bytes
+            file = plan.ranks[shard.rank].weights_file
+            if file is None:
+                continue
+            size = manifest.files[file].size_bytes
             end = shard.offset_bytes + table.shard_bytes(shard)
             if shard.offset_bytes < 0 or end > size:
                 yield f"table {name!r}: bytes [{shard.offset_bytes}, {end}) are outside a file of {size} bytes"

@@ -35,12 +35,13 @@ class Rank(Strict, frozen=True):
     Attributes:
         host: number of the host.
         device: kind of the device, `serving.bundle.manifest.DEVICE`.
-        weights_file: name of the bundle's file with the bytes of the shards.
+        weights_file: name of the bundle's file with the bytes of the shards. None: the host has a bundle of its own
+            (`serving.bundle.hosts`), which holds them.
     """
 
     host: int
     device: str
-    weights_file: str = msgspec.field(name="weights")
+    weights_file: str | None = msgspec.field(name="weights")
 
 
 class Shard(Strict, frozen=True):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from export import ExportConfig, OutputDtype, Sharding, WeightDtype, export_model
 from export.plan.sharding import CHOICES
 from serving.bundle.plan import ShardingType
+from serving.bundle.weights import weights_path
 from serving.engine import Engine, load_program
 from serving.request import kjt
 from serving.request.tensors import Tensors
@@ -170,9 +171,8 @@ def test_split_lookup_and_merge_are_methods_of_the_saved_program(tmp_path: Path,
     engine = sharded(tmp_path, Sharding(ranks=3, types={"*": "row_wise"}))
     program: Any = load_program(engine.bundle)
     program.weights_host = [
-        torch.from_file(str(engine.bundle.path / rank.weights_file), size=size, dtype=torch.uint8)
-        for rank in engine.bundle.manifest.plan.ranks
-        if (size := (engine.bundle.path / rank.weights_file).stat().st_size)
+        torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        for path in (weights_path(engine.bundle.path, engine.bundle.manifest, rank) for rank in range(3))
     ]
     bags = random_bags(np.random.default_rng(2), MIXED, 5)
     values, lengths = flat(bags)

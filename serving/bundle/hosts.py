@@ -1,0 +1,73 @@
+"""Bundles on several hosts: a router's bundle, and one bundle for each host of its plan.
+
+The router's plan has all ranks. Its own rank comes first, with a file of weights. Each other rank is a host, without a
+file there: a bundle of its own holds its rows. That is an ordinary bundle, in which a shard is a table and a segment,
+one feature over one shard, is a feature. All its features are sums.
+"""
+
+import enum
+from pathlib import Path
+
+from serving.files.strict import Strict
+
+# The host of the router's own rank. All others count from 0.
+ROUTER = -1
+# The only file of weights in a bundle of one rank.
+FIRST_WEIGHTS = "weights.0.bin"
+
+
+class IdDtype(enum.Enum):
+    """The dtype of `values` in a request, by its KServe name."""
+
+    INT64 = "INT64"
+    INT32 = "INT32"
+
+
+class HostBundle(Strict, frozen=True):
+    """The bundle that answers for a host of a router's plan. No other version of its model does.
+
+    Attributes:
+        host: number of the host in the plan.
+        model: name of the model.
+        version: of the model.
+        manifest: SHA-256, in hex, of its manifest.json.
+    """
+
+    host: int
+    model: str
+    version: int
+    manifest: str
+
+
+class Part(Strict, frozen=True):
+    """What a host's bundle is a part of.
+
+    Attributes:
+        model: name of the router's model.
+        host: number of the host in the router's plan.
+        plan: `Manifest.layout` of the router's manifest, in hex.
+    """
+
+    model: str
+    host: int
+    plan: str
+
+
+def host_model(router: str, host: int) -> str:
+    """The name of the model that answers for a host.
+
+    Args:
+        router: name of the router's model.
+        host: number of the host.
+    """
+    return f"{router}-host-{host}"
+
+
+def path_of(router: Path, host: HostBundle) -> Path:
+    """Where the bundle of a host lies if it is in the router's repository.
+
+    Args:
+        router: the router's bundle, <repository>/<model>/<version>.
+        host: an entry of its manifest.
+    """
+    return router.absolute().parent.parent / host.model / str(host.version)
