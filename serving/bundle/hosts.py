@@ -1,8 +1,8 @@
 """Bundles on several hosts: a router's bundle, and one bundle for each host of its plan.
 
-The router's plan has all ranks. Its own rank comes first, with a file of weights. Each other rank is a host, without a
-file there: a bundle of its own holds its rows. That is an ordinary bundle, in which a shard is a table and a segment,
-one feature over one shard, is a feature. All its features are sums.
+The router's plan has all ranks. Its own rank comes first, with a file of weights. Each other rank is a host, without
+a file there: a bundle of its own holds its rows. That is an ordinary bundle, in which a shard is a table, and a
+segment (one feature over one shard) is a feature. All its features are sums.
 """
 
 import enum
