@@ -130,7 +130,7 @@ class PeerWorkload:
         padding = np.repeat([self.rows[table] for table, _ in self.features], [ids for _, ids in self.features])
         ids = np.where(self.requests[samples] == _PAD, padding, self.requests[samples])
         dims = {f"f{n}": self.dims[table] for n, (table, _) in enumerate(self.features)}
-        info = ModelInfo(dims, {name: (name,) for name in dims}, (), np.dtype(np.float32), "")
+        info = ModelInfo(dims, {name: (name,) for name in dims}, (), np.dtype(np.float32), "", np.dtype(np.int64))
         ours = [infer_request(MODEL, each, info).SerializeToString() for each in self.tensors(samples)]
         np.savez(
             path,

@@ -25,6 +25,8 @@ class ExportConfig:
         max_error: largest allowed |float − stored| of an element, in the units of the weights. A table without one is
             still checked: no element may move further than rounding explains.
         output_dtype: dtype of the pooled embeddings.
+        sums_dtype: dtype of the partial sums that hosts answer a router with. FP16 halves what travels; answers are
+            then not those of the same plan in one process.
         sharding: the ranks, and how tables are placed on them; one rank by default.
         serving: how all versions of the model are served. None gives a new model the defaults, and leaves the
             settings of an existing model as they are.
@@ -37,6 +39,7 @@ class ExportConfig:
     id_policy: Mapping[str, IdPolicy | DefaultRow] = field(default_factory=dict)
     max_error: Mapping[str, float] = field(default_factory=dict)
     output_dtype: OutputDtype = OutputDtype.FP32
+    sums_dtype: OutputDtype = OutputDtype.FP32
     sharding: Sharding = field(default_factory=Sharding)
     serving: ServingSettings | None = None
 

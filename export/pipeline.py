@@ -1,33 +1,25 @@
 """From a trained module to a published bundle: every step in its order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import torch
 from torch import nn
 
 from export.config import ExportConfig
-from export.errors import PublishError
+from export.hosts.export import HostsExport
 from export.manifest import describe
-from export.parity.answers import Answers, answer_probe
-from export.parity.limits import check_parity
+from export.parity.answers import answer_probe
 from export.parity.overflow import overflow_notes
-from export.parity.trained_answers import compare_trained, trained_answers
-from export.program.compile import compile_program, save_program
+from export.program.compile import compile_program
 from export.progress import Progress, float_bytes
 from export.publish.draft import draft
-from export.rows.store_blocks import store_rows
-from export.rows.table_error import TableError
-from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
-from export.trained.tables import Trained, TrainedTable, collect_tables
-from serving.bundle.digests import digest_file
-from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest, Parity, write_manifest
-from serving.bundle.opening import open_bundle
+from export.steps import limits_of, parity_of, read_back, store, write_program
+from export.trained.checkpoint import WeightSource, open_weights
+from export.trained.tables import collect_tables
+from serving.bundle.manifest import Manifest, write_manifest
 from serving.bundle.signature import read_signing_key
 from serving.bundle.weights import weights_paths
-from serving.errors import BundleError
-from serving.model.template import model_py
 
 
 def export_model(
@@ -78,20 +70,31 @@ def export_model(
         weights.check(table)
     manifest = describe(trained.tables, config, lambda: weights, progress)
     manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
+    # With a checkpoint, the weights are not in the module: it cannot answer.
+    runnable = trained if checkpoint is None else None
+    if config.sharding.hosts_as_models:
+        hosts = HostsExport(
+            trained=trained.tables,
+            weights=weights,
+            manifest=manifest,
+            config=config,
+            repository=Path(repository),
+            name=name,
+            signing_key=key,
+            progress=progress,
+        )
+        return hosts.publish(version, runnable)
     program = compile_program(manifest)
     with draft(Path(repository), name, version, manifest, config.serving, key) as new:
-        errors = _store_rows(new.path, trained.tables, manifest, weights, progress)
-        total = float_bytes(*trained.tables)
-        progress(Progress("parity", total, total))
+        errors = store(weights_paths(new.path, manifest), trained.tables, manifest, weights, progress)
+        progress(Progress("parity", total := float_bytes(*trained.tables), total))
         with new.syncing():
-            manifest = _write_program(new.path, manifest, program)
+            manifest = write_program(new.path, manifest, program)
             answers = answer_probe(new.path, manifest, program)
-            # With a checkpoint, the weights are not in the module: it cannot answer.
-            runnable = trained if checkpoint is None else None
-            parity = _check_parity(manifest, errors, config, answers, runnable)
+            parity = parity_of(manifest, errors, limits_of(manifest, config), answers, runnable)
             notes = tuple(overflow_notes(manifest, errors, config.sharding))
             write_manifest(new.path, msgspec.structs.replace(manifest, parity=parity, notes=notes))
-        _read_back(new.path)
+        read_back(new.path)
         return new.publish()
 
 
@@ -111,63 +114,3 @@ def plan_model(
     """
     trained = collect_tables(module).tables
     return describe(trained, config, lambda: open_weights(module, trained, checkpoint), progress)
-
-
-def _store_rows(
-    directory: Path,
-    trained: Sequence[TrainedTable],
-    manifest: Manifest,
-    weights: Checkpoint,
-    progress: Callable[[Progress], None],
-) -> dict[str, TableError]:
-    """Write the ranks' weights files.
-
-    Returns:
-        How far the rows of each table moved.
-    """
-    errors: dict[str, TableError] = {}
-    total = float_bytes(*trained)
-    done = 0
-    files = weights_paths(directory, manifest)
-    for name, error, elements in store_rows(files, trained, manifest, weights):
-        errors[name] = error
-        done += 4 * elements
-        progress(Progress(name, done, total))
-    return errors
-
-
-def _write_program(directory: Path, manifest: Manifest, program: torch.jit.ScriptModule) -> Manifest:
-    """Complete the draft: what Triton starts, the program, and a manifest with the digests of all files.
-
-    Returns:
-        That manifest.
-    """
-    (directory / MODEL).write_text(model_py())
-    save_program(program, directory / PROGRAM)
-    files = {path.name: digest_file(path) for path in sorted(directory.iterdir()) if path.name != MANIFEST}
-    manifest = msgspec.structs.replace(manifest, files=files)
-    write_manifest(directory, manifest)
-    return manifest
-
-
-def _check_parity(
-    manifest: Manifest,
-    errors: dict[str, TableError],
-    config: ExportConfig,
-    answers: Answers,
-    runnable: Trained | None,
-) -> tuple[Parity, ...]:
-    """Compare all answers to the probe; also those of the trained module, where it is `runnable`."""
-    limits = {table.name: config.max_error_of(table.name) for table in manifest.tables}
-    parity = check_parity(manifest, errors, limits, answers)
-    own = {} if runnable is None else trained_answers(runnable, manifest, answers.probe)
-    agreements = compare_trained(own, manifest, answers, errors)
-    return tuple(msgspec.structs.replace(each, trained=agreements.get(each.table)) for each in parity)
-
-
-def _read_back(directory: Path) -> None:
-    """Open the draft as serving does, so that no bundle is published that serving would refuse."""
-    try:
-        open_bundle(directory)
-    except BundleError as error:
-        raise PublishError(f"the draft of this version could not be served: {error}") from error

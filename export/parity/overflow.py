@@ -23,12 +23,14 @@ def overflow_notes(manifest: Manifest, errors: Mapping[str, TableError], shardin
 
     Args:
         manifest: features, tables and output dtype.
-        errors: of each table; they hold its largest element.
+        errors: of some tables; they hold the largest element of each.
         sharding: it holds the declared pooling factors.
     """
     if manifest.output_dtype is not OutputDtype.FP16:
         return
     for table in manifest.tables:
+        if table.name not in errors:
+            continue
         largest = errors[table.name].largest
         readers = sum(feature.table == table.name for feature in manifest.features)
         factor = max(sharding.pooling_factors_of(table.name, readers), default=1.0)

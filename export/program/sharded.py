@@ -15,6 +15,7 @@ from export.program.means import SumsToAnswer
 from export.program.rank import PlacedSegment, RankLookup
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import row_blocks
+from serving.bundle.segments import segments_by_rank
 
 
 class ShardedProgram(nn.Module):
@@ -229,10 +230,12 @@ class ShardedProgram(nn.Module):
 
 def _place(manifest: Manifest) -> list[list[PlacedSegment]]:
     """The segments of each rank, by feature."""
-    by_rank: list[list[PlacedSegment]] = [[] for _ in manifest.plan.ranks]
-    pieces = manifest.plan.pieces_by_table
-    for feature, table in enumerate(manifest.feature_tables):
-        blocks = row_blocks(pieces[table.name])
-        for shard in pieces[table.name]:
-            by_rank[shard.rank].append(PlacedSegment(feature, shard, blocks.index(shard.rows), table.dtype))
-    return by_rank
+    blocks = {name: row_blocks(shards) for name, shards in manifest.plan.pieces_by_table.items()}
+    dtypes = {table.name: table.dtype for table in manifest.tables}
+    return [
+        [
+            PlacedSegment(feature, shard, blocks[shard.table].index(shard.rows), dtypes[shard.table])
+            for feature, shard, _, _ in segments
+        ]
+        for segments in segments_by_rank(manifest)
+    ]

@@ -82,7 +82,7 @@ class Draft:
         check_compatible(model, self.manifest, self.settings)
         _sync(self.path)
         while True:
-            version = self.version or _next_version(model)
+            version = self.version or next_version(model)
             bundle = model / str(version)
             self._sign(self.path, version)
             if _rename(self.path, bundle):
@@ -178,7 +178,12 @@ def _exists(bundle: Path) -> str:
     return f"{bundle}: exists; published versions are never changed: pick another version"
 
 
-def _next_version(model: Path) -> int:
+def next_version(model: Path) -> int:
+    """The number of a model's next version: one more than its newest, or 1.
+
+    Args:
+        model: its folder, <repository>/<name>.
+    """
     return max(versions(model), default=0) + 1
 
 

@@ -17,7 +17,7 @@ from export.rows.table_error import TableError
 from export.trained.checkpoint import Checkpoint, block_bounds
 from export.trained.tables import TrainedTable
 from serving.bundle.manifest import Manifest
-from serving.bundle.plan import Shard
+from serving.bundle.plan import Shard, row_blocks
 from serving.bundle.tables import Table
 
 T = TypeVar("T")
@@ -30,7 +30,9 @@ _MOST_THREADS = 8
 def store_rows(
     files_of_ranks: Mapping[int, Path], trained: Sequence[TrainedTable], manifest: Manifest, weights: Checkpoint
 ) -> Iterator[tuple[str, TableError, int]]:
-    """Quantize every row, write it to every shard that has it, and compare it with what was stored.
+    """Quantize rows, write each to every shard that has it, and compare it with what was stored.
+
+    Only the rows are read that a shard of these ranks has.
 
     Several blocks are worked on at once, but their results are joined in the order of their rows. So the errors found
     and the row that an exception names do not depend on the number of cores.
@@ -48,7 +50,10 @@ def store_rows(
         QuantizeError: a row does not fit its dtype.
         OSError: a file cannot be written.
     """
-    shards = manifest.plan.shards_by_table
+    shards = {
+        table: [shard for shard in each if shard.rank in files_of_ranks]
+        for table, each in manifest.plan.shards_by_table.items()
+    }
     cores = min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     with ExitStack() as stack:
         files = {rank: stack.enter_context(path.open("wb")).fileno() for rank, path in files_of_ranks.items()}
@@ -59,9 +64,17 @@ def store_rows(
         for table, stored in zip(trained, manifest.tables, strict=True):
             error = TableError(stored.dtype)
             store = partial(_store_block, files, table, stored, shards[table.name], weights)
-            for found in _in_order(pool, store, block_bounds(table), ahead=2 * cores):
+            for found in _in_order(pool, store, _bounds(table, shards[table.name]), ahead=2 * cores):
                 error.join(found)
                 yield table.name, error, found.tally.elements
+
+
+def _bounds(table: TrainedTable, shards: Sequence[Shard]) -> Iterator[tuple[int, int]]:
+    """The rows of some shards of a table, in blocks [start, stop), each row once."""
+    for first, last in row_blocks(shards):
+        for start, stop in block_bounds(table):
+            if max(start, first) < min(stop, last):
+                yield max(start, first), min(stop, last)
 
 
 def _store_block(

@@ -33,6 +33,7 @@ class ModelInfo:
         weighted: the keys whose ids have weights.
         output_dtype: float32 or float16.
         contract: a digest. It is equal for versions that answer the same features with the same dims and dtype.
+        ids_dtype: of ids as they travel, int64 or int32.
     """
 
     dims: dict[str, int]
@@ -40,9 +41,12 @@ class ModelInfo:
     weighted: tuple[str, ...]
     output_dtype: np.dtype[Any]
     contract: str
+    ids_dtype: np.dtype[Any]
 
     @classmethod
-    def of(cls, parameters: Mapping[str, str], output_dtype: "np.dtype[Any]") -> "ModelInfo":
+    def of(
+        cls, parameters: Mapping[str, str], output_dtype: "np.dtype[Any]", ids_dtype: "np.dtype[Any]"
+    ) -> "ModelInfo":
         """The model whose config has these `parameters`."""
         features, dims = parameters["features"].split(","), map(int, parameters["dims"].split(","))
         keys: dict[str, tuple[str, ...]] = {}
@@ -54,4 +58,5 @@ class ModelInfo:
             weighted=tuple(filter(None, parameters.get("weighted", "").split(","))),
             output_dtype=output_dtype,
             contract=parameters["contract"],
+            ids_dtype=ids_dtype,
         )

@@ -27,7 +27,9 @@ from serving.files.strict import is_utf8
 from serving.request.encoding import Features, decode, encode
 from serving.request.tensors import Embeddings, Tensors
 
-_TYPE_FP16 = model_config_pb2.TYPE_FP16
+_TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
+_INT32 = np.iinfo(np.int32)
+_KSERVE_NAME = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32"}
 _PARAMETERS = {"features", "dims", "contract"}
 
 
@@ -70,7 +72,12 @@ class Exchange:
             data_type = response.config.output[0].data_type if response.config.output else None
             if not parameters.keys() >= _PARAMETERS:
                 raise InternalError(f"{self._where} was not made by tbe-export: its config names no features")
-            self._info = ModelInfo.of(parameters, np.dtype(np.float16 if data_type == _TYPE_FP16 else np.float32))
+            by_int32 = any(each.name == "values" and each.data_type == _TYPE_INT32 for each in response.config.input)
+            self._info = ModelInfo.of(
+                parameters,
+                np.dtype(np.float16 if data_type == _TYPE_FP16 else np.float32),
+                np.dtype(np.int32 if by_int32 else np.int64),
+            )
         return self._info
 
     async def lookup(self, ask: Ask, features: Features) -> Answer:
@@ -162,10 +169,19 @@ async def _register(ask: Ask, region: Region) -> None:
 
 
 def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
-    """A ModelInferRequest for `model` with `tensors`. It names its features if they are not in the default order."""
+    """A ModelInferRequest for `model` with `tensors`. It names its features if they are not in the default order.
+
+    Raises:
+        InvalidRequest: the model takes int32, and an id is not in its range.
+    """
     request = pb.ModelInferRequest(model_name=model)
+    values = tensors.values
+    if values.dtype != info.ids_dtype:
+        if values.size and not _INT32.min <= values.min() <= values.max() <= _INT32.max:
+            raise InvalidRequest(f"values: expected ids of {info.ids_dtype}, got {values.min()} to {values.max()}")
+        values = values.astype(info.ids_dtype)
     for name, datatype, array in (
-        ("values", "INT64", tensors.values),
+        ("values", _KSERVE_NAME[info.ids_dtype], values),
         ("lengths", "INT32", tensors.lengths),
         ("weights", "FP32", tensors.weights),
     ):

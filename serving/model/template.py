@@ -5,12 +5,17 @@ from importlib.resources import files
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import OutputDtype
 from serving.model.config_file import CONFIG, apply_settings
 from serving.model.settings import ServingSettings
 
 _TEMPLATE = files("model_repository").joinpath("lookup")
+_ID_TYPE = {
+    IdDtype.INT64: model_config_pb2.TYPE_INT64,
+    IdDtype.INT32: model_config_pb2.TYPE_INT32,
+}
 _DATA_TYPE = {
     OutputDtype.FP32: model_config_pb2.TYPE_FP32,
     OutputDtype.FP16: model_config_pb2.TYPE_FP16,
@@ -23,6 +28,7 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
     config.name = name
     if manifest.weighted:
         config.input.add(name="weights", data_type=model_config_pb2.TYPE_FP32, dims=[-1], allow_ragged_batch=True)
+    config.input[0].data_type = _ID_TYPE[manifest.id_dtype]
     config.output[0].data_type = _DATA_TYPE[manifest.output_dtype]
     keys = [feature.key for feature in manifest.features]
     parameters = {

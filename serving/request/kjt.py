@@ -51,6 +51,8 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     """
     values, lengths, weights = tensors.values, tensors.lengths, tensors.weights
     selection = schema.select(tensors.features)
+    if values.dtype == _INT32:  # as hosts are sent row numbers
+        values = values.astype(np.int64)
     _expect_vector("values", values, _INT64)
     _expect_vector("lengths", lengths, _INT32)
     samples, left_over = divmod(lengths.size, len(selection.keys))

@@ -1,0 +1,81 @@
+"""What a host's bundle holds: its shards as tables, and its segments as features."""
+
+import msgspec
+
+from export.errors import PlanError
+from serving.bundle.hosts import FIRST_WEIGHTS, IdDtype, Part, host_model
+from serving.bundle.manifest import HOSTS_FORMAT_VERSION, Manifest
+from serving.bundle.plan import Plan, Rank, ShardingType
+from serving.bundle.segments import segments_by_rank
+from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Pooling
+
+_MOST_INT32 = 2**31 - 1
+
+
+def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtype) -> Manifest:
+    """The manifest of a host's bundle, as far as it is known before its rows are stored.
+
+    Ids are row numbers of the shards. The router has checked them, so that any other id is refused. All features are
+    sums: the router divides means, by the count of the whole bag.
+
+    Args:
+        router: the router's manifest; its parity, files and hosts are not read.
+        rank: the host's rank.
+        name: the router's model.
+        sums_dtype: dtype of the partial sums that the host answers with.
+
+    Raises:
+        PlanError: the host would hold nothing.
+    """
+    host = router.plan.ranks[rank].host
+    segments = segments_by_rank(router)[rank]
+    if not segments:
+        raise PlanError(f"host {host} would hold no table: give fewer --ranks, or less --router-memory")
+    tables = {table.name: table for table in router.tables}
+    names = {segment.shard: segment.table for segment in segments}
+    by_int32 = all(shard.height <= _MOST_INT32 for shard in names)
+    return Manifest(
+        format_version=HOSTS_FORMAT_VERSION,
+        features=tuple(Feature(name=segment.name, table=segment.table) for segment in segments),
+        tables=tuple(
+            msgspec.structs.replace(
+                tables[shard.table],
+                name=table,
+                rows=shard.height,
+                dim=shard.width,
+                pooling=Pooling.SUM,
+                id_policy=IdPolicy.ERROR,
+            )
+            for shard, table in names.items()
+        ),
+        output_dtype=sums_dtype,
+        plan=Plan(
+            sharding=dict.fromkeys(names.values(), ShardingType.TABLE_WISE),
+            ranks=(Rank(host=host, device=router.plan.ranks[rank].device, weights_file=FIRST_WEIGHTS),),
+            shards=tuple(
+                msgspec.structs.replace(shard, table=table, rank=0, rows=(0, shard.height), columns=(0, shard.width))
+                for shard, table in names.items()
+            ),
+            row_alignment=router.plan.row_alignment,
+        ),
+        parity=(),
+        exported_at=router.exported_at,
+        versions=router.versions,
+        files={},
+        part_of=Part(model=name, host=host, plan=router.layout),
+        id_dtype=IdDtype.INT32 if by_int32 else IdDtype.INT64,
+    )
+
+
+def table_of_part(router: Manifest, rank: int) -> dict[str, str]:
+    """The router's table of each table of a host's bundle."""
+    return {segment.table: segment.shard.table for segment in segments_by_rank(router)[rank]}
+
+
+def part_models(router: Manifest, name: str) -> dict[int, str]:
+    """The model of each rank that is on another host, by the rank's number."""
+    return {
+        number: host_model(name, rank.host)
+        for number, rank in enumerate(router.plan.ranks)
+        if rank.weights_file is None
+    }

@@ -1,0 +1,42 @@
+"""Segments: one feature over one shard. What a rank is asked for, and answers with, is by segment."""
+
+from typing import NamedTuple
+
+from serving.bundle.manifest import Manifest
+from serving.bundle.plan import Shard
+from serving.bundle.tables import Table
+
+
+class FeatureShard(NamedTuple):
+    """A segment of a plan.
+
+    Attributes:
+        feature: position of the feature in the manifest.
+        shard: the shard that it reads.
+        name: what a host's bundle calls it. It does not change when the table grows.
+        table: what a host's bundle calls the shard.
+    """
+
+    feature: int
+    shard: Shard
+    name: str
+    table: str
+
+
+def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:
+    """The segments of each rank, in the order of its partial sums: by feature, then by the feature's shards."""
+    by_rank: list[list[FeatureShard]] = [[] for _ in manifest.plan.ranks]
+    pieces = manifest.plan.pieces_by_table
+    for position, (feature, table) in enumerate(zip(manifest.features, manifest.feature_tables, strict=True)):
+        for number, shard in enumerate(pieces[table.name]):
+            is_whole = len(pieces[table.name]) == 1
+            name = feature.name if is_whole else f"{feature.name}#{number}"
+            by_rank[shard.rank].append(FeatureShard(position, shard, name, _name_of(table, shard)))
+    return by_rank
+
+
+def _name_of(table: Table, shard: Shard) -> str:
+    """The name of a shard: as a slice, if it is not the whole table."""
+    rows = "" if shard.height == table.rows else f"[{shard.rows[0]}:{shard.rows[1]}]"
+    columns = "" if shard.width == table.dim else f"{'' if rows else '[:]'}[{shard.columns[0]}:{shard.columns[1]}]"
+    return f"{table.name}{rows}{columns}"
