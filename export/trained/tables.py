@@ -9,7 +9,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from export.errors import ModelError
 from export.trained.modules import Found, dotted, find_collections
-from serving.bundle.tables import Pooling
+from serving.bundle.tables import Pooling, is_name
 
 _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN}
 
@@ -65,7 +65,7 @@ def collect_tables(module: nn.Module) -> Trained:
 
     Raises:
         ModelError: there is no collection, or one that is not served (`export.trained.modules`); a table is pruned,
-            virtual or position-weighted; or a feature's name cannot be requested, or is another feature's too.
+            virtual or position-weighted; or a table's or feature's name cannot be listed, or is another's too.
     """
     found = find_collections(module)
     configs = {path: _configs(collection) for path, collection in found.collections.items()}
@@ -101,9 +101,9 @@ def _trained_table(
     path: str, config: EmbeddingBagConfig, weighted: bool, qualified: bool, readers: Counter[str]
 ) -> TrainedTable:
     name = dotted(path, config.name) if qualified else config.name
-    keys = tuple(map(_checked, config.feature_names))
+    keys = tuple(_checked("feature", key) for key in config.feature_names)
     return TrainedTable(
-        name=name,
+        name=_checked("table", name),
         key=dotted(path, "embedding_bags", config.name, "weight"),
         rows=config.num_embeddings,
         dim=config.embedding_dim,
@@ -127,7 +127,9 @@ def _servable(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
     return config
 
 
-def _checked(feature: str) -> str:
-    if not feature or "," in feature:
-        raise ModelError(f"feature {feature!r}: expected a name without a comma: requests list names with commas")
-    return feature
+def _checked(what: str, name: str) -> str:
+    if not is_name(name):
+        raise ModelError(
+            f"{what} {name!r}: expected a name without commas, which requests list names with, and control characters"
+        )
+    return name

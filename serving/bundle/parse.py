@@ -1,17 +1,32 @@
 """Read a manifest strictly: anybody may have written it. One that contradicts itself is refused."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from serving.bundle.manifest import DEVICE, FORMAT_VERSION, HOSTS_FORMAT_VERSION, MODEL, PROGRAM, Manifest
-from serving.bundle.plan import tiling_error
+from serving.bundle.manifest import (
+    DEVICE,
+    FORMAT_VERSION,
+    HOSTS_FORMAT_VERSION,
+    MANIFEST,
+    MODEL,
+    PROGRAM,
+    SHARD_ALIGNMENT,
+    Manifest,
+)
+from serving.bundle.plan import Shard, tiling_error
+from serving.bundle.tables import is_name
 from serving.errors import BundleError
-from serving.files.strict import UNREADABLE
+from serving.files.strict import UNREADABLE, json_tree
 
 # In version 3 each feature is its own key. It lacks left_out, notes, and the parity with the trained module.
 _READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION)
+# The names of a bundle's other files.
+_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM)
+_EXPECTED_NAME = "expected a name without commas and control characters"
 
 
 class _Header(msgspec.Struct):
@@ -37,54 +52,87 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
                 "serve it with the tbe-serving that exported it, or export it again"
             )
         manifest = msgspec.json.decode(text, type=Manifest)
-    except UNREADABLE as error:
+        keys = json_tree(text)
+    except (ValueError, *UNREADABLE) as error:
         raise BundleError(f"{path}: {error}") from error
+    for wrong in _in_keys(keys, manifest.format_version):
+        raise BundleError(f"{path}: {wrong}")
     _check_consistency(path, manifest)
     return manifest
+
+
+def _in_keys(document: Any, version: int) -> Iterator[str]:
+    """What a manifest has that its version does not, and what msgspec does not tell from a key that is not there."""
+    features, parities = document["features"], document["parity"]
+    if version < FORMAT_VERSION:
+        places: list[tuple[str, Any, tuple[str, ...]]] = [
+            ("$", document, ("left_out", "notes")),
+            *((f"$.features[{number}]", feature, ("shared_key",)) for number, feature in enumerate(features)),
+            *((f"$.parity[{number}]", parity, ("trained",)) for number, parity in enumerate(parities)),
+        ]
+        for place, found, keys in places:
+            for key in keys:
+                if key in found:
+                    yield f"format_version {version} has no key `{key}`, got it at `{place}`"
+    for feature in features:
+        if "shared_key" in feature and feature["shared_key"] is None:
+            yield f"feature {feature['name']!r}: shared_key: expected a name, or no such key, got null"
 
 
 def _check_consistency(path: Path, manifest: Manifest) -> None:
     """Refuse a manifest that contradicts itself. Code that reads it later can then index by every name in it."""
     # Each looks only at what those before it found right.
-    for contradictions in (_in_tables, _in_features, _in_plan, _in_hosts, _in_files, _in_shards):
+    for contradictions in (_in_tables, _in_features, _in_plan, _in_hosts, _in_files, _in_shards, _in_offsets):
         for contradiction in contradictions(manifest):
             raise BundleError(f"{path}: {contradiction}")
 
 
 def _in_tables(manifest: Manifest) -> Iterator[str]:
-    if len({table.name for table in manifest.tables}) < len(manifest.tables):
-        yield "tables: a name appears twice"
+    yield from _twice("table", (table.name for table in manifest.tables))
     for table in manifest.tables:
+        where = f"table {table.name!r}"
+        if not is_name(table.name):
+            yield f"{where}: {_EXPECTED_NAME}"
         if table.rows <= 0 or table.dim <= 0:
-            yield f"table {table.name!r}: expected rows and dim > 0"
+            yield f"{where}: expected rows and dim > 0, got {table.rows} × {table.dim}"
+        multiple = table.dtype.format.dim_multiple
+        if table.dim % multiple:
+            yield f"{where}: expected a dim that is a multiple of {multiple} for {table.dtype.value}, got {table.dim}"
         if table.policy_error is not None:
-            yield f"table {table.name!r}: {table.policy_error}"
+            yield f"{where}: {table.policy_error}"
 
 
 def _in_features(manifest: Manifest) -> Iterator[str]:
     if not manifest.features:
         yield "features: expected at least one"
-    if len({feature.name for feature in manifest.features}) < len(manifest.features):
-        yield "features: a name appears twice"
-    side_by_side = [feature for features in manifest.keys.values() for feature in features]
-    if side_by_side != list(manifest.features):
-        yield "features: those of one key are not side by side"
+    yield from _twice("feature", (feature.name for feature in manifest.features))
     tables = {table.name for table in manifest.tables}
     for feature in manifest.features:
+        where = f"feature {feature.name!r}"
+        if not is_name(feature.name):
+            yield f"{where}: {_EXPECTED_NAME}"
+        if not is_name(feature.key):
+            yield f"{where}: shared_key {feature.key!r}: {_EXPECTED_NAME}"
         if feature.table not in tables:
-            yield f"feature {feature.name!r}: no table {feature.table!r}"
+            yield f"{where}: no table {feature.table!r}"
+    side_by_side = [feature for features in manifest.keys.values() for feature in features]
+    for feature, expected in zip(manifest.features, side_by_side, strict=True):
+        if feature != expected:
+            yield f"feature {expected.name!r}: expected it beside the others of its key {expected.key!r}"
 
 
 def _in_plan(manifest: Manifest) -> Iterator[str]:
     plan, tables = manifest.plan, {table.name for table in manifest.tables}
+    if not plan.ranks:
+        yield "plan: ranks: expected at least one"
     for number, rank in enumerate(plan.ranks):
         if rank.device != DEVICE:
             made_for = f"was made for device {rank.device!r}, this is for {DEVICE!r}"
             yield f"rank {number}: {made_for}: export it again for that"
     if plan.row_alignment != 1:
-        yield f"row_alignment: expected 1 on cpu, got {plan.row_alignment}"
-    if plan.sharding.keys() != tables:
-        yield "plan: sharding does not name each table once"
+        yield f"plan: row_alignment: expected 1 on cpu, got {plan.row_alignment}"
+    for name in sorted(plan.sharding.keys() ^ tables):
+        yield f"plan: sharding: expected each table once, got {'no' if name in tables else 'another'} table {name!r}"
 
 
 def _in_hosts(manifest: Manifest) -> Iterator[str]:
@@ -99,29 +147,62 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
 
 
 def _in_files(manifest: Manifest) -> Iterator[str]:
+    rank_of: dict[str, int] = {}
+    for number, rank in enumerate(manifest.plan.ranks):
+        name = rank.weights_file
+        if name is None:
+            continue
+        if name in rank_of:
+            yield f"rank {number}: expected a file of weights of its own, got {name!r}, that of rank {rank_of[name]}"
+        if name in _RESERVED:
+            yield f"rank {number}: expected a file of weights, got {name!r}, which is another file of a bundle"
+        if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
+            yield f"rank {number}: files: {name!r} leaves the bundle"
+        rank_of[name] = number
     used = {MODEL, PROGRAM, *manifest.weights_files}
-    if used != manifest.files.keys():
-        yield f"files: expected {sorted(used)}, got {sorted(manifest.files)}"
-    for name in used:
-        if name != Path(name).name or name in (".", "..") or "\0" in name:
-            yield f"files: {name!r} leaves the bundle"
+    for name in sorted(used ^ manifest.files.keys()):
+        there = "no" if name in used else "another"
+        yield f"files: expected each file of the bundle but its manifest and signature, got {there} {name!r}"
 
 
 def _in_shards(manifest: Manifest) -> Iterator[str]:
     plan, tables = manifest.plan, {table.name: table for table in manifest.tables}
-    for shard in plan.shards:
+    for number, shard in enumerate(plan.shards):
         if shard.table not in tables:
-            yield f"plan: a shard of no table, {shard.table!r}"
+            yield f"plan: shard {number}: no table {shard.table!r}"
     for name, shards in plan.shards_by_table.items():
         table = tables[name]
         wrong = tiling_error(plan.sharding[name], table.rows, table.dim, shards, len(plan.ranks))
         if wrong is not None:
             yield f"table {name!r}: {wrong}"
-        for shard in shards:
-            file = plan.ranks[shard.rank].weights_file
-            if file is None:
-                continue
-            size = manifest.files[file].size_bytes
-            end = shard.offset_bytes + table.shard_bytes(shard)
-            if shard.offset_bytes < 0 or end > size:
-                yield f"table {name!r}: bytes [{shard.offset_bytes}, {end}) are outside a file of {size} bytes"
+
+
+def _in_offsets(manifest: Manifest) -> Iterator[str]:
+    """What is wrong with where shards lie in the files of their ranks."""
+    plan, tables = manifest.plan, {table.name: table for table in manifest.tables}
+    last: dict[int, tuple[int, Shard]] = {}
+    for shard in sorted(plan.shards, key=lambda each: each.offset_bytes):
+        where, file = _described(shard), plan.ranks[shard.rank].weights_file
+        start, end = shard.offset_bytes, shard.offset_bytes + tables[shard.table].shard_bytes(shard)
+        if file is None:
+            continue
+        size = manifest.files[file].size_bytes
+        if start < 0 or end > size:
+            yield f"{where}: bytes [{start}, {end}) are outside {file}, which has {size} bytes"
+        if start % SHARD_ALIGNMENT:
+            yield f"{where}: expected it at a multiple of {SHARD_ALIGNMENT} bytes in {file}, got {start}"
+        reached, before = last.get(shard.rank, (0, shard))
+        if start < reached:
+            yield f"{where}: expected bytes of its own in {file}, got {start}, inside {_described(before)}"
+        last[shard.rank] = (end, shard)
+
+
+def _twice(what: str, names: Iterable[str]) -> Iterator[str]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"{what} {name!r}: expected different names, got {count} of this one"
+
+
+def _described(shard: Shard) -> str:
+    (top, bottom), (left, right) = shard.rows, shard.columns
+    return f"table {shard.table!r}: shard of rows [{top}, {bottom}) × columns [{left}, {right}) on rank {shard.rank}"

@@ -1,10 +1,19 @@
 """The tables of a bundle, and the features that read them."""
 
 import enum
+import re
 
 from serving.bundle.plan import Shard
 from serving.bundle.rows import WeightDtype
 from serving.files.strict import Strict
+
+# Requests and config.pbtxt list names with commas. Control characters break lines of logs and metrics.
+_NAME = re.compile(r"[^,\x00-\x1f\x7f-\x9f]+")
+
+
+def is_name(text: str) -> bool:
+    """Whether a table, a feature or a key may be called so: not empty, no comma, no control characters."""
+    return _NAME.fullmatch(text) is not None
 
 
 class Pooling(enum.Enum):

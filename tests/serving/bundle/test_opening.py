@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -31,13 +32,7 @@ def test_a_published_bundle_opens_and_its_digests_agree(bundle: Path) -> None:
 
 
 def test_a_bundle_of_the_format_before_is_read(bundle: Path) -> None:
-    def as_before(manifest: Any) -> None:
-        manifest["format_version"] = 3
-        manifest.pop("left_out", None), manifest.pop("notes", None)
-        for parity in manifest["parity"]:
-            parity.pop("trained", None)
-
-    edit(bundle, as_before)
+    edit(bundle, of_format_3)
     manifest = open_bundle(bundle).manifest
     assert list(manifest.keys) == [feature.name for feature in manifest.features]
 
@@ -54,15 +49,15 @@ def test_a_bundle_of_the_format_before_is_read(bundle: Path) -> None:
         pytest.param(lambda m: m["tables"][0].update(rows="many"), "Expected `int`, got `str`", id="wrong type"),
         pytest.param(lambda m: m["tables"][0].update(rows=10**6), "table 'user': its shards do not cover rows exactly once: look at row 500", id="rows"),
         pytest.param(lambda m: m["features"][0].update(table="none"), "feature 'user_id': no table 'none'", id="no such table"),
-        pytest.param(lambda m: m["features"].append(m["features"][0]), "features: a name appears twice", id="feature twice"),
+        pytest.param(lambda m: m["features"].append(m["features"][0]), "feature 'user_id': expected different names, got 2", id="feature twice"),
         pytest.param(lambda m: m.update(features=[]), "features: expected at least one", id="no features"),
         pytest.param(lambda m: m["plan"]["shards"].pop(), "table 'word': its shards do not cover", id="no shard"),
         pytest.param(lambda m: m["plan"]["shards"][0].update(rank=3), "table 'user': no rank 3", id="no rank"),
-        pytest.param(lambda m: m["plan"]["shards"][3].update(offset_bytes=10**6), "table 'word': bytes .* are outside", id="offset"),
-        pytest.param(lambda m: m["plan"]["shards"][0].update(offset_bytes=-1), "table 'user': bytes .* are outside", id="negative offset"),
+        pytest.param(lambda m: m["plan"]["shards"][3].update(offset_bytes=10**6), "table 'word': shard of .* bytes .* are outside", id="offset"),
+        pytest.param(lambda m: m["plan"]["shards"][0].update(offset_bytes=-1), "table 'user': shard of .* bytes .* are outside", id="negative offset"),
         pytest.param(lambda m: m["plan"].update(row_alignment=16), "row_alignment: expected 1 on cpu, got 16", id="row alignment"),
         pytest.param(lambda m: m["plan"]["ranks"][0].update(device="cuda"), "cuda", id="another device"),
-        pytest.param(lambda m: m["plan"]["ranks"][0].update(weights="../weights.0.bin"), "files: expected", id="path out of the bundle"),
+        pytest.param(lambda m: m["plan"]["ranks"][0].update(weights="../weights.0.bin"), "rank 0: files: .* leaves the bundle", id="path out of the bundle"),
         pytest.param(lambda m: m["files"].pop("program.pt"), "files: expected", id="file without digest"),
         pytest.param(lambda m: m["files"]["program.pt"].update(sha256="0" * 64), "program.pt: expected SHA-256 0000", id="digest"),
         pytest.param(lambda m: m["files"]["weights.0.bin"].update(size_bytes=10**8), "weights.0.bin: expected 100000000 bytes", id="size"),
@@ -73,6 +68,157 @@ def test_an_edited_manifest_is_refused(bundle: Path, change: Callable[[Any], Non
     with pytest.raises(BundleError, match=message) as refused:
         open_bundle(bundle)
     assert str(bundle) in str(refused.value)
+
+
+def of_format_3(manifest: Any) -> None:
+    manifest["format_version"] = 3
+    del manifest["left_out"], manifest["notes"]
+    for parity in manifest["parity"]:
+        parity.pop("trained", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda m: m.update(notes=[]), r"format_version 3 has no key `notes`, got it at `\$`", id="notes"),
+        pytest.param(lambda m: m.update(left_out=["x"]), r"has no key `left_out`, got it at `\$`", id="left_out"),
+        pytest.param(lambda m: m["features"][1].update(shared_key="k"), r"has no key `shared_key`, got it at `\$.features\[1\]`", id="shared_key"),
+        pytest.param(lambda m: m["parity"][2].update(trained=None), r"has no key `trained`, got it at `\$.parity\[2\]`", id="trained"),
+    ],
+)  # fmt: skip
+def test_format_3_lacks_what_came_with_format_4(bundle: Path, change: Callable[[Any], None], message: str) -> None:
+    edit(bundle, of_format_3)
+    open_bundle(bundle)
+    edit(bundle, change)
+    with pytest.raises(BundleError, match=message):
+        open_bundle(bundle)
+
+
+def rename(what: str, number: int, name: str) -> Callable[[Any], None]:
+    """A table or a feature has another name, wherever it is named."""
+
+    def change(manifest: Any) -> None:
+        before = manifest[what][number]["name"]
+        text = json.dumps(manifest).replace(json.dumps(before), json.dumps(name))
+        manifest.clear()
+        manifest.update(json.loads(text))
+
+    return change
+
+
+NAMES = [("a,b", "comma"), ("a\nb", "line"), ("\x7f", "delete"), ("a\x85", "C1"), ("", "empty")]
+
+
+@pytest.mark.parametrize("what", ["tables", "features"])
+@pytest.mark.parametrize("name", [pytest.param(name, id=what) for name, what in NAMES])
+def test_a_name_that_cannot_be_listed_or_logged_is_refused(bundle: Path, what: str, name: str) -> None:
+    edit(bundle, rename(what, 1, name))
+    expected = re.escape(f"{what[:-1]} {name!r}: expected a name without commas and control characters")
+    with pytest.raises(BundleError, match=expected):
+        open_bundle(bundle)
+
+
+@pytest.mark.parametrize("name", ["a,b", "a\nb", ""])
+def test_a_key_is_a_name_too(bundle: Path, name: str) -> None:
+    edit(bundle, lambda m: m["features"][1].update(shared_key=name))
+    with pytest.raises(BundleError, match=r"feature 'item_id': shared_key .* expected a name without commas"):
+        open_bundle(bundle)
+
+
+def test_a_key_that_is_left_out_is_not_null(bundle: Path) -> None:
+    edit(bundle, lambda m: m["features"][1].update(shared_key=None))
+    with pytest.raises(BundleError, match="feature 'item_id': shared_key: expected a name, or no such key, got null"):
+        open_bundle(bundle)
+
+
+@pytest.mark.parametrize(
+    ("found", "twice", "place"),
+    [
+        pytest.param('"format_version": 4', '"format_version": 4, "format_version": 4', "$.format_version", id="top"),
+        pytest.param('"rows": 300', '"rows": 300, "rows": 300', "$.tables[1].rows", id="table"),
+        pytest.param('"genre": "table_wise"', '"genre": "table_wise", "genre": "row_wise"', "$.plan.sharding.genre", id="map"),
+        pytest.param('"worst_row"', '"worst_row": 1, "worst_row"', "$.parity[0].quantized.worst_row", id="deep"),
+        pytest.param('"rows": 300', '"rows": 300, "ro\\u0077s": 300', "$.tables[1].rows", id="escaped"),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_there_twice_is_refused(bundle: Path, found: str, twice: str, place: str) -> None:
+    """Readers differ in which of the two they take."""
+    text = json.dumps(json.loads((bundle / "manifest.json").read_text()))
+    assert found in text
+    (bundle / "manifest.json").write_text(text.replace(found, twice, 1))
+    with pytest.raises(BundleError, match=re.escape(f"expected each key once, got `{place}` twice")):
+        open_bundle(bundle)
+
+
+def moved(number: int, to: Callable[[Any], int]) -> Callable[[Any], None]:
+    def change(manifest: Any) -> None:
+        shards = manifest["plan"]["shards"]
+        shards[number]["offset_bytes"] = to(shards)
+
+    return change
+
+
+def as_dtype(dim: int, dtype: str) -> Callable[[Any], None]:
+    def change(manifest: Any) -> None:
+        manifest["tables"][0].update(dim=dim, dtype=dtype)
+        manifest["plan"]["shards"][0]["columns"] = [0, dim]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(moved(0, lambda s: s[1]["offset_bytes"]), r"table 'item': shard of rows [0, 300) × columns [0, 32) on rank 0: expected bytes of its own in weights.0.bin", id="the same bytes"),
+        pytest.param(moved(1, lambda s: s[1]["offset_bytes"] - 128), r"inside table 'user': shard of rows [0, 500) × columns [0, 16) on rank 0", id="overlap"),
+        pytest.param(moved(0, lambda _: 1), "table 'user': shard of rows [0, 500) × columns [0, 16) on rank 0: expected it at a multiple of 128 bytes in weights.0.bin, got 1", id="between"),
+        pytest.param(moved(3, lambda _: 10**6), "table 'word': shard of rows [0, 1000) × columns [0, 24) on rank 0: bytes [1000000, ", id="outside"),
+        pytest.param(as_dtype(15, "INT8"), "table 'user': expected a dim that is a multiple of 2 for INT8, got 15", id="odd int8"),
+        pytest.param(as_dtype(6, "INT4"), "table 'user': expected a dim that is a multiple of 4 for INT4, got 6", id="int4"),
+        pytest.param(as_dtype(12, "INT2"), "table 'user': expected a dim that is a multiple of 8 for INT2, got 12", id="int2"),
+        pytest.param(lambda m: m["plan"].update(ranks=[], shards=[], sharding=dict.fromkeys(m["plan"]["sharding"], "data_parallel")), "plan: ranks: expected at least one", id="no ranks"),
+        pytest.param(lambda m: m["plan"]["sharding"].pop("word"), "plan: sharding: expected each table once, got no table 'word'", id="table without sharding"),
+        pytest.param(lambda m: m["plan"]["sharding"].update(words="row_wise"), "got another table 'words'", id="sharding without table"),
+        pytest.param(lambda m: m["plan"]["shards"][2].update(table="no"), "plan: shard 2: no table 'no'", id="shard of no table"),
+        pytest.param(lambda m: m["tables"].append(m["tables"][0]), "table 'user': expected different names, got 2", id="table twice"),
+        pytest.param(lambda m: m["tables"][2].update(rows=0), "table 'genre': expected rows and dim > 0, got 0 × 8", id="no rows"),
+        pytest.param(lambda m: [m["features"][n].update(shared_key="k") for n in (0, 2)], "feature 'recent_items': expected it beside the others of its key 'k'", id="key apart"),
+        pytest.param(lambda m: m["files"].pop("model.py"), "files: expected each file of the bundle but its manifest and signature, got no 'model.py'", id="file without digest"),
+        pytest.param(lambda m: m["files"].update({"x.py": m["files"]["model.py"]}), "got another 'x.py'", id="another file"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_the_table_the_rank_or_the_shard(
+    bundle: Path, change: Callable[[Any], None], message: str
+) -> None:
+    edit(bundle, change)
+    with pytest.raises(BundleError, match=re.escape(message)):
+        open_bundle(bundle)
+
+
+@pytest.mark.parametrize("name", ["model.py", "program.pt", "manifest.json", "manifest.sig"])
+def test_no_other_file_is_a_file_of_weights(bundle: Path, name: str) -> None:
+    def take(manifest: Any) -> None:
+        manifest["plan"]["ranks"][0]["weights"] = name
+        weights = manifest["files"].pop("weights.0.bin")
+        manifest["files"].setdefault(name, weights)
+        manifest["files"][name]["size_bytes"] = 10**9
+
+    edit(bundle, take)
+    with pytest.raises(BundleError, match=f"rank 0: expected a file of weights, got '{name}'"):
+        open_bundle(bundle)
+
+
+def test_each_rank_has_a_file_of_its_own(repository: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(repository / "sharded" / "1", tmp_path / "1"))
+
+    def share(manifest: Any) -> None:
+        manifest["plan"]["ranks"][2]["weights"] = "weights.1.bin"
+        del manifest["files"]["weights.2.bin"]
+        manifest["files"]["weights.1.bin"]["size_bytes"] = 10**9
+
+    edit(bundle, share)
+    with pytest.raises(BundleError, match=r"rank 2: expected a file of weights of its own, .* that of rank 1"):
+        open_bundle(bundle)
 
 
 @pytest.mark.parametrize("name", ["../weights.0.bin", "a\0b"], ids=["path", "zero byte"])
