@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from export.patterns import check_patterns, last_match
 from export.plan.sharding import Sharding
+from serving.arguments import check_arguments
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
@@ -32,7 +33,7 @@ class ExportConfig:
             settings of an existing model as they are.
 
     Raises:
-        ConfigurationError: a limit is not a finite number above 0.
+        ConfigurationError: an argument is of another type, or a limit is not a finite number above 0.
     """
 
     dtype: Mapping[str, WeightDtype] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class ExportConfig:
     serving: ServingSettings | None = None
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         for pattern, limit in self.max_error.items():
             if not (limit > 0 and math.isfinite(limit)):
                 raise ConfigurationError(f"max_error {pattern!r}: expected a finite number > 0, got {limit}")

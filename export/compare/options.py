@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from export.plan.sharding import CHOICES, Sharding
+from serving.arguments import check_arguments
 from serving.bundle.rows import WeightDtype
 from serving.errors import ConfigurationError
 
@@ -39,6 +40,7 @@ class StudyOptions:
     seconds: float
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         for strategy in self.strategies:
             if strategy not in STRATEGIES:
                 raise ConfigurationError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")

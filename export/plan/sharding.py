@@ -10,6 +10,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from export.patterns import check_patterns, last_match
 from export.plan.machine_memory import memory_here
 from export.sizes import MOST_BYTES
+from serving.arguments import check_arguments
 from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
 from serving.errors import ConfigurationError
 
@@ -71,6 +72,7 @@ class Sharding:
     hosts_as_models: bool = False
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         for each in fields(self):
             number = getattr(self, each.name)
             if "bounds" in each.metadata and number is not None:

@@ -15,9 +15,11 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
+from serving.arguments import check_argument
 from serving.client.answer import Answer, ModelInfo
-from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Metadata, Tls
+from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Tls
 from serving.client.exchange import Ask, Call, Exchange
+from serving.client.metadata import Metadata
 from serving.client.retries import Retries, with_retries
 from serving.errors import ConfigurationError, RequestCancelled, ServingError
 from serving.request.encoding import Features
@@ -37,7 +39,9 @@ class _Client:
         timeout_s: deadline of each lookup in seconds, retries included.
         retries: what is tried again. None: `Retries()`. `Retries(attempts=1)`: nothing.
         tls: certificates. None: no TLS.
-        metadata: sent with each call, such as {"authorization": "Bearer …"}. A function is called for each call.
+        metadata: sent with each call, such as {"authorization": "Bearer …"}. A function is called for each call. Keys
+            are ASCII letters, digits, "_", "." and "-"; values are printable ASCII, or bytes where the key ends in
+            "-bin".
         shared_memory: whether answers come through /dev/shm. The client must be on the server's host, and have one
             address.
 
@@ -57,12 +61,15 @@ class _Client:
         metadata: Metadata | None = None,
         shared_memory: bool = False,
     ) -> None:
+        check_argument("addresses", addresses, str | Sequence[str])
+        check_argument("model", model, str)
+        check_argument("shared_memory", shared_memory, bool)
         self._connection = Connection(
             addresses=[addresses] if isinstance(addresses, str) else list(addresses),
             timeout_s=timeout_s,
-            retries=retries or Retries(),
+            retries=Retries() if retries is None else retries,
             tls=tls,
-            metadata=metadata or {},
+            metadata={} if metadata is None else metadata,
         )
         if shared_memory and len(self._connection.addresses) > 1:
             raise ConfigurationError("shared_memory: expected one address: a server sees its own host's memory alone")
@@ -85,8 +92,10 @@ class _Client:
     def _deadline(self, timeout_s: float | None) -> float:
         if self._closed:
             raise RequestCancelled(f"{self._where}: the client is closed")
-        if timeout_s is not None and not timeout_s <= 0:  # a deadline that has passed is gRPC's to tell
-            check_timeout(timeout_s)
+        if timeout_s is not None:
+            check_argument("timeout_s", timeout_s, float)
+            if not timeout_s <= 0:  # a deadline that has passed is gRPC's to tell
+                check_timeout(timeout_s)
         return time.monotonic() + (self._connection.timeout_s if timeout_s is None else timeout_s)
 
     def _ask(self, timeout_s: float | None = None, trace: str | None = None) -> Ask:
@@ -125,9 +134,12 @@ class LookupClient(_Client, Closing):
         """Pooled embeddings of B samples.
 
         Args:
-            features: ids by feature: any of the model's features, in any order. The ids of a feature are a list of B
-                bags, such as [[3, 5], []]; or arrays (values int64 [N_f], lengths int32 [B]); or, for a weighted
-                model, (values, lengths, weights float32 [N_f]). A torchrec KeyedJaggedTensor is taken, too.
+            features: ids by feature: any of the model's features, in any order. The ids of a feature are one of:
+                a list of B bags, each a list or array of ids, such as [[3, 5], []];
+                a tuple of arrays, (values int64 [N_f], lengths int32 [B]); for features whose ids carry weights
+                (values, lengths, weights float32 [N_f]). A tuple is never one of bags;
+                a dict of the same arrays, {"values": …, "lengths": …, "weights": …}.
+                A torchrec KeyedJaggedTensor is taken, too.
             timeout_s: deadline of this lookup in seconds. None: the client's.
             trace: a W3C `traceparent`, which the server keeps with this request.
 
@@ -137,7 +149,7 @@ class LookupClient(_Client, Closing):
 
         Raises:
             InvalidRequest: ids, lengths, weights or names cannot be answered.
-            ConfigurationError: `timeout_s` cannot be waited for.
+            ConfigurationError: `timeout_s` cannot be waited for, or gRPC cannot send `trace` or what `metadata` gave.
             DeadlineExceeded: no answer in time.
             ServerUnavailable: nobody listens at the address, the model is not ready, or the server sheds load.
             RequestCancelled: the client is closed.

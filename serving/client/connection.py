@@ -5,7 +5,7 @@ import json
 import re
 import socket
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -13,12 +13,13 @@ from typing import Any, Self
 
 import grpc
 
+from serving.arguments import check_arguments
+from serving.client.metadata import Metadata, check_metadata, check_text
 from serving.client.retries import Retries
 from serving.errors import ConfigurationError, ServerUnavailable
 from serving.timeouts import check_timeout
 
 DEFAULT_TIMEOUT_S = 1.0
-Metadata = Mapping[str, str] | Callable[[], Mapping[str, str]]
 
 # gRPC tries calls again that end with one of these statuses: nothing happened, and another attempt may succeed.
 RETRIED = ("UNAVAILABLE", "ABORTED")
@@ -63,7 +64,7 @@ class Tls:
         server_name: the name in the server's certificate. None: it is the address.
 
     Raises:
-        ConfigurationError: `server_name` is not the name of a host.
+        ConfigurationError: an argument is of another type, or `server_name` is not the name of a host.
     """
 
     root_certificates: Path | None = None
@@ -72,6 +73,7 @@ class Tls:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         if self.server_name is not None and not re.fullmatch(_HOST, self.server_name):
             raise ConfigurationError(f"{self.server_name or repr('')}: expected the name of a host")
 
@@ -136,16 +138,19 @@ class Connection:
         metadata: sent with each call. A function is called for each call, such as for a token that expires.
 
     Raises:
-        ConfigurationError: an address or the timeout cannot be used.
+        ConfigurationError: an argument is of another type, or cannot be used.
     """
 
     addresses: Sequence[str]
     timeout_s: float = DEFAULT_TIMEOUT_S
     retries: Retries = field(default_factory=Retries)
     tls: Tls | None = None
-    metadata: Metadata = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        if not callable(self.metadata):
+            check_metadata(self.metadata)
+        check_arguments(self)
         check_timeout(self.timeout_s)
         if not self.addresses:
             raise ConfigurationError("addresses: expected at least one, got none")
@@ -175,10 +180,21 @@ class Connection:
         least, most = _KEEPALIVE_TIMEOUT_S
         return min(max(self.timeout_s / 3, least), most)
 
-    def call_metadata(self, trace: str | None) -> list[tuple[str, str]]:
-        """The metadata of one call. `trace` is its W3C traceparent."""
-        given = self.metadata() if callable(self.metadata) else self.metadata
-        return [(key.lower(), value) for key, value in given.items()] + ([("traceparent", trace)] if trace else [])
+    def call_metadata(self, trace: str | None) -> list[tuple[str, str | bytes]]:
+        """The metadata of one call. `trace` is its W3C traceparent.
+
+        Raises:
+            ConfigurationError: gRPC cannot send it.
+        """
+        given = self.metadata
+        if callable(given):
+            given = given()
+            check_metadata(given)
+        pairs = [(key.lower(), value) for key, value in given.items()]
+        if trace is not None:
+            check_text("trace", trace)
+            pairs.append(("traceparent", trace))
+        return pairs
 
     def channel(self, library: Any) -> Any:
         """A channel of `library`: grpc or grpc.aio.

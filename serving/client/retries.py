@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from serving.arguments import check_arguments
 from serving.errors import ConfigurationError, DeadlineExceeded, ModelUnavailable, SharedMemoryFull
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Retries:
         max_backoff_s: the longest pause, in seconds.
 
     Raises:
-        ConfigurationError: a value is out of range.
+        ConfigurationError: a value is of another type, or out of range.
     """
 
     attempts: int = 3
@@ -47,6 +48,7 @@ class Retries:
     max_backoff_s: float = 0.5
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         if not 1 <= self.attempts <= 5:
             raise ConfigurationError(f"attempts: expected 1 to 5, got {self.attempts}")
         for name in ("backoff_s", "max_backoff_s"):

@@ -52,15 +52,7 @@ def _request(line: bytes) -> Features:
         raise InvalidRequest(f"expected JSON: {error}") from error
     if not isinstance(request, dict):
         raise InvalidRequest(f'expected {{"feature": [[id, ...], ...], ...}}, got {line.decode().strip()[:40]!r}')
-    return {name: _bags(name, bags) for name, bags in request.items()}
-
-
-def _bags(name: str, bags: Any) -> Any:
-    if not isinstance(bags, dict):
-        return bags
-    if not {"values", "lengths"} <= bags.keys() <= {"values", "lengths", "weights"}:
-        raise InvalidRequest(f"feature {name!r}: expected values, lengths and perhaps weights, got {list(bags)}")
-    return tuple(bags[key] for key in ("values", "lengths", "weights") if key in bags)
+    return request
 
 
 def _plain(answer: Answer) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, get_args
 
+from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
 from serving.files.strict import is_utf8
 
@@ -38,7 +39,6 @@ def _between(least: int, most: int) -> Allowed:
     return Allowed(lambda value: least <= value <= most, f"{least} to {most}")
 
 
-_FLAG = Allowed(lambda value: isinstance(value, bool), "true or false")
 _FINITE = Allowed(lambda value: 0 < value < math.inf, "a finite number > 0")
 _ABSOLUTE = Allowed(lambda value: value.startswith("/") and is_utf8(value), "an absolute path in UTF-8")
 
@@ -48,7 +48,7 @@ class Setting:
     """What is known of a setting beside its name, its type and its default.
 
     Attributes:
-        allowed: the values that it may have, beside None where that is its default.
+        allowed: the values of its type that it may have. None: all.
         help: help text of its option.
         unset: help text of `--no-<name>`, which sets it to None; no such option where None.
         typed: type of its option, where that is not the setting's own.
@@ -56,14 +56,14 @@ class Setting:
             `serving.model.config_file` reads and writes.
     """
 
-    allowed: Allowed
+    allowed: Allowed | None
     help: str
     unset: str | None = None
     typed: type | None = None
     is_parameter: bool = True
 
 
-def _setting(default: Any, allowed: Allowed, help: str, **others: Any) -> Any:  # noqa: A002 - as typer calls it
+def _setting(default: Any, allowed: Allowed | None, help: str, **others: Any) -> Any:  # noqa: A002 - as typer calls it
     return field(default=default, metadata={"setting": Setting(allowed=allowed, help=help, **others)})
 
 
@@ -119,7 +119,7 @@ class ServingSettings:
     )
     # Without it, a byte that changed after the export is served.
     verify_weights: bool = _setting(
-        True, _FLAG, "Compare the weights with their digests before a version serves: about a second for each GB."
+        True, None, "Compare the weights with their digests before a version serves: about a second for each GB."
     )
     # The file is <capture>/<model>.jsonl. Neither weights nor embeddings are captured.
     capture: str | None = _setting(
@@ -137,10 +137,11 @@ class ServingSettings:
     capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Largest size of the captured file.")
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         for each, setting in table():
-            value = getattr(self, each.name)
-            if (value is not None or each.default is not None) and not setting.allowed.holds(value):
-                raise ConfigurationError(f"{each.name}: expected {setting.allowed.words}, got {value!r}")
+            value, allowed = getattr(self, each.name), setting.allowed
+            if value is not None and allowed is not None and not allowed.holds(value):
+                raise ConfigurationError(f"{each.name}: expected {allowed.words}, got {value!r}")
 
     @property
     def parameters(self) -> dict[str, str]:

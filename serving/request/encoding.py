@@ -1,6 +1,6 @@
 """From lists, arrays or a KeyedJaggedTensor to the tensors of a request; from an answer to its features."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,7 +31,16 @@ class Kjt(Protocol):
 Bags = Sequence[Sequence[int]]
 Jagged = tuple[npt.ArrayLike, npt.ArrayLike]
 WeightedJagged = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
-Features = Mapping[str, Bags | Jagged | WeightedJagged] | Kjt
+NamedJagged = Mapping[str, npt.ArrayLike]
+Features = Mapping[str, Bags | Jagged | WeightedJagged | NamedJagged] | Kjt
+
+_FORMS = (
+    "expected a list of bags, [[id, …], …], or arrays: the tuple (values, lengths) or (values, lengths, weights), or "
+    '{"values": …, "lengths": …, "weights": …}'
+)
+_ARRAYS = ("values", "lengths", "weights")
+# What has a length and can be gone through, but has no order of its own, or is no list of ids.
+_NO_LISTS = (str, bytes, Mapping, Set)
 
 
 def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
@@ -39,9 +48,10 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
 
     Args:
         features: a torchrec KeyedJaggedTensor, or by feature name one bag of ids for each of B samples, as
-            a list of lists of ids;
-            a pair of arrays (values [N_f], lengths [B]);
-            or (values [N_f], lengths [B], weights [N_f]), for features whose ids carry weights.
+            a list of B bags, each a list or array of ids. Any sequence but a tuple is such a list;
+            a tuple of arrays (values [N_f], lengths [B]), or (values [N_f], lengths [B], weights [N_f]) for features
+            whose ids carry weights;
+            or a mapping of these arrays, {"values": …, "lengths": …} and perhaps "weights".
             Values and lengths may be of any integer dtype, weights of any number's.
         weighted: the model's features whose ids carry weights. If it has some, the ids of its other features are
             sent with a weight of 1.
@@ -54,6 +64,10 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     """
     if isinstance(features, Kjt) and not isinstance(features, Mapping):
         return _of_kjt(features, weighted)
+    if not isinstance(features, Mapping):
+        raise InvalidRequest(
+            f"features: expected ids by feature, {{name: ids}}, or a KeyedJaggedTensor, got {type(features).__name__}"
+        )
     if not features:
         raise InvalidRequest("features: expected at least one, got none")
     columns = {name: _column(name, bags) for name, bags in features.items()}
@@ -118,27 +132,45 @@ def _sends_weights(name: str, given: bool, weighted: Collection[str]) -> bool:
     return bool(weighted)
 
 
-def _column(name: str, bags: Bags | Jagged | WeightedJagged) -> tuple[Ids, Lengths, Weights | None]:
-    """The ids int64 [N_f], lengths int32 [B] and weights float32 [N_f] of one feature."""
-    if not isinstance(bags, tuple):
-        try:
-            lengths = np.fromiter((len(bag) for bag in bags), np.int32, len(bags))
-            ids = list(chain.from_iterable(bags))
-        except TypeError as error:
-            raise InvalidRequest(f"feature {name!r}: expected a list of ids for each sample: {error}") from error
-        return _integers(name, ids, np.int64), lengths, None
-    if len(bags) not in (2, 3):
+def _column(name: str, given: Any) -> tuple[Ids, Lengths, Weights | None]:
+    """The ids int64 [N_f], lengths int32 [B] and weights float32 [N_f] of one feature, in any form."""
+    if not isinstance(name, str):
+        raise InvalidRequest(f"feature {name!r}: expected the name of a feature, got {type(name).__name__}")
+    if isinstance(given, tuple):
+        if len(given) not in (2, 3):
+            raise InvalidRequest(f"feature {name!r}: {_FORMS}; got a tuple of {len(given)}")
+        return _of_arrays(name, *given)
+    if isinstance(given, Mapping):
+        if not {"values", "lengths"} <= given.keys() <= set(_ARRAYS):
+            raise InvalidRequest(f"feature {name!r}: {_FORMS}; got {list(given)}")
+        return _of_arrays(name, *(given[key] for key in _ARRAYS if key in given))
+    return *_of_bags(name, given), None
+
+
+def _of_bags(name: str, bags: Any) -> tuple[Ids, Lengths]:
+    try:
+        kinds = {type(bags), *map(type, bags)}
+        lengths = np.fromiter((len(bag) for bag in bags), np.int32, len(bags))
+        ids = list(chain.from_iterable(bags))
+    except TypeError as error:
+        raise InvalidRequest(f"feature {name!r}: {_FORMS}; got {type(bags).__name__}: {error}") from error
+    for kind in kinds:
+        if issubclass(kind, _NO_LISTS):
+            raise InvalidRequest(f"feature {name!r}: {_FORMS}; got {kind.__name__} for a list")
+    return _integers(name, ids, np.int64), lengths
+
+
+def _of_arrays(name: str, values: Any, lengths: Any, *weights: Any) -> tuple[Ids, Lengths, Weights | None]:
+    ids, sizes = _integers(name, values, np.int64), _integers(name, lengths, np.int32)
+    if (total := sizes.sum(dtype=np.int64)) != ids.size:
         raise InvalidRequest(
-            f"feature {name!r}: expected (values, lengths) or (values, lengths, weights), got a tuple of {len(bags)}"
+            f"feature {name!r}: expected {total} ids, the sum of its lengths, got {ids.size}: a tuple is (values, "
+            "lengths); a list of bags is a list"
         )
-    values = _integers(name, bags[0], np.int64)
-    lengths = _integers(name, bags[1], np.int32)
-    if (total := lengths.sum(dtype=np.int64)) != values.size:
-        raise InvalidRequest(f"feature {name!r}: expected {total} ids, the sum of its lengths, got {values.size}")
-    weights = _floats(name, bags[2]) if len(bags) == 3 else None
-    if weights is not None and weights.shape != values.shape:
-        raise InvalidRequest(f"feature {name!r}: expected {values.size} weights, got shape {list(weights.shape)}")
-    return values, lengths, weights
+    numbers = _floats(name, *weights) if weights else None
+    if numbers is not None and numbers.shape != ids.shape:
+        raise InvalidRequest(f"feature {name!r}: expected {ids.size} weights, got shape {list(numbers.shape)}")
+    return ids, sizes, numbers
 
 
 def _floats(name: str, given: Any) -> Weights:

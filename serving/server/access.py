@@ -5,6 +5,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
 from serving.triton.options import RESTRICTED, address_options, http_options, key_options, tls_options
 
@@ -29,6 +30,7 @@ class ServerTls:
     client_root: Path | None = None
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.certificate, self.private_key, password=_no_password)
@@ -74,6 +76,7 @@ class Access:
     allow: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         if unknown := [name for name in self.allow if name not in RESTRICTED]:
             raise ConfigurationError(f"--allow {unknown[0]}: expected one of {', '.join(RESTRICTED)}")
         try:

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
 from serving.server.access import Access
 from serving.server.run_file import control_socket
@@ -20,6 +21,9 @@ class Ports:
     grpc: int = 8001
     http: int = 8000
     metrics: int = 8002
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 
+from serving.arguments import check_arguments
 from serving.bundle.digests import FileDigest, check_sha256, digest_of, read_checked
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest
 from serving.bundle.opening import newest, versions
@@ -54,6 +55,9 @@ class Trust:
     folder: Path | None = None
     weights_in_place: bool = False
     min_versions: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
 
 
 class PrivateFolder(Strict, frozen=True):

@@ -15,6 +15,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import quote
 
+from serving.arguments import check_arguments
 from serving.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -65,6 +66,7 @@ class Control:
     timeout_s: float
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         check_timeout(self.timeout_s)
 
     def server_version(self) -> str:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from serving.client import LookupClient
+from serving.client.connection import Connection
 from serving.errors import (
+    ConfigurationError,
     DeadlineExceeded,
     InternalError,
 )
@@ -71,6 +73,45 @@ def test_metadata_goes_with_each_call_and_a_function_is_asked_each_time(
     tokens = iter(["config", "two"])
     lookup(address, metadata=lambda: {"authorization": next(tokens)})
     assert fake.calls[-1][1]["authorization"] == "two"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        pytest.param([("a", "x")], "metadata: expected keys with values, got list", id="pairs"),
+        pytest.param("", "metadata: expected keys with values, got str", id="text"),
+        pytest.param({"a b": "x"}, "metadata 'a b': expected a key of ASCII letters", id="space"),
+        pytest.param({":path": "x"}, "metadata ':path': expected a key", id="of HTTP/2"),
+        pytest.param({"": "x"}, "metadata '': expected a key", id="empty"),
+        pytest.param({"ä": "x"}, "metadata 'ä': expected a key", id="letter"),
+        pytest.param({5: "x"}, "metadata 5: expected a key", id="no text"),
+        pytest.param({"a": 5}, "metadata 'a': expected str, got int", id="number"),
+        pytest.param({"a": None}, "metadata 'a': expected str, got NoneType", id="none"),
+        pytest.param({"a": b"x"}, "metadata 'a': expected str, got bytes", id="bytes"),
+        pytest.param({"a": "s\n"}, "metadata 'a': expected printable ASCII characters, got others$", id="line"),
+        pytest.param({"a": "ä"}, "metadata 'a': expected printable ASCII characters, got others$", id="value"),
+        pytest.param({"a-bin": "x"}, "metadata 'a-bin': expected bytes, got str", id="binary"),
+    ],
+)
+def test_metadata_that_grpc_cannot_send_is_refused_by_key(
+    lookup: Lookup, address: str, metadata: Any, message: str
+) -> None:
+    """Where the client is made; what a function gives, at the call."""
+    with pytest.raises(ConfigurationError, match=message):
+        LookupClient(address, "m", metadata=metadata)
+    with pytest.raises(ConfigurationError, match=message):
+        lookup(address, metadata=lambda: metadata)
+
+
+def test_all_that_grpc_can_send_is_sent(lookup: Lookup, fake: Fake, address: str) -> None:
+    lookup(address, metadata={"A_.-9": " ~x", "b-bin": b"\xff\x00", "c": ""})
+    sent: dict[str, Any] = {**fake.calls[-1][1]}
+    assert (sent["a_.-9"], sent["b-bin"], sent["c"]) == (" ~x", b"\xff\x00", "")
+
+
+def test_a_connection_shows_no_secrets() -> None:
+    made = Connection(addresses=["127.0.0.1:1"], metadata={"authorization": "Bearer one"})
+    assert "Bearer" not in repr(made)
 
 
 def test_answers_are_views_of_what_came(lookup: Lookup, address: str) -> None:

@@ -41,7 +41,7 @@ def test_lookup_reports_bad_lines_and_answers_the_others(server: Server, tmp_pat
     assert "feature 'genres': expected an id in [0, 20), got 20" in reasons[0]
     assert "line 2: expected JSON" in reasons[1]
     assert "line 3: expected {" in reasons[2]
-    assert "line 4: feature 'genres': expected values, lengths" in reasons[3]
+    assert "line 4: feature 'genres': expected a list of bags" in reasons[3]
 
 
 def test_lookup_without_a_server_says_so() -> None:

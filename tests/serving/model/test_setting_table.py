@@ -94,7 +94,7 @@ def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None
         pytest.param("version", 0, "expected 1 to 9223372036854775807, got 0", id="may be None"),
         pytest.param("capture", "c", "expected an absolute path in UTF-8, got 'c'", id="path"),
         pytest.param("capture_slow_ms", 0.0, r"expected a finite number > 0, got 0\.0", id="number"),
-        pytest.param("verify_weights", 1, "expected true or false, got 1", id="flag"),
+        pytest.param("verify_weights", 1, "expected bool, got 1", id="flag"),
     ],
 )
 def test_a_value_that_a_setting_may_not_have_is_refused_by_name(name: str, value: Any, said: str) -> None:

@@ -1,0 +1,80 @@
+"""Arguments have the types that they are declared with. One that has not is refused by name, where it is given."""
+
+import inspect
+import re
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import cache
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from serving.errors import ConfigurationError
+
+
+def check_arguments(config: Any) -> None:
+    """Compare every field of a dataclass with the type that it is declared with.
+
+    For its `__post_init__`. An int is a float, too; a bool is no number. The value of a field with `repr=False` is a
+    secret: the error says its type alone.
+
+    Raises:
+        ConfigurationError: naming the field, what was expected and what came.
+    """
+    kinds = _kinds(config.__class__)
+    for each in fields(config):
+        check_argument(each.name, getattr(config, each.name), kinds[each.name], secret=not each.repr)
+
+
+def check_argument(name: str, value: Any, kind: Any, *, secret: bool = False) -> None:
+    """Compare one argument with its type.
+
+    Args:
+        name: of the argument, for the error.
+        value: what was given.
+        kind: a class, Callable, a union, or a Mapping, Sequence or tuple of these.
+        secret: whether the error says only what type the value has.
+
+    Raises:
+        ConfigurationError: naming the argument, or the entry of a mapping, what was expected and what came.
+    """
+    for where, found, expected in _misfits(name, value, kind):
+        came = type(found).__name__ if secret else reprlib.repr(found)
+        raise ConfigurationError(f"{where}: expected {_words(expected)}, got {came}")
+
+
+@cache
+def _kinds(config: Any) -> dict[str, Any]:
+    return get_type_hints(config)
+
+
+def _misfits(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Each part of `value` that does not fit: where it is, the part itself, and the type that was expected there."""
+    if isinstance(value, Mapping) and get_origin(kind) is Mapping:
+        of_key, of_value = get_args(kind)
+        for key, each in value.items():
+            yield from _misfits(f"{where} {key!r}", key, of_key)
+            yield from _misfits(f"{where} {key!r}", each, of_value)
+    elif not _fits(value, kind):
+        yield where, value, kind
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in parts)
+    if kind is int or kind is float:
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if origin is None:
+        return isinstance(value, kind)
+    if origin is Callable:
+        return callable(value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and not any(_misfits("", value, kind))
+    # A string is a sequence of strings; nobody means that.
+    return isinstance(value, origin) and not isinstance(value, str) and all(_fits(each, parts[0]) for each in value)
+
+
+def _words(kind: Any) -> str:
+    """A type as people write it: `int | None`, `Mapping[str, WeightDtype]`."""
+    return re.sub(r"\w+\.", "", inspect.formatannotation(kind))
