@@ -5,15 +5,17 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torchrec import KeyedJaggedTensor
 
-from export import ExportConfig, Sharding, WeightDtype, export_model
+from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.support import oracle
@@ -72,6 +74,40 @@ def test_every_dtype_with_one_pooling(tmp_path: Path, dtype: WeightDtype, specs:
         spec = table_of(specs)[feature]
         expected = oracle.pool(oracle.exported_table(bundle, spec.name), bags[feature], spec.pooling)
         np.testing.assert_allclose(rows, expected, rtol=1e-6, atol=5e-6)
+
+
+class Both(nn.Module):
+    """A weighted collection beside one that takes no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = collection((Spec("p", 20, 8, "SUM", ("q",)),))
+        self.weighted = collection(MEAN, weighted=True)
+
+
+@pytest.mark.parametrize("strange", [np.nan, np.inf])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_weight_that_is_no_number_concerns_its_own_bag_alone(tmp_path: Path, strange: float, ranks: int) -> None:
+    """docs/protocol.md promises it."""
+    config = ExportConfig(
+        id_policy={"a": IdPolicy.ZERO}, sharding=Sharding(ranks=ranks, types={"*": "row_wise"} if ranks > 1 else {})
+    )
+    engine = Engine.open(export_model(Both(), tmp_path / "r", "m", config))
+
+    def answer(weight: float) -> dict[str, np.ndarray[Any, Any]]:
+        ids, lengths = [3, 40, 999, 5, 6], [2, 2, 1]
+        return {
+            **engine.lookup({"x": (ids, lengths, [1.0, weight, 1.0, 1.0, 1.0])}),
+            **engine.lookup(
+                {"y": (ids, lengths, [1.0, 1.0, weight, 1.0, 1.0]), "q": ([1, 2, 3], [1] * 3, [weight] * 3)}
+            ),
+        }
+
+    found, expected = answer(strange), answer(1.0)
+    assert not np.isfinite(found["x"][0]).any()
+    np.testing.assert_array_equal(found["x"][1:], expected["x"][1:])
+    for name in ("y", "q"):  # an id that contributes nothing, and a table that takes no weights
+        np.testing.assert_array_equal(found[name], expected[name])
 
 
 TORCH_DTYPES = {
