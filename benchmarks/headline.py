@@ -32,8 +32,9 @@ from serving.bench.ids import Distribution, random_requests
 from serving.bench.requests import prepare
 from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
-from serving.engine import Engine, map_weights
+from serving.engine import Engine
 from serving.model.settings import ServingSettings
+from serving.ranks.weights import map_weights
 from serving.server import Ports, run_server
 
 DIM = 128

@@ -13,7 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTable
 
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.workload import Arrays, Workload
-from serving.engine import Engine, map_weights
+from serving.engine import Engine
+from serving.ranks.weights import map_weights
 from serving.request.tensors import Embeddings, Tensors
 
 Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -16,6 +16,7 @@ from benchmarks.workload import Arrays, Workload
 from export import ExportConfig, Sharding
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
+from serving.ranks.here import Here
 
 RANKS = (2, 4)
 ROUNDS = {1: 1000, 128: 200}
@@ -81,7 +82,8 @@ def _check(engine: Engine, by_feature: Callable[[Arrays], dict[str, torch.Tensor
 
 def _ours(engine: Engine, requests: list[Arrays]) -> Callable[[], Any]:
     """The program with what TorchRec's is given: lengths, not offsets, and nothing checked."""
-    return partial(_call_ours, engine._lookup, cycle(_tensors(requests)))
+    assert isinstance(engine.ranks, Here)
+    return partial(_call_ours, engine.ranks.forward, cycle(_tensors(requests)))
 
 
 def _call_ours(forward: Any, prepared: Any) -> torch.Tensor:

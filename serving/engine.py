@@ -1,66 +1,120 @@
 """A loaded bundle that answers lookups in this process, no server needed."""
 
-import io
-import mmap
 import os
-import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-import torch
-
-from serving.bundle.digests import read_checked
-from serving.bundle.manifest import MANIFEST, PROGRAM
+from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
-from serving.bundle.plan import Plan
 from serving.bundle.use import hold
-from serving.errors import BundleError, InvalidRequest
-from serving.pins import load_fbgemm
+from serving.errors import ConfigurationError, InvalidRequest
+from serving.ranks.answered import Answered
+from serving.ranks.here import Here
+from serving.ranks.hosts import Hosts
+from serving.ranks.routed import Routed
 from serving.request import kjt
 from serving.request.encoding import Features, decode, encode
 from serving.request.schema import Schema
 from serving.request.tensors import Batch, Embeddings, Tensors
 
+# Addresses of each host of a router's plan, by its number; see `Hosts`.
+Addresses = Mapping[int, str | Sequence[str]]
 
-class Engine:
-    """The program of an opened bundle over its memory-mapped weights.
 
-    Engines on one bundle, in any number of processes, share one copy of the weights, in the page cache. Several
-    threads must not use one engine at once.
+class _Engine:
+    """What both engines share: requests are checked and made a batch, answers are cut.
 
     Attributes:
         bundle: the bundle.
         schema: the features that requests are checked against.
+        ranks: where partial sums come from.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, ranks: Here | Routed) -> None:
         self.bundle = bundle
+        self.ranks = ranks
         # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.weights_files}
         for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:
             weakref.finalize(self, os.close, hold(folder))
         self.schema = Schema.of(bundle.manifest)
         self._weighted = bundle.manifest.weighted_keys
-        program = load_program(bundle)
-        program.weights_host = map_weights(bundle.path, bundle.manifest.plan)
-        # Freezing folds constants in. `forward` avoids the hooks of nn.Module.__call__: a third of a small lookup.
-        with torchscript():
-            self._lookup = torch.jit.freeze(program.eval()).forward
+
+    def _encoded(self, features: Features) -> Tensors:
+        return encode(features, self._weighted)
+
+    def _batch_of(self, tensors: Tensors) -> Batch:
+        """One request as a batch.
+
+        Raises:
+            InvalidRequest: naming the feature, what was expected and what came.
+        """
+        request = kjt.accept(self.schema, tensors)
+        try:
+            checked = kjt.check([request])
+        except InvalidRequest:
+            request, _ = kjt.apply_id_policies(request)
+            checked = kjt.check([request])
+        return kjt.merge(self.schema, checked)
+
+    def _by_feature(self, tensors: Tensors, embeddings: Embeddings) -> dict[str, Embeddings]:
+        selection = self.schema.select(tensors.features)
+        return decode(embeddings, dict(zip(selection.names, selection.dims.tolist(), strict=True)))
+
+
+class Engine(_Engine):
+    """The program of an opened bundle over its memory-mapped weights, and over its hosts where it has some.
+
+    Engines on one bundle, in any number of processes, share one copy of the weights, in the page cache. Several
+    threads must not use one engine at once.
+
+    Args:
+        bundle: the bundle.
+        hosts: where the hosts of its plan are. Only a router's bundle has hosts.
+        patience_s: how long hosts are waited for that do not answer yet, in seconds.
+
+    Raises:
+        As `open`.
+    """
+
+    def __init__(self, bundle: Bundle, hosts: Hosts | None = None, patience_s: float = 0.0) -> None:
+        given = _hosts_of(bundle, hosts)
+        super().__init__(bundle, Here(bundle) if given is None else Routed.open(bundle, given, patience_s))
 
     @classmethod
-    def open(cls, path: Path | str) -> "Engine":
+    def open(cls, path: Path | str, hosts: Hosts | Addresses | None = None) -> "Engine":
         """Load the bundle at `path`. The time does not depend on the size of its tables.
 
         Rows are read from disk when they are looked up, and are not compared with their digests:
         `serving.bundle.verify_digests` does that. `tbe-export prune` leaves the bundle alone while the engine lives.
 
+        Args:
+            path: the bundle, <model>/<version>.
+            hosts: where the hosts of a router's plan are: `Hosts`, or their addresses alone, such as
+                {0: ["a:8001", "b:8001"], 1: "dns:///movies-host-1:8001"}.
+
         Raises:
             BundleError: the bundle cannot be opened (see `serving.bundle.opening.open_bundle`) or mapped.
             EnvironmentMismatch: torch and FBGEMM do not work together.
+            ConfigurationError: `hosts` does not fit the bundle.
+            HostUnavailable: a line for each host that lacks its bundle, or does not answer.
         """
-        return cls(open_bundle(Path(path)))
+        return cls(open_bundle(Path(path)), _as_hosts(hosts))
+
+    def close(self) -> None:
+        """Close the connections to hosts. An engine without hosts need not be closed."""
+        self.ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def lookup(self, features: Features) -> dict[str, Embeddings]:
         """Look up the pooled embeddings of some features.
@@ -74,10 +128,10 @@ class Engine:
 
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
+            HostUnavailable: naming the host that does not answer, and the tables there.
         """
-        tensors = encode(features, self._weighted)
-        selection = self.schema.select(tensors.features)
-        return decode(self.answer(tensors), dict(zip(selection.names, selection.dims.tolist(), strict=True)))
+        tensors = self._encoded(features)
+        return self._by_feature(tensors, self.answer(tensors))
 
     def answer(self, tensors: Tensors) -> Embeddings:
         """Answer one request.
@@ -86,88 +140,66 @@ class Engine:
             Its features side by side: [B, D] in the bundle's output dtype, float32 or float16.
 
         Raises:
-            InvalidRequest: naming the feature, what was expected and what came.
+            InvalidRequest, HostUnavailable: as `lookup`.
         """
-        request = kjt.accept(self.schema, tensors)
-        try:
-            checked = kjt.check([request])
-        except InvalidRequest:
-            request, _ = kjt.apply_id_policies(request)
-            checked = kjt.check([request])
-        return self.run(kjt.merge(self.schema, checked))
+        return _only(self.run(self._batch_of(tensors)))
 
-    def run(self, batch: Batch) -> Embeddings:
-        """Make one TBE call.
-
-        Returns:
-            The features of `batch` side by side: [B, D] in the bundle's output dtype, float32 or float16.
-        """
-        # The default order is compiled in; any other is an argument.
-        features = None if batch.selection.default else torch.from_numpy(batch.selection.positions)
-        weights = None if batch.weights is None else torch.from_numpy(batch.weights)
-        values, offsets = torch.from_numpy(batch.values), torch.from_numpy(batch.offsets)
-        embeddings = self._lookup(values, offsets, weights, features)
-        array: Embeddings = embeddings.numpy()
-        return array
+    def run(self, batch: Batch) -> Answered:
+        """Look a batch up: one TBE call for each rank."""
+        return self.ranks.answer(batch)
 
 
-@contextmanager
-def torchscript() -> Iterator[None]:
-    """Silence the warning that TorchScript is deprecated. torch.export cannot call FBGEMM in a server yet."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit.*deprecated", category=DeprecationWarning)
-        yield
+class AsyncEngine(_Engine):
+    """Engine for asyncio: while hosts are asked, others may run. `open` makes one, in the loop that uses it."""
+
+    @classmethod
+    async def open(cls, path: Path | str, hosts: Hosts | Addresses | None = None) -> "AsyncEngine":
+        """As `Engine.open`."""
+        bundle = open_bundle(Path(path))
+        given = _hosts_of(bundle, _as_hosts(hosts))
+        return cls(bundle, Here(bundle) if given is None else await Routed.open_async(bundle, given, 0.0))
+
+    async def lookup(self, features: Features) -> dict[str, Embeddings]:
+        """As `Engine.lookup`."""
+        tensors = self._encoded(features)
+        return self._by_feature(tensors, await self.answer(tensors))
+
+    async def answer(self, tensors: Tensors) -> Embeddings:
+        """As `Engine.answer`."""
+        return _only(await self.ranks.answer_async(self._batch_of(tensors)))
+
+    async def close(self) -> None:
+        """As `Engine.close`."""
+        await self.ranks.close_async()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
 
-def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
-    """Load the program of `bundle`, without weights.
+def _only(answered: Answered) -> Embeddings:
+    """The answer to the only request of a batch."""
+    if answered.failed:
+        raise answered.failed[0]
+    return answered.embeddings
+
+
+def _as_hosts(hosts: Hosts | Addresses | None) -> Hosts | None:
+    return hosts if hosts is None or isinstance(hosts, Hosts) else Hosts(addresses=hosts)
+
+
+def _hosts_of(bundle: Bundle, hosts: Hosts | None) -> Hosts | None:
+    """The hosts of a bundle; None where it has all ranks itself.
 
     Raises:
-        EnvironmentMismatch: torch and FBGEMM do not work together.
-        BundleError: the program changed after the export, torch cannot load it, or it belongs to another manifest.
+        ConfigurationError: there are hosts for a bundle that has none.
     """
-    load_fbgemm()
-    path = bundle.path / PROGRAM
-    # TorchScript is code. Load the bytes that were compared with their digest: the file may change meanwhile.
-    code = io.BytesIO(read_checked(path, bundle.manifest.files[PROGRAM]))
-    try:
-        with torchscript():
-            program: torch.jit.ScriptModule = torch.jit.load(code, map_location="cpu")  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
-    if getattr(program, "layout", None) != bundle.manifest.layout:
-        raise BundleError(f"{path}: was compiled for another manifest: publish the bundle again")
-    return program
-
-
-def map_weights(directory: Path, plan: Plan) -> list[torch.Tensor]:
-    """Map the weights file of each rank.
-
-    Returns:
-        For each rank, the bytes of its file: uint8 [size of the file], which nobody may write to. A page is read when
-        it is first touched. Of a rank on another host, nothing: uint8 [0].
-
-    Raises:
-        BundleError: a file cannot be mapped.
-    """
-    return [
-        torch.empty(0, dtype=torch.uint8) if rank.weights_file is None else _map(directory / rank.weights_file)
-        for rank in plan.ranks
-    ]
-
-
-def _map(path: Path) -> torch.Tensor:
-    if path.stat().st_size == 0:  # a rank without shards: an empty file cannot be mapped
-        return torch.empty(0, dtype=torch.uint8)
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except OSError as error:
-        raise BundleError(
-            f"{path}: cannot be mapped: {error.strerror}: it takes address space, and memory only as it is read: "
-            "look at `ulimit -v` and the limits of the container"
-        ) from error
-    with warnings.catch_warnings():
-        # torch has no read-only tensors. The program only reads them.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+    if not bundle.manifest.hosts:
+        if hosts is not None and hosts.addresses:
+            raise ConfigurationError(f"{bundle.path}: expected no hosts: all its ranks are in the bundle")
+        return None
+    return hosts or Hosts(addresses={})

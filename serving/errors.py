@@ -10,6 +10,7 @@
     ├── EnvironmentMismatch         FAILED_PRECONDITION     no   packages that do not work together
     ├── TritonserverFailed          UNAVAILABLE             no   the tritonserver that we run ourselves
     ├── ServerUnavailable           UNAVAILABLE             yes  a server that is asked, or its load shedding
+    │   ├── HostUnavailable         UNAVAILABLE             yes  a host of a router's plan
     │   ├── ModelUnavailable        UNAVAILABLE             yes  its model is being loaded
     │   └── SharedMemoryFull        UNAVAILABLE             yes  its shared memory is full for now
     ├── DeadlineExceeded            DEADLINE_EXCEEDED       yes
@@ -119,6 +120,10 @@ class ServerUnavailable(ServingError):
 
     code = "UNAVAILABLE"
     retryable = True
+
+
+class HostUnavailable(ServerUnavailable):
+    """A host of a router's plan does not answer, or lacks the bundle that the router's belongs to."""
 
 
 class ModelUnavailable(ServerUnavailable):

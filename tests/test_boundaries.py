@@ -17,6 +17,7 @@ EXPORT_MAY_IMPORT = {
     "serving.bundle": "the contract between the two",
     "serving.engine": "a bundle is opened and answers before it is published, as serving does it",
     "serving.errors": "configuration has one error on both sides",
+    "serving.ranks": "a program is loaded, and its weights are mapped, as serving does it",
     "serving.reference": "the numpy answer that programs are compared with",
     "serving.request": "a probe is a request, checked and encoded as any other",
     "serving.model": "a new model gets its config.pbtxt, and [serving] its settings",
@@ -27,7 +28,13 @@ EXPORT_MAY_IMPORT = {
 }
 # Libraries that few rooms of `serving` import: a client has no torch, and Triton's own module is in its backend alone.
 FEW_IMPORT = {
-    "torch": {"serving.engine", "serving.backend.triton"},
+    "torch": {
+        "serving.backend.triton",
+        "serving.ranks.here",
+        "serving.ranks.program",
+        "serving.ranks.routed",
+        "serving.ranks.weights",
+    },
     "triton_python_backend_utils": {"serving.backend.triton"},
     "tritonclient": {
         "serving.bench.generator",
@@ -35,6 +42,7 @@ FEW_IMPORT = {
         "serving.client.exchange",
         "serving.model.config_file",
         "serving.model.template",
+        "serving.ranks.host",
     },
     "psutil": {"serving.triton.stubs"},
     "torchrec": set(),

@@ -30,8 +30,8 @@ from serving.bench.report import Figure
 from serving.bundle.manifest import Manifest
 from serving.bundle.rows import WeightDtype
 from serving.bundle.weights import weights_paths
-from serving.engine import map_weights
 from serving.errors import ConfigurationError
+from serving.ranks.weights import map_weights
 from serving.reference import pool
 
 ONE_RANK = "one_rank"

@@ -12,7 +12,7 @@ import torch
 
 from export.parity.probe import Arguments
 from serving.bench.report import Figure
-from serving.engine import torchscript
+from serving.ranks.program import torchscript
 
 _ROUNDS = 9
 _LEAST_CALLS = 4

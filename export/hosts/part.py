@@ -3,13 +3,11 @@
 import msgspec
 
 from export.errors import PlanError
-from serving.bundle.hosts import FIRST_WEIGHTS, IdDtype, Part, host_model
+from serving.bundle.hosts import FIRST_WEIGHTS, Part, host_model
 from serving.bundle.manifest import HOSTS_FORMAT_VERSION, Manifest
 from serving.bundle.plan import Plan, Rank, ShardingType
-from serving.bundle.segments import segments_by_rank
+from serving.bundle.segments import id_dtype_of, segments_by_rank
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Pooling
-
-_MOST_INT32 = 2**31 - 1
 
 
 def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtype) -> Manifest:
@@ -33,7 +31,6 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
         raise PlanError(f"host {host} would hold no table: give fewer --ranks, or less --router-memory")
     tables = {table.name: table for table in router.tables}
     names = {segment.shard: segment.table for segment in segments}
-    by_int32 = all(shard.height <= _MOST_INT32 for shard in names)
     return Manifest(
         format_version=HOSTS_FORMAT_VERSION,
         features=tuple(Feature(name=segment.name, table=segment.table) for segment in segments),
@@ -63,7 +60,7 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
         versions=router.versions,
         files={},
         part_of=Part(model=name, host=host, plan=router.layout),
-        id_dtype=IdDtype.INT32 if by_int32 else IdDtype.INT64,
+        id_dtype=id_dtype_of(segments),
     )
 
 

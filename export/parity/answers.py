@@ -13,7 +13,7 @@ from export.program.compile import build_program
 from export.rows.tally import Tally, finite
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.tables import Table
-from serving.engine import map_weights
+from serving.ranks.weights import map_weights
 from serving.reference import Pooled, pool
 from serving.request.tensors import Tensors
 

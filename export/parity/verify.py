@@ -16,9 +16,9 @@ from export.trained.tables import TrainedTable
 from serving.bundle.manifest import Agreement, Parity
 from serving.bundle.opening import Bundle, newest, open_bundle, verify_digests
 from serving.bundle.signature import TrustedKeys
-from serving.engine import load_program
 from serving.files.strict import as_text
 from serving.model.config_file import CONFIG, read_config, settings_of
+from serving.ranks.program import load_program
 from serving.reference import read_rows
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from export.program.one_rank import OneRankProgram
 from export.program.sharded import ShardedProgram
 from serving.bundle.manifest import Manifest
-from serving.engine import torchscript
+from serving.ranks.program import torchscript
 
 
 def build_program(manifest: Manifest) -> nn.Module:

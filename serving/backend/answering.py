@@ -14,8 +14,16 @@ import numpy as np
 from serving.backend.backlog import Backlog
 from serving.backend.metrics import LookupMetrics
 from serving.backend.recorder import Recorder
+from serving.bundle.opening import Bundle
 from serving.engine import Engine
-from serving.errors import InternalError, InvalidRequest, RequestCancelled, ServerUnavailable, ServingError
+from serving.errors import (
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    RequestCancelled,
+    ServerUnavailable,
+    ServingError,
+)
 from serving.model.settings import LARGEST_HANDOVER
 from serving.request import kjt
 from serving.request.limits import Limits, grouped
@@ -120,10 +128,14 @@ class Answerer:
         """Decode a request. False if it was refused."""
         try:
             tensors = decode(request)
+            if tensors.bundle is not None and tensors.bundle != self._engine.bundle.digest:
+                raise _not_this(tensors.bundle, self._engine.bundle)
             handover.tensors[position] = tensors
             handover.accepted[position] = kjt.accept(self._engine.schema, tensors, self._limits)
         except InvalidRequest as error:
             self._refuse(handover, position, error)
+        except ModelNotFound as error:
+            handover.outcomes[position] = error
         except Exception:
             self._fail(handover, [position])
         return position in handover.accepted
@@ -142,13 +154,14 @@ class Answerer:
             times = [started, perf_counter()]
             batch = kjt.merge(self._engine.schema, checked)
             times.append(perf_counter())
-            embeddings = self._engine.run(batch)
+            embeddings, failed, zeroed = self._engine.run(batch)
             times.append(perf_counter())
             answers = kjt.split(embeddings, batch)
             if _overflows(embeddings):
                 self._metrics.count_overflows(sum(map(_overflows, answers)))
-            for position, answer in zip(group, answers, strict=True):
-                handover.outcomes[position] = answer
+            for index, (position, answer) in enumerate(zip(group, answers, strict=True)):
+                handover.outcomes[position] = failed.get(index, answer)
+            self._metrics.count_lost(len(failed), zeroed)
             times.append(perf_counter())
             self._metrics.count_call(checked, times)
         except Exception:
@@ -187,6 +200,14 @@ class Answerer:
         tensors = handover.tensors.get(position)
         if self._recorder is not None and tensors is not None:
             self._recorder.record(tensors, why)
+
+
+def _not_this(digest: str, bundle: Bundle) -> ModelNotFound:
+    """The error for a request that another bundle has to answer."""
+    return ModelNotFound(
+        f"expected the bundle with SHA-256 {str(digest)[:64]} of its manifest, this is {bundle.digest}: "
+        f"{bundle.path.parent.name} version {bundle.path.name}"
+    )
 
 
 def _overflows(embeddings: Embeddings) -> bool:

@@ -4,80 +4,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from serving.backend.families import Families, Family, Histogram, Kind, Total
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.request.tensors import Checked
 
 STAGES = ("check", "merge", "lookup", "split")
 # Upper bounds of the buckets of the histogram of requests in a TBE call.
 MERGED = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
-
-
-class Metric(Protocol):
-    """A metric with its labels filled in, such as a Triton `Metric`."""
-
-    def increment(self, value: float) -> None:
-        """Add `value`."""
-
-    def set(self, value: float) -> None:
-        """Replace the value; for gauges."""
-
-    def observe(self, value: float) -> None:
-        """Count `value` in its bucket; for histograms."""
-
-
-class Family(Protocol):
-    """The metrics that have one name and different labels."""
-
-    def Metric(self, labels: Mapping[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802 - Triton's name
-        """The metric with these labels. `buckets`: the upper bounds of a histogram's buckets, as a list."""
-
-
-Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
-Families = Callable[[str, str, Kind], Family]
-
-
-class _Total:
-    """A number that is published later, because telling Triton takes longer than looking one sample up.
-
-    No lock is needed: one thread counts and writes `count`, another one publishes and writes `_published`.
-    """
-
-    def __init__(self, metric: Metric) -> None:
-        self.count: float = 0
-        self._metric = metric
-        self._published: float = 0
-
-    def publish(self) -> None:
-        count = self.count
-        if count != self._published:
-            self._metric.increment(count - self._published)
-            self._published = count
-
-
-class _Histogram:
-    """How often each value was seen. It is published later, as a `_Total` is.
-
-    Triton takes one observation at a time.
-    """
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-        self._seen: dict[int, int] = {}
-        self._published: dict[int, int] = {}
-
-    def observe(self, value: int) -> None:
-        self._seen[value] = self._seen.get(value, 0) + 1
-
-    def publish(self) -> None:
-        seen = self._seen.copy()
-        for value, count in seen.items():
-            for _ in range(count - self._published.get(value, 0)):
-                self._metric.observe(value)
-        self._published = seen
 
 
 class LookupMetrics:
@@ -95,19 +31,19 @@ class LookupMetrics:
     ) -> None:
         # Triton deletes a family, and with it its metrics, when nothing holds it.
         self._families: list[Family] = []
-        self._all: list[_Total] = []
+        self._all: list[Total] = []
 
         def family_of(name: str, description: str, kind: Kind) -> Family:
             self._families.append(families(name, description, kind))
             return self._families[-1]
 
-        def totals(name: str, description: str, label: str, values: Sequence[str]) -> dict[str, _Total]:
+        def totals(name: str, description: str, label: str, values: Sequence[str]) -> dict[str, Total]:
             family = family_of(name, description, "COUNTER")
-            made = {value: _Total(family.Metric({**labels, label: value} if label else labels)) for value in values}
+            made = {value: Total(family.Metric({**labels, label: value} if label else labels)) for value in values}
             self._all.extend(made.values())
             return made
 
-        def total(name: str, description: str) -> _Total:
+        def total(name: str, description: str) -> Total:
             return totals(name, description, "", [""])[""]
 
         self._calls = total("tbe_calls_total", "TBE calls; each answers one or more requests")
@@ -121,6 +57,10 @@ class LookupMetrics:
         self._overflows = total(
             "tbe_overflow_total", "Requests whose FP16 answer is not finite: a sum was beyond 65504"
         )
+        self._lost = total("tbe_lost_total", "Requests refused as UNAVAILABLE because a host did not answer")
+        self._zeroed = totals(
+            "tbe_zeroed_total", "Requests answered with zeros for a table whose host did not answer", "table", tables
+        )
         self._captured = total("tbe_captured_total", "Requests written to the capture file")
         self._rejected = totals(
             "tbe_rejected_total", "Requests refused as invalid, by what is wrong", "reason", [r.value for r in Reason]
@@ -133,7 +73,7 @@ class LookupMetrics:
         )
         self._recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model anew after it died")
         merged = family_of("tbe_call_requests", "Requests that a TBE call answered together", "HISTOGRAM")
-        self._merged = _Histogram(merged.Metric(labels, MERGED))
+        self._merged = Histogram(merged.Metric(labels, MERGED))
         # A gauge keeps its value when its version is unloaded. A counter's rate becomes 0 then, and when its process
         # dies or hangs.
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served; its rate is how many do")
@@ -188,6 +128,12 @@ class LookupMetrics:
         """Count requests whose FP16 answer is not finite."""
         self._overflows.count += requests
 
+    def count_lost(self, requests: int, zeroed: Mapping[str, int]) -> None:
+        """Count requests that hosts left unanswered, and by table those that got zeros instead."""
+        self._lost.count += requests
+        for table, count in zeroed.items():
+            self._zeroed[table].count += count
+
     def count_captured(self) -> None:
         """Count a request that was written to the capture file."""
         self._captured.count += 1
@@ -224,19 +170,3 @@ class Publisher:
         while not self._stopped.wait(self.PERIOD_S):
             self._publish()
         self._publish()
-
-
-def triton_families(pb_utils: Any) -> Families:
-    """A function that makes families of Triton metrics.
-
-    Args:
-        pb_utils: the module `triton_python_backend_utils` of a running backend.
-    """
-
-    def family(name: str, description: str, kind: Kind) -> Family:
-        made: Family = pb_utils.MetricFamily(
-            name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
-        )
-        return made
-
-    return family

@@ -15,14 +15,28 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from serving.backend.answering import Answerer, Outcome
-from serving.backend.metrics import LookupMetrics, Publisher, triton_families
+from serving.backend.families import triton_families
+from serving.backend.host_metrics import HostMetrics
+from serving.backend.metrics import LookupMetrics, Publisher
 from serving.backend.recorder import Recorder
 from serving.backend.warm_up import warm_up
 from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
-from serving.errors import IdsOutside, InvalidRequest, Reason, RequestCancelled, ServerUnavailable, ServingError
+from serving.errors import (
+    HostUnavailable,
+    IdsOutside,
+    InvalidRequest,
+    ModelNotFound,
+    Reason,
+    RequestCancelled,
+    ServerUnavailable,
+    ServingError,
+)
 from serving.model.settings import RECOVERED, ServingSettings, parsed
+from serving.ranks.host import BUNDLE
+from serving.ranks.routed import Routed
+from serving.ranks.settings import hosts_of
 from serving.request.tensors import Array, Tensors
 from serving.triton.presence import BUSY, IDLE, show
 
@@ -32,8 +46,12 @@ _STATUS = {
     InvalidRequest: "INVALID_ARG",
     IdsOutside: "INVALID_ARG",
     ServerUnavailable: "UNAVAILABLE",
+    HostUnavailable: "UNAVAILABLE",
+    ModelNotFound: "NOT_FOUND",
     RequestCancelled: "CANCELLED",
 }
+# How long a router's hosts are waited for when it is loaded, in seconds: they may start at the same time.
+_HOSTS_PATIENCE_S = 30.0
 
 
 class TritonPythonModel:
@@ -82,12 +100,13 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     # serves.
     if settings.verify_weights and not is_verified:
         verify_digests(bundle)
-    engine = Engine(bundle)
+    engine = Engine(bundle, hosts_of(settings), _HOSTS_PATIENCE_S)
     warm_up(engine, model)
     manifest = bundle.manifest
+    families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
     metrics = LookupMetrics(
-        triton_families(pb_utils),
-        {"model": args["model_name"], "version": args["model_version"]},
+        families,
+        labels,
         [table.name for table in manifest.tables],
         manifest.exported_at,
     )
@@ -95,7 +114,15 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
         metrics.count_recovery()
     recorder = Recorder.of(settings, args["model_name"], metrics.count_captured)
     answerer = Answerer(engine, settings, metrics, recorder, pb_utils.Logger.log_error)
-    return answerer, Publisher(metrics.publish)
+    if not isinstance(engine.ranks, Routed):
+        return answerer, Publisher(metrics.publish)
+    by_host = HostMetrics(families, labels, engine.ranks.counts)
+
+    def publish() -> None:
+        metrics.publish()
+        by_host.publish()
+
+    return answerer, Publisher(publish)
 
 
 def _is_cancelled(request: Any) -> bool:
@@ -120,6 +147,7 @@ def _decode(request: Any) -> Tensors:
         _row("lengths", inputs["lengths"]),
         None if weights is None else _row("weights", weights),
         parameters.get("traceparent"),
+        parameters.get(BUNDLE),
     )
 
 

@@ -64,16 +64,16 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
 def _in_keys(document: Any, version: int) -> Iterator[str]:
     """What a manifest has that its version does not, and what msgspec does not tell from a key that is not there."""
     features, parities = document["features"], document["parity"]
-    if version < FORMAT_VERSION:
-        places: list[tuple[str, Any, tuple[str, ...]]] = [
-            ("$", document, ("left_out", "notes")),
-            *((f"$.features[{number}]", feature, ("shared_key",)) for number, feature in enumerate(features)),
-            *((f"$.parity[{number}]", parity, ("trained",)) for number, parity in enumerate(parities)),
-        ]
-        for place, found, keys in places:
-            for key in keys:
-                if key in found:
-                    yield f"format_version {version} has no key `{key}`, got it at `{place}`"
+    places: list[tuple[int, str, Any, tuple[str, ...]]] = [
+        (HOSTS_FORMAT_VERSION, "$", document, ("hosts", "part_of", "id_dtype")),
+        (FORMAT_VERSION, "$", document, ("left_out", "notes")),
+        *((FORMAT_VERSION, f"$.features[{n}]", feature, ("shared_key",)) for n, feature in enumerate(features)),
+        *((FORMAT_VERSION, f"$.parity[{n}]", parity, ("trained",)) for n, parity in enumerate(parities)),
+    ]
+    for since, place, found, keys in places:
+        for key in keys:
+            if key in found and version < since:
+                yield f"format_version {version} has no key `{key}`, got it at `{place}`"
     for feature in features:
         if "shared_key" in feature and feature["shared_key"] is None:
             yield f"feature {feature['name']!r}: shared_key: expected a name, or no such key, got null"

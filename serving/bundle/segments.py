@@ -1,10 +1,14 @@
 """Segments: one feature over one shard. What a rank is asked for, and answers with, is by segment."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Shard
 from serving.bundle.tables import Table
+
+_MOST_INT32 = 2**31 - 1
 
 
 class FeatureShard(NamedTuple):
@@ -33,6 +37,11 @@ def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:
             name = feature.name if is_whole else f"{feature.name}#{number}"
             by_rank[shard.rank].append(FeatureShard(position, shard, name, _name_of(table, shard)))
     return by_rank
+
+
+def id_dtype_of(segments: Iterable[FeatureShard]) -> IdDtype:
+    """The dtype of the row numbers that a host is sent for some segments: INT32 where they fit."""
+    return IdDtype.INT32 if all(each.shard.height <= _MOST_INT32 for each in segments) else IdDtype.INT64
 
 
 def _name_of(table: Table, shard: Shard) -> str:

@@ -42,12 +42,13 @@ def configure(
 
     A running server serves it so after `tbe-serve load`.
     """
-    changed = changes(typed)
+    config = read_config(model)
+    before = settings_of(config)
+    changed = changes(typed, before)
     key = None if signing_key is None else read_signing_key(signing_key)
     if "version" in changed:
         changed["version"] = _version(model, changed["version"])
-    config = read_config(model)
-    settings = replace(settings_of(config), **changed)
+    settings = replace(before, **changed)
     if no_warm_up:
         (model / WARM_UP).unlink(missing_ok=True)
     elif warm_up is not None:

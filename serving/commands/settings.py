@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from serving.model.settings import Setting, kind_of, table
+from serving.model.settings import ServingSettings, Setting, kind_of, table
+from serving.terminal.options import by_name
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -19,18 +20,27 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def changes(typed: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that were typed, as arguments of ServingSettings. None unsets one."""
+def changes(typed: Mapping[str, Any], before: ServingSettings) -> dict[str, Any]:
+    """The settings that were typed, as arguments of ServingSettings. None unsets one.
+
+    Args:
+        typed: the values of the options.
+        before: the settings so far. What is given by name is added to what they have.
+    """
     given = {each.name: typed[each.name] for each, _ in table() if typed[each.name] is not None}
+    for each, _ in table():
+        if kind_of(each) is Mapping and each.name in given:
+            given[each.name] = (getattr(before, each.name) or {}) | by_name(given[each.name])
     unset = [each.name for each, setting in table() if setting.unset and typed[f"no_{each.name}"]]
     return given | dict.fromkeys(unset)
 
 
 def _options(each: Field[Any], setting: Setting) -> Iterator[inspect.Parameter]:
-    kind = setting.typed or kind_of(each)
+    kind: Any = setting.typed or kind_of(each)
     option = f"--{each.name.replace('_', '-')}"
-    names = [f"{option}/--no-{option[2:]}"] if kind is bool else []
-    yield _parameter(each.name, kind | None, None, typer.Option(*names, help=setting.help))
+    names = [f"{option}/--no-{option[2:]}"] if kind is bool else [setting.flag] if setting.flag else []
+    typed = list[str] if kind is Mapping else kind
+    yield _parameter(each.name, typed | None, None, typer.Option(*names, metavar=setting.metavar, help=setting.help))
     if setting.unset:
         yield _parameter(f"no_{each.name}", bool, False, typer.Option(f"--no-{option[2:]}", help=setting.unset))
 

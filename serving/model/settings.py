@@ -7,11 +7,13 @@ parameter in config.pbtxt and the option of `tbe-serve configure`.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
+
+import msgspec
 
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
-from serving.files.strict import is_utf8
+from serving.files.strict import UNREADABLE, is_utf8
 
 # Most requests that Triton hands over together: `max_batch_size` in config.pbtxt.
 LARGEST_HANDOVER = 256
@@ -51,6 +53,8 @@ class Setting:
         allowed: the values of its type that it may have. None: all.
         help: help text of its option.
         unset: help text of `--no-<name>`, which sets it to None; no such option where None.
+        flag: its option, where that is not `--<name>`.
+        metavar: what its option takes, where that is given by name: `[NAME=]X`. It may be given again.
         typed: type of its option, where that is not the setting's own.
         is_parameter: config.pbtxt holds it in `parameters`. Otherwise a field of Triton's own holds it, which
             `serving.model.config_file` reads and writes.
@@ -59,6 +63,8 @@ class Setting:
     allowed: Allowed | None
     help: str
     unset: str | None = None
+    flag: str | None = None
+    metavar: str | None = None
     typed: type | None = None
     is_parameter: bool = True
 
@@ -134,6 +140,51 @@ class ServingSettings:
         "Capture the requests of TBE calls that take longer than this, too.",
         unset="Capture no request for being slow.",
     )
+    hosts: Mapping[str, str] | None = _setting(
+        None,
+        None,
+        "Of a router: where a host of the plan is, HOST:PORT of one replica or several, joined by commas. A name may "
+        "stand for many.",
+        flag="--host",
+        metavar="NUMBER=ADDRESSES",
+        unset="Forget all addresses of hosts.",
+    )
+    shard_timeout_ms: int = _setting(
+        300,
+        _between(1, _INT32),
+        "Of a router: how long a host may take, with all attempts. Requests that need a host that takes longer are "
+        "refused as UNAVAILABLE.",
+    )
+    on_lost: Mapping[str, str] | None = _setting(
+        None,
+        Allowed(lambda value: {*value.values()} <= {"error", "zero"}, "error or zero"),
+        "Of a router: error (default) refuses requests that need rows of a lost host, zero puts zeros in their "
+        "place. TABLE is a name or a glob; the last that matches counts.",
+        metavar="[TABLE=]CHOICE",
+        unset="Refuse all requests that need a lost host.",
+    )
+    hosts_root_certificates: str | None = _setting(
+        None,
+        _ABSOLUTE,
+        "Of a router: TLS to hosts; a PEM file with who may have signed their certificates.",
+        unset="No TLS to hosts.",
+    )
+    hosts_certificate_chain: str | None = _setting(
+        None, _ABSOLUTE, "Of a router: PEM file with its own certificate, for mutual TLS.", unset="No mutual TLS."
+    )
+    hosts_private_key: str | None = _setting(
+        None, _ABSOLUTE, "Of a router: PEM file with its private key, for mutual TLS.", unset="No mutual TLS."
+    )
+    hosts_server_name: str | None = _setting(
+        None, None, "Of a router: the name in hosts' certificates.", unset="The name is the address."
+    )
+    hosts_metadata: Mapping[str, str] | None = _setting(
+        None,
+        None,
+        "Of a router: metadata of each call to a host, such as authorization=….",
+        metavar="KEY=VALUE",
+        unset="Send no metadata.",
+    )
     capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Largest size of the captured file.")
 
     def __post_init__(self) -> None:
@@ -156,9 +207,12 @@ def table() -> list[tuple[Field[Any], Setting]]:
 
 
 def kind_of(each: Field[Any]) -> type:
-    """The type of a setting's values; of `int | None`, int."""
-    kind: type = (*get_args(each.type), each.type)[0]
-    return kind
+    """The type of a setting's values; of `int | None`, int; of `Mapping[str, str] | None`, Mapping."""
+    kind: Any = each.type
+    if type(None) in get_args(kind):
+        kind = get_args(kind)[0]
+    found: type = get_origin(kind) or kind
+    return found
 
 
 def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -175,6 +229,11 @@ def parsed(parameters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _value(name: str, kind: type, text: str) -> Any:
+    if kind is Mapping:
+        try:
+            return msgspec.json.decode(text, type=dict[str, str])
+        except UNREADABLE as error:
+            raise ConfigurationError(f"{name}: expected a JSON object of strings, got {text!r}: {error}") from error
     try:
         return _FLAGS[text] if kind is bool else kind(text)
     except (ValueError, KeyError) as error:
@@ -183,4 +242,6 @@ def _value(name: str, kind: type, text: str) -> Any:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return msgspec.json.encode(value, order="sorted").decode()
     return str(value).lower() if isinstance(value, bool) else str(value)

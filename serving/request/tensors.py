@@ -25,6 +25,7 @@ class Tensors:
         lengths: bag sizes, feature-major; int32 [F·B].
         weights: a weight for each id; float32 [N]. None for models that are not weighted.
         trace: the W3C `traceparent` that came with the request.
+        bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
     """
 
     features: Sequence[str] | None
@@ -32,6 +33,7 @@ class Tensors:
     lengths: Array
     weights: Array | None = None
     trace: str | None = None
+    bundle: str | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -238,7 +238,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from serving.engine import map_weights
+from serving.ranks.weights import map_weights
 from serving.bundle import open_bundle
 from serving.errors import BundleError
 

@@ -14,7 +14,8 @@ from export import ExportConfig, OutputDtype, Sharding, WeightDtype, export_mode
 from export.plan.sharding import CHOICES
 from serving.bundle.plan import ShardingType
 from serving.bundle.weights import weights_path
-from serving.engine import Engine, load_program
+from serving.engine import Engine
+from serving.ranks.program import load_program
 from serving.request import kjt
 from serving.request.tensors import Tensors
 from tests.support import oracle
@@ -159,7 +160,7 @@ def test_merging_requests_does_not_change_an_answer_from_many_ranks(tmp_path: Pa
         values, lengths = flat(bags)
         requests.append(Tensors(list(bags), values, lengths))
     merged = kjt.merge(engine.schema, kjt.check([kjt.accept(engine.schema, request) for request in requests]))
-    together = kjt.split(engine.run(merged), merged)
+    together = kjt.split(engine.run(merged).embeddings, merged)
     for request, rows in zip(requests, together, strict=True):
         np.testing.assert_array_equal(engine.answer(request).view(np.uint32), rows.view(np.uint32))
 

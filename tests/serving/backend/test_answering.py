@@ -16,8 +16,9 @@ from serving.backend.metrics import LookupMetrics
 from serving.engine import Engine
 from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings
+from serving.ranks.answered import Answered
 from serving.request.limits import Limits
-from serving.request.tensors import Batch, Embeddings, Tensors
+from serving.request.tensors import Batch, Tensors
 from tests.support.models import Spec, collection
 
 BUSY_MS = 100
@@ -58,7 +59,7 @@ class Bench:
         self.engine = Engine.open(bundle)
         run = self.engine.run
 
-        def slow(batch: Batch) -> Embeddings:
+        def slow(batch: Batch) -> Answered:
             self.now += self.call_ms / 1e3
             return run(batch)
 

@@ -72,7 +72,8 @@ def test_an_edited_manifest_is_refused(bundle: Path, change: Callable[[Any], Non
 
 def of_format_3(manifest: Any) -> None:
     manifest["format_version"] = 3
-    del manifest["left_out"], manifest["notes"]
+    for key in ("left_out", "notes"):
+        manifest.pop(key, None)
     for parity in manifest["parity"]:
         parity.pop("trained", None)
 

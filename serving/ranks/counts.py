@@ -1,0 +1,38 @@
+"""What is counted of the calls to a host."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+# Upper bounds of the buckets of a call's time, in seconds.
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+@dataclass(slots=True)
+class HostCounts:
+    """Counts since the start. One thread writes them.
+
+    Attributes:
+        calls: answered or not.
+        seconds: of all calls together.
+        by_seconds: how many calls took as long as each bucket says; the last bucket has no bound.
+        bytes_out: of requests, as they were sent.
+        bytes_in: of answers.
+        retries: attempts beyond the first of a call.
+        timeouts: attempts that ended because no answer came in time.
+        lost: calls that got no answer.
+    """
+
+    calls: int = 0
+    seconds: float = 0.0
+    by_seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    bytes_out: int = 0
+    bytes_in: int = 0
+    retries: int = 0
+    timeouts: int = 0
+    lost: int = 0
+
+    def took(self, seconds: float) -> None:
+        """Count how long a call took."""
+        self.calls += 1
+        self.seconds += seconds
+        self.by_seconds[bisect_left(SECONDS, seconds)] += 1

@@ -1,0 +1,245 @@
+"""Ranks on other hosts: the request is split, all hosts are asked at once, and their partial sums are merged here."""
+
+import asyncio
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from serving.bundle.opening import Bundle
+from serving.bundle.segments import FeatureShard, id_dtype_of, segments_by_rank
+from serving.errors import ServingError
+from serving.ranks.answered import Answered
+from serving.ranks.counts import HostCounts
+from serving.ranks.fan_out import LoopThread, ask_all, check_all
+from serving.ranks.here import arguments
+from serving.ranks.host import Host
+from serving.ranks.hosts import Hosts, OnLost
+from serving.ranks.partial import PartialRequest, PartialSums
+from serving.ranks.program import load_program, torchscript
+from serving.ranks.weights import map_weights
+from serving.request.tensors import Batch
+
+# The router's own rank.
+_OWN = 0
+_KEPT_SELECTIONS = 1024
+
+Found = Mapping[int, PartialSums | ServingError]
+# Rows int64 [n], bag sizes int64 [segments, B] and weights float32 [n] of a rank.
+RankRequest = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The segments of a rank that some features ask for.
+
+    Attributes:
+        names: joined by commas; None where they are all of the rank's.
+        tables: the table of each segment.
+        columns: of its partial sums.
+    """
+
+    names: str | None
+    tables: Sequence[str]
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A batch as its ranks are asked.
+
+    Attributes:
+        offsets, features: of the batch, as programs take them.
+        by_rank: what each rank is asked.
+        asked: the segments of each rank.
+        to_send: what is sent; nothing to a host of which no row is needed.
+    """
+
+    offsets: Tensor
+    features: Tensor | None
+    by_rank: Sequence[RankRequest]
+    asked: Sequence[_Asked]
+    to_send: Mapping[int, PartialRequest]
+
+
+class Routed:
+    """A router's program, and the hosts of its plan. `open` or `open_async` makes one."""
+
+    def __init__(self, bundle: Bundle, hosts: Hosts, loop: LoopThread | None) -> None:
+        manifest = bundle.manifest
+        hosts.check(manifest)
+        program = load_program(bundle)
+        program.weights_host = map_weights(bundle.path, manifest.plan)
+        with torchscript():
+            self._program = torch.jit.freeze(program.eval(), preserved_attrs=["split", "lookup", "merge"])
+        self._segments = segments_by_rank(manifest)
+        by_host = {each.host: each for each in manifest.hosts}
+        self._ranks = {
+            number: by_host[rank.host] for number, rank in enumerate(manifest.plan.ranks) if rank.host in by_host
+        }
+        weighted = {table.name for table in manifest.tables if table.weighted}
+        self._is_weighted = [any(each.shard.table in weighted for each in segments) for segments in self._segments]
+        self._on_lost = {table.name: hosts.on_lost_of(table.name) for table in manifest.tables}
+        self._config = hosts
+        self._loop = loop
+        self._hosts: dict[int, Host] = {}
+        self._kept: dict[bytes, list[_Asked]] = {}
+
+    @classmethod
+    def open(cls, bundle: Bundle, hosts: Hosts, patience_s: float) -> Self:
+        """Connect to the hosts from an event loop on a thread of its own; for `answer`.
+
+        Args:
+            bundle: the router's.
+            hosts: where the hosts are.
+            patience_s: how long hosts are waited for that do not answer yet, in seconds.
+
+        Raises:
+            BundleError: the program cannot be loaded, or the weights cannot be mapped.
+            ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
+            HostUnavailable: a line for each host that lacks its bundle, or does not answer.
+        """
+        routed = cls(bundle, hosts, LoopThread())
+        try:
+            assert routed._loop is not None  # noqa: S101
+            routed._loop.start(routed._connect(patience_s)).result()
+        except BaseException:
+            routed.close()
+            raise
+        return routed
+
+    @classmethod
+    async def open_async(cls, bundle: Bundle, hosts: Hosts, patience_s: float) -> Self:
+        """Connect to the hosts from the event loop that runs; for `answer_async`. As `open`."""
+        routed = cls(bundle, hosts, None)
+        await routed._connect(patience_s)
+        return routed
+
+    @property
+    def counts(self) -> dict[int, HostCounts]:
+        """What was counted of each host, by its number."""
+        return {self._ranks[rank].host: host.counts for rank, host in self._hosts.items()}
+
+    async def _connect(self, patience_s: float) -> None:
+        self._hosts = {
+            rank: Host(each, id_dtype_of(self._segments[rank]), self._config.connection(each.host))
+            for rank, each in self._ranks.items()
+        }
+        await check_all(self._hosts, patience_s)
+
+    def close(self) -> None:
+        """Close the channels, and end the thread."""
+        if self._loop is not None:
+            self._loop.start(self.close_async()).result()
+            self._loop.close()
+
+    async def close_async(self) -> None:
+        """Close the channels."""
+        await asyncio.gather(*(host.close() for host in self._hosts.values()))
+
+    def answer(self, batch: Batch) -> Answered:
+        """Ask all hosts at once, and look the router's own rank up meanwhile."""
+        split = self._split(batch)
+        assert self._loop is not None  # noqa: S101  `open` made it
+        asked = self._loop.start(ask_all(self._hosts, split.to_send)) if split.to_send else None
+        own = self._own_sums(split)
+        return self._merge(batch, split, own, asked.result() if asked else {})
+
+    async def answer_async(self, batch: Batch) -> Answered:
+        """As `answer`."""
+        split = self._split(batch)
+        asked = asyncio.ensure_future(ask_all(self._hosts, split.to_send))
+        await asyncio.sleep(0)  # so that it begins
+        own = self._own_sums(split)
+        return self._merge(batch, split, own, await asked)
+
+    def _split(self, batch: Batch) -> _Split:
+        values, offsets, weights, features = arguments(batch)
+        by_rank: list[RankRequest] = self._program.split(values, offsets, weights, features)
+        asked = self._asked(None if batch.selection.default else batch.selection.positions)
+        to_send = {
+            rank: PartialRequest(
+                rows=rows.numpy(),
+                lengths=lengths.int().numpy().ravel(),
+                weights=each.numpy() if each is not None and self._is_weighted[rank] else None,
+                segments=asked[rank].names,
+                samples=lengths.size(1),
+                columns=asked[rank].columns,
+            )
+            for rank, (rows, lengths, each) in enumerate(by_rank)
+            if rank != _OWN and rows.size(0)
+        }
+        return _Split(offsets, features, by_rank, asked, to_send)
+
+    def _asked(self, positions: npt.NDArray[np.int64] | None) -> list[_Asked]:
+        """The segments of each rank that are asked for, for some features or for all."""
+        key = b"" if positions is None else positions.tobytes()
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= _KEPT_SELECTIONS:
+                self._kept.clear()
+            features = None if positions is None else set(positions.tolist())
+            found = [_asked_of(segments, features) for segments in self._segments]
+            self._kept[key] = found
+        return found
+
+    def _own_sums(self, split: _Split) -> Tensor:
+        sums: Tensor = self._program.lookup(_OWN, *split.by_rank[_OWN], split.features)
+        return sums
+
+    def _merge(self, batch: Batch, split: _Split, own: Tensor, found: Found) -> Answered:
+        """The answer, from the sums of all ranks. Those of a lost host are zeros."""
+        samples = own.size(0)
+        pooled = [own]
+        for rank in range(1, len(split.by_rank)):
+            sums = found.get(rank)
+            if isinstance(sums, np.ndarray):
+                pooled.append(_read_only(sums))
+            else:
+                pooled.append(torch.zeros([samples, split.asked[rank].columns]))
+        embeddings = self._program.merge(pooled, split.offsets, split.features).numpy()
+        lost = {rank: error for rank, error in found.items() if isinstance(error, ServingError)}
+        if not lost:
+            return Answered(embeddings)
+        return self._without(batch, split, embeddings, lost)
+
+    def _without(
+        self, batch: Batch, split: _Split, embeddings: npt.NDArray[Any], lost: Mapping[int, ServingError]
+    ) -> Answered:
+        """Which requests of a batch need what the lost hosts hold: they fail, or have zeros in its place."""
+        bounds = np.cumsum([0, *(request.samples for request in batch.requests)])
+        failed: dict[int, ServingError] = {}
+        zeroed: dict[int, set[str]] = {}
+        for rank, error in lost.items():
+            ends = np.pad(np.cumsum(split.by_rank[rank][1].numpy(), axis=1), ((0, 0), (1, 0)))[:, bounds]
+            needed = np.diff(ends, axis=1) > 0  # bool [segments, requests]
+            for request in np.flatnonzero(needed.any(axis=0)).tolist():
+                tables = {split.asked[rank].tables[segment] for segment in np.flatnonzero(needed[:, request])}
+                refused = sorted(each for each in tables if self._on_lost[each] is OnLost.ERROR)
+                if refused:
+                    named = ", ".join(map(repr, refused))
+                    failed[request] = type(error)(f"tables {named}: {error}")
+                zeroed.setdefault(request, set()).update(tables)
+        counts: dict[str, int] = {}
+        for request, tables in zeroed.items():
+            for table in tables if request not in failed else ():
+                counts[table] = counts.get(table, 0) + 1
+        return Answered(embeddings, failed, counts)
+
+
+def _asked_of(segments: Sequence[FeatureShard], features: set[int] | None) -> _Asked:
+    here = [each for each in segments if features is None or each.feature in features]
+    names = None if len(here) == len(segments) else ",".join(each.name for each in here)
+    return _Asked(names, [each.shard.table for each in here], sum(each.shard.width for each in here))
+
+
+def _read_only(sums: PartialSums) -> Tensor:
+    """Sums as a tensor, float32, that nobody writes to: they are the bytes of a response."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no read-only tensors
+        return torch.from_numpy(sums).float()

@@ -1,0 +1,45 @@
+"""The hosts of a served router, as its settings say."""
+
+from pathlib import Path
+
+from serving.client.connection import Tls
+from serving.errors import ConfigurationError
+from serving.model.settings import ServingSettings
+from serving.ranks.hosts import Hosts, OnLost
+
+
+def hosts_of(settings: ServingSettings) -> Hosts:
+    """Where the hosts are, and how they are asked.
+
+    Raises:
+        ConfigurationError: a number or an address cannot be used.
+    """
+    given = settings.hosts or {}
+    if wrong := [number for number in given if not number.isdecimal()]:
+        raise ConfigurationError(f"hosts: expected NUMBER=ADDRESSES, got {wrong[0]!r} for a number")
+    return Hosts(
+        addresses={int(number): addresses.split(",") for number, addresses in given.items()},
+        timeout_s=settings.shard_timeout_ms / 1000,
+        tls=_tls_of(settings),
+        metadata=settings.hosts_metadata or {},
+        on_lost={pattern: OnLost(choice) for pattern, choice in (settings.on_lost or {}).items()},
+    )
+
+
+def _tls_of(settings: ServingSettings) -> Tls | None:
+    roots, chain, key = (
+        None if path is None else Path(path)
+        for path in (
+            settings.hosts_root_certificates,
+            settings.hosts_certificate_chain,
+            settings.hosts_private_key,
+        )
+    )
+    if (roots, chain, key, settings.hosts_server_name) == (None, None, None, None):
+        return None
+    return Tls(
+        root_certificates=roots,
+        certificate_chain=chain,
+        private_key=key,
+        server_name=settings.hosts_server_name,
+    )
