@@ -100,7 +100,7 @@ class Engine(_Engine):
             BundleError: the bundle cannot be opened (see `serving.bundle.opening.open_bundle`) or mapped.
             EnvironmentMismatch: torch and FBGEMM do not work together.
             ConfigurationError: `hosts` does not fit the bundle.
-            HostUnavailable: a line for each host that lacks its bundle, or does not answer.
+            HostUnavailable: naming each host that lacks its bundle, or does not answer.
         """
         return cls(open_bundle(Path(path)), _as_hosts(hosts))
 

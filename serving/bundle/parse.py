@@ -17,7 +17,7 @@ from serving.bundle.manifest import (
     SHARD_ALIGNMENT,
     Manifest,
 )
-from serving.bundle.plan import Shard, tiling_error
+from serving.bundle.plan import COLUMN_MULTIPLE, Shard, tiling_error
 from serving.bundle.tables import is_name
 from serving.errors import BundleError
 from serving.files.strict import UNREADABLE, json_tree
@@ -96,6 +96,8 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
         if table.rows <= 0 or table.dim <= 0:
             yield f"{where}: expected rows and dim > 0, got {table.rows} × {table.dim}"
         multiple = table.dtype.format.dim_multiple
+        if manifest.part_of is not None:  # its tables are shards, whose columns may be cut
+            multiple = min(multiple, COLUMN_MULTIPLE)
         if table.dim % multiple:
             yield f"{where}: expected a dim that is a multiple of {multiple} for {table.dtype.value}, got {table.dim}"
         if table.policy_error is not None:

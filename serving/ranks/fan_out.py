@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from serving.errors import HostUnavailable, ModelNotFound, ServingError
+from serving.errors import HostUnavailable, InternalError, ModelNotFound, ServingError
 from serving.ranks.host import Host
 from serving.ranks.partial import PartialRequest, PartialSums
 
@@ -45,19 +45,19 @@ async def check_all(hosts: Mapping[int, Host], patience_s: float) -> None:
         patience_s: how long hosts are waited for that do not answer, in seconds.
 
     Raises:
-        HostUnavailable: a line for each host that lacks its bundle, or does not answer.
+        HostUnavailable: naming each host that lacks its bundle, or does not answer.
     """
     deadline = time.monotonic() + patience_s
     found = await asyncio.gather(*(_check(host, deadline) for host in hosts.values()))
     if wrong := [each for each in found if each is not None]:
-        raise HostUnavailable("\n".join(wrong))
+        raise HostUnavailable("; ".join(wrong))
 
 
 async def _check(host: Host, deadline: float) -> str | None:
     while True:
         try:
             await host.check()
-        except ModelNotFound as error:
+        except (ModelNotFound, InternalError) as error:
             return str(error)
         except HostUnavailable as error:
             if time.monotonic() + _POLL_S >= deadline:

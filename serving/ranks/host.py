@@ -47,6 +47,7 @@ class Host:
     Args:
         bundle: what has to answer.
         id_dtype: of rows, as they travel.
+        is_weighted: whether the host takes a weight for each row.
         connection: how its replicas are reached.
 
     Attributes:
@@ -57,9 +58,10 @@ class Host:
         ServerUnavailable: a name among several addresses cannot be resolved.
     """
 
-    def __init__(self, bundle: HostBundle, id_dtype: IdDtype, connection: Connection) -> None:
+    def __init__(self, bundle: HostBundle, id_dtype: IdDtype, is_weighted: bool, connection: Connection) -> None:
         self.counts = HostCounts()
         self._id_dtype = id_dtype
+        self._is_weighted = is_weighted
         self._connection = connection
         self._where = (
             f"host {bundle.host} ({bundle.model} version {bundle.version} at {', '.join(connection.addresses)})"
@@ -102,14 +104,18 @@ class Host:
         Raises:
             ModelNotFound: no replica that was reached has the version and digest.
             HostUnavailable: no replica answered in time.
+            InternalError: a replica answered otherwise.
         """
-        empty = self._message(PartialRequest(np.empty(0, np.int64), np.empty(0, np.int32), None, None, 0, 0))
+        weights = np.empty(0, np.float32) if self._is_weighted else None
+        empty = PartialRequest(np.empty(0, np.int64), np.empty(0, np.int32), weights, None, 0, 0)
         try:
-            await self._attempts(empty, time.monotonic() + self._connection.timeout_s)
+            await self._attempts(self._message(empty), time.monotonic() + self._connection.timeout_s)
         except ModelNotFound as error:
             raise ModelNotFound(f"{self._where}: {error}") from None
-        except ServingError as error:
+        except (ServerUnavailable, DeadlineExceeded) as error:
             raise HostUnavailable(f"{self._where}: {error}") from None
+        except ServingError as error:
+            raise InternalError(f"{self._where}: {error.code}: {error}") from None
 
     def _message(self, request: PartialRequest) -> bytes:
         """A ModelInferRequest, encoded. Protocol buffers join messages by putting one behind the other."""

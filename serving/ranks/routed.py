@@ -102,7 +102,7 @@ class Routed:
         Raises:
             BundleError: the program cannot be loaded, or the weights cannot be mapped.
             ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
-            HostUnavailable: a line for each host that lacks its bundle, or does not answer.
+            HostUnavailable: naming each host that lacks its bundle, or does not answer.
         """
         routed = cls(bundle, hosts, LoopThread())
         try:
@@ -127,7 +127,12 @@ class Routed:
 
     async def _connect(self, patience_s: float) -> None:
         self._hosts = {
-            rank: Host(each, id_dtype_of(self._segments[rank]), self._config.connection(each.host))
+            rank: Host(
+                each,
+                id_dtype_of(self._segments[rank]),
+                self._is_weighted[rank],
+                self._config.connection(each.host),
+            )
             for rank, each in self._ranks.items()
         }
         await check_all(self._hosts, patience_s)

@@ -235,7 +235,10 @@ def running(repository: Path, *options: str, within: tuple[str, ...] = ()) -> It
     with start_tbe_serve(str(repository), *FREE_PORTS, "--json", *options, within=within) as process:
         try:
             assert process.stdout is not None
-            said = json.loads(process.stdout.readline())
+            assert process.stderr is not None
+            line = process.stdout.readline()
+            assert line, f"it did not start: {process.stderr.read()}"
+            said = json.loads(line)
             yield Running(process, said["grpc"], said["http"], said["metrics"])
         finally:
             process.terminate()
