@@ -6,6 +6,7 @@ check_pins()  # first: with builds that do not agree, the imports below fail and
 
 from export.config import ExportConfig  # noqa: E402
 from export.errors import ExportError  # noqa: E402
+from export.hosts.machines import complete_hosts, export_hosts  # noqa: E402
 from export.pipeline import export_model  # noqa: E402
 from export.plan.sharding import Sharding  # noqa: E402
 from serving.bundle.rows import WeightDtype  # noqa: E402
@@ -19,5 +20,7 @@ __all__ = [
     "OutputDtype",
     "Sharding",
     "WeightDtype",
+    "complete_hosts",
+    "export_hosts",
     "export_model",
 ]

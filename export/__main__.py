@@ -1,6 +1,7 @@
 """The command `tbe-export`."""
 
 from export.commands.compare import compare
+from export.commands.complete import complete
 from export.commands.inspect import inspect
 from export.commands.model import model
 from export.commands.plan import plan
@@ -17,7 +18,7 @@ class _Command(Command):
 app = new_program(
     "tbe-export", "Export the embedding tables of a trained TorchRec model as a bundle that Triton serves."
 )
-for command in (model, plan, inspect, verify, compare, prune):
+for command in (model, complete, plan, inspect, verify, compare, prune):
     app.command(cls=_Command)(command)
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from export.hosts.export import HostsExport
 from export.manifest import describe
 from export.parity.answers import answer_probe
 from export.parity.overflow import overflow_notes
+from export.prepare import prepare
 from export.program.compile import compile_program
 from export.progress import Progress, float_bytes
 from export.publish.draft import draft
@@ -18,7 +19,6 @@ from export.steps import limits_of, parity_of, read_back, store, write_program
 from export.trained.checkpoint import WeightSource, open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.manifest import Manifest, write_manifest
-from serving.bundle.signature import read_signing_key
 from serving.bundle.weights import weights_paths
 
 
@@ -62,36 +62,18 @@ def export_model(
         ParityError: a table's answers move further than its limit, or the module itself answers otherwise.
         PublishError: the repository cannot take the bundle.
     """
-    config = config or ExportConfig()
-    key = None if signing_key is None else read_signing_key(signing_key)
-    trained = collect_tables(module)
-    weights = open_weights(module, trained.tables, checkpoint)
-    for table in trained.tables:
-        weights.check(table)
-    manifest = describe(trained.tables, config, lambda: weights, progress)
-    manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
-    # With a checkpoint, the weights are not in the module: it cannot answer.
-    runnable = trained if checkpoint is None else None
-    if config.sharding.hosts_as_models:
-        hosts = HostsExport(
-            trained=trained.tables,
-            weights=weights,
-            manifest=manifest,
-            config=config,
-            repository=Path(repository),
-            name=name,
-            signing_key=key,
-            progress=progress,
-        )
-        return hosts.publish(version, runnable)
+    prepared = prepare(module, config, checkpoint, signing_key, progress)
+    if prepared.config.sharding.hosts_as_models:
+        return HostsExport(prepared, Path(repository), name).publish(version)
+    config, trained, manifest = prepared.config, prepared.trained.tables, prepared.manifest
     program = compile_program(manifest)
-    with draft(Path(repository), name, version, manifest, config.serving, key) as new:
-        errors = store(weights_paths(new.path, manifest), trained.tables, manifest, weights, progress)
-        progress(Progress("parity", total := float_bytes(*trained.tables), total))
+    with draft(Path(repository), name, version, manifest, config.serving, prepared.signing_key) as new:
+        errors = store(weights_paths(new.path, manifest), trained, manifest, prepared.weights, progress)
+        progress(Progress("parity", total := float_bytes(*trained), total))
         with new.syncing():
             manifest = write_program(new.path, manifest, program)
             answers = answer_probe(new.path, manifest, program)
-            parity = parity_of(manifest, errors, limits_of(manifest, config), answers, runnable)
+            parity = parity_of(manifest, errors, limits_of(manifest, config), answers, prepared.runnable)
             notes = tuple(overflow_notes(manifest, errors, config.sharding))
             write_manifest(new.path, msgspec.structs.replace(manifest, parity=parity, notes=notes))
         read_back(new.path)

@@ -1,5 +1,6 @@
 """`tbe-export model`: export a trained model as a bundle."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -9,9 +10,11 @@ from export.commands.module import CheckpointOption, ModelOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
 from export.commands.show import show_parity, show_ranks, show_remarks, show_tables
+from export.hosts.machines import export_hosts
 from export.pipeline import export_model
 from export.plan.report import report_plan
 from serving.bundle.opening import open_bundle
+from serving.errors import ConfigurationError
 from serving.terminal.program import out
 
 
@@ -27,13 +30,41 @@ def model(
         Path | None,
         typer.Option(help="PEM file with the Ed25519 private key that signs the bundle, and a new model's settings."),
     ] = None,
+    only_hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[,N]",
+            help="Export the bundles of these hosts alone, reading only their rows. `tbe-export complete` publishes "
+            "the router's when all are there. Needs --hosts-as-models and --version.",
+        ),
+    ] = None,
 ) -> None:
     """Quantize, shard, compile and check the tables of a trained model, then publish them as a bundle.
 
     Nothing is published unless it exits with 0.
     """
     settings = config()
+    hosts = None if only_hosts is None else _numbers(only_hosts)
+    if hosts is not None and version is None:
+        raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
     module = build_module(model, meta=checkpoint is not None)
+    if hosts is not None and version is not None:
+        with export_progress() as show:
+            paths = export_hosts(
+                module,
+                repository,
+                name,
+                hosts,
+                settings,
+                version,
+                checkpoint=checkpoint,
+                signing_key=signing_key,
+                progress=show,
+            )
+        for path in paths:
+            out.print(f"published {path}", soft_wrap=True)
+        out.print("next, when all hosts are there: tbe-export complete, with the same options", soft_wrap=True)
+        return
     with export_progress() as show:
         path = export_model(
             module,
@@ -55,3 +86,10 @@ def model(
     show_remarks(manifest)
     out.print(f"published {path}", soft_wrap=True)
     out.print(f"next: tbe-serve run {repository}", soft_wrap=True)
+
+
+def _numbers(text: str) -> list[int]:
+    """The numbers of `--only-hosts`."""
+    if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
+        raise ConfigurationError(f"--only-hosts: expected numbers of hosts, such as 3 or 0,1, got {text!r}")
+    return [int(number) for number in text.split(",")]

@@ -106,10 +106,22 @@ OPTIONS = (
     ),
     ExportOption(name="output_dtype", typed=str, parse=output_dtype, help=f"{_names(OutputDtype)}; fp32 by default."),
     ExportOption(
+        name="sums_dtype",
+        typed=str,
+        parse=output_dtype,
+        help="Partial sums that hosts answer a router with: fp32 (default), or fp16, which halves what travels.",
+    ),
+    ExportOption(
         section="sharding", name="ranks", typed=int, help="How many ranks, on all hosts together; 1 by default."
     ),
     ExportOption(
         section="sharding", name="ranks_per_host", typed=int, help="Ranks on each host; by default all are on one."
+    ),
+    ExportOption(
+        section="sharding",
+        name="hosts_as_models",
+        typed=bool,
+        help="Each host answers as a model of its own, NAME-host-N, from any machine; NAME itself is a router.",
     ),
     ExportOption(
         section="sharding",

@@ -39,7 +39,7 @@ def open_parts(repository: Path, router: Manifest, name: str, version: int) -> d
         if part is None or (part.model, part.host, part.plan) != (name, host, router.layout):
             wrong.append(
                 f"host {host}: {path}: expected a part of this plan of {name!r}, got one of another: "
-                "export it again with the same options"
+                "export it again with the same options, --memory-per-rank among them"
             )
     if wrong:
         raise PublishError("\n".join(["the set is not whole:", *wrong]))

@@ -6,7 +6,7 @@ parameter in config.pbtxt and the option of `tbe-serve configure`.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, get_args, get_origin
 
 import msgspec
@@ -56,6 +56,7 @@ class Setting:
         flag: its option, where that is not `--<name>`.
         metavar: what its option takes, where that is given by name: `[NAME=]X`. It may be given again.
         typed: type of its option, where that is not the setting's own.
+        is_of_router: it means something for a router alone.
         is_parameter: config.pbtxt holds it in `parameters`. Otherwise a field of Triton's own holds it, which
             `serving.model.config_file` reads and writes.
     """
@@ -65,6 +66,7 @@ class Setting:
     unset: str | None = None
     flag: str | None = None
     metavar: str | None = None
+    is_of_router: bool = False
     typed: type | None = None
     is_parameter: bool = True
 
@@ -140,6 +142,7 @@ class ServingSettings:
         "Capture the requests of TBE calls that take longer than this, too.",
         unset="Capture no request for being slow.",
     )
+    capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Largest size of the captured file.")
     hosts: Mapping[str, str] | None = _setting(
         None,
         None,
@@ -148,12 +151,15 @@ class ServingSettings:
         flag="--host",
         metavar="NUMBER=ADDRESSES",
         unset="Forget all addresses of hosts.",
+        is_of_router=True,
     )
-    shard_timeout_ms: int = _setting(
-        300,
+    shard_timeout_ms: int | None = _setting(
+        None,
         _between(1, _INT32),
-        "Of a router: how long a host may take, with all attempts. Requests that need a host that takes longer are "
-        "refused as UNAVAILABLE.",
+        "Of a router: how long a host may take, with all attempts; 300 by default. Requests that need a host that "
+        "takes longer are refused as UNAVAILABLE.",
+        unset="Take the default.",
+        is_of_router=True,
     )
     on_lost: Mapping[str, str] | None = _setting(
         None,
@@ -162,21 +168,35 @@ class ServingSettings:
         "place. TABLE is a name or a glob; the last that matches counts.",
         metavar="[TABLE=]CHOICE",
         unset="Refuse all requests that need a lost host.",
+        is_of_router=True,
     )
     hosts_root_certificates: str | None = _setting(
         None,
         _ABSOLUTE,
         "Of a router: TLS to hosts; a PEM file with who may have signed their certificates.",
         unset="No TLS to hosts.",
+        is_of_router=True,
     )
     hosts_certificate_chain: str | None = _setting(
-        None, _ABSOLUTE, "Of a router: PEM file with its own certificate, for mutual TLS.", unset="No mutual TLS."
+        None,
+        _ABSOLUTE,
+        "Of a router: PEM file with its own certificate, for mutual TLS.",
+        unset="No mutual TLS.",
+        is_of_router=True,
     )
     hosts_private_key: str | None = _setting(
-        None, _ABSOLUTE, "Of a router: PEM file with its private key, for mutual TLS.", unset="No mutual TLS."
+        None,
+        _ABSOLUTE,
+        "Of a router: PEM file with its private key, for mutual TLS.",
+        unset="No mutual TLS.",
+        is_of_router=True,
     )
     hosts_server_name: str | None = _setting(
-        None, None, "Of a router: the name in hosts' certificates.", unset="The name is the address."
+        None,
+        None,
+        "Of a router: the name in hosts' certificates.",
+        unset="The name is the address.",
+        is_of_router=True,
     )
     hosts_metadata: Mapping[str, str] | None = _setting(
         None,
@@ -184,8 +204,8 @@ class ServingSettings:
         "Of a router: metadata of each call to a host, such as authorization=….",
         metavar="KEY=VALUE",
         unset="Send no metadata.",
+        is_of_router=True,
     )
-    capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Largest size of the captured file.")
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -193,6 +213,11 @@ class ServingSettings:
             value, allowed = getattr(self, each.name), setting.allowed
             if value is not None and allowed is not None and not allowed.holds(value):
                 raise ConfigurationError(f"{each.name}: expected {allowed.words}, got {value!r}")
+
+    def of_host(self) -> "ServingSettings":
+        """These settings for a host of a router: those that are a router's alone have their defaults."""
+        defaults: dict[str, Any] = {each.name: each.default for each, setting in table() if setting.is_of_router}
+        return replace(self, **defaults)
 
     @property
     def parameters(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from serving.client.connection import Tls
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
-from serving.ranks.hosts import Hosts, OnLost
+from serving.ranks.hosts import DEFAULT_TIMEOUT_S, Hosts, OnLost
 
 
 def hosts_of(settings: ServingSettings) -> Hosts:
@@ -19,7 +19,7 @@ def hosts_of(settings: ServingSettings) -> Hosts:
         raise ConfigurationError(f"hosts: expected NUMBER=ADDRESSES, got {wrong[0]!r} for a number")
     return Hosts(
         addresses={int(number): addresses.split(",") for number, addresses in given.items()},
-        timeout_s=settings.shard_timeout_ms / 1000,
+        timeout_s=DEFAULT_TIMEOUT_S if settings.shard_timeout_ms is None else settings.shard_timeout_ms / 1000,
         tls=_tls_of(settings),
         metadata=settings.hosts_metadata or {},
         on_lost={pattern: OnLost(choice) for pattern, choice in (settings.on_lost or {}).items()},

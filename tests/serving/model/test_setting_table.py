@@ -33,6 +33,17 @@ parameters { key: "max_request_samples" value { string_value: "2" } }
 parameters { key: "merged_requests" value { string_value: "6" } }
 parameters { key: "verify_weights" value { string_value: "false" } }
 """
+# Settings of routers, which a config of that release does not have.
+OF_ROUTERS: dict[str, Any] = {
+    "hosts": {"0": "a:8001,b:8001", "1": "dns:///c:8001"},
+    "shard_timeout_ms": 50,
+    "on_lost": {"*": "zero", "item": "error"},
+    "hosts_root_certificates": "/roots.pem",
+    "hosts_certificate_chain": "/chain.pem",
+    "hosts_private_key": "/key.pem",
+    "hosts_server_name": "movies",
+    "hosts_metadata": {"authorization": "Bearer é"},
+}
 SAID: dict[str, Any] = {
     "instances": 2,
     "merged_requests": 6,
@@ -58,14 +69,14 @@ def old_config() -> Any:
 def test_a_config_of_an_earlier_release_is_read_and_written_as_it_was() -> None:
     config = old_config()
     settings = settings_of(config)
-    assert list(asdict(settings).items()) == list(SAID.items())
+    assert list(asdict(settings).items()) == [*SAID.items(), *dict.fromkeys(OF_ROUTERS).items()]
     apply_settings(config, settings)
     assert config == old_config()
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", SAID | OF_ROUTERS)
 def test_a_setting_that_was_changed_comes_back_from_config_pbtxt(name: str) -> None:
-    changed = replace(ServingSettings(), **{name: SAID[name]})
+    changed = replace(ServingSettings(), **{name: (SAID | OF_ROUTERS)[name]})
     config = old_config()
     apply_settings(config, changed)
     assert settings_of(config) == changed != ServingSettings()
@@ -80,10 +91,11 @@ def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None
     expected = [each.name for each, _ in table()]
     assert [name for name in options if name in expected] == expected
     for each, setting in table():
-        assert options[each.name].opts == [f"--{each.name.replace('_', '-')}"]
+        assert options[each.name].opts == [setting.flag or f"--{each.name.replace('_', '-')}"]
         assert options[each.name].help == setting.help
     assert options["verify_weights"].secondary_opts == ["--no-verify-weights"]
-    assert {name for name in options if name.startswith("no_")} == {"no_capture", "no_capture_slow_ms", "no_warm_up"}
+    unset = {"no_capture", "no_capture_slow_ms", "no_warm_up", *(f"no_{name}" for name in OF_ROUTERS)}
+    assert {name for name in options if name.startswith("no_")} == unset
 
 
 @pytest.mark.parametrize(
@@ -95,11 +107,20 @@ def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None
         pytest.param("capture", "c", "expected an absolute path in UTF-8, got 'c'", id="path"),
         pytest.param("capture_slow_ms", 0.0, r"expected a finite number > 0, got 0\.0", id="number"),
         pytest.param("verify_weights", 1, "expected bool, got 1", id="flag"),
+        pytest.param("on_lost", {"a": "none"}, "expected error or zero, got {'a': 'none'}", id="choice"),
     ],
 )
 def test_a_value_that_a_setting_may_not_have_is_refused_by_name(name: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name}: {said}$"):
         ServingSettings(**{name: value})
+
+
+@pytest.mark.parametrize("text", ["x", "[1]", '{"0": 1}', "{}x"])
+def test_a_parameter_by_name_that_cannot_be_read_is_refused(text: str) -> None:
+    config = old_config()
+    config.parameters["hosts"].string_value = text
+    with pytest.raises(ConfigurationError, match=r"^hosts: expected a JSON object of strings, got "):
+        settings_of(config)
 
 
 @pytest.mark.parametrize(("name", "text"), [("max_call_ids", "many"), ("verify_weights", "True")])

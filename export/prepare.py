@@ -1,0 +1,60 @@
+"""What every export begins with: the trained tables, their weights, and a manifest that says what will be written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import nn
+
+from export.config import ExportConfig
+from export.manifest import describe
+from export.progress import Progress
+from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
+from export.trained.tables import Trained, collect_tables
+from serving.bundle.manifest import Manifest
+from serving.bundle.signature import read_signing_key
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An export before its rows are read.
+
+    Attributes:
+        config: what to export.
+        trained: the tables.
+        weights: the checkpoint with their rows. It has all of them.
+        manifest: of the bundle, without parity and files; of a router where `config.sharding` has hosts as models.
+        runnable: the trained module; None where it cannot be run.
+        signing_key: signs bundles, and the settings of new models; None signs nothing.
+        progress: called as rows are stored.
+    """
+
+    config: ExportConfig
+    trained: Trained
+    weights: Checkpoint
+    manifest: Manifest
+    runnable: Trained | None
+    signing_key: Ed25519PrivateKey | None
+    progress: Callable[[Progress], None]
+
+
+def prepare(
+    module: nn.Module,
+    config: ExportConfig | None,
+    checkpoint: WeightSource,
+    signing_key: Path | None,
+    progress: Callable[[Progress], None],
+) -> Prepared:
+    """Collect the tables of `module`, and decide how they are stored and where; arguments as `export_model`."""
+    config = config or ExportConfig()
+    key = None if signing_key is None else read_signing_key(signing_key)
+    trained = collect_tables(module)
+    weights = open_weights(module, trained.tables, checkpoint)
+    for table in trained.tables:
+        weights.check(table)
+    manifest = describe(trained.tables, config, lambda: weights, progress)
+    manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
+    # With a checkpoint, the weights are not in the module: it cannot answer.
+    return Prepared(config, trained, weights, manifest, trained if checkpoint is None else None, key, progress)
