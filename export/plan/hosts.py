@@ -22,11 +22,12 @@ def fold_hosts(tables: Sequence[Table], placement: Placement) -> Placement:
         placement: over any ranks. A rank whose host is `ROUTER` is the router's own.
 
     Returns:
-        A placement over ranks of the hosts `ROUTER`, 0, 1, …. Neighbouring shards of a table that are on one host are
-        one where the blocks stay a grid. A data-parallel table is whole in the router's rank, as table_wise.
+        A placement over ranks of the hosts `ROUTER`, 0, 1, …. Hosts without a shard are left out, and the others move
+        up. Neighbouring shards of a table that are on one host are one where the blocks stay a grid. A data-parallel
+        table is whole in the router's rank, as table_wise.
     """
     host_of, kinds, shards = placement
-    hosts = sorted({*host_of, ROUTER})
+    hosts = hosts_of(placement)
     new_kinds, new_shards = dict(kinds), {}
     for table in tables:
         if kinds[table.name] is ShardingType.DATA_PARALLEL:
@@ -36,6 +37,13 @@ def fold_hosts(tables: Sequence[Table], placement: Placement) -> Placement:
             rank_of = {(each.rows, each.columns): hosts.index(host_of[each.rank]) for each in shards[table.name]}
             new_shards[table.name] = _joined(table.name, rank_of)
     return list(range(ROUTER, len(hosts) + ROUTER)), new_kinds, new_shards
+
+
+def hosts_of(placement: Placement) -> list[int]:
+    """The hosts that have a rank in the folded placement, by their numbers in `placement`; `ROUTER` is the first."""
+    host_of, kinds, shards = placement
+    cut = [shards[table] for table, kind in kinds.items() if kind is not ShardingType.DATA_PARALLEL]
+    return sorted({ROUTER, *(host_of[shard.rank] for pieces in cut for shard in pieces)})
 
 
 def _joined(table: str, rank_of: Mapping[tuple[Block, Block], int]) -> list[Shard]:
