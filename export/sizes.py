@@ -16,20 +16,39 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def size_bytes(setting: str, text: str | int) -> int:
+def size_bytes(setting: str, text: str | int, least: int = 1) -> int:
     """Read "16 GB" (16·10⁹), "16GiB" (16·2³⁰) or a plain number of bytes.
 
     Args:
         setting: what the size is for; an error names it.
         text: the size.
+        least: the smallest that is taken, in bytes.
 
     Raises:
-        ConfigurationError: the text is no size, or a size below 1 byte or above MOST_BYTES.
+        ConfigurationError: the text is no size, or a size below `least` or above MOST_BYTES.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", str(text).strip())
     size = float(match[1]) * _UNITS.get(match[2].lower(), math.nan) if match else math.nan
-    if not 1 <= size <= MOST_BYTES:
+    if not least <= size <= MOST_BYTES:
         raise ConfigurationError(f"{setting}: expected a size such as 16GB or 16GiB, got {str(text)!r}")
+    return int(size)
+
+
+def bytes_per_s(setting: str, text: str | int) -> int:
+    """Read what a network carries: "10 Gb/s" (10⁹ bits), "1.25GB/s" (10⁹ bytes), or a plain number of bytes a second.
+
+    Args:
+        setting: what it is for; an error names it.
+        text: a small b is a bit, a capital B a byte.
+
+    Raises:
+        ConfigurationError: the text is no such number, or below 1 byte or above MOST_BYTES a second.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kKmMgGtT]?i?)([bB])/s)?", str(text).strip())
+    unit = _UNITS.get(f"{match[2] or ''}b".lower(), math.nan) / (8 if match[3] == "b" else 1) if match else math.nan
+    size = float(match[1]) * unit if match else math.nan
+    if not 1 <= size <= MOST_BYTES:
+        raise ConfigurationError(f"{setting}: expected a bandwidth such as 10Gb/s or 1.25GB/s, got {str(text)!r}")
     return int(size)
 
 

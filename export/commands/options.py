@@ -6,13 +6,14 @@ A new option is an entry here, and a field of ExportConfig or Sharding with its 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from export.commands.values import id_policy, integer, output_dtype, real, weight_dtype
-from export.sizes import size_bytes
+from export.sizes import bytes_per_s, size_bytes
 from serving.bundle.plan import ShardingType
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import OutputDtype
@@ -170,6 +171,14 @@ OPTIONS = (
     ),
     ExportOption(
         section="sharding",
+        name="traffic",
+        typed=Path,
+        written=str,
+        parse=lambda _, path: Path(path),
+        help="A file of captured requests, to measure the pooling factors that are not given.",
+    ),
+    ExportOption(
+        section="sharding",
         name="batch_size",
         typed=int,
         help="Samples in a request, for planning; 512 by default.",
@@ -181,5 +190,29 @@ OPTIONS = (
         written=str,
         parse=lambda _, path: Path(path),
         help="An explicit plan instead: JSON as `tbe-export plan --json` prints it.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="hosts_as_models",
+        typed=bool,
+        help="Each host answers as a model of its own, NAME-host-0 and so on; the model is a router before them.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="router_memory",
+        field="router_bytes",
+        typed=str,
+        written=str | int,
+        parse=partial(size_bytes, least=0),
+        help="With --hosts-as-models: what the router itself can hold of small and hot tables; 1GB by default.",
+    ),
+    ExportOption(
+        section="sharding",
+        name="network_bandwidth",
+        field="network_bytes_per_s",
+        typed=str,
+        written=str | int,
+        parse=bytes_per_s,
+        help="What the network between hosts carries, such as 10Gb/s or 1.25GB/s, for planning.",
     ),
 )

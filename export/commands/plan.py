@@ -9,7 +9,7 @@ import typer
 from export.commands.module import CheckpointOption, ModelOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
-from export.commands.show import show_placement, show_ranks, show_remarks
+from export.commands.show import show_placement, show_ranks, show_remarks, show_transfers
 from export.pipeline import plan_model
 from export.plan.picture import draw_plan
 from export.plan.report import report_plan
@@ -42,6 +42,8 @@ def plan(
         return
     show_placement(report)
     show_ranks(report, traffic=True)
+    if report.transfers:
+        show_transfers(report)
     out.print(f"tables: {len(report.tables)}, bytes: {report.bytes:,}, ranks: {len(report.ranks)}")
     show_remarks(report)
     if picture is not None:

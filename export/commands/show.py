@@ -6,8 +6,9 @@ from rich import box
 from rich.table import Table
 
 from export.parity.verify import Verification
-from export.plan.report import PlanReport
+from export.plan.report import PlanReport, Transfer
 from export.sizes import size_text
+from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.terminal.program import out
 
@@ -37,7 +38,8 @@ def show_tables(manifest: Manifest) -> None:
 
 def show_placement(report: PlanReport) -> None:
     """Print how each table is cut, and on which ranks its shards are."""
-    table = _table("placement", "table", right=("shape", "dtype", "type", "shards", "largest", "ranks"))
+    where = "where" if report.transfers else "ranks"
+    table = _table("placement", "table", right=("shape", "dtype", "type", "shards", "largest", where))
     for name, placed in report.tables.items():
         table.add_row(
             name,
@@ -46,21 +48,43 @@ def show_placement(report: PlanReport) -> None:
             placed.sharding_type.value,
             str(len(placed.shards)),
             size_text(max(shard.bytes for shard in placed.shards)),
-            _ranges({shard.rank for shard in placed.shards}),
+            _where(report, {shard.rank for shard in placed.shards}),
         )
     out.print(table)
 
 
 def show_ranks(report: PlanReport, *, traffic: bool) -> None:
     """Print the shards and bytes of each rank; if `traffic`, also the bytes that a request moves to and from it."""
-    columns = ("rank", "host", "shards", "bytes", "share") + (("ids in", "sums out") if traffic else ())
-    title = f"ranks, and what a request of {report.batch_size:,} samples moves" if traffic else "ranks"
+    first, what = (("where",), "hosts") if report.transfers else (("rank", "host"), "ranks")
+    columns = (*first, "shards", "bytes", "share", *(("ids in", "sums out") if traffic else ()))
+    title = f"{what}, and what a request of {report.batch_size:,} samples moves" if traffic else what
     table = _table(title, right=columns)
-    for number, rank in enumerate(report.ranks):
+    for name, rank in zip(report.names, report.ranks, strict=True):
         moved = (size_text(rank.bytes_in), size_text(rank.bytes_out)) if traffic else ()
-        table.add_row(
-            str(number), str(rank.host), str(rank.shards), size_text(rank.bytes), f"{rank.share:.1%}", *moved
-        )
+        names = (name,) if report.transfers else (name, str(rank.host))
+        table.add_row(*names, str(rank.shards), size_text(rank.bytes), f"{rank.share:.1%}", *moved)
+    out.print(table)
+
+
+def show_transfers(report: PlanReport) -> None:
+    """Print what a request moves between the router and its hosts, a line for each table that is on hosts."""
+    title = f"between router and hosts, for a request of {report.batch_size:,} samples"
+    table = _table(title, "table", "hosts", "sums", right=("router → hosts", "hosts → router"))
+    by_table: dict[str, list[Transfer]] = {name: [] for name in report.tables}
+    for each in report.transfers:
+        by_table[each.table].append(each)
+    for name, moved in by_table.items():
+        if not moved:
+            continue
+        to_hosts, to_router = sum(each.to_host_bytes for each in moved), sum(each.to_router_bytes for each in moved)
+        hosts = _ranges({each.host for each in moved})
+        table.add_row(name, hosts, moved[0].pattern, size_text(to_hosts), size_text(to_router))
+    if own := sum(not moved for moved in by_table.values()):
+        table.add_row(f"{own} in the router", "–", "–", "nothing", "nothing")
+    table.add_section()
+    every = report.transfers
+    to_hosts, to_router = sum(each.to_host_bytes for each in every), sum(each.to_router_bytes for each in every)
+    table.add_row("all", "", "", size_text(to_hosts), size_text(to_router))
     out.print(table)
 
 
@@ -114,6 +138,15 @@ def show_verification(verification: Verification) -> None:
 def _error(error: float) -> str:
     """An error in two digits; "0" where there is none."""
     return f"{error:.1e}" if error else "0"
+
+
+def _where(report: PlanReport, ranks: set[int]) -> str:
+    """The ranks with a table's shards, as people call them."""
+    if not report.transfers:
+        return _ranges(ranks)
+    hosts = {report.ranks[rank].host for rank in ranks} - {ROUTER}
+    named = [f"host{'s' * (len(hosts) > 1)} {_ranges(hosts)}"] if hosts else []
+    return ", ".join([*(["router"] if len(hosts) < len(ranks) else []), *named])
 
 
 def _ranges(numbers: set[int]) -> str:

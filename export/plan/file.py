@@ -5,13 +5,16 @@
                          "shards": [{"rank": 0, "rows": [0, 500], "columns": [0, 64]},
                                     {"rank": 1, "rows": [500, 1000], "columns": [0, 64]}]}}}
 
-`tbe-export plan --json` prints one. It has more keys, which are ignored here.
+`tbe-export plan --json` prints one. It has more keys, which are ignored here. A rank whose host is −1 is the router's
+own (`serving.bundle.hosts`).
 """
 
 from pathlib import Path
 
 import msgspec
 
+from export.plan.hosts import Placement
+from serving.bundle.hosts import ROUTER
 from serving.bundle.plan import Block, Shard, ShardingType
 from serving.errors import ConfigurationError
 from serving.files.reading import read_file
@@ -38,11 +41,8 @@ class _PlanFile(msgspec.Struct):
     tables: dict[str, _Table]
 
 
-def read_plan(path: Path) -> tuple[list[int], dict[str, ShardingType], dict[str, list[Shard]]]:
-    """Read an explicit plan.
-
-    Returns:
-        The host of each rank, the sharding type of each table, and the shards of each table; offsets are still 0.
+def read_plan(path: Path) -> Placement:
+    """Read an explicit plan; offsets are still 0.
 
     Raises:
         ConfigurationError: the file is not such a plan.
@@ -55,6 +55,11 @@ def read_plan(path: Path) -> tuple[list[int], dict[str, ShardingType], dict[str,
         raise ConfigurationError(f"{path}: {error}") from error
     if not plan.ranks:
         raise ConfigurationError(f"{path}: ranks: expected at least one")
+    for number, rank in enumerate(plan.ranks):
+        if rank.host < ROUTER:
+            raise ConfigurationError(
+                f"{path}: ranks: rank {number}: expected a host >= 0, or {ROUTER} for the router, got {rank.host}"
+            )
     shards = {
         name: [
             Shard(table=name, rank=shard.rank, rows=shard.rows, columns=shard.columns, offset_bytes=0)

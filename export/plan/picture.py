@@ -1,18 +1,27 @@
 """A plan as a picture: the bytes of each rank by table, and the bytes that a request moves."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
-from export.plan.report import PlanReport
+from export.plan.report import PlanReport, Transfer
+from export.plan.traffic import ALL_TO_ALL, REDUCE_SCATTER
+from export.sizes import size_text
 
 # The largest tables have colours, as many as one can tell apart. The others share a grey.
 _COLOURED = 9
 _COLOURS = mpl.color_sequences["tab10"]
 _GREY = "#b0b0b0"
+# So many names of hosts fit side by side.
+_SIDE_BY_SIDE = 9
+# How bars look whose sums the router adds, and those that it places side by side.
+_HATCHES = {REDUCE_SCATTER: "////", ALL_TO_ALL: ""}
+_MEANING = {REDUCE_SCATTER: "the router adds them", ALL_TO_ALL: "the router places them"}
 
 
 def draw_plan(report: PlanReport, path: Path) -> None:
@@ -22,36 +31,80 @@ def draw_plan(report: PlanReport, path: Path) -> None:
         OSError: the file cannot be written.
         ValueError: the suffix names no format.
     """
-    figure = Figure(figsize=(max(9.0, 4.0 + 0.6 * len(report.ranks)), 4.5), layout="constrained")
-    memory, traffic = figure.subplots(1, 2, width_ratios=[3, 2])
+    ranks = len(report.ranks)
+    if report.transfers:
+        figure = Figure(figsize=(max(13.0, 9.0 + 0.6 * ranks), _height(report)), layout="constrained")
+        memory, traffic = figure.subplots(1, 2, width_ratios=[1, 1])
+        _draw_transfers(traffic, report)
+    else:
+        figure = Figure(figsize=(max(9.0, 4.0 + 0.6 * ranks), 4.5), layout="constrained")
+        memory, traffic = figure.subplots(1, 2, width_ratios=[3, 2])
+        _draw_traffic(traffic, report)
+        _label_ranks(traffic, report)
     _draw_memory(memory, report)
-    _draw_traffic(traffic, report)
-    for axes in (memory, traffic):
-        axes.set_xlabel("rank")
-        axes.set_xticks(range(len(report.ranks)))
-        axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
-        axes.spines[["top", "right"]].set_visible(False)
-        for number in range(1, len(report.ranks)):
-            if report.ranks[number].host != report.ranks[number - 1].host:
-                axes.axvline(number - 0.5, color="black", linewidth=0.8, linestyle=":")
+    _label_ranks(memory, report)
     figure.savefig(path, dpi=150)
 
 
-def _draw_memory(axes: Axes, report: PlanReport) -> None:
+def _height(report: PlanReport) -> float:
+    """The height of a picture with a line for each host, in inches."""
+    return max(4.5, 2.0 + 0.4 * len(report.ranks))
+
+
+def _label_ranks(axes: Axes, report: PlanReport) -> None:
+    """Name the ranks below their bars, with a line between hosts, and write bytes at the left."""
+    axes.set_xticks(range(len(report.ranks)), report.names)
+    axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
+    axes.spines[["top", "right"]].set_visible(False)
+    if report.transfers:
+        axes.tick_params(axis="x", rotation=45 if len(report.ranks) > _SIDE_BY_SIDE else 0)
+        return
+    axes.set_xlabel("rank")
+    for number in range(1, len(report.ranks)):
+        if report.ranks[number].host != report.ranks[number - 1].host:
+            axes.axvline(number - 0.5, color="black", linewidth=0.8, linestyle=":")
+
+
+def _groups(report: PlanReport) -> list[tuple[str, list[str], object]]:
+    """The label, tables and colour of each kind of bar: the largest tables alone, all others together."""
     largest = sorted(report.tables, key=lambda name: report.tables[name].bytes, reverse=True)
     others = largest[_COLOURED:]
-    bars = [(name, [name], _COLOURS[number]) for number, name in enumerate(largest[:_COLOURED])]
-    if others:
-        bars.append((f"{len(others)} others", others, _GREY))
+    groups: list[tuple[str, list[str], object]] = [
+        (name, [name], _COLOURS[number]) for number, name in enumerate(largest[:_COLOURED])
+    ]
+    return [*groups, (f"{len(others)} others", others, _GREY)] if others else groups
+
+
+def _draw_memory(axes: Axes, report: PlanReport) -> None:
     below = [0] * len(report.ranks)
-    for label, names, colour in bars:
+    for label, names, colour in _groups(report):
         heights = [sum(rank.tables.get(name, 0) for name in names) for rank in report.ranks]
         axes.bar(range(len(heights)), heights, bottom=below, label=label, color=colour)
         below = [each + height for each, height in zip(below, heights, strict=True)]
-    if report.memory_bytes is not None and not report.memory_assumed:
-        axes.axhline(report.memory_bytes, color="black", linewidth=1.2, linestyle="--", label="memory of a rank")
-    axes.set_title("stored bytes by table (dotted: between hosts)", loc="left")
+    if report.transfers:
+        _draw_limits(axes, report)
+        for number, size in enumerate(below):
+            axes.annotate(
+                size_text(size), (number, size), (0, 4),
+                textcoords="offset points", ha="center", va="bottom", fontsize="small",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )  # fmt: skip
+        axes.set_title("stored bytes by table", loc="left")
+    else:
+        if report.memory_bytes is not None and not report.memory_assumed:
+            axes.axhline(report.memory_bytes, color="black", linewidth=1.2, linestyle="--", label="memory of a rank")
+        axes.set_title("stored bytes by table (dotted: between hosts)", loc="left")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, reverse=True, fontsize="small")
+
+
+def _draw_limits(axes: Axes, report: PlanReport) -> None:
+    """A dashed line over each bar, at what is there to hold it."""
+    label = "memory"
+    for number, rank in enumerate(report.ranks):
+        if rank.memory_bytes is not None:
+            ends = (number - 0.45, number + 0.45)
+            axes.hlines(rank.memory_bytes, *ends, color="black", linewidth=1.2, linestyle="--", label=label)
+            label = "_"  # one line in the legend
 
 
 def _draw_traffic(axes: Axes, report: PlanReport) -> None:
@@ -64,3 +117,55 @@ def _draw_traffic(axes: Axes, report: PlanReport) -> None:
     )
     axes.set_title(f"a request of {report.batch_size:,} samples", loc="left")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, frameon=False, fontsize="small")
+
+
+def _draw_transfers(axes: Axes, report: PlanReport) -> None:
+    """A line for each host: to the left the ids that it is sent, to the right the sums that it answers."""
+    hosts = [rank.host for rank in report.ranks[1:]]
+    _draw_direction(axes, report, hosts, lambda each: -each.to_host_bytes)
+    _draw_direction(axes, report, hosts, lambda each: each.to_router_bytes)
+    axes.axvline(0, color="black", linewidth=1.2)
+    axes.set_yticks(range(len(hosts)), report.names[1:])
+    axes.set_ylim(len(hosts) - 0.4, -0.6)  # host 0 is on top
+    axes.xaxis.set_major_formatter(lambda size, _: EngFormatter(unit="B")(abs(size)))
+    # Room for the bytes at the ends of bars.
+    sent, answered = (max(each) for each in zip(*((r.bytes_in, r.bytes_out) for r in report.ranks), strict=True))
+    axes.set_xlim(-sent - 0.14 * (sent + answered), answered + 0.14 * (sent + answered))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
+    axes.set_title(f"a request of {report.batch_size:,} samples", loc="left")
+    to_hosts, to_router = (sum(each) for each in zip(*((r.bytes_in, r.bytes_out) for r in report.ranks), strict=True))
+    axes.set_xlabel(
+        f"← router to hosts: ids, {size_text(to_hosts)}   |   hosts to router: sums, {size_text(to_router)} →"
+    )
+    patterns = sorted({each.pattern for each in report.transfers})
+    axes.legend(
+        [Patch(facecolor="white", edgecolor="black", hatch=_HATCHES[each]) for each in patterns],
+        [f"{each}: {_MEANING[each]}" for each in patterns],
+        loc="upper center", bbox_to_anchor=(0.5, -0.8 / _height(report)), ncols=2, frameon=False,
+        fontsize="small",
+    )  # fmt: skip
+
+
+def _draw_direction(
+    axes: Axes, report: PlanReport, hosts: Sequence[int], bytes_of: Callable[[Transfer], int]
+) -> None:
+    """Bars from 0 to one side, by table and pattern, with the bytes of each host at their ends."""
+    moved: Mapping[tuple[int, str], Transfer] = {(each.host, each.table): each for each in report.transfers}
+    ends = [0] * len(hosts)
+    for _, names, colour in _groups(report):
+        for name in names:
+            here = [moved.get((host, name)) for host in hosts]
+            pattern = next((each.pattern for each in here if each is not None), ALL_TO_ALL)
+            widths = [0 if each is None else bytes_of(each) for each in here]
+            axes.barh(
+                range(len(hosts)), widths, 0.6, left=ends, color=colour, hatch=_HATCHES[pattern],
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for number, end in enumerate(ends):
+        side = "right" if end < 0 else "left"
+        axes.annotate(
+            size_text(abs(end)), (end, number), (-4 if end < 0 else 4, 0),
+            textcoords="offset points", ha=side, va="center", fontsize="small",
+        )  # fmt: skip

@@ -3,10 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from export.errors import PlanError
 from export.plan.file import read_plan
-from export.plan.hosts import fold_hosts
+from export.plan.hosts import Placement, fold_hosts, hosts_of
 from export.plan.layout import whole_shard, with_offsets
 from export.plan.rank_memory import check_fits
+from export.plan.router import router_tables
 from export.plan.sharding import Sharding
 from export.plan.torchrec_planner import configured_type, plan_by_torchrec
 from serving.bundle.hosts import ROUTER
@@ -28,18 +30,15 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
         ConfigurationError: a constraint or an explicit plan does not fit the tables.
         PlanError: the tables do not fit the ranks; names a table, and by how much.
     """
+    sharding = sharding.measured(features)
     readers = {table.name: [each.name for each in features if each.table == table.name] for table in tables}
     sharding.check_tables(readers)
-    if sharding.plan is not None:
-        hosts, kinds, shards = read_plan(Path(sharding.plan))
-    else:
-        hosts = [rank // sharding.local_ranks for rank in range(sharding.ranks)]
-        kinds, shards = (
-            _plan_one_rank(tables, sharding) if sharding.ranks == 1 else plan_by_torchrec(tables, readers, sharding)
-        )
+    placement = _placement(tables, readers, sharding)
+    _check_plan(tables, placement)
+    limits = _limits(placement, sharding)
     if sharding.hosts_as_models:
-        hosts, kinds, shards = fold_hosts(tables, (hosts, kinds, shards))
-    _check_plan(tables, kinds, shards, len(hosts))
+        placement = fold_hosts(tables, placement)
+    hosts, kinds, shards = placement
     plan = Plan(
         sharding={table.name: kinds[table.name] for table in tables},
         ranks=tuple(
@@ -49,8 +48,37 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
         shards=with_offsets(tables, shards),
         row_alignment=1,
     )
-    check_fits(tables, plan, sharding.memory_bytes)
+    if sharding.hosts_as_models and len(hosts) == 1:
+        raise PlanError(
+            "hosts: expected a table on at least one, the router would hold all: plan without --hosts-as-models, or "
+            "with less --router-memory"
+        )
+    check_fits(tables, plan, limits)
     return plan
+
+
+def _placement(tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sharding: Sharding) -> Placement:
+    if sharding.plan is not None:
+        return read_plan(Path(sharding.plan))
+    hosts = [rank // sharding.local_ranks for rank in range(sharding.ranks)]
+    if not sharding.hosts_as_models:
+        return hosts, *_plan_ranks(tables, readers, sharding)
+    own = router_tables(tables, readers, sharding)
+    router = sharding.ranks
+    kinds, shards = _plan_ranks([table for table in tables if table.name not in own], readers, sharding)
+    for table in tables:
+        if table.name in own:
+            kinds[table.name], shards[table.name] = ShardingType.TABLE_WISE, [whole_shard(table, router)]
+    return [*hosts, ROUTER], kinds, shards
+
+
+def _limits(placement: Placement, sharding: Sharding) -> list[int | None]:
+    """What each rank of the plan of `placement` can hold: of ranks, hosts and routers that somebody limits."""
+    ranks, memory_bytes = placement[0], sharding.memory_bytes
+    if not sharding.hosts_as_models:
+        return [memory_bytes] * len(ranks)
+    hosts = hosts_of(placement)[1:]
+    return [sharding.own_bytes, *(None if memory_bytes is None else memory_bytes * ranks.count(h) for h in hosts)]
 
 
 def _weights_file(rank: int, host: int, sharding: Sharding) -> str | None:
@@ -58,23 +86,24 @@ def _weights_file(rank: int, host: int, sharding: Sharding) -> str | None:
     return None if sharding.hosts_as_models and host != ROUTER else f"weights.{rank}.bin"
 
 
-def _plan_one_rank(
-    tables: Sequence[Table], sharding: Sharding
+def _plan_ranks(
+    tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sharding: Sharding
 ) -> tuple[dict[str, ShardingType], dict[str, list[Shard]]]:
-    """Place every table whole on the only rank, whatever its sharding type: cutting buys nothing there."""
+    """Place tables on ranks. On the only rank every table is whole, whatever its type: cutting buys nothing there."""
+    if tables and sharding.ranks > 1:
+        return plan_by_torchrec(tables, readers, sharding)
     kinds = {table.name: configured_type(table, sharding) or ShardingType.TABLE_WISE for table in tables}
     return kinds, {table.name: [whole_shard(table, 0)] for table in tables}
 
 
-def _check_plan(
-    tables: Sequence[Table], kinds: Mapping[str, ShardingType], shards: Mapping[str, Sequence[Shard]], ranks: int
-) -> None:
+def _check_plan(tables: Sequence[Table], placement: Placement) -> None:
+    hosts, kinds, shards = placement
     names = {table.name for table in tables}
     if unknown := kinds.keys() - names:
         raise ConfigurationError(f"plan: table {min(unknown)!r}: the model has no such table")
     for table in tables:
         if table.name not in kinds:
             raise ConfigurationError(f"plan: table {table.name!r}: expected it in the plan, which has no such table")
-        wrong = tiling_error(kinds[table.name], table.rows, table.dim, shards[table.name], ranks)
+        wrong = tiling_error(kinds[table.name], table.rows, table.dim, shards[table.name], len(hosts))
         if wrong is not None:
             raise ConfigurationError(f"plan: table {table.name!r} ({table.rows} × {table.dim}): {wrong}")

@@ -3,28 +3,44 @@
 from collections.abc import Sequence
 
 from export.errors import PlanError
+from serving.bundle.hosts import ROUTER
 from serving.bundle.plan import Plan
 from serving.bundle.tables import Table
 
 
-def check_fits(tables: Sequence[Table], plan: Plan, memory_bytes: int | None) -> None:
-    """Refuse a plan in which a rank holds more than `memory_bytes`, unless that is None.
+def check_fits(tables: Sequence[Table], plan: Plan, limits: Sequence[int | None]) -> None:
+    """Refuse a plan in which a rank holds more than it can.
+
+    Args:
+        tables: the tables.
+        plan: their plan.
+        limits: what each rank can hold, in bytes; None where nothing limits it.
 
     Raises:
-        PlanError: naming the rank, by how many bytes it is too full, and the largest table there.
+        PlanError: naming the rank, host or router, by how many bytes it is too full, and the largest table there.
     """
-    if memory_bytes is None:
-        return
     by_name = {table.name: table for table in tables}
-    for rank in range(len(plan.ranks)):
+    for rank, limit in enumerate(limits):
         here = [(by_name[each.table].shard_bytes(each), each.table) for each in plan.shards if each.rank == rank]
         total = sum(size for size, _ in here)
-        if total > memory_bytes:
+        if limit is not None and total > limit:
             size, name = max(here)
+            who, what_to_do = _named(plan, rank)
             raise PlanError(
-                f"rank {rank} would hold {total:,} bytes, {total - memory_bytes:,} more than its {memory_bytes:,}: "
-                f"its largest shard is {size:,} bytes of table {name!r}: give more --memory-per-rank or --ranks"
+                f"{who} would hold {total:,} bytes, {total - limit:,} more than its {limit:,}: "
+                f"its largest shard is {size:,} bytes of table {name!r}: give {what_to_do}"
             )
+
+
+def _named(plan: Plan, rank: int) -> tuple[str, str]:
+    """What people call a rank, and what it needs to hold more."""
+    more = "more --memory-per-rank or --ranks"
+    if all(each.weights_file is not None for each in plan.ranks):
+        return f"rank {rank}", more
+    host = plan.ranks[rank].host
+    return (
+        ("the router", "more --router-memory, or cut tables over hosts") if host == ROUTER else (f"host {host}", more)
+    )
 
 
 def overflow_of(pieces: Sequence[tuple[int, str]], ranks: int, memory_bytes: int) -> str | None:

@@ -4,21 +4,18 @@ The report as JSON is also a plan file (`export.plan.file`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
-from rich.filesize import decimal
 
+from export.plan.notes import plan_notes
 from export.plan.sharding import Sharding
-from export.plan.traffic import shard_traffic
+from export.plan.traffic import HostTraffic, host_traffic, shard_traffic, sums_pattern
+from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Manifest
-from serving.bundle.plan import Block, Shard, ShardingType
+from serving.bundle.plan import Block, Rank, Shard, ShardingType
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import Table
-
-# A note is made where ranks hold more than this many times the tables' bytes. It names so many tables.
-_COPIES_NOTED = 1.1
-_TABLES_NAMED = 3
 
 
 class ShardReport(msgspec.Struct, frozen=True):
@@ -45,10 +42,12 @@ class RankReport(msgspec.Struct, frozen=True):
     """What a rank holds, and what a request moves.
 
     Attributes:
-        host: the number of its host.
+        host: the number of its host; −1 for a router's own rank.
         bytes: stored bytes.
+        memory_bytes: what it can hold; None where nobody said.
         share: its part of all ranks' bytes.
-        bytes_in: the ids, lengths and weights that a request sends it, for ids spread evenly over rows.
+        bytes_in: the ids, lengths and weights that a request sends it, for ids spread evenly over rows. With hosts as
+            models, this and `bytes_out` travel over the network; nothing travels to the router's own rank.
         bytes_out: the FP32 sums that it answers with.
         shards: how many it holds.
         tables: its stored bytes by table.
@@ -56,11 +55,31 @@ class RankReport(msgspec.Struct, frozen=True):
 
     host: int
     bytes: int
+    memory_bytes: int | None
     share: float
     bytes_in: int
     bytes_out: int
     shards: int
     tables: dict[str, int]
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """What a request moves between the router and a host for one table.
+
+    Attributes:
+        host: the number of the host.
+        table: the table's name.
+        pattern: how the sums of the table come together, in TorchRec's words: reduce-scatter where its rows are cut
+            over hosts, all-to-all where each host answers whole columns.
+        to_host_bytes: ids, lengths and weights.
+        to_router_bytes: partial sums.
+    """
+
+    host: int
+    table: str
+    pattern: str
+    to_host_bytes: int
+    to_router_bytes: int
 
 
 class PlanReport(msgspec.Struct, frozen=True):
@@ -72,9 +91,12 @@ class PlanReport(msgspec.Struct, frozen=True):
         table_bytes: stored bytes of all tables, each counted once.
         memory_bytes: what a rank can hold; None where nothing limits it.
         memory_assumed: nobody set `memory_bytes`; it is an equal part of this machine's memory.
+        router_bytes: what the router's own rank can hold; None where nothing limits it, or there is no router.
+        router_assumed: nobody set `router_bytes`.
         notes: what a person would not expect, a sentence each.
         ranks: the ranks, by number.
         tables: the tables, by name.
+        transfers: with hosts as models, what a request moves; empty otherwise. What the router holds is not in it.
     """
 
     batch_size: int
@@ -82,26 +104,53 @@ class PlanReport(msgspec.Struct, frozen=True):
     table_bytes: int
     memory_bytes: int | None
     memory_assumed: bool
+    router_bytes: int | None
+    router_assumed: bool
     notes: list[str]
     ranks: list[RankReport]
     tables: dict[str, TableReport]
+    transfers: list[Transfer]
+
+    @property
+    def names(self) -> list[str]:
+        """What people call each rank: "router" and "host 0" with hosts as models, else its number."""
+        if not self.transfers:
+            return [str(number) for number in range(len(self.ranks))]
+        return ["router" if rank.host == ROUTER else f"host {rank.host}" for rank in self.ranks]
 
 
 def report_plan(manifest: Manifest, sharding: Sharding) -> PlanReport:
-    """Add up the plan of `manifest`, for requests as `sharding` expects them."""
+    """Add up the plan of `manifest`, for requests as `sharding` expects them.
+
+    Raises:
+        ConfigurationError: the captured requests of `sharding.traffic` cannot be used.
+    """
+    sharding = sharding.measured(manifest.features)
+    traffic = host_traffic(manifest, sharding, sharding.batch_size)
     shards = manifest.plan.shards_by_table
     tables = {table.name: _table_report(manifest, table, shards[table.name]) for table in manifest.tables}
-    stored = {table.name: table.rows * table.row_bytes for table in manifest.tables}
-    assumed = sharding.memory_bytes is None and sharding.ranks > 1
     return PlanReport(
         batch_size=sharding.batch_size,
         bytes=sum(table.bytes for table in tables.values()),
-        table_bytes=sum(stored.values()),
-        memory_bytes=sharding.rank_bytes if assumed else sharding.memory_bytes,
-        memory_assumed=assumed,
-        notes=list(_notes(tables, stored, sharding, assumed=assumed)),
-        ranks=_rank_reports(manifest, tables, sharding),
+        table_bytes=sum(table.rows * table.row_bytes for table in manifest.tables),
+        memory_bytes=sharding.rank_bytes if sharding.memory_assumed else sharding.memory_bytes,
+        memory_assumed=sharding.memory_assumed,
+        router_bytes=sharding.own_bytes if sharding.hosts_as_models else None,
+        router_assumed=sharding.router_assumed,
+        notes=list(plan_notes(manifest, sharding)),
+        ranks=_rank_reports(manifest, tables, sharding, traffic),
         tables=tables,
+        transfers=[
+            Transfer(
+                host=host,
+                table=table,
+                pattern=sums_pattern(shards[table]),
+                to_host_bytes=round(there.to_host[table]),
+                to_router_bytes=round(there.to_router[table]),
+            )
+            for host, there in traffic.items()
+            for table in there.to_host
+        ],
     )
 
 
@@ -120,12 +169,11 @@ def _table_report(manifest: Manifest, table: Table, placed: Iterable[Shard]) -> 
     )
 
 
-def _rank_reports(manifest: Manifest, tables: Mapping[str, TableReport], sharding: Sharding) -> list[RankReport]:
+def _rank_reports(
+    manifest: Manifest, tables: Mapping[str, TableReport], sharding: Sharding, traffic: Mapping[int, HostTraffic]
+) -> list[RankReport]:
     total = sum(table.bytes for table in tables.values())
-    bytes_in, bytes_out = [0.0] * len(manifest.plan.ranks), [0.0] * len(manifest.plan.ranks)
-    for shard, sent, answered in shard_traffic(manifest, sharding, sharding.batch_size):
-        bytes_in[shard.rank] += sent
-        bytes_out[shard.rank] += answered
+    moved = _moved(manifest, sharding, traffic)
     reports = []
     for number, rank in enumerate(manifest.plan.ranks):
         here = [(name, shard.bytes) for name, t in tables.items() for shard in t.shards if shard.rank == number]
@@ -136,9 +184,10 @@ def _rank_reports(manifest: Manifest, tables: Mapping[str, TableReport], shardin
             RankReport(
                 host=rank.host,
                 bytes=held.total(),
+                memory_bytes=_memory(rank, sharding),
                 share=held.total() / total,
-                bytes_in=round(bytes_in[number]),
-                bytes_out=round(bytes_out[number]),
+                bytes_in=round(moved[number][0]),
+                bytes_out=round(moved[number][1]),
                 shards=len(here),
                 tables=dict(held),
             )
@@ -146,31 +195,25 @@ def _rank_reports(manifest: Manifest, tables: Mapping[str, TableReport], shardin
     return reports
 
 
-def _notes(
-    tables: Mapping[str, TableReport], stored: Mapping[str, int], sharding: Sharding, *, assumed: bool
-) -> Iterator[str]:
-    """What a person would not expect: bytes that are stored several times, and a limit that nobody set.
+def _moved(manifest: Manifest, sharding: Sharding, traffic: Mapping[int, HostTraffic]) -> list[tuple[float, float]]:
+    """The bytes that a request moves to and from each rank."""
+    ranks = manifest.plan.ranks
+    if traffic:
+        nothing = HostTraffic({}, {})
+        there = [traffic.get(rank.host, nothing) for rank in ranks]
+        return [(sum(each.to_host.values()), sum(each.to_router.values())) for each in there]
+    moved = [(0.0, 0.0)] * len(ranks)
+    for shard, sent, answered in shard_traffic(manifest, sharding, sharding.batch_size):
+        before = moved[shard.rank]
+        moved[shard.rank] = before[0] + sent, before[1] + answered
+    return moved
 
-    Args:
-        tables: the tables with all their copies.
-        stored: the bytes of one copy of each table.
-        sharding: what was asked of the planner.
-        assumed: whether nobody set the memory of a rank.
-    """
-    total, once = sum(table.bytes for table in tables.values()), sum(stored.values())
-    if total > _COPIES_NOTED * once:
-        more = sorted(tables, key=lambda name: stored[name] - tables[name].bytes)
-        named = ", ".join(
-            f"{name!r} ({tables[name].sharding_type.value}) {decimal(tables[name].bytes - stored[name])}"
-            for name in more[:_TABLES_NAMED]
-            if tables[name].bytes > stored[name]
-        )
-        yield (
-            f"ranks hold {decimal(total)} for {decimal(once)} of tables, {total / once:.1f} times as much; most "
-            f"of it for {named}: a smaller --memory-per-rank, or --sharding, has fewer copies"
-        )
-    if assumed:
-        yield (
-            f"a rank was taken to hold {decimal(sharding.rank_bytes)}, 1/{sharding.ranks} of this machine's memory: "
-            "--memory-per-rank says what yours can"
-        )
+
+def _memory(rank: Rank, sharding: Sharding) -> int | None:
+    """What a rank can hold, as far as somebody said. In an explicit plan, the ranks of a host are not known here."""
+    if not sharding.hosts_as_models:
+        return sharding.memory_bytes
+    if rank.host == ROUTER:
+        return sharding.router_bytes
+    known = sharding.memory_bytes is not None and sharding.plan is None
+    return sharding.memory_bytes * sharding.local_ranks if known else None  # type: ignore[operator]

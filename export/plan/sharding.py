@@ -1,22 +1,27 @@
 """What a person asks of the planner: ranks, and how tables are placed on them."""
 
+import glob
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from export.patterns import check_patterns, last_match
+from export.plan.captured_pooling import captured_pooling
 from export.plan.machine_memory import memory_here
 from export.sizes import MOST_BYTES
 from serving.arguments import check_arguments
 from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
+from serving.bundle.tables import Feature
 from serving.errors import ConfigurationError
 
 AUTO = "auto"
 AUTO_SIMPLE = "auto-simple"
 CHOICES = (AUTO, AUTO_SIMPLE, *(kind.value for kind in ShardingType))
+# What a router's own rank can hold where nobody says. It is the same on every machine: hosts are others.
+ROUTER_BYTES = 1_000_000_000
 # Constraints that constrain nothing.
 _OPEN = ParameterConstraints()
 
@@ -37,11 +42,14 @@ class Sharding:
         ranks_per_host: ranks of each host; None puts all on one host.
         memory_bytes: what a rank can hold. Where None, several ranks have equal parts of `machine_bytes`. One rank,
             or an explicit plan, then has no limit: what does not fit is read from disk.
-        machine_bytes: memory that all ranks share. By default it is this machine's, or what its control group allows.
+        machine_bytes: memory that all ranks share; with `hosts_as_models`, those of one host. By default it is this
+            machine's, or what its control group allows.
         types: `auto` (TorchRec's planner chooses), `auto-simple` (see `row_wise_over`), or a sharding type of
             TorchRec.
         constraints: TorchRec's own constraints, by a table's name. The other settings fill in what they leave open.
-        pooling_factors: average number of ids in a bag.
+        pooling_factors: average number of ids in a bag; or a list, one for each feature that reads the table.
+        traffic: a file of captured requests (`serving.request.captured`). The pooling factors of tables that
+            `pooling_factors` leaves out are measured in it.
         min_partition: least width of a block of columns. Where None, TorchRec's planner decides for `auto`; a table
             that is cut by columns gets a block for each rank, or for each host under grid_shard.
         batch_size: samples in a request.
@@ -49,9 +57,12 @@ class Sharding:
         column_wise_over: `auto-simple` cuts another table with more columns than this column-wise. It leaves all
             other tables whole.
         plan: a JSON file with an explicit plan, as `tbe-export plan --json` prints it. Beside it, only memory_bytes,
-            pooling_factors, batch_size and hosts_as_models may be set.
+            pooling_factors, traffic, batch_size, hosts_as_models and router_bytes may be set.
         hosts_as_models: each host answers as a model of its own, `<name>-host-<number>`, from any machine. The model
             itself becomes a router, which asks them.
+        router_bytes: with `hosts_as_models`, what the router's own rank can hold. `auto` fills it with small and hot
+            tables. Where None, this is `ROUTER_BYTES`; an explicit plan then has no limit.
+        network_bytes_per_s: what the network between hosts carries, each way. TorchRec's figure where None.
 
     Raises:
         ConfigurationError: a value cannot be used.
@@ -63,13 +74,16 @@ class Sharding:
     machine_bytes: int = _between(1, MOST_BYTES, default_factory=memory_here)
     types: Mapping[str, str] = field(default_factory=dict)
     constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
-    pooling_factors: Mapping[str, float] = field(default_factory=dict)
+    pooling_factors: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
+    traffic: Path | str | None = None
     min_partition: Mapping[str, int] = field(default_factory=dict)
     batch_size: int = _between(1, 2**31 - 1, default=512)
     row_wise_over: int = _between(0, MOST_BYTES, default=1_000_000)
     column_wise_over: int = _between(0, MOST_BYTES, default=256)
     plan: Path | str | None = None
     hosts_as_models: bool = False
+    router_bytes: int | None = _between(0, MOST_BYTES, default=None)
+    network_bytes_per_s: int | None = _between(1, MOST_BYTES, default=None)
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -91,15 +105,18 @@ class Sharding:
                 raise ConfigurationError(
                     f"min_partition {pattern!r}: expected a multiple of {COLUMN_MULTIPLE} columns, got {width}"
                 )
-        for pattern, factor in self.pooling_factors.items():
-            if not 0 <= factor < 1e6:
-                raise ConfigurationError(
-                    f"pooling_factors {pattern!r}: expected >= 0 and below 1000000, got {factor}"
-                )
+        for pattern, factors in self.pooling_factors.items():
+            for factor in [factors] if isinstance(factors, int | float) else factors:
+                if not 0 <= factor < 1e6:
+                    raise ConfigurationError(
+                        f"pooling_factors {pattern!r}: expected >= 0 and below 1000000, got {factor}"
+                    )
         if self.plan is not None and (self.ranks > 1 or self.types or self.constraints or self.min_partition):
             raise ConfigurationError(
                 "plan: expected no ranks, types, constraints or min_partition beside it: the plan file says them"
             )
+        if self.router_bytes is not None and not self.hosts_as_models:
+            raise ConfigurationError("router_memory: expected hosts_as_models with it: only then there is a router")
 
     @property
     def local_ranks(self) -> int:
@@ -107,9 +124,29 @@ class Sharding:
         return self.ranks_per_host or self.ranks
 
     @property
+    def machine_ranks(self) -> int:
+        """Ranks that share `machine_bytes`."""
+        return self.local_ranks if self.hosts_as_models else self.ranks
+
+    @property
     def rank_bytes(self) -> int:
         """What a rank can hold, where there are several."""
-        return self.memory_bytes or max(1, self.machine_bytes // self.ranks)
+        return self.memory_bytes or max(1, self.machine_bytes // self.machine_ranks)
+
+    @property
+    def own_bytes(self) -> int | None:
+        """What a router's own rank can hold; None where nothing limits it."""
+        return ROUTER_BYTES if self.router_assumed else self.router_bytes
+
+    @property
+    def memory_assumed(self) -> bool:
+        """Whether nobody said what a rank can hold, and it is taken to be its part of `machine_bytes`."""
+        return self.memory_bytes is None and self.ranks > 1
+
+    @property
+    def router_assumed(self) -> bool:
+        """Whether nobody said what the router's own rank can hold, and it is taken to be `ROUTER_BYTES`."""
+        return self.hosts_as_models and self.router_bytes is None and self.plan is None
 
     @property
     def hosts(self) -> int:
@@ -118,8 +155,28 @@ class Sharding:
 
     def pooling_factors_of(self, table: str, readers: int) -> list[float]:
         """The average number of ids in a bag, for each of the `readers` features that read `table`."""
-        given = self.constraints.get(table, _OPEN).pooling_factors
-        return [last_match(self.pooling_factors, table, 1.0)] * readers if given == _OPEN.pooling_factors else given
+        given: list[float] = self.constraints.get(table, _OPEN).pooling_factors
+        if given != _OPEN.pooling_factors:
+            return given
+        factors = last_match(self.pooling_factors, table, 1.0)
+        return [factors] * readers if isinstance(factors, int | float) else list(factors)
+
+    def measured(self, features: Sequence[Feature]) -> "Sharding":
+        """The same, with the pooling factors of `traffic` in place of it. What `pooling_factors` says counts more.
+
+        Args:
+            features: of the model.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or none of its requests is one to this model.
+        """
+        if self.traffic is None:
+            return self
+        by_feature = captured_pooling(Path(self.traffic), features)
+        by_table: dict[str, list[float]] = {}
+        for feature in features:
+            by_table.setdefault(glob.escape(feature.table), []).append(by_feature[feature.name])
+        return replace(self, traffic=None, pooling_factors=by_table | dict(self.pooling_factors))
 
     def check_tables(self, readers: Mapping[str, Sequence[str]]) -> None:
         """Refuse settings that do not fit the tables.

@@ -15,6 +15,7 @@ from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import (
+    HardwareConfig,
     KernelConfig,
     PlannerError,
     ShardEstimator,
@@ -61,7 +62,7 @@ def plan_by_torchrec(
     # A table's name may have dots, which names of modules may not: the planner gets other names.
     by_name = {f"t{number}": table for number, table in enumerate(tables)}
     module = _meta_module(by_name, readers)
-    sharder = _StoredSharder(by_name)
+    sharder = _StoredSharder(by_name, copies=not sharding.hosts_as_models)
     with quiet():
         planner, enumerator = _planner(by_name, readers, sharding)
         try:
@@ -134,6 +135,13 @@ def _constraints(table: Table, readers: int, sharding: Sharding) -> ParameterCon
     )
 
 
+def allowed_types(table: Table, sharding: Sharding) -> list[str]:
+    """The sharding types that a person allows for `table`."""
+    given: list[str] | None = sharding.constraints.get(table.name, ParameterConstraints()).sharding_types
+    kind = configured_type(table, sharding)
+    return given or [each.value for each in ([kind] if kind else ShardingType)]
+
+
 def configured_type(table: Table, sharding: Sharding) -> ShardingType | None:
     """The sharding type that `sharding.types` sets for `table`; None where TorchRec's planner chooses."""
     choice = last_match(sharding.types, table.name, AUTO)
@@ -170,9 +178,13 @@ class _StoredSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Offers the planner stored tables under every sharding type.
 
     TorchRec's own quantized sharder offers only three types. This one is for planning: it never shards a module.
+
+    Args:
+        tables: the stored tables, by the planner's names.
+        copies: whether it offers data_parallel.
     """
 
-    def __init__(self, tables: Mapping[str, Table]) -> None:
+    def __init__(self, tables: Mapping[str, Table], *, copies: bool) -> None:
         codecs = QuantizedCommCodecs(forward=_Fp32(), backward=_Fp32())
         super().__init__(
             qcomm_codecs_registry={
@@ -181,6 +193,11 @@ class _StoredSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
             }
         )
         self._tables = tables
+        self._copies = copies
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        types: list[str] = super().sharding_types(compute_device_type)
+        return [each for each in types if self._copies or each != ShardingType.DATA_PARALLEL.value]
 
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:  # noqa: ARG002
         return {
@@ -208,7 +225,11 @@ def _topology(sharding: Sharding) -> Topology:
             local_world_size=sharding.local_ranks,
             hbm_cap_bytes=sharding.rank_bytes,
         ),
-        kernel_config=KernelConfig(compute_device="cuda"),
+        # Bytes in a millisecond. Within a host, TorchRec's figure.
+        hardware_config=HardwareConfig(
+            inter_host_bw=None if sharding.network_bytes_per_s is None else sharding.network_bytes_per_s / 1000
+        ),
+        kernel_config=KernelConfig(compute_device="cuda", use_hardware_based_bandwidth=True),
     )
 
 
@@ -227,7 +248,8 @@ def _why(
     if sharding.memory_bytes is not None:
         return why
     return (
-        f"{why}: a rank was taken to hold 1/{sharding.ranks} of this machine's {sharding.machine_bytes:,} bytes: "
+        f"{why}: a rank was taken to hold 1/{sharding.machine_ranks} of this machine's {sharding.machine_bytes:,} "
+        "bytes: "
         "--memory-per-rank says what it can"
     )
 

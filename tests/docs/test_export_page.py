@@ -49,7 +49,8 @@ def fields(kind: Any) -> set[str]:
         # `constraints` are Python's, `machine_bytes` is measured, and a file says bytes with their unit.
         pytest.param(
             "[sharding]",
-            fields(Sharding) - {"constraints", "machine_bytes", "memory_bytes"} | {"memory_per_rank"},
+            fields(Sharding) - {"constraints", "machine_bytes", "memory_bytes", "router_bytes", "network_bytes_per_s"}
+            | {"memory_per_rank", "router_memory", "network_bandwidth"},
             id="sharding",
         ),
         pytest.param("[serving]", fields(ServingSettings), id="serving"),
@@ -61,7 +62,7 @@ def test_the_page_names_exactly_the_keys_that_are_taken(heading: str, keys: set[
 
 def test_the_example_has_every_key() -> None:
     example = tomllib.loads(EXAMPLE)
-    assert example.pop("sharding").keys() == documented("[sharding]") - {"plan"}
+    assert example.pop("sharding").keys() == documented("[sharding]") - {"plan", "traffic"}
     assert example.pop("serving").keys() == documented("[serving]")
     assert example.keys() == documented("The file itself")
 
@@ -83,6 +84,7 @@ def test_the_example_is_taken(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    # 8 ranks are on two hosts. `user` is cut over them, all else is in the router.
     assert [rank["host"] for rank in json.loads(done.stdout)["ranks"]] == [-1, 0, 1]
 
 

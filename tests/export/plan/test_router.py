@@ -1,0 +1,276 @@
+"""With hosts as models: what the router holds itself, what is left to hosts, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.planner import ParameterConstraints
+
+from export import ExportConfig, Sharding, WeightDtype
+from export.errors import PlanError
+from export.pipeline import plan_model
+from export.plan.report import PlanReport, report_plan
+from serving.bundle.hosts import ROUTER
+from serving.bundle.manifest import Manifest
+from serving.errors import ConfigurationError
+from tests.support.dlrm import IDS_OF_BAGS, dlrm_tables
+from tests.support.models import MIXED, Spec, collection
+
+# INT8: 20 kB, 200 kB, 2 MB. All save alike.
+SIZES = tuple(
+    Spec(name, rows, 16, "SUM", (f"{name}_id",)) for name, rows in (("s", 1000), ("m", 10_000), ("l", 100_000))
+)
+
+
+def planned(sharding: Sharding, module: EmbeddingBagCollection | None = None, **dtype: WeightDtype) -> Manifest:
+    return plan_model(module or collection(SIZES), ExportConfig(sharding=sharding, dtype=dtype))
+
+
+def hosts(**settings: Any) -> Sharding:
+    return Sharding(hosts_as_models=True, **({"ranks": 4, "ranks_per_host": 2, "memory_bytes": 1 << 30} | settings))
+
+
+def in_router(manifest: Manifest) -> set[str]:
+    return {shard.table for shard in manifest.plan.shards if shard.rank == 0}
+
+
+def names_of(manifest: Manifest) -> set[str]:
+    return {table.name for table in manifest.tables}
+
+
+def test_small_tables_are_in_the_router_and_hosts_hold_the_rest_without_a_file() -> None:
+    manifest = planned(hosts(router_bytes=300_000))
+    assert in_router(manifest) == {"s", "m"}
+    assert [(rank.host, rank.weights_file) for rank in manifest.plan.ranks] == [
+        (ROUTER, "weights.0.bin"),
+        *((host, None) for host in range(len(manifest.plan.ranks) - 1)),
+    ]
+    assert {shard.table for shard in manifest.plan.shards if shard.rank > 0} == {"l"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        pytest.param({}, {"s"}, id="small"),
+        # 100 times the bytes of `s`, and saves 4 · 2000 + 68 bytes of a sample where `s` saves 72.
+        pytest.param({"pooling_factors": {"l": 2000}}, {"l"}, id="hot"),
+        pytest.param({"pooling_factors": {"l": 1700}}, {"s"}, id="not hot enough"),
+    ],
+)
+def test_the_router_takes_what_saves_most_for_its_bytes(settings: Any, expected: set[str]) -> None:
+    """It can hold `l` alone or the other two; whoever is first leaves no room."""
+    manifest = planned(hosts(router_bytes=2_010_000, types={"m": "table_wise"}, **settings))
+    assert in_router(manifest) == expected
+
+
+def test_what_a_table_saves_is_counted_for_each_feature_and_column() -> None:
+    specs = (Spec("twice", 1000, 16, "SUM", ("a", "b")), Spec("once", 1000, 16, "SUM", ("c",)))
+    assert in_router(planned(hosts(router_bytes=20_100), collection(specs))) == {"twice"}
+
+
+def test_one_that_does_not_fit_leaves_room_for_the_next() -> None:
+    manifest = planned(hosts(router_bytes=250_000, pooling_factors={"l": 1e5}))
+    assert in_router(manifest) == {"s", "m"}
+
+
+def test_explicit_types_are_kept() -> None:
+    """`data_parallel` is in the router, all other types are on hosts, even if the router has room for them."""
+    manifest = planned(hosts(types={"s": "row_wise", "m": "data_parallel", "l": "table_wise"}))
+    assert in_router(manifest) == {"m"}
+    kinds = {table: kind.value for table, kind in manifest.plan.sharding.items()}
+    assert kinds == {"s": "row_wise", "m": "table_wise", "l": "table_wise"}
+    constraints = {
+        "s": ParameterConstraints(sharding_types=["data_parallel"]),
+        "m": ParameterConstraints(sharding_types=["row_wise", "data_parallel"]),
+        "l": ParameterConstraints(sharding_types=["row_wise", "table_wise"]),
+    }
+    assert in_router(planned(hosts(constraints=constraints))) == {"s", "m"}
+    assert in_router(planned(hosts(constraints=constraints, router_bytes=30_000))) == {"s"}
+
+
+def test_hosts_get_no_copies() -> None:
+    """TorchRec's planner would copy small tables to all ranks: they would end up in the router, beyond its memory."""
+    manifest = planned(hosts(router_bytes=0))
+    assert in_router(manifest) == set()
+    assert report_plan(manifest, hosts(router_bytes=0)).bytes <= 2.3e6
+
+
+def test_one_rank_on_one_host() -> None:
+    manifest = planned(hosts(ranks=1, ranks_per_host=None, router_bytes=30_000))
+    assert in_router(manifest) == {"s"}
+    assert {(shard.table, shard.rank) for shard in manifest.plan.shards} == {("s", 0), ("m", 1), ("l", 1)}
+
+
+def test_what_nobody_said_is_noted() -> None:
+    asked = hosts(memory_bytes=None, machine_bytes=8_000_000, types={"l": "row_wise"})
+    report = report_plan(planned(asked), asked)
+    assert (report.memory_bytes, report.memory_assumed) == (4_000_000, True)  # a host is a machine like this
+    assert (report.router_bytes, report.router_assumed) == (1_000_000_000, True)
+    assert report.notes == [
+        "a rank was taken to hold 4.0 MB, 1/2 of this machine's memory: --memory-per-rank says what yours can",
+        "the router was taken to hold 1.0 GB: --router-memory says what yours can",
+    ]
+    said = hosts(types={"l": "row_wise"}, router_bytes=10**6)
+    assert report_plan(planned(said), said).notes == []
+
+
+def test_a_host_that_would_hold_nothing_is_left_out_and_noted() -> None:
+    asked = hosts(ranks=8, types={"l": "table_wise"}, router_bytes=10**6)
+    report = report_plan(planned(asked), asked)
+    assert [rank.host for rank in report.ranks] == [ROUTER, 0]
+    assert report.notes == ["3 of 4 hosts would hold nothing: the plan has 1"]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "message"),
+    [
+        pytest.param(
+            hosts(),
+            "hosts: expected a table on at least one, the router would hold all: plan without --hosts-as-models, or "
+            "with less --router-memory",
+            id="all-in-the-router",
+        ),
+        pytest.param(
+            hosts(router_bytes=100_000, types={"m": "data_parallel"}),
+            "the router would hold 200,000 bytes, 100,000 more than its 100,000: its largest shard is 200,000 bytes of "
+            "table 'm': give more --router-memory, or cut tables over hosts",
+            id="data_parallel-that-does-not-fit",
+        ),
+        pytest.param(
+            hosts(router_bytes=0, ranks=1, ranks_per_host=None, memory_bytes=2_000_000),
+            "host 0 would hold 2,220,000 bytes, 220,000 more than its 2,000,000: its largest shard is 2,000,000 bytes of "
+            "table 'l': give more --memory-per-rank or --ranks",
+            id="a-host",
+        ),
+        pytest.param(
+            hosts(router_bytes=0, types={"*": "table_wise"}, memory_bytes=1_500_000),
+            "table 'l': a shard of it takes 2,000,000 bytes, 500,000 more than any of 4 ranks has left of its 1,500,000: "
+            "all tables take 2,220,160 bytes: give more --memory-per-rank or --ranks, allow types that cut smaller, or "
+            "store narrower dtypes",
+            id="a-rank",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(sharding: Sharding, message: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        planned(sharding)
+    assert str(refused.value) == message
+
+
+def test_a_router_s_memory_without_a_router_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="router_memory: expected hosts_as_models with it"):
+        Sharding(router_bytes=1000)
+
+
+def as_file(tmp_path: Path, report: Any) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_bytes(msgspec.json.encode(report))
+    return path
+
+
+def cut_everywhere() -> tuple[Sharding, Manifest]:
+    types = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "word": "table_row_wise"}
+    asked = hosts(types=types)
+    return asked, planned(asked, collection(MIXED))
+
+
+def placed(manifest: Manifest) -> Any:
+    return [rank.host for rank in manifest.plan.ranks], manifest.plan.sharding, manifest.plan.shards
+
+
+@pytest.mark.parametrize("as_models", [True, False])
+def test_a_router_s_plan_can_be_fed_back(tmp_path: Path, as_models: bool) -> None:
+    """As the same plan, or as the same in one process."""
+    asked, before = cut_everywhere()
+    path = as_file(tmp_path, report_plan(before, asked))
+    after = planned(Sharding(plan=path, hosts_as_models=as_models), collection(MIXED))
+    assert placed(after) == placed(before)
+    files = [rank.weights_file for rank in after.plan.ranks]
+    assert files == (["weights.0.bin", None, None] if as_models else [f"weights.{rank}.bin" for rank in range(3)])
+    assert bool(report_plan(after, Sharding(plan=path, hosts_as_models=as_models)).transfers) == as_models
+
+
+def explicit(tmp_path: Path, ranks: list[int], shards: list[tuple[int, list[int]]], **settings: Any) -> Manifest:
+    """The plan of a table `t` of 100 rows, cut by rows."""
+    plan = {
+        "ranks": [{"host": host} for host in ranks],
+        "tables": {
+            "t": {
+                "sharding_type": "row_wise",
+                "shards": [{"rank": rank, "rows": rows, "columns": [0, 16]} for rank, rows in shards],
+            }
+        },
+    }
+    sharding = Sharding(plan=as_file(tmp_path, plan), hosts_as_models=True, **settings)
+    return planned(sharding, collection((Spec("t", 100, 16, "SUM", ("a",)),)))
+
+
+def test_a_written_plan_names_the_router_s_ranks(tmp_path: Path) -> None:
+    manifest = explicit(tmp_path, [5, ROUTER, 2], [(0, [0, 40]), (1, [40, 60]), (2, [60, 100])])
+    assert [(manifest.plan.ranks[each.rank].host, each.rows) for each in manifest.plan.shards] == [
+        (1, (0, 40)),
+        (ROUTER, (40, 60)),
+        (0, (60, 100)),
+    ]
+
+
+def test_without_a_rank_of_its_own_the_router_is_empty(tmp_path: Path) -> None:
+    manifest = explicit(tmp_path, [0, 1], [(0, [0, 40]), (1, [40, 100])], router_bytes=0)
+    assert [rank.host for rank in manifest.plan.ranks] == [ROUTER, 0, 1]
+    assert in_router(manifest) == set()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "settings", "error", "message"),
+    [
+        pytest.param(
+            [0, -2], [(0, [0, 40]), (1, [40, 100])], {}, ConfigurationError,
+            "plan.json: ranks: rank 1: expected a host >= 0, or -1 for the router, got -2", id="no-such-host",
+        ),
+        pytest.param(
+            [0, 1], [(0, [0, 40]), (2, [40, 100])], {}, ConfigurationError, "no rank 2: expected one of 2", id="no-such-rank"
+        ),
+        pytest.param(
+            [0, 1], [(0, [0, 40]), (1, [50, 100])], {}, ConfigurationError, "look at row 40", id="a-gap"
+        ),
+        pytest.param(
+            [ROUTER], [(0, [0, 100])], {}, PlanError, "hosts: expected a table on at least one", id="no-host"
+        ),
+        pytest.param(
+            [ROUTER, 0], [(0, [0, 40]), (1, [40, 100])], {"router_bytes": 700}, PlanError,
+            "the router would hold 800 bytes, 100 more than its 700", id="router-full",
+        ),
+        pytest.param(
+            [0, 0, 1], [(0, [0, 40]), (1, [40, 80]), (2, [80, 100])], {"memory_bytes": 700}, PlanError,
+            "host 0 would hold 1,600 bytes, 200 more than its 1,400", id="two-ranks-of-a-host-full",
+        ),
+    ],
+)  # fmt: skip
+def test_a_written_plan_that_cannot_be_is_refused_by_name(
+    tmp_path: Path, ranks: Any, shards: Any, settings: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        explicit(tmp_path, ranks, shards, **settings)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "router_bytes", "tables", "stored"),
+    [
+        pytest.param(WeightDtype.INT8, 300_000_000, 20, 147_395_424, id="int8, 300 MB"),
+        pytest.param(WeightDtype.INT8, 600_000_000, 21, 552_365_616, id="int8, 600 MB"),
+        pytest.param(WeightDtype.INT4, 300_000_000, 21, 284_551_984, id="int4, 300 MB"),
+    ],
+)
+def test_of_dlrm_s_tables_few_are_on_hosts(dtype: WeightDtype, router_bytes: int, tables: int, stored: int) -> None:
+    """MLPerf's DLRM-v2: five tables of 40 M rows are what needs four hosts."""
+    asked = hosts(ranks_per_host=1, memory_bytes=16 * 10**9, router_bytes=router_bytes, pooling_factors=IDS_OF_BAGS)
+    manifest = planned(asked, dlrm_tables(), **{"*": dtype})
+    report: PlanReport = report_plan(manifest, asked)
+    assert len(in_router(manifest)) == tables
+    assert report.ranks[0].bytes == stored
+    assert len(report.ranks) == 5
+    assert {each.table for each in report.transfers} == names_of(manifest) - in_router(manifest)
+    assert json.loads(msgspec.json.encode(report))["ranks"][0]["host"] == ROUTER
