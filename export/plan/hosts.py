@@ -5,6 +5,8 @@ On CPU a host is one rank. The router's own rank comes first. It takes the table
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from export.plan.layout import whole_shard
 from serving.bundle.hosts import ROUTER
 from serving.bundle.plan import Block, Shard, ShardingType
@@ -37,6 +39,22 @@ def fold_hosts(tables: Sequence[Table], placement: Placement) -> Placement:
             rank_of = {(each.rows, each.columns): hosts.index(host_of[each.rank]) for each in shards[table.name]}
             new_shards[table.name] = _joined(table.name, rank_of)
     return list(range(ROUTER, len(hosts) + ROUTER)), new_kinds, new_shards
+
+
+def side_by_side(shards: Sequence[Shard]) -> list[Shard]:
+    """The shards of a table, those of one shape dealt out anew, so that those of a host are neighbours.
+
+    Each rank holds as many bytes as before. TorchRec's planner deals blocks of columns to hosts in turn: each host
+    would be sent the same ids several times.
+    """
+    ranks: dict[tuple[int, int], list[int]] = {}
+    for each in sorted(shards, key=lambda shard: shard.rank):
+        ranks.setdefault((each.height, each.width), []).append(each.rank)
+    dealt = {shape: iter(each) for shape, each in ranks.items()}
+    return [
+        msgspec.structs.replace(each, rank=next(dealt[each.height, each.width]))
+        for each in sorted(shards, key=lambda shard: (shard.columns, shard.rows))
+    ]
 
 
 def hosts_of(placement: Placement) -> list[int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from export.errors import PlanError
 from export.plan.file import read_plan
-from export.plan.hosts import Placement, fold_hosts, hosts_of
+from export.plan.hosts import Placement, fold_hosts, hosts_of, side_by_side
 from export.plan.layout import whole_shard, with_offsets
 from export.plan.rank_memory import check_fits
 from export.plan.router import router_tables
@@ -66,6 +66,7 @@ def _placement(tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sh
     own = router_tables(tables, readers, sharding)
     router = sharding.ranks
     kinds, shards = _plan_ranks([table for table in tables if table.name not in own], readers, sharding)
+    shards = {name: side_by_side(pieces) for name, pieces in shards.items()}
     for table in tables:
         if table.name in own:
             kinds[table.name], shards[table.name] = ShardingType.TABLE_WISE, [whole_shard(table, router)]

@@ -55,6 +55,38 @@ def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path) -> None:
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
 
 
+def test_a_router_s_plan_says_who_sends_what_to_whom(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    arguments = (
+        *PLAN, "--hosts-as-models", "--router-memory", "11kB", "--memory-per-rank", "1MB", "--network-bandwidth", "10Gb/s",
+        "--sharding", "word=row_wise", "--sharding", "item=column_wise", "--batch-size", "100", "--pooling-factor", "word=20",
+    )  # fmt: skip
+    done = tbe_export(*arguments, "--picture", str(picture))
+    assert done.exit_code == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["genre", "20", "×", "8", "INT8", "table_wise", "1", "240", "B", "router"] in lines
+    assert ["word", "1,000", "×", "24", "INT8", "row_wise", "2", "14.0", "kB", "hosts", "0–1"] in lines
+    # 100 · 20 ids of 4 bytes, 100 lengths of 4 bytes for each host; 100 · 24 sums of 4 bytes from each.
+    assert ["word", "0–1", "reduce-scatter", "8.8", "kB", "19.2", "kB"] in lines
+    # All ids of both features go to both hosts, half the columns come from each.
+    assert ["item", "0–1", "all-to-all", "3.2", "kB", "25.6", "kB"] in lines
+    assert ["2", "in", "the", "router", "–", "–", "nothing", "nothing"] in lines
+    assert ["all", "12.0", "kB", "44.8", "kB"] in lines
+    assert ["router", "2", "10.2", "kB", "20.4%", "0", "B", "0", "B"] in lines
+    assert any(line[:2] == ["host", "1"] and line[-4:] == ["6.0", "kB", "22.4", "kB"] for line in lines)
+    assert max(len(line.rstrip()) for line in done.stdout.splitlines() if not line.startswith("drawn ")) <= 80
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(tbe_export(*arguments, "--json").stdout)
+    assert [(rank["host"], rank["memory_bytes"]) for rank in report["ranks"]] == [
+        (-1, 11_000),
+        (0, 2_000_000),
+        (1, 2_000_000),
+    ]
+    assert {(each["host"], each["table"]) for each in report["transfers"]} == {
+        (host, table) for host in (0, 1) for table in ("word", "item")
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -62,6 +94,10 @@ def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path) -> None:
         pytest.param(["--memory-per-rank", "1 parsec"], "--memory-per-rank: expected a size such as 16GB", id="size"),
         pytest.param(["--sharding", "rowwise"], "--sharding '*': expected one of auto, auto-simple, data_parallel", id="type"),
         pytest.param(["--ranks", "4", "--ranks-per-host", "3"], "--ranks-per-host: expected a divisor of 4 ranks", id="hosts"),
+        pytest.param(["--router-memory", "1GB"], "--router-memory: expected hosts_as_models with it", id="no router"),
+        pytest.param(["--hosts-as-models"], "hosts: expected a table on at least one, the router would hold all", id="no hosts"),
+        pytest.param(["--network-bandwidth", "10G"], "--network-bandwidth: expected a bandwidth such as 10Gb/s", id="bandwidth"),
+        pytest.param(["--traffic", "nowhere.jsonl"], "--traffic nowhere.jsonl: cannot be read", id="no traffic"),
         pytest.param(["--picture", "plan.xyz"], "--picture plan.xyz: Format 'xyz' is not supported", id="picture"),
         pytest.param(["--config", "nowhere.toml"], "--config nowhere.toml: cannot be read", id="no file"),
     ],

@@ -1,5 +1,6 @@
 """A plan over ranks, folded: one rank for each host, behind the router's own."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from export.plan.hosts import Placement, fold_hosts, hosts_of
+from export.plan.hosts import Placement, fold_hosts, hosts_of, side_by_side
 from serving.bundle.hosts import ROUTER
 from serving.bundle.plan import Block, Shard, ShardingType, tiling_error
 from serving.bundle.rows import WeightDtype
@@ -153,6 +154,29 @@ def test_a_host_that_holds_nothing_is_left_out() -> None:
     placement = placed([0, 1, 7], ShardingType.ROW_WISE, shards)
     assert hosts_of(placement) == [ROUTER, 0, 7]
     assert folded(placement) == ([ROUTER, 0, 1], [(0, (0, 50), WIDE), (1, (50, 100), WIDE)])
+
+
+@pytest.mark.parametrize(
+    ("shards", "ranks"),
+    [
+        pytest.param([(0, ALL, FOURTHS[0]), (2, ALL, FOURTHS[1]), (1, ALL, FOURTHS[2]), (3, ALL, FOURTHS[3])], [0, 1, 2, 3], id="columns"),
+        pytest.param([(2, ALL, (0, 8)), (0, ALL, (8, 12)), (1, ALL, (12, 16))], [2, 0, 1], id="a-wider-block-stays"),
+        pytest.param([(1, (0, 60), WIDE), (0, (60, 100), WIDE)], [1, 0], id="rows-of-two-sizes-stay"),
+        pytest.param(
+            [(0, (0, 50), (0, 8)), (1, (50, 100), (0, 8)), (0, (0, 50), (8, 16)), (1, (50, 100), (8, 16))],
+            [0, 0, 1, 1],
+            id="a-grid",
+        ),
+    ],
+)  # fmt: skip
+def test_blocks_are_dealt_anew_so_that_those_of_a_rank_are_neighbours(shards: Any, ranks: list[int]) -> None:
+    """By columns, then rows. Each rank has as many blocks of a shape as before."""
+    before = placed(TWO_HOSTS, ShardingType.GRID_SHARD, shards)[2]["t"]
+    after = side_by_side(before)
+    assert [each.rank for each in after] == ranks
+    assert {(each.rows, each.columns) for each in after} == {(each.rows, each.columns) for each in before}
+    shapes = [Counter((each.rank, each.height, each.width) for each in shards) for shards in (before, after)]
+    assert shapes[0] == shapes[1]
 
 
 def _blocks(draw: st.DrawFn, size: int, step: int) -> list[Block]:

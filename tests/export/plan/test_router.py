@@ -1,10 +1,12 @@
 """With hosts as models: what the router holds itself, what is left to hosts, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.planner import ParameterConstraints
@@ -15,9 +17,12 @@ from export.pipeline import plan_model
 from export.plan.report import PlanReport, report_plan
 from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Manifest
+from serving.engine import Engine
 from serving.errors import ConfigurationError
+from serving.request.captured import CapturedRequest
 from tests.support.dlrm import IDS_OF_BAGS, dlrm_tables
-from tests.support.models import MIXED, Spec, collection
+from tests.support.models import MIXED, Spec, collection, random_bags
+from tests.support.sharded import sharded
 
 # INT8: 20 kB, 200 kB, 2 MB. All save alike.
 SIZES = tuple(
@@ -274,3 +279,37 @@ def test_of_dlrm_s_tables_few_are_on_hosts(dtype: WeightDtype, router_bytes: int
     assert len(report.ranks) == 5
     assert {each.table for each in report.transfers} == names_of(manifest) - in_router(manifest)
     assert json.loads(msgspec.json.encode(report))["ranks"][0]["host"] == ROUTER
+
+
+def test_a_table_is_cut_over_hosts_where_the_network_is_fast() -> None:
+    """A host has two ranks. Between them nothing travels over the network."""
+    module = collection((Spec("t", 100_000, 64, "SUM", ("a",)),))
+
+    def kind(network_bytes_per_s: int | None) -> str:
+        asked = hosts(router_bytes=0, pooling_factors={"t": 100}, network_bytes_per_s=network_bytes_per_s)
+        return planned(asked, module).plan.sharding["t"].value
+
+    assert [kind(10**9), kind(None), kind(10**11)] == ["table_row_wise", "table_row_wise", "row_wise"]
+
+
+def test_hot_tables_are_found_in_captured_requests(tmp_path: Path) -> None:
+    lengths = [1, 1, 3000]
+    line = CapturedRequest(at="", why="slow: 9 ms", values=[0] * sum(lengths), lengths=lengths)
+    (tmp_path / "m.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+    asked = hosts(router_bytes=2_010_000, types={"m": "table_wise"})
+    assert in_router(planned(asked)) == {"s"}
+    assert in_router(planned(replace(asked, traffic=tmp_path / "m.jsonl"))) == {"l"}
+
+
+@pytest.mark.parametrize("router", [True, False], ids=["with-tables-in-the-router", "nothing-in-the-router"])
+def test_a_router_s_plan_answers_in_one_process(tmp_path: Path, one_rank: Engine, router: bool) -> None:
+    asked, manifest = cut_everywhere()
+    if not router:
+        asked = hosts(types={"user": "row_wise", "item": "column_wise"}, router_bytes=0)
+        manifest = planned(asked, collection(MIXED))
+    path = as_file(tmp_path, report_plan(manifest, asked))
+    engine = sharded(tmp_path, Sharding(plan=path))
+    assert bool(in_router(engine.bundle.manifest)) == router
+    bags = random_bags(np.random.default_rng(3), MIXED, 50)
+    for feature, rows in engine.lookup(bags).items():
+        np.testing.assert_allclose(rows, one_rank.lookup(bags)[feature], rtol=1e-5, atol=1e-5)
