@@ -2,7 +2,6 @@
 
 import msgspec
 
-from export.errors import PlanError
 from serving.bundle.hosts import FIRST_WEIGHTS, Part, host_model
 from serving.bundle.manifest import HOSTS_FORMAT_VERSION, Manifest
 from serving.bundle.plan import Plan, Rank, ShardingType
@@ -21,14 +20,9 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
         rank: the host's rank.
         name: the router's model.
         sums_dtype: dtype of the partial sums that the host answers with.
-
-    Raises:
-        PlanError: the host would hold nothing.
     """
     host = router.plan.ranks[rank].host
     segments = segments_by_rank(router)[rank]
-    if not segments:
-        raise PlanError(f"host {host} would hold no table: give fewer --ranks, or less --router-memory")
     tables = {table.name: table for table in router.tables}
     names = {segment.shard: segment.table for segment in segments}
     return Manifest(

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import export.hosts.export
 from export import ExportConfig, Sharding, complete_hosts, export_hosts, export_model
 from export.__main__ import app
-from export.errors import PlanError, PublishError
+from export.errors import PublishError
 from export.trained.checkpoint import Checkpoint, module_weights
 from export.trained.tables import TrainedTable, collect_tables
 from serving.bundle.hosts import ROUTER, IdDtype
@@ -270,18 +270,6 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
         done = runner.invoke(app, ["model", *common, f"--only-hosts={wrong}"])
         assert done.exit_code != 0
         assert "--only-hosts" in done.output
-
-
-def test_a_host_without_a_table_is_refused_by_number(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.json"
-    whole = [{"rank": 1, "rows": [0, spec.rows], "columns": [0, spec.dim]} for spec in MIXED]
-    tables = {
-        spec.name: {"sharding_type": "table_wise", "shards": [shard]}
-        for spec, shard in zip(MIXED, whole, strict=True)
-    }
-    plan.write_text(json.dumps({"ranks": [{"host": -1}, {"host": 0}, {"host": 1}], "tables": tables}))
-    with pytest.raises(PlanError, match="host 1 would hold no table"):
-        export_model(mixed(), tmp_path / "r", MODEL, ExportConfig(sharding=Sharding(plan=plan, hosts_as_models=True)))
 
 
 def test_an_engine_over_published_files_answers_for_every_host(tmp_path: Path, router: Path) -> None:
