@@ -10,6 +10,7 @@ import torch
 
 from export.errors import ModelError
 from export.parity.answers import answer_probe
+from export.parity.copies import differing_copies
 from export.rows.tally import Tally
 from export.trained.checkpoint import Checkpoint, blocks
 from export.trained.tables import TrainedTable
@@ -45,7 +46,7 @@ def verify_bundle(
     weights: Checkpoint | None = None,
     trusted: TrustedKeys | None = None,
 ) -> Verification:
-    """Read every byte of a bundle, and answer a probe by numpy, uncompiled, compiled and in a fresh process.
+    """Read every byte of a bundle, compare its copies, and answer a probe: by numpy, uncompiled, compiled, reloaded.
 
     Args:
         path: the bundle, <model>/<version>.
@@ -67,7 +68,7 @@ def verify_bundle(
         quantized = _compare_rows(bundle, trained, weights)
     limits = {parity.table: parity.limit for parity in manifest.parity}
     answers = answer_probe(path, manifest, load_program(bundle))
-    failures = answers.refusals(manifest)
+    failures = [*answers.refusals(manifest), *differing_copies(path, manifest)]
     failures += [
         f"table {name!r}: row {agreement.worst_row} differs by {agreement.largest:.3g} from the weights given, "
         f"expected at most {limits[name]:.3g}: is this what it was exported from?"

@@ -1,5 +1,6 @@
 """`tbe-export verify`."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -32,6 +33,23 @@ def test_verify_reads_every_byte_and_asks_every_table(mixed: Path, tmp_path: Pat
     done = tbe_export("verify", str(copy))
     assert done.exit_code == 1
     assert "weights.0.bin: expected SHA-256" in done.stderr
+
+
+def test_verify_compares_the_copies_of_a_table(repository: Path, tmp_path: Path) -> None:
+    """Digests agree with each of them, and only one answers."""
+    bundle = Path(shutil.copytree(repository / "sharded" / "1", tmp_path / "1"))
+    assert tbe_export("verify", str(bundle)).exit_code == 0
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (copy,) = [each for each in manifest["plan"]["shards"] if (each["table"], each["rank"]) == ("genre", 2)]
+    content = bytearray((bundle / "weights.2.bin").read_bytes())
+    content[copy["offset_bytes"] + 7 * 2 * 8] ^= 1  # FP16 of dim 8: row 7
+    (bundle / "weights.2.bin").write_bytes(content)
+    manifest["files"]["weights.2.bin"]["sha256"] = hashlib.sha256(content).hexdigest()
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    done = tbe_export("verify", str(bundle))
+    assert done.exit_code == 1
+    assert "table 'genre': row 7 of its copy on rank 2 differs from that on rank 0" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_verify_takes_a_model_for_the_version_it_is_to_serve(mixed: Path, tmp_path: Path) -> None:
