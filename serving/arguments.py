@@ -50,7 +50,7 @@ def _kinds(config: Any) -> dict[str, Any]:
 
 def _misfits(where: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each part of `value` that does not fit: where it is, the part itself, and the type that was expected there."""
-    if isinstance(value, Mapping) and get_origin(kind) is Mapping:
+    if isinstance(value, Mapping) and _is_of_mappings(kind):
         of_key, of_value = get_args(kind)
         for key, each in value.items():
             yield from _misfits(f"{where} {key!r}", key, of_key)
@@ -69,10 +69,14 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, kind)
     if origin is Callable:
         return callable(value)
-    if origin is Mapping:
-        return isinstance(value, Mapping) and not any(_misfits("", value, kind))
+    if _is_of_mappings(kind):
+        return isinstance(value, origin) and not any(_misfits("", value, kind))
     # A string is a sequence of strings; nobody means that.
     return isinstance(value, origin) and not isinstance(value, str) and all(_fits(each, parts[0]) for each in value)
+
+
+def _is_of_mappings(kind: Any) -> bool:
+    return isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping)
 
 
 def _words(kind: Any) -> str:

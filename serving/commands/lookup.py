@@ -10,7 +10,7 @@ from rich.table import Table
 
 from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, ServingError
 from serving.request.encoding import Features
 from serving.terminal.program import out
 
@@ -29,15 +29,17 @@ def lookup(
     """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
 
     Instead of a list of bags, a feature may have {"values": [...], "lengths": [...], "weights": [...]}.
-    A line that cannot be answered is reported, and the others are answered. Then the exit code is 1.
+    A line that cannot be answered is reported, and the others are answered. Then the exit code is 1. Nothing is
+    looked up if the server or the model cannot be reached at all.
     """
     refused = False
     where = "" if file is sys.stdin.buffer else f"{file.name}: "
     with LookupClient(url, model, timeout_s, tls=tls()) as client:
+        client.info()
         for number, line in enumerate(file, start=1):
             try:
                 answer = client.lookup(_request(line))
-            except InvalidRequest as error:
+            except ServingError as error:
                 refused = True
                 say(f"{where}line {number}: {error}")
             else:

@@ -27,7 +27,7 @@ def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
         trusted: one of these keys must have signed the file as that model's. Where None, no signature is needed.
 
     Raises:
-        ConfigurationError: the file is missing, or cannot be parsed.
+        ConfigurationError: the file is missing, cannot be parsed, or holds a setting that cannot be used; names it.
         BundleError: none of the keys signed it.
     """
     path = model / CONFIG
@@ -41,9 +41,11 @@ def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
     else:
         content = trusted.read_signed(path, Path(os.path.abspath(model)).name)
     try:
-        return text_format.Parse(content.decode(), model_config_pb2.ModelConfig())
-    except (text_format.ParseError, UnicodeDecodeError, RecursionError) as error:
+        config = text_format.Parse(content.decode(), model_config_pb2.ModelConfig())
+        settings_of(config)
+    except (text_format.ParseError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
+    return config
 
 
 def write_config(model: Path, config: Any) -> bytes:
@@ -74,7 +76,7 @@ def settings_of(config: Any) -> ServingSettings:
     queue = config.dynamic_batching.default_queue_policy
     versions = config.version_policy.specific.versions
     held_by_fields: dict[str, Any] = {
-        "instances": sum(group.count for group in config.instance_group) or 1,
+        "instances": sum(group.count or 1 for group in config.instance_group) or 1,
         "queue_requests": queue.max_queue_size,
         "queue_timeout_ms": queue.default_timeout_microseconds // 1000,
         "version": versions[0] if versions else None,
@@ -85,7 +87,7 @@ def settings_of(config: Any) -> ServingSettings:
 def apply_settings(config: Any, settings: ServingSettings) -> None:
     """Write `settings` into a ModelConfig. Everything else in it stays."""
     config.max_batch_size = LARGEST_HANDOVER
-    config.instance_group[0].count = settings.instances
+    _apply_instances(config, settings.instances)
     config.dynamic_batching.ClearField("default_queue_policy")
     if settings.queue_requests or settings.queue_timeout_ms:
         queue = config.dynamic_batching.default_queue_policy
@@ -96,6 +98,13 @@ def apply_settings(config: Any, settings: ServingSettings) -> None:
     if settings.version is not None:
         config.version_policy.specific.versions.append(settings.version)
     _apply_parameters(config, settings)
+
+
+def _apply_instances(config: Any, instances: int) -> None:
+    """Have one group of instances, which is the first of those that are there."""
+    groups = config.instance_group or [config.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)]
+    groups[0].count = instances
+    del config.instance_group[1:]
 
 
 def _apply_parameters(config: Any, settings: ServingSettings) -> None:

@@ -129,6 +129,11 @@ def test_an_argument_of_another_type_is_refused_by_name(
         (lambda: ServingSettings(version="3"), "version: expected int | None, got '3'"),  # type: ignore[arg-type]
         (lambda: check_timeout("1"), "timeout_s: expected float, got '1'"),  # type: ignore[arg-type]
         (lambda: control(key=b"secret"), "key: expected str | None, got bytes"),
+        (lambda: check_argument("a", {"b": 5}, dict[str, str]), "a 'b': expected str, got 5"),
+        (
+            lambda: check_argument("a", {"b": 5}, dict[str, str] | None),
+            "a: expected dict[str, str] | None, got {'b': 5}",
+        ),
         (lambda: check_argument("a", "x" * 1000, int), "a: expected int, got 'xxxxxxxxxxxx...xxxxxxxxxxxxx'"),
     ],
 )

@@ -32,6 +32,31 @@ def test_what_can_be_set_can_be_unset(setting: str, value: str, repository: Path
     assert not (model / "warm_up.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        pytest.param('parameters { key: "max_call_ids" value { string_value: "many" } }', "max_call_ids: expected a number, got 'many'", id="parameter"),
+        pytest.param("instance_group { count: -1 }", "instances: expected 1 to 2147483647, got ", id="field"),
+        pytest.param("nonsense", "", id="no config"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [(), ("--instances", "2")], ids=["shown", "changed"])
+def test_a_config_that_cannot_be_used_is_named(
+    added: str, said: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.pbtxt").write_text(f'name: "m"\n{added}\n')
+    done = CliRunner().invoke(app, ["configure", str(tmp_path), *options])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"tbe-serve: {tmp_path}/config.pbtxt: {said}")
+
+
+def test_a_config_without_instances_is_configured(tmp_path: Path) -> None:
+    (tmp_path / "config.pbtxt").write_text('name: "m"\n')
+    done = CliRunner().invoke(app, ["configure", str(tmp_path), "--instances", "3", "--json"])
+    assert (done.exit_code, json.loads(done.stdout)["instances"]) == (0, 3)
+    assert "KIND_CPU" in (tmp_path / "config.pbtxt").read_text()
+
+
 def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Path) -> None:
     bundle = exported(tmp_path, queue_requests=7)
     model = str(bundle.parent)

@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import grpc
 import numpy as np
+import pytest
 from typer.testing import CliRunner
 
 from serving.__main__ import app
 from serving.engine import Engine
 from serving.server import Server
+from tests.support.fake_server import Fake, serving
 from tests.support.servers import tbe_serve
 
 
@@ -52,9 +56,35 @@ def test_lookup_without_a_server_says_so() -> None:
 
 
 def test_lines_that_are_no_text_are_reported_and_the_others_answered() -> None:
-    lines = b'\xff\n{"a": [[' + b"9" * 5000 + b']]}\n{"a": {"values": [1], "lengths": [1], "weights": ["x"]}}\n'
-    done = CliRunner().invoke(app, ["lookup", "m", "--url", "127.0.0.1:1"], input=lines)
+    lines = (
+        b'\xff\n{"x": [['
+        + b"9" * 5000
+        + b']]}\n{"x": {"values": [1], "lengths": [1], "weights": ["x"]}}\n{"x": [[1]]}\n'
+    )
+    with serving(Fake()) as address:
+        done = CliRunner().invoke(app, ["lookup", "m", "--url", address], input=lines)
     said = done.stderr.splitlines()
     assert [line.partition(": expected")[0] for line in said[:2]] == ["tbe-serve: line 1", "tbe-serve: line 2"]
-    assert "connections to all backends failing" in said[2]
-    assert len(said) == 3
+    assert said[2].startswith("tbe-serve: line 3: feature 'x': expected numbers as weights")
+    assert (len(said), done.exit_code) == (3, 1)
+    assert json.loads(done.stdout) == {"x": [[1.0, 1.0]]}
+
+
+@pytest.mark.parametrize(
+    "code", ["INTERNAL", "UNKNOWN", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "UNAVAILABLE"]
+)
+def test_a_line_that_the_server_does_not_answer_is_one_line(code: str) -> None:
+    fake = Fake()
+
+    def fail(context: Any) -> None:
+        asked, _, _ = fake.calls[-1]
+        if asked.raw_input_contents[0] == np.int64(2).tobytes():
+            context.abort(grpc.StatusCode[code], "no")
+
+    fake.fail = fail
+    with serving(fake) as address:
+        lines = "".join(f'{{"x": [[{id_}]]}}\n' for id_ in (1, 2, 3))
+        done = CliRunner().invoke(app, ["lookup", "m", "--url", address, "--timeout-s", "20"], input=lines)
+    assert (done.exit_code, len(done.stdout.splitlines())) == (1, 2)
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("tbe-serve: line 2: ")

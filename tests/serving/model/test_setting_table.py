@@ -123,6 +123,22 @@ def test_a_parameter_by_name_that_cannot_be_read_is_refused(text: str) -> None:
         settings_of(config)
 
 
+@pytest.mark.parametrize(
+    ("groups", "before"),
+    [
+        pytest.param("", 1, id="none"),
+        pytest.param("instance_group { kind: KIND_CPU }", 1, id="no count"),
+        pytest.param("instance_group { count: 2 kind: KIND_CPU } instance_group { count: 3 kind: KIND_CPU }", 5, id="two"),
+    ],
+)  # fmt: skip
+def test_instances_are_those_of_all_groups_and_become_one_group(groups: str, before: int) -> None:
+    """Somebody else's config.pbtxt may have any; Triton takes one instance where it says nothing."""
+    config = text_format.Parse(groups, model_config_pb2.ModelConfig())
+    assert settings_of(config).instances == before
+    apply_settings(config, ServingSettings(instances=4))
+    assert [(group.count, group.kind) for group in config.instance_group] == [(4, 2)]  # KIND_CPU
+
+
 @pytest.mark.parametrize(("name", "text"), [("max_call_ids", "many"), ("verify_weights", "True")])
 def test_a_parameter_that_cannot_be_read_is_refused_by_name(name: str, text: str) -> None:
     config = old_config()
