@@ -95,4 +95,8 @@ def plan_model(
         ModelError, ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
     trained = collect_tables(module).tables
+    if checkpoint is not None:  # it has to hold the tables, even where the plan needs no row
+        weights = open_weights(module, trained, checkpoint)
+        for table in trained:
+            weights.check(table)
     return describe(trained, config, lambda: open_weights(module, trained, checkpoint), progress)

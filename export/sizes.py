@@ -1,7 +1,7 @@
 """Numbers of bytes, as people write and read them."""
 
-import math
 import re
+from fractions import Fraction
 
 from rich.filesize import decimal
 
@@ -27,10 +27,13 @@ def size_bytes(setting: str, text: str | int, least: int = 1) -> int:
     Raises:
         ConfigurationError: the text is no size, or a size below `least` or above MOST_BYTES.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", str(text).strip())
-    size = float(match[1]) * _UNITS.get(match[2].lower(), math.nan) if match else math.nan
+    match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([A-Za-z]*)", str(text).strip())
+    # Exact: as a float, 2^60 + 1 is 2^60.
+    size = Fraction(match[1]) * _UNITS.get(match[2].lower(), 0) if match else 0
     if not least <= size <= MOST_BYTES:
-        raise ConfigurationError(f"{setting}: expected a size such as 16GB or 16GiB, got {str(text)!r}")
+        raise ConfigurationError(
+            f"{setting}: expected a size such as 16GB or 16GiB, at most {MOST_BYTES} bytes, got {str(text)!r}"
+        )
     return int(size)
 
 
@@ -44,9 +47,9 @@ def bytes_per_s(setting: str, text: str | int) -> int:
     Raises:
         ConfigurationError: the text is no such number, or below 1 byte or above MOST_BYTES a second.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:([kKmMgGtT]?i?)([bB])/s)?", str(text).strip())
-    unit = _UNITS.get(f"{match[2] or ''}b".lower(), math.nan) / (8 if match[3] == "b" else 1) if match else math.nan
-    size = float(match[1]) * unit if match else math.nan
+    match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?(?:([kKmMgGtT]?i?)([bB])/s)?", str(text).strip())
+    bits = Fraction(match[1]) * _UNITS.get(f"{match[2] or ''}b".lower(), 0) * 8 if match else Fraction(0)
+    size = bits / 64 if match and match[3] == "b" else bits / 8
     if not 1 <= size <= MOST_BYTES:
         raise ConfigurationError(f"{setting}: expected a bandwidth such as 10Gb/s or 1.25GB/s, got {str(text)!r}")
     return int(size)

@@ -13,7 +13,7 @@ from export.commands.options import parsed_by_table
 from export.commands.progress import progress_bar
 from export.commands.settings import by_table
 from export.commands.tables_file import read_tables
-from export.commands.values import real, weight_dtype
+from export.commands.values import weight_dtype
 from export.compare.make_study import make_study
 from export.compare.options import STRATEGIES, StudyOptions
 from export.compare.page import findings, write_report
@@ -26,6 +26,7 @@ from export.trained.tables import collect_tables
 from serving.errors import ConfigurationError
 from serving.files.strict import as_text
 from serving.terminal import program
+from serving.terminal.numbers import real
 
 
 def compare(

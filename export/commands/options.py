@@ -12,11 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from export.commands.values import id_policy, integer, output_dtype, real, weight_dtype
+from export.commands.values import id_policy, output_dtype, weight_dtype
 from export.sizes import bytes_per_s, size_bytes
 from serving.bundle.plan import ShardingType
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import OutputDtype
+from serving.terminal.numbers import integer, real
 
 # In the file: one value for all tables, or values by table. Numbers may be written as text.
 ByTable = str | int | float | dict[str, str | int | float]

@@ -22,7 +22,6 @@ The command line comes after the file. Where both set the same key of the same t
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,10 +31,10 @@ import typer
 from export.commands.options import OPTIONS, ByTable
 from export.commands.toml_file import read_toml
 from export.config import ExportConfig
-from export.plan.sharding import Sharding
+from export.plan.sharding import Sharding, check_beside_plan
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
-from serving.terminal.options import by_name, shared_options
+from serving.terminal.options import by_name, shared_options, with_options
 
 # Values as typed or written, by an option's name; None where not set. The key "serving" has that table of the file.
 Settings = Mapping[str, Any]
@@ -90,6 +89,8 @@ def export_config(settings: Settings) -> ExportConfig:
     for option in OPTIONS:
         if (value := settings.get(option.name)) is not None:
             fields[option.section][option.field or option.name] = option.value_of(value)
+    if "plan" in fields["sharding"]:
+        check_beside_plan(fields["sharding"])
     serving = settings.get("serving")
     return ExportConfig(
         **fields[""],
@@ -111,24 +112,37 @@ def _read_options(*, config: Path | None, **typed: Any) -> ExportConfig:
     for option in OPTIONS:
         if option.each:
             typed[option.name] = by_table(typed[option.name])
-    return export_config(typed if config is None else merge_settings(read_settings(config), typed))
+    if config is None:
+        return export_config(typed)
+    written = read_settings(config)
+    try:
+        return export_config(merge_settings(written, typed))
+    except ConfigurationError as error:
+        # If the file alone, or one key of it, is refused with the same words, then it is the file that is wrong.
+        if str(error) in map(_refusal, [written, *({name: value} for name, value in written.items())]):
+            raise ConfigurationError(f"{config}: {error}") from error
+        raise
 
 
-# typer reads options from a function's signature: this one is made of OPTIONS.
-_read_options.__annotations__ = {
-    "config": Annotated[
-        Path | None, typer.Option(help="A TOML file with these settings. Options given beside it override it.")
-    ],
-    **{option.name: option.terminal_type for option in OPTIONS},
+def _refusal(settings: Settings) -> str | None:
+    """Why settings are refused; None: they are not."""
+    try:
+        export_config(settings)
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "config": (
+        Annotated[
+            Path | None, typer.Option(help="A TOML file with these settings. Options given beside it override it.")
+        ],
+        None,
+    ),
+    **{option.name: (option.terminal_type, None) for option in OPTIONS},
 }
-_read_options.__signature__ = Signature(  # type: ignore[attr-defined]
-    [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in _read_options.__annotations__.items()
-    ]
-)
-
 # Gives a command these options. In their place it gets `config()`, which makes an ExportConfig of them, or raises
 # ConfigurationError.
-takes_settings = shared_options("config", _read_options)
+takes_settings = shared_options("config", with_options(_read_options, _OPTIONS))
 Config = Callable[[], ExportConfig]

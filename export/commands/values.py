@@ -1,14 +1,13 @@
 """Values as people write them: int8, default_row:0, 20. Every error names the setting that the value is for."""
 
-from collections.abc import Callable
 from enum import Enum
 from typing import TypeVar
 
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
+from serving.terminal.numbers import integer
 
-T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
 
 
@@ -45,34 +44,9 @@ def id_policy(setting: str, text: str) -> IdPolicy | DefaultRow:
         raise ConfigurationError(f"{setting}: expected error, zero or default_row:ROW, got {text!r}") from error
 
 
-def integer(setting: str, text: str) -> int:
-    """A whole number.
-
-    Raises:
-        ConfigurationError: the text is no whole number.
-    """
-    return _number(setting, int, text)
-
-
-def real(setting: str, text: str) -> float:
-    """A number; it may be infinite or NaN.
-
-    Raises:
-        ConfigurationError: the text is no number.
-    """
-    return _number(setting, float, text)
-
-
 def _member(setting: str, kind: type[E], text: str) -> E:
     try:
         return kind(text.upper())
     except ValueError as error:
         names = ", ".join(str(member.value).lower() for member in kind)
         raise ConfigurationError(f"{setting}: expected one of {names}, got {text.lower()!r}") from error
-
-
-def _number(setting: str, kind: Callable[[str], T], text: str) -> T:
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{setting}: expected a number, got {text!r}") from error

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Shard, ShardingType
 from serving.bundle.tables import Table
+from serving.bundle.weights import weights_path
 
 _BLOCK_BYTES = 16 << 20
 
@@ -37,7 +38,7 @@ def differing_copies(directory: Path, manifest: Manifest) -> Iterator[str]:
 
 def _rows(directory: Path, manifest: Manifest, table: Table, shard: Shard) -> npt.NDArray[np.uint8]:
     """The bytes of a whole copy, uint8 [rows, row bytes], mapped."""
-    file = directory / manifest.plan.ranks[shard.rank].weights_file
+    file = weights_path(directory, manifest, shard.rank)
     return np.memmap(file, np.uint8, mode="r", offset=shard.offset_bytes, shape=(table.rows, table.row_bytes))
 
 

@@ -1,7 +1,7 @@
 """What a person asks of the planner: ranks, and how tables are placed on them."""
 
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,16 @@ AUTO_SIMPLE = "auto-simple"
 CHOICES = (AUTO, AUTO_SIMPLE, *(kind.value for kind in ShardingType))
 # What a router's own rank can hold where nobody says. It is the same on every machine: hosts are others.
 ROUTER_BYTES = 1_000_000_000
+# What an explicit plan says itself.
+_SAID_BY_A_PLAN = (
+    "ranks",
+    "ranks_per_host",
+    "types",
+    "constraints",
+    "min_partition",
+    "row_wise_over",
+    "column_wise_over",
+)
 # Constraints that constrain nothing.
 _OPEN = ParameterConstraints()
 
@@ -111,10 +121,9 @@ class Sharding:
                     raise ConfigurationError(
                         f"pooling_factors {pattern!r}: expected >= 0 and below 1000000, got {factor}"
                     )
-        if self.plan is not None and (self.ranks > 1 or self.types or self.constraints or self.min_partition):
-            raise ConfigurationError(
-                "plan: expected no ranks, types, constraints or min_partition beside it: the plan file says them"
-            )
+        if self.plan is not None:
+            default = Sharding()
+            check_beside_plan([name for name in _SAID_BY_A_PLAN if getattr(self, name) != getattr(default, name)])
         if self.router_bytes is not None and not self.hosts_as_models:
             raise ConfigurationError("router_memory: expected hosts_as_models with it: only then there is a router")
 
@@ -197,3 +206,16 @@ class Sharding:
                     f"constraints {table!r}: expected pooling_factors for its {len(features)} features "
                     f"({', '.join(features)}), got {len(factors)}"
                 )
+
+
+def check_beside_plan(given: Container[str]) -> None:
+    """Refuse settings beside an explicit plan that says them itself.
+
+    Args:
+        given: names of fields of Sharding that somebody set, perhaps to their defaults.
+
+    Raises:
+        ConfigurationError: naming them.
+    """
+    if said := [name for name in _SAID_BY_A_PLAN if name in given]:
+        raise ConfigurationError(f"plan: expected no {', '.join(said)} beside it: the plan file says that")

@@ -4,7 +4,7 @@ import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from serving.bundle.opening import versions
 from serving.bundle.signature import read_signing_key, sign, signature_of
-from serving.commands.settings import changes, takes_settings
+from serving.commands.settings import ChangesOf, takes_settings
 from serving.errors import ConfigurationError
 from serving.files.reading import open_file, read_file
 from serving.files.replacing import replacing
@@ -26,7 +26,7 @@ from serving.terminal.program import out
 @takes_settings
 def configure(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
-    *,
+    changes: ChangesOf,
     warm_up: Annotated[
         Path | None, typer.Option(help="Captured requests to answer before the model is ready.")
     ] = None,
@@ -36,7 +36,6 @@ def configure(
         typer.Option(help="PEM file with an Ed25519 private key: sign the settings as shown, and the warm-up."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    **typed: Any,
 ) -> None:
     """Show how a model is served, or change it.
 
@@ -44,7 +43,7 @@ def configure(
     """
     config = read_config(model)
     before = settings_of(config)
-    changed = changes(typed, before)
+    changed = changes(before)
     key = None if signing_key is None else read_signing_key(signing_key)
     if "version" in changed:
         changed["version"] = _version(model, changed["version"])

@@ -15,6 +15,7 @@ from serving.client import ModelInfo
 from serving.commands.connection import say
 from serving.errors import BundleError, ConfigurationError
 from serving.request.tensors import Tensors
+from serving.terminal.numbers import real
 from serving.terminal.options import EVERY, as_given, by_name, shared_options
 
 _CLIENTS = (1, 8, 32)
@@ -163,8 +164,8 @@ def check_share(**shares: float) -> None:
 
 def _factor(name: str, text: str) -> float:
     try:
-        factor = float(text)
-    except ValueError:
+        factor = real("pooling_factor", text)
+    except ConfigurationError:
         factor = -1.0
     if not 0 <= factor < 1e6:
         raise ConfigurationError(

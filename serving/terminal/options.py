@@ -2,8 +2,10 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from serving.errors import ConfigurationError
 
 # The name of what was given without one.
 EVERY = "*"
@@ -11,6 +13,8 @@ EVERY = "*"
 
 def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give commands the options of `read`. A command gets a function that calls `read` with the values given.
+
+    What the command passes to that function itself comes before them.
 
     Args:
         name: the command's parameter that takes that function.
@@ -22,7 +26,7 @@ def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..
         @functools.wraps(command)
         def run(**given: Any) -> None:
             options = {option: given.pop(option) for option in shared}
-            command(**given, **{name: lambda: read(**options)})
+            command(**given, **{name: lambda *own: read(*own, **options)})
 
         own = [each for each in inspect.signature(command).parameters.values() if each.name != name]
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -32,6 +36,22 @@ def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..
         return run
 
     return decorate
+
+
+def with_options(read: Callable[..., Any], options: Mapping[str, tuple[Any, Any]]) -> Callable[..., Any]:
+    """Give `read`, which takes keywords, the options of a table: typer reads options from a function's signature.
+
+    Args:
+        options: by name, the annotation that typer makes an option of, and the default.
+    """
+    read.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
+    read.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in options.items()
+        ]
+    )
+    return read
 
 
 def by_name(given: Sequence[str] | None) -> dict[str, str]:
@@ -44,6 +64,21 @@ def by_name(given: Sequence[str] | None) -> dict[str, str]:
         name, _, text = each.rpartition("=")
         values.pop(name or EVERY, None)
         values[name or EVERY] = text
+    return values
+
+
+def named(option: str, given: Sequence[str] | None) -> dict[str, str]:
+    """Options of the form NAME=X, by name: ["0=a:8001"] gives {"0": "a:8001"}. X may hold "=".
+
+    Raises:
+        ConfigurationError: one has no name.
+    """
+    values: dict[str, str] = {}
+    for each in given or ():
+        name, equals, text = each.partition("=")
+        if not (name and equals):
+            raise ConfigurationError(f"{option}: expected NAME=X, got {each!r}")
+        values[name] = text
     return values
 
 

@@ -57,10 +57,17 @@ class Command(TyperCommand):
         ]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse what was typed. Refuses an empty path: it is an unset variable, not the working directory."""
-        typed, *_ = self.make_parser(ctx).parse_args(list(args))
+        """Parse what was typed.
+
+        Refuses an option that is given twice and counts once: the first would be dropped in silence. Refuses an empty
+        path: it is an unset variable, not the working directory.
+        """
+        typed, _, order = self.make_parser(ctx).parse_args(list(args))
         params: list[Any] = self.params
         for param in params:
+            is_single = param.param_type_name == "option" and not param.is_flag and not param.multiple
+            if is_single and order.count(param) > 1:
+                raise typer.BadParameter("expected it once, got it twice", ctx=ctx, param=param)
             if typed.get(param.name) == "" and param.type_descriptor.is_path:
                 raise typer.BadParameter("expected a path, got ''", ctx=ctx, param=param)
         return super().parse_args(ctx, args)

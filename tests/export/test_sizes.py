@@ -2,7 +2,7 @@
 
 import pytest
 
-from export.sizes import bytes_per_s, size_bytes
+from export.sizes import MOST_BYTES, bytes_per_s, size_bytes
 from serving.errors import ConfigurationError
 
 
@@ -34,3 +34,34 @@ def test_no_bytes_are_a_size_where_that_has_a_meaning() -> None:
     assert size_bytes("router_memory", "0", least=0) == 0
     with pytest.raises(ConfigurationError, match="memory_per_rank: expected a size"):
         size_bytes("memory_per_rank", "0")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", 1),
+        (1, 1),
+        ("16GB", 16 * 10**9),
+        ("16 gib", 16 << 30),
+        ("1.5k", 1500),
+        (" 2 MiB ", 2 << 20),
+        (str(1 << 60), 1 << 60),
+        (f"{1 << 20} TiB", 1 << 60),
+        (str((1 << 60) - 1), (1 << 60) - 1),
+    ],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert size_bytes("memory_per_rank", text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(str(MOST_BYTES + 1), MOST_BYTES + 1, f"{MOST_BYTES}.0001", "1048577TiB", "1153000 TB", "0", "0.9", "-1"),
+        *("1_0", "٣", "1e3", "nan", "inf", "1 parsec", "", "9" * 5000),
+    ],
+)
+def test_what_is_no_size_or_beyond_all_machines_is_refused(text: str | int) -> None:
+    expected = f"memory_per_rank: expected a size such as 16GB or 16GiB, at most {1 << 60} bytes, got '"
+    with pytest.raises(ConfigurationError, match=expected):
+        size_bytes("memory_per_rank", text)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.commands import PLAN, TRAINED, tbe_export
 
@@ -87,18 +88,61 @@ def test_a_router_s_plan_says_who_sends_what_to_whom(tmp_path: Path) -> None:
     }
 
 
+def test_a_checkpoint_of_other_tables_is_no_plan(tmp_path: Path) -> None:
+    torch.save({"embedding_bags.other.weight": torch.zeros(2, 4)}, tmp_path / "w.pt")
+    done = tbe_export(*PLAN, "--checkpoint", str(tmp_path / "w.pt"))
+    assert done.exit_code == 1
+    assert "table 'user': expected one key 'embedding_bags.user.weight', found embedding_bags.other" in done.stderr
+
+
+BESIDE = {
+    "--ranks": "1",
+    "--ranks-per-host": "1",
+    "--sharding": "auto",
+    "--min-partition": "4",
+    "--row-wise-over": "1000000",
+    "--column-wise-over": "256",
+}
+
+
+@pytest.mark.parametrize("option", BESIDE)
+@pytest.mark.parametrize("in_file", [False, True], ids=["typed", "in the file"])
+def test_beside_a_plan_nothing_is_set_that_it_says_itself(option: str, in_file: bool, tmp_path: Path) -> None:
+    """Not even to what is the default: somebody would take it to count."""
+    beside = [option, BESIDE[option]]
+    key = "types" if option == "--sharding" else option[2:].replace("-", "_")
+    if in_file:
+        (tmp_path / "export.toml").write_text(f"[sharding]\n{key} = {json.dumps(BESIDE[option])}\n".replace('"', ""))
+        if option == "--sharding":
+            (tmp_path / "export.toml").write_text('[sharding]\ntypes = "auto"\n')
+        beside = ["--config", str(tmp_path / "export.toml")]
+    done = tbe_export("plan", *TRAINED, "--plan", "plan.json", *beside)
+    assert done.exit_code == 1
+    assert done.stderr == f"tbe-export: --plan: expected no {key} beside it: the plan file says that\n"
+
+
+@pytest.mark.parametrize("option", ["--config", "--ranks", "--batch-size", "--picture"])
+def test_an_option_that_counts_once_is_not_given_twice(option: str) -> None:
+    done = tbe_export("plan", *TRAINED, option, "3", option, "4")
+    assert done.exit_code == 2
+    assert done.stderr == f"tbe-export: Invalid value for '{option}': expected it once, got it twice\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         pytest.param(["--memory-per-rank", "1kB"], "table 'word': a shard of it takes ", id="does not fit"),
         pytest.param(["--memory-per-rank", "1 parsec"], "--memory-per-rank: expected a size such as 16GB", id="size"),
         pytest.param(["--sharding", "rowwise"], "--sharding '*': expected one of auto, auto-simple, data_parallel", id="type"),
-        pytest.param(["--ranks", "4", "--ranks-per-host", "3"], "--ranks-per-host: expected a divisor of 4 ranks", id="hosts"),
         pytest.param(["--router-memory", "1GB"], "--router-memory: expected hosts_as_models with it", id="no router"),
         pytest.param(["--hosts-as-models"], "hosts: expected a table on at least one, the router would hold all", id="no hosts"),
         pytest.param(["--network-bandwidth", "10G"], "--network-bandwidth: expected a bandwidth such as 10Gb/s", id="bandwidth"),
         pytest.param(["--traffic", "nowhere.jsonl"], "--traffic nowhere.jsonl: cannot be read", id="no traffic"),
         pytest.param(["--picture", "plan.xyz"], "--picture plan.xyz: Format 'xyz' is not supported", id="picture"),
+        pytest.param(["--memory-per-rank", str((1 << 60) + 1)], "--memory-per-rank: expected a size such as 16GB", id="beyond"),
+        pytest.param(["--checkpoint", "nope"], "--checkpoint nope: expected a file, or a folder with", id="checkpoint"),
+        pytest.param(["--id-policy", "default_row:1_0"], "--id-policy: expected a whole number, got '1_0'", id="digits"),
+        pytest.param(["--pooling-factor", "1_0"], "--pooling-factor: expected a number, got '1_0'", id="number"),
         pytest.param(["--config", "nowhere.toml"], "--config nowhere.toml: cannot be read", id="no file"),
     ],
 )  # fmt: skip

@@ -59,6 +59,15 @@ def test_a_file_says_it_all_and_options_count_after_it(tmp_path: Path) -> None:
         ),
         pytest.param("dtype = ", "Invalid value (at end of document)", id="not TOML"),
         pytest.param('dtype = "int3"', "dtype: expected one of fp32", id="value"),
+        pytest.param(
+            'id_policy = { user = "default_row: 3" }', "id_policy: expected a whole number, got ' 3'", id="number"
+        ),
+        pytest.param(
+            "[sharding]\nmin_partition = { item = 6 }", "min_partition 'item': expected a multiple of 4", id="bound"
+        ),
+        pytest.param("[sharding]\nbatch_size = 0", "batch_size: expected 1 to ", id="range"),
+        pytest.param('[sharding]\nmemory_per_rank = "x"', "memory_per_rank: expected a size", id="size"),
+        pytest.param("[sharding]\nranks_per_host = 5\nbatch_size = 0", "batch_size: expected 1 to ", id="of two"),
         pytest.param("[serving]\ninstance = 2", "serving: unknown setting 'instance'", id="unknown setting"),
         pytest.param("[serving]\ninstances = 0", "serving: instances: expected", id="setting"),
     ],
@@ -68,6 +77,28 @@ def test_a_file_that_is_wrong_is_refused_by_key(tmp_path: Path, text: str, messa
     done = tbe_export(*PLAN, "--config", str(tmp_path / "export.toml"))
     assert done.exit_code == 1
     assert message in done.stderr
+    assert done.stderr.startswith(f"tbe-export: --config {tmp_path}/export.toml: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "message"),
+    [
+        pytest.param(
+            'dtype = "int4"', ["--dtype", "int3"], "--dtype: expected one of fp32", id="of the option alone"
+        ),
+        pytest.param("", ["--ranks-per-host", "3"], "--ranks-per-host: expected a divisor of 4", id="of two options"),
+        pytest.param(
+            "[sharding]\nranks_per_host = 3", [], "ranks_per_host: expected a divisor of 4 ranks", id="of both"
+        ),
+    ],
+)
+def test_what_is_typed_wrong_is_not_the_file_s_fault(
+    tmp_path: Path, text: str, option: list[str], message: str
+) -> None:
+    (tmp_path / "export.toml").write_text(text)
+    done = tbe_export("plan", *TRAINED, "--ranks", "4", "--config", str(tmp_path / "export.toml"), *option)
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"tbe-export: {message}")
 
 
 NUMBERS = ["-1", "0", "nan", "inf", "-inf", "1e400", f"{10**30}", "9" * 5000, '"nan"', '"inf"', '"x"', "true", "[]"]

@@ -22,6 +22,11 @@ from tests.support.sharded import sharded
         pytest.param(lambda: Sharding(min_partition={"*": 6}), "a multiple of 4 columns, got 6", id="partition"),
         pytest.param(lambda: Sharding(plan=Path("p"), ranks=2), "plan: expected no ranks", id="plan-and-ranks"),
         pytest.param(
+            lambda: Sharding(plan="p", ranks_per_host=1, row_wise_over=5),
+            "plan: expected no ranks_per_host, row_wise_over beside it",
+            id="plan-and-more",
+        ),
+        pytest.param(
             lambda: Sharding(pooling_factors={"*": -1.0}), "expected >= 0 and below 1000000, got -1", id="pooling"
         ),
     ],

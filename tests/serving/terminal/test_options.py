@@ -120,6 +120,9 @@ def typed(command: str, param: Any, value: str, port: str) -> list[str]:
     arguments, options, _ = BASES[command]
     options = [port if each == "TAKEN" else each for each in options]
     if param.param_type_name == "option":
+        if param.opts[0] in options:  # an option is given once
+            at = options.index(param.opts[0])
+            options = [*options[:at], *options[at + 2 :]]
         options += [param.opts[0]] if param.is_flag else [param.opts[0], value]
     elif param.required:
         arguments = [value]
