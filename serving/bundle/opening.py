@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from serving.bundle.digests import check_digest, check_size
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.parse import parse_manifest
-from serving.errors import BundleError
+from serving.errors import BundleError, ConfigurationError
 from serving.files.reading import read_file
 
 if TYPE_CHECKING:  # a client need not have cryptography
@@ -51,6 +51,20 @@ def newest(model: Path) -> int:
     if not found:
         raise BundleError(f"{model}: expected versions made by tbe-export, found none")
     return found[-1]
+
+
+def check_published(model: Path, version: int) -> None:
+    """Refuse a version that a model does not have. A model that has none is left to whoever loads it.
+
+    Args:
+        model: its folder, <repository>/<name>.
+
+    Raises:
+        ConfigurationError: naming the versions that it has, newest first.
+    """
+    there = versions(model)[::-1]
+    if there and version not in there:
+        raise ConfigurationError(f"version: expected one of {there} in {model}, got {version}")
 
 
 def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:

@@ -1,10 +1,12 @@
 """`tbe-serve load`: switch a running server to another version."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from serving.bundle.opening import check_published
 from serving.commands.connection import DEFAULT_URL, UrlOption
 from serving.errors import ServerUnavailable, ServingError
 from serving.server import Control
@@ -39,6 +41,8 @@ def load(
     with nullcontext() if run.private is None else run.private.locked():
         before = control.ready(model)
         try:
+            if version is not None:
+                check_published(Path(run.repository) / model, version)
             if run.private is not None:
                 run.private.bring(model, version, serving=before)
             after = control.load(model, version)

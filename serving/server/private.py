@@ -10,7 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader
@@ -167,13 +167,18 @@ class PrivateFolder(Strict, frozen=True):
 
 
 @contextmanager
-def private_folder(repository: Path, models: Iterable[str], trust: Trust) -> Iterator[PrivateFolder]:
+def private_folder(repository: Path, models: Collection[str], trust: Trust) -> Iterator[PrivateFolder]:
     """A private folder with the versions of `models` that their settings name. It is removed when the block ends.
 
     Raises:
         BundleError: as `PrivateFolder.bring`.
-        ConfigurationError: as `PrivateFolder.bring`; or the folder cannot be made, or would lie in the repository.
+        ConfigurationError: as `PrivateFolder.bring`; or the folder cannot be made, or would lie in the repository; or
+            `trust` has the oldest version of another model.
     """
+    if unknown := trust.min_versions.keys() - {"*", *models}:
+        raise ConfigurationError(
+            f"--min-version {min(unknown)}: expected one of the models that are served, {', '.join(sorted(models))}"
+        )
     parent = (trust.folder or Path(tempfile.gettempdir())).absolute()
     if parent.resolve().is_relative_to(repository.resolve()):
         raise ConfigurationError(f"--private-folder {parent}: expected a folder outside the repository {repository}")

@@ -176,7 +176,13 @@ def run_server(
             _started(launch, models, endpoints, key, regions, exit_timeout_of(options) + _GRACE_S)
         )
         is_erased = erase_from_command_line(server.process, key)
-        run_file = RunFile(grpc=server.grpc, control=endpoints.control, key=key, private=private)
+        run_file = RunFile(
+            grpc=server.grpc,
+            control=endpoints.control,
+            key=key,
+            repository=str(repository.absolute()),
+            private=private,
+        )
         stack.enter_context(run_file.written())
         server.models = _wait_until_ready(server, models, ready_timeout_s)
         server.warnings = tuple(_warnings(server, is_erased))

@@ -32,12 +32,14 @@ class RunFile(Strict, frozen=True):
         grpc: the gRPC address that clients use, "host:port".
         control: the address of its control API; see `Control`.
         key: the key of its restricted protocols.
+        repository: the folder that its models are published in.
         private: the folder that it serves, if it serves signed bundles alone; otherwise None.
     """
 
     grpc: str
     control: str
     key: str
+    repository: str
     private: PrivateFolder | None
 
     def __repr__(self) -> str:
@@ -52,7 +54,7 @@ class RunFile(Strict, frozen=True):
             ConfigurationError: there is no place where its user alone can read it.
         """
         private = self.private
-        for needed in () if private is None else (private.path, private.source, private.keys):
+        for needed in (self.repository, *(() if private is None else (private.path, private.source, private.keys))):
             if not is_utf8(needed):
                 raise ConfigurationError(f"{needed}: expected a path in UTF-8")
         try:

@@ -92,6 +92,14 @@ def test_the_command_refuses_before_tritonserver_starts(target: Target) -> None:
     assert "m/3/manifest.sig: cannot be read: No such file or directory: only what a key of" in done.stderr
 
 
+def test_the_oldest_version_of_a_model_that_is_not_served_is_refused(target: Target) -> None:
+    """A mistyped name would leave the model without its bound."""
+    given = ("--trusted-keys", str(target.trusted), "--min-version", "movie=3", "--min-version", "m=1")
+    done = tbe_serve("run", str(target.repository), *FREE_PORTS, *given)
+    assert done.returncode == 1
+    assert done.stderr == "tbe-serve: --min-version movie: expected one of the models that are served, m, other\n"
+
+
 def test_a_signed_warm_up_and_a_signed_version_are_taken(target: Target) -> None:
     warm_up(target)
     signed = command("configure", target.model, "--version", "1", "--signing-key", target.key)

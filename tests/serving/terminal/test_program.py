@@ -60,6 +60,7 @@ def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: 
     private = PrivateFolder(
         path=str(tmp_path), source=str(bundle), keys="keys.pem", weights_in_place=False, min_versions={}
     )
-    run_file = RunFile(grpc="127.0.0.1:1", control="unix:/c", key="k", private=private)
-    with pytest.raises(ConfigurationError, match="expected a path in UTF-8"), run_file.written():
-        pass
+    for repository, folder in (("r", private), (str(bundle), None)):
+        run_file = RunFile(grpc="127.0.0.1:1", control="unix:/c", key="k", repository=repository, private=folder)
+        with pytest.raises(ConfigurationError, match="expected a path in UTF-8"), run_file.written():
+            pass
