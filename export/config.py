@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from export.patterns import check_patterns, last_match
 from export.plan.sharding import Sharding
-from serving.arguments import check_arguments
+from serving.arguments import check_argument, check_arguments
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
@@ -46,6 +46,9 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_arguments(self)
+        for pattern, policy in self.id_policy.items():
+            if isinstance(policy, DefaultRow):
+                check_argument(f"id_policy {pattern!r}: default_row", policy.default_row, int)
         for pattern, limit in self.max_error.items():
             if not (limit > 0 and math.isfinite(limit)):
                 raise ConfigurationError(f"max_error {pattern!r}: expected a finite number > 0, got {limit}")

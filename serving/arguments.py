@@ -39,8 +39,7 @@ def check_argument(name: str, value: Any, kind: Any, *, secret: bool = False) ->
         ConfigurationError: naming the argument, or the entry of a mapping, what was expected and what came.
     """
     for where, found, expected in _misfits(name, value, kind):
-        came = type(found).__name__ if secret else reprlib.repr(found)
-        raise ConfigurationError(f"{where}: expected {_words(expected)}, got {came}")
+        raise ConfigurationError(f"{where}: expected {_words(expected)}, got {_came(found, secret)}")
 
 
 @cache
@@ -77,6 +76,14 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _is_of_mappings(kind: Any) -> bool:
     return isinstance(origin := get_origin(kind), type) and issubclass(origin, Mapping)
+
+
+def _came(value: Any, secret: bool) -> str:
+    """A value, and what type it has where nobody sees that: numpy's 2 looks as Python's."""
+    kind, shown = type(value), reprlib.repr(value)
+    if secret:
+        return kind.__name__
+    return shown if kind.__module__ == "builtins" or kind.__name__ in shown else f"{kind.__name__} {shown}"
 
 
 def _words(kind: Any) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from export import ExportConfig, IdPolicy, Sharding, WeightDtype
+from export import DefaultRow, ExportConfig, IdPolicy, Sharding, WeightDtype
 from export.compare.options import StudyOptions
 from serving.arguments import check_argument
 from serving.client import AsyncLookupClient, LookupClient, Retries, Tls
@@ -126,6 +127,11 @@ def test_an_argument_of_another_type_is_refused_by_name(
         (lambda: ExportConfig(dtype="int4"), "dtype: expected Mapping[str, WeightDtype], got 'int4'"),  # type: ignore[arg-type]
         (lambda: ExportConfig(id_policy={"a": "zero"}), "id_policy 'a': expected IdPolicy | DefaultRow, got 'zero'"),  # type: ignore[dict-item]
         (lambda: Sharding(ranks=2.0), "ranks: expected int, got 2.0"),  # type: ignore[arg-type]
+        (lambda: Sharding(ranks=np.int64(2)), "ranks: expected int, got int64 2"),  # type: ignore[arg-type]
+        (
+            lambda: ExportConfig(id_policy={"a": DefaultRow(default_row="3")}),  # type: ignore[arg-type]
+            "id_policy 'a': default_row: expected int, got '3'",
+        ),
         (lambda: ServingSettings(version="3"), "version: expected int | None, got '3'"),  # type: ignore[arg-type]
         (lambda: check_timeout("1"), "timeout_s: expected float, got '1'"),  # type: ignore[arg-type]
         (lambda: control(key=b"secret"), "key: expected str | None, got bytes"),

@@ -128,6 +128,7 @@ def test_a_parameter_by_name_that_cannot_be_read_is_refused(text: str) -> None:
     [
         pytest.param("", 1, id="none"),
         pytest.param("instance_group { kind: KIND_CPU }", 1, id="no count"),
+        pytest.param("instance_group { kind: KIND_CPU } instance_group { count: 2 kind: KIND_CPU }", 3, id="one count"),
         pytest.param("instance_group { count: 2 kind: KIND_CPU } instance_group { count: 3 kind: KIND_CPU }", 5, id="two"),
     ],
 )  # fmt: skip
