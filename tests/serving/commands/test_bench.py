@@ -76,7 +76,7 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
             (("--bundle", str(right), "--max-errors", "2"), "max-errors: expected a share in [0, 1]"),
             (("--bundle", str(tmp_path)), "is " + str(tmp_path)),
         ):
-            done = tbe_serve(*bench, *arguments)
+            done = tbe_serve("bench", "m", "--url", server.grpc, *arguments)
             assert done.returncode == 1
             assert why in done.stderr
 
