@@ -232,7 +232,9 @@ class Running:
 @contextmanager
 def running(repository: Path, *options: str, within: tuple[str, ...] = ()) -> Iterator[Running]:
     """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""
-    with start_tbe_serve(str(repository), *FREE_PORTS, "--json", *options, within=within) as process:
+    pairs = zip(FREE_PORTS[::2], FREE_PORTS[1::2], strict=True)
+    free = [each for option, port in pairs if option not in options for each in (option, port)]
+    with start_tbe_serve(str(repository), *free, "--json", *options, within=within) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None
