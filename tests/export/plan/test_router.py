@@ -72,8 +72,10 @@ def test_the_router_takes_what_saves_most_for_its_bytes(settings: Any, expected:
 
 
 def test_what_a_table_saves_is_counted_for_each_feature_and_column() -> None:
-    specs = (Spec("twice", 1000, 16, "SUM", ("a", "b")), Spec("once", 1000, 16, "SUM", ("c",)))
-    assert in_router(planned(hosts(router_bytes=20_100), collection(specs))) == {"twice"}
+    """Both tables are asked for two ids of a sample."""
+    specs = (Spec("once", 1000, 16, "SUM", ("c",)), Spec("twice", 1000, 16, "SUM", ("a", "b")))
+    asked = hosts(router_bytes=20_100, pooling_factors={"once": 2})
+    assert in_router(planned(asked, collection(specs))) == {"twice"}
 
 
 def test_one_that_does_not_fit_leaves_room_for_the_next() -> None:
@@ -94,6 +96,11 @@ def test_explicit_types_are_kept() -> None:
     }
     assert in_router(planned(hosts(constraints=constraints))) == {"s", "m"}
     assert in_router(planned(hosts(constraints=constraints, router_bytes=30_000))) == {"s"}
+
+
+def test_a_table_that_has_to_be_in_the_router_takes_its_bytes_once() -> None:
+    asked = hosts(types={"m": "data_parallel"}, pooling_factors={"m": 1e5}, router_bytes=410_000)
+    assert in_router(planned(asked)) == {"s", "m"}
 
 
 def test_hosts_get_no_copies() -> None:
