@@ -7,11 +7,14 @@ import msgspec
 import pytest
 
 from export import ExportConfig, Sharding
+from export.hosts.part import part_manifest
 from export.pipeline import plan_model
 from export.plan.report import report_plan
 from export.plan.traffic import HostTraffic, host_traffic, sums_pattern
+from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Shard
+from serving.bundle.tables import OutputDtype
 from serving.request.captured import CapturedRequest
 from tests.support.models import Spec, collection
 
@@ -165,3 +168,16 @@ def test_without_hosts_as_models_nothing_travels_to_hosts(tmp_path: Path) -> Non
 def test_sums_are_added_where_rows_are_cut_over_hosts(shards: Any, pattern: str) -> None:
     placed = [Shard(table="t", rank=rank, rows=r, columns=c, offset_bytes=0) for rank, r, c in shards]
     assert sums_pattern(placed) == pattern
+
+
+def test_the_bundle_of_each_host_takes_and_answers_so_many_bytes(tmp_path: Path) -> None:
+    sharding = asked(tmp_path)
+    router = manifest_of(sharding, weighted=True)
+    for host, found in host_traffic(router, sharding, SAMPLES).items():
+        part = part_manifest(router, host + 1, "m", OutputDtype.FP32)
+        columns = sum(table.dim for table in part.feature_tables)
+        assert sum(found.to_router.values()) == SAMPLES * columns * 4
+        no_ids = Sharding(plan=sharding.plan, hosts_as_models=True, pooling_factors={"*": 0})
+        lengths = sum(host_traffic(router, no_ids, SAMPLES)[host].to_host.values())
+        assert lengths == SAMPLES * len(part.features) * 4
+        assert (part.weighted, part.id_dtype) == (True, IdDtype.INT32)
