@@ -31,7 +31,7 @@ def plan(
     module = build_module(model, meta=checkpoint is not None or not settings.max_error)
     with export_progress() as show:
         manifest = plan_model(module, settings, checkpoint=checkpoint, progress=show)
-    report = report_plan(manifest, settings.sharding)
+    report = report_plan(manifest, settings.sharding, settings.sums_dtype)
     if picture is not None:
         try:
             draw_plan(report, picture)

@@ -15,7 +15,7 @@ from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Block, Rank, Shard, ShardingType
 from serving.bundle.rows import WeightDtype
-from serving.bundle.tables import Table
+from serving.bundle.tables import OutputDtype, Table
 
 
 class ShardReport(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class RankReport(msgspec.Struct, frozen=True):
         share: its part of all ranks' bytes.
         bytes_in: the ids, lengths and weights that a request sends it, for ids spread evenly over rows. With hosts as
             models, this and `bytes_out` travel over the network; nothing travels to the router's own rank.
-        bytes_out: the FP32 sums that it answers with.
+        bytes_out: the sums that it answers with.
         shards: how many it holds.
         tables: its stored bytes by table.
     """
@@ -119,14 +119,14 @@ class PlanReport(msgspec.Struct, frozen=True):
         return ["router" if rank.host == ROUTER else f"host {rank.host}" for rank in self.ranks]
 
 
-def report_plan(manifest: Manifest, sharding: Sharding) -> PlanReport:
-    """Add up the plan of `manifest`, for requests as `sharding` expects them.
+def report_plan(manifest: Manifest, sharding: Sharding, sums_dtype: OutputDtype = OutputDtype.FP32) -> PlanReport:
+    """Add up the plan of `manifest`, for requests as `sharding` expects them, and hosts that answer `sums_dtype`.
 
     Raises:
         ConfigurationError: the captured requests of `sharding.traffic` cannot be used.
     """
     sharding = sharding.measured(manifest.features)
-    traffic = host_traffic(manifest, sharding, sharding.batch_size)
+    traffic = host_traffic(manifest, sharding, sharding.batch_size, sums_dtype)
     shards = manifest.plan.shards_by_table
     tables = {table.name: _table_report(manifest, table, shards[table.name]) for table in manifest.tables}
     return PlanReport(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from export.plan.sharding import Sharding
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Shard
-from serving.bundle.tables import Table
+from serving.bundle.tables import OutputDtype, Table
 
 # Bytes that travel: for an id, a bag's length, an id's weight, and an element of a sum.
 ID_BYTES = 8
@@ -16,6 +16,7 @@ SUM_BYTES = 4
 # The same of a request to a host: INT32, where no shard of the host has more rows.
 HOST_ID_BYTES = 4
 HOST_LENGTH_BYTES = 4
+_HOST_SUM_BYTES = {OutputDtype.FP32: 4, OutputDtype.FP16: 2}
 _MOST_INT32_ROWS = 2**31 - 1
 
 ALL_TO_ALL = "all-to-all"
@@ -50,17 +51,20 @@ def shard_traffic(manifest: Manifest, sharding: Sharding, samples: float) -> Ite
         yield shard, ids * shard.height / table.rows * id_bytes + bags * LENGTH_BYTES, bags * shard.width * SUM_BYTES
 
 
-def host_traffic(manifest: Manifest, sharding: Sharding, samples: float) -> dict[int, HostTraffic]:
+def host_traffic(
+    manifest: Manifest, sharding: Sharding, samples: float, sums_dtype: OutputDtype = OutputDtype.FP32
+) -> dict[int, HostTraffic]:
     """The traffic between a router and each of its hosts. What the router holds does not travel.
 
     A host gets one call, with a segment for each feature and shard: `values` INT32 (INT64 where a shard has 2³¹ rows
-    or more), `lengths` INT32 [segments, B], `weights` FP32 if the host holds a weighted table. It answers FP32
-    [B, columns of the segments].
+    or more), `lengths` INT32 [segments, B], `weights` FP32 if the host holds a weighted table. It answers
+    `sums_dtype` [B, columns of the segments].
 
     Args:
         manifest: a router's tables, features and plan.
         sharding: how many ids a bag has, as given or as measured. Ids are taken to be spread evenly over rows.
         samples: the samples of the request, B.
+        sums_dtype: dtype of the partial sums that hosts answer.
 
     Returns:
         By the number of the host; nothing for a plan without a router.
@@ -70,11 +74,14 @@ def host_traffic(manifest: Manifest, sharding: Sharding, samples: float) -> dict
     }
     for asked in _asked(manifest, sharding.measured(manifest.features), samples):
         held.get(asked[1].rank, []).append(asked)
-    return {manifest.plan.ranks[number].host: _host_traffic(there) for number, there in held.items()}
+    return {
+        manifest.plan.ranks[number].host: _host_traffic(there, _HOST_SUM_BYTES[sums_dtype])
+        for number, there in held.items()
+    }
 
 
-def _host_traffic(held: Sequence[tuple[Table, Shard, float, float]]) -> HostTraffic:
-    """The traffic of a host, from what `_asked` yields of its shards."""
+def _host_traffic(held: Sequence[tuple[Table, Shard, float, float]], sum_bytes: int) -> HostTraffic:
+    """The traffic of a host, from what `_asked` yields of its shards. An element of a sum takes `sum_bytes`."""
     is_long = any(shard.height > _MOST_INT32_ROWS for _, shard, _, _ in held)
     is_weighted = any(table.weighted for table, _, _, _ in held)
     id_bytes = HOST_ID_BYTES * (2 if is_long else 1) + (WEIGHT_BYTES if is_weighted else 0)
@@ -83,7 +90,7 @@ def _host_traffic(held: Sequence[tuple[Table, Shard, float, float]]) -> HostTraf
     for table, shard, ids, bags in held:
         sent = ids * shard.height / table.rows * id_bytes + bags * HOST_LENGTH_BYTES
         to_host[table.name] = to_host.get(table.name, 0) + sent
-        to_router[table.name] = to_router.get(table.name, 0) + bags * shard.width * SUM_BYTES
+        to_router[table.name] = to_router.get(table.name, 0) + bags * shard.width * sum_bytes
     return HostTraffic(to_host, to_router)
 
 

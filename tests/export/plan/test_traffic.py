@@ -110,6 +110,15 @@ def test_row_numbers_beyond_int32_take_eight_bytes_on_that_host(tmp_path: Path, 
     assert found[1] == EXPECTED[1]
 
 
+def test_sums_in_fp16_take_half(tmp_path: Path) -> None:
+    sharding = asked(tmp_path, batch_size=SAMPLES)
+    for host, found in host_traffic(manifest_of(sharding), sharding, SAMPLES, OutputDtype.FP16).items():
+        assert found.to_host == EXPECTED[host].to_host
+        assert found.to_router == {table: size / 2 for table, size in EXPECTED[host].to_router.items()}
+    report = report_plan(manifest_of(sharding), sharding, OutputDtype.FP16)
+    assert report.transfers[0].to_router_bytes == EXPECTED[0].to_router["rows"] / 2
+
+
 def test_measured_bags_count_as_given_ones(tmp_path: Path) -> None:
     """10 samples of each feature: 8, 3, 5, 2, 2 and 100 ids in each bag."""
     sizes = [8, 3, 5, 2, 2, 100]
