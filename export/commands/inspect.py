@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from export.commands.show import show_parity, show_placement, show_ranks, show_remarks, show_tables
+from export.commands.show import show_hosts, show_parity, show_placement, show_ranks, show_remarks, show_tables
 from export.plan.report import report_plan
 from export.plan.sharding import Sharding
 from serving.bundle.manifest import MANIFEST
@@ -27,6 +27,7 @@ def inspect(
         report = report_plan(manifest, Sharding())
         show_placement(report)
         show_ranks(report, traffic=False)
+    show_hosts(manifest)
     show_parity(manifest.parity)
     show_remarks(manifest)
     out.print("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))

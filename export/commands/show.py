@@ -53,6 +53,17 @@ def show_placement(report: PlanReport) -> None:
     out.print(table)
 
 
+def show_hosts(manifest: Manifest) -> None:
+    """Print where a bundle stands among those of several hosts; nothing for one that stands alone."""
+    if (part := manifest.part_of) is not None:
+        out.print(f"host {part.host} of {part.model!r}: its tables are shards, its features are sums for a router")
+    if manifest.hosts:
+        table = _table("hosts", "host", "model", right=("version", "manifest"))
+        for each in manifest.hosts:
+            table.add_row(str(each.host), each.model, str(each.version), each.manifest[:12])
+        out.print(table)
+
+
 def show_ranks(report: PlanReport, *, traffic: bool) -> None:
     """Print the shards and bytes of each rank; if `traffic`, also the bytes that a request moves to and from it."""
     first, what = (("where",), "hosts") if report.transfers else (("rank", "host"), "ranks")

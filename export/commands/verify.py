@@ -7,7 +7,8 @@ import typer
 
 from export.commands.module import CheckpointOption, build_module
 from export.commands.show import show_verification
-from export.parity.verify import as_json, bundle_of, verify_bundle
+from export.hosts.verify import verify as verify_any
+from export.parity.verify import as_json, bundle_of
 from export.trained.checkpoint import open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.signature import TrustedKeys
@@ -37,7 +38,7 @@ def verify(
         trained = collect_tables(module).tables
         weights = open_weights(module, trained, checkpoint)
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
-    verification = verify_bundle(bundle_of(bundle, trusted), trained, weights, trusted)
+    verification = verify_any(bundle_of(bundle, trusted), trained, weights, trusted)
     if json_:
         print(as_json(verification))
     else:
@@ -45,6 +46,8 @@ def verify(
         manifest = verification.bundle.manifest
         size = sum(file.size_bytes for file in manifest.files.values())
         out.print(f"{len(manifest.files)} files ({size:,} bytes) have their digests", soft_wrap=True)
+        for path in verification.absent:
+            out.print(f"{path}: not here: its rows were not read, and no answers were compared", soft_wrap=True)
         if not verification.measured:
             out.print("float ↔ quantized: as recorded at export; measure it anew with --model and --checkpoint")
     for failure in verification.failures:

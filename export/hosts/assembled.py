@@ -8,6 +8,9 @@ from pathlib import Path
 import msgspec
 import torch
 
+from export.parity.answers import Answers, answer_probe
+from export.steps import write_program
+from serving.bundle.digests import FileDigest
 from serving.bundle.manifest import FORMAT_VERSION, Manifest
 from serving.bundle.weights import weights_paths
 
@@ -28,23 +31,31 @@ def assembled_manifest(router: Manifest) -> Manifest:
     )
 
 
-@contextmanager
-def assembled(manifest: Manifest, weights: Mapping[int, Path], beside: Path) -> Iterator[Path]:
-    """A folder with a link to the weights of every rank, under the names of `assembled_manifest`. It is removed.
+def answer_assembled(
+    router: Manifest, program: torch.jit.ScriptModule, weights: Mapping[int, Path], digests: Mapping[int, FileDigest]
+) -> Answers:
+    """Answer a probe with all ranks in one process.
 
     Args:
-        manifest: as `assembled_manifest` returns it.
+        router: the router's manifest.
+        program: the router's, compiled.
         weights: the file of each rank, by its number.
-        beside: where the folder is made.
+        digests: of these files.
+
+    Raises:
+        ParityError: a fresh process cannot answer.
     """
-    with tempfile.TemporaryDirectory(dir=beside) as folder:
-        for rank, link in weights_paths(Path(folder), manifest).items():
+    whole = assembled_manifest(router)
+    with tempfile.TemporaryDirectory() as folder, _as_compiled_for(program, whole):
+        links = weights_paths(Path(folder), whole)
+        for rank, link in links.items():
             link.symlink_to(weights[rank].absolute())
-        yield Path(folder)
+        known = {link.name: digests[rank] for rank, link in links.items()}
+        return answer_probe(Path(folder), write_program(Path(folder), whole, program, known), program)
 
 
 @contextmanager
-def as_compiled_for(program: torch.jit.ScriptModule, manifest: Manifest) -> Iterator[torch.jit.ScriptModule]:
+def _as_compiled_for(program: torch.jit.ScriptModule, manifest: Manifest) -> Iterator[torch.jit.ScriptModule]:
     """`program`, as one that was compiled for `manifest`, which differs from its own only in where weights are."""
     layout = program.layout
     program.layout = manifest.layout

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from export.hosts.assembled import as_compiled_for, assembled, assembled_manifest
+from export.hosts.assembled import answer_assembled, assembled_manifest
 from export.hosts.part import part_manifest, part_models, table_of_part
 from export.hosts.published import open_parts, recorded_errors
 from export.parity.answers import answer_probe
@@ -25,7 +25,7 @@ from export.steps import limits_of, parity_of, read_back, store, write_program
 from serving.bundle.hosts import FIRST_WEIGHTS, HostBundle
 from serving.bundle.manifest import Manifest, Parity, write_manifest
 from serving.bundle.opening import Bundle
-from serving.bundle.weights import weights_path, weights_paths
+from serving.bundle.weights import weights_path
 from serving.errors import ConfigurationError
 
 
@@ -204,8 +204,6 @@ class HostsExport:
         files = {0: router.path / own} | {rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()}
         digests = {0: manifest.files[own]}
         digests |= {rank: part.manifest.files[FIRST_WEIGHTS] for rank, part in parts.items()}
+        answers = answer_assembled(manifest, program, files, digests)
         whole = assembled_manifest(manifest)
-        known = {path.name: digests[rank] for rank, path in weights_paths(Path(), whole).items()}
-        with assembled(whole, files, router.root) as folder, as_compiled_for(program, whole):
-            answers = answer_probe(folder, write_program(folder, whole, program, known), program)
         return parity_of(whole, errors, limits_of(whole, self._config), answers, self._prepared.runnable)

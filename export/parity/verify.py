@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from export.errors import ModelError
-from export.parity.answers import answer_probe
+from export.parity.answers import Answers, answer_probe
 from export.parity.copies import differing_copies
 from export.rows.tally import Tally
 from export.trained.checkpoint import Checkpoint, blocks
@@ -32,12 +32,15 @@ class Verification:
         parity: of each table.
         failures: a line for each. There are none in a good bundle.
         measured: whether `Parity.quantized` was measured now. Else it is what the export recorded.
+        absent: bundles of a router's hosts that are not in its repository. Where there are some, no answers were
+            compared, and `parity` is what the export recorded.
     """
 
     bundle: Bundle
     parity: tuple[Parity, ...]
     failures: tuple[str, ...]
     measured: bool
+    absent: tuple[Path, ...] = ()
 
 
 def verify_bundle(
@@ -62,13 +65,22 @@ def verify_bundle(
     """
     bundle = open_bundle(path, trusted)
     verify_digests(bundle)
+    return compare(bundle, answer_probe(path, bundle.manifest, load_program(bundle)), trained, weights)
+
+
+def compare(
+    bundle: Bundle,
+    answers: Answers,
+    trained: tuple[TrainedTable, ...] | None,
+    weights: Checkpoint | None,
+) -> Verification:
+    """What `answers` to a probe, and the rows of a bundle, say of it; arguments as `verify_bundle`."""
     manifest = bundle.manifest
     quantized = {parity.table: parity.quantized for parity in manifest.parity}
     if trained is not None and weights is not None:
         quantized = _compare_rows(bundle, trained, weights)
     limits = {parity.table: parity.limit for parity in manifest.parity}
-    answers = answer_probe(path, manifest, load_program(bundle))
-    failures = [*answers.refusals(manifest), *differing_copies(path, manifest)]
+    failures = [*answers.refusals(manifest), *differing_copies(bundle.path, manifest)]
     failures += [
         f"table {name!r}: row {agreement.worst_row} differs by {agreement.largest:.3g} from the weights given, "
         f"expected at most {limits[name]:.3g}: is this what it was exported from?"

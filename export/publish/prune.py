@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import PublishError
-from serving.bundle.opening import versions
+from serving.bundle.manifest import MANIFEST
+from serving.bundle.opening import open_bundle, versions
 from serving.bundle.use import in_use
-from serving.errors import ConfigurationError
+from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of
 
 
@@ -24,7 +25,8 @@ class Fate:
 def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
     """Remove old versions of a model.
 
-    These stay: the newest `keep`, those that a process has open, and the one that config.pbtxt says to serve.
+    These stay: the newest `keep`, those that a process has open, the one that config.pbtxt says to serve, and those
+    that a router's bundle in the same repository names.
 
     Args:
         model: `<repository>/<name>`.
@@ -41,17 +43,34 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
     if keep < 1:
         raise ConfigurationError(f"keep: expected 1 or more, got {keep}")
     configured = settings_of(read_config(model)).version
+    routed = _named_by_routers(model)
     for position, version in enumerate(reversed(versions(model))):
         path = model / str(version)
         if position < keep:
             yield Fate(version, f"among the newest {keep}")
         elif version == configured:
             yield Fate(version, "config.pbtxt says to serve it")
+        elif version in routed:
+            yield Fate(version, f"{routed[version]} names it")
         elif dry_run:
             with in_use(path) as used:
                 yield Fate(version, "in use" if used else None)
         else:
             yield Fate(version, None if _remove(path) else "in use")
+
+
+def _named_by_routers(model: Path) -> dict[int, str]:
+    """The versions of a host's model that routers need: the number of each, and which router's bundle names it."""
+    named: dict[int, str] = {}
+    for manifest in sorted(model.absolute().parent.glob(f"*/*/{MANIFEST}")):
+        try:
+            hosts = open_bundle(manifest.parent).manifest.hosts
+        except BundleError:
+            continue  # not a bundle that could be served
+        for host in hosts:
+            if host.model == model.absolute().name:
+                named[host.version] = f"{manifest.parent.parent.name} version {manifest.parent.name}"
+    return named
 
 
 def _remove(version: Path) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection
 
-from export import IdPolicy, export_model, pipeline
+from export import IdPolicy, export_model, steps
 from export.errors import PublishError
 from export.parity.limits import check_parity
 from export.progress import Progress
@@ -98,7 +98,7 @@ def test_nothing_is_published_that_serving_would_refuse(tmp_path: Path, monkeypa
 
     export_model(collection(), tmp_path / "r", "m")
     before = files(tmp_path)
-    monkeypatch.setattr(pipeline, "check_parity", with_no_number)
+    monkeypatch.setattr(steps, "check_parity", with_no_number)
     with pytest.raises(PublishError, match=r"could not be served: .*Expected `float`, got `null`"):
         export_model(collection(), tmp_path / "r", "m")
     assert files(tmp_path) == before

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from export import ExportConfig, WeightDtype, export_model, pipeline
+from export import ExportConfig, WeightDtype, export_model, pipeline, steps
 from export.errors import ParityError
 from export.program.compile import compile_program, save_program
 from export.rows import store_blocks
@@ -68,7 +68,7 @@ def test_a_bundle_that_a_fresh_process_cannot_open_fails_the_export(
         save_program(program, path)
         os.truncate(path, path.stat().st_size // 2)
 
-    monkeypatch.setattr(pipeline, "save_program", save_half_of_it)
+    monkeypatch.setattr(steps, "save_program", save_half_of_it)
     with pytest.raises(ParityError, match=r"a fresh process could not answer from it:\n(.|\n)*program\.pt"):
         export_model(collection(), tmp_path / "r", "m")
     assert list((tmp_path / "r").iterdir()) == []

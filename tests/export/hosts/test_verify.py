@@ -1,0 +1,129 @@
+"""A router is verified with the bundles of its hosts; versions that a router names are not pruned."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from export import export_model
+from export.__main__ import app
+from export.errors import ModelError
+from export.hosts.verify import verify
+from export.parity.verify import Verification
+from export.publish.prune import prune
+from export.trained.checkpoint import module_weights
+from export.trained.tables import collect_tables
+from serving.bundle.digests import digest_file
+from serving.bundle.opening import open_bundle
+from serving.errors import BundleError
+from tests.export.hosts.test_export import CONFIG, mixed
+from tests.support.hosts import MODEL, edit_manifest
+from tests.support.models import MIXED, collection
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.quick_reload import quick_reload
+
+    with quick_reload():
+        return export_model(mixed(), tmp_path_factory.mktemp("set") / "r", MODEL, CONFIG)
+
+
+@pytest.fixture
+def router(published: Path, tmp_path: Path) -> Path:
+    """The router's bundle, in a copy of the repository."""
+    shutil.copytree(published.parent.parent, tmp_path / "r")
+    return tmp_path / "r" / MODEL / "1"
+
+
+def host(router: Path, number: int) -> Path:
+    return router.parent.parent / f"{MODEL}-host-{number}" / "1"
+
+
+def overwrite_row(bundle: Path) -> None:
+    """Change a stored number, and have the manifest agree, as a publisher could."""
+    weights = bundle / "weights.0.bin"
+    content = bytearray(weights.read_bytes())
+    content[2:4] = np.float16(9).tobytes()  # the bias of the first row
+    weights.write_bytes(content)
+    files = open_bundle(bundle).manifest.files
+    edit_manifest(bundle, files=files | {weights.name: digest_file(weights)})
+
+
+def with_floats(router: Path, seed: int = 0) -> Verification:
+    module = collection(MIXED, seed=seed)
+    trained = collect_tables(module).tables
+    return verify(router, trained, module_weights(module, trained))
+
+
+def test_a_whole_set_is_what_was_exported(router: Path) -> None:
+    found = verify(router)
+    assert (found.failures, found.absent, found.measured) == ((), (), False)
+    assert with_floats(router).failures == ()
+    assert with_floats(router).measured
+    assert {line.split(":")[0] for line in with_floats(router, seed=1).failures} == {
+        f"table '{spec.name}'" for spec in MIXED
+    }
+    for number in range(3):
+        assert verify(host(router, number)).failures == ()
+
+
+def test_a_host_s_files_are_compared_with_their_digests(router: Path) -> None:
+    content = bytearray((host(router, 1) / "weights.0.bin").read_bytes())
+    content[-1] ^= 1
+    (host(router, 1) / "weights.0.bin").write_bytes(content)
+    with pytest.raises(BundleError, match=r"movies-host-1/1/weights.0.bin: expected SHA-256"):
+        verify(router)
+
+
+def test_another_bundle_of_a_host_is_not_the_router_s(router: Path) -> None:
+    overwrite_row(host(router, 2))
+    with pytest.raises(BundleError, match=r"movies-host-2/1: expected a manifest with SHA-256 \w+, got \w+$"):
+        verify(router)
+
+
+def test_a_router_without_its_hosts_is_verified_as_far_as_it_is_there(router: Path) -> None:
+    shutil.rmtree(host(router, 0).parent)
+    found = verify(router)
+    assert found.absent == (host(router, 0),)
+    assert found.failures == ()
+    with pytest.raises(ModelError, match="movies-host-0/1: expected the bundles of all hosts there"):
+        with_floats(router)
+    done = CliRunner().invoke(app, ["verify", str(router)])
+    assert done.exit_code == 0
+    assert "movies-host-0/1: not here: its rows were not read, and no answers were compared" in done.output
+    content = bytearray((router / "weights.0.bin").read_bytes())
+    content[-1] ^= 1
+    (router / "weights.0.bin").write_bytes(content)
+    with pytest.raises(BundleError, match=r"movies/1/weights.0.bin: expected SHA-256"):
+        verify(router)
+
+
+def test_a_host_s_shards_are_not_compared_with_whole_tables(router: Path) -> None:
+    with pytest.raises(ModelError, match="holds shards of 'movies': give the bundle of that"):
+        with_floats(host(router, 0))
+
+
+def test_versions_of_hosts_that_a_router_names_stay(router: Path) -> None:
+    repository = router.parent.parent
+    for _ in range(2):
+        export_model(mixed(), repository, MODEL, CONFIG)
+    of_host = repository / f"{MODEL}-host-1"
+    fates = {fate.version: fate.kept for fate in prune(of_host, 1)}
+    assert fates == {3: "among the newest 1", 2: "movies version 2 names it", 1: "movies version 1 names it"}
+    assert {fate.version: fate.kept for fate in prune(repository / MODEL, 2)}[1] is None
+    fates = {fate.version: fate.kept for fate in prune(of_host, 1)}
+    assert fates == {3: "among the newest 1", 2: "movies version 2 names it", 1: None}
+    assert sorted(path.name for path in of_host.iterdir()) == ["2", "3", "config.pbtxt"]
+
+
+def test_inspect_says_who_belongs_to_whom(router: Path) -> None:
+    shown = CliRunner().invoke(app, ["inspect", str(router)]).output
+    for number in range(3):
+        assert f"{MODEL}-host-{number}" in shown
+    shown = CliRunner().invoke(app, ["inspect", str(host(router, 1))]).output
+    assert f"host 1 of '{MODEL}'" in shown
