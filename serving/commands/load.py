@@ -1,6 +1,5 @@
 """`tbe-serve load`: switch a running server to another version."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from serving.commands.connection import DEFAULT_URL, UrlOption
 from serving.errors import ServerUnavailable, ServingError
 from serving.server import Control
 from serving.server.run_file import RunFile, find_run_file
+from serving.server.switch import switch
 from serving.terminal.program import out
 from serving.timeouts import check_timeout
 
@@ -38,19 +38,15 @@ def load(
     check_timeout(timeout_s)
     run = _run_file(url)
     control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
-    with nullcontext() if run.private is None else run.private.locked():
-        before = control.ready(model)
-        try:
-            if version is not None:
-                check_published(Path(run.repository) / model, version)
-            if run.private is not None:
-                run.private.bring(model, version, serving=before)
-            after = control.load(model, version)
-        except ServingError:
-            now = control.ready(model)
-            out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")
-            raise
-    out.print(f"{model}: version {_listed(before)} → {_listed(after)}")
+    try:
+        if version is not None:
+            check_published(Path(run.repository) / model, version)
+        switched = switch(control, model, () if version is None else (version,), private=run.private)
+    except ServingError:
+        now = control.ready(model)
+        out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")
+        raise
+    out.print(f"{model}: version {_listed(switched.before)} → {_listed(switched.after)}")
 
 
 def _run_file(url: str) -> RunFile:

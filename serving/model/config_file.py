@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import text_format
+from google.protobuf.json_format import MessageToDict
 from tritonclient.grpc import model_config_pb2
 
 from serving.errors import ConfigurationError
@@ -46,6 +47,11 @@ def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
     except (text_format.ParseError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     return config
+
+
+def as_json(config: Any) -> Any:
+    """A ModelConfig as JSON, as Triton's control API takes and gives it."""
+    return MessageToDict(config, preserving_proto_field_name=True)
 
 
 def write_config(model: Path, config: Any) -> bytes:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ _PERIOD_S = 0.25
 _SILENT_S, _LOST_S = 5.0, 60.0
 # How long the answer to a question may take, and how long a model may take to load.
 _ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
-_UNLOADED = "unloaded"
+_UNAVAILABLE, _UNLOADED = "UNAVAILABLE", "unloaded"
 # A parameter in the config of every model that tbe-export made.
 _OURS = "contract"
 
@@ -42,8 +42,9 @@ class Served:
         """Add models that became ready, and remove models that somebody unloaded. All others stay as they are."""
         for model in {each.model for each in index}:
             states = [each for each in index if each.model == model]
-            if ready := tuple(each.version for each in states if each.state == "READY"):
-                self.configs[model], self.versions[model] = control.config(model), ready
+            if any(each.state == "READY" for each in states):
+                self.configs[model] = control.config(model)
+                self.versions[model] = _serving(states, self.versions.get(model, ()))
             elif all(each.reason == _UNLOADED for each in states):
                 self.configs.pop(model, None)
                 self.versions.pop(model, None)
@@ -172,10 +173,23 @@ class Keeper:
 
     def _load(self, model: str) -> None:
         started = time.monotonic()
-        self._server.control(_LOAD_TIMEOUT_S).recover(model, self._served.configs[model], self._served.since)
+        served = self._served
+        self._server.control(_LOAD_TIMEOUT_S).recover(
+            model, served.configs[model], served.versions[model], served.since
+        )
         for key in [key for key in self._canaries if key[0] == model]:
             del self._canaries[key]
         self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
+
+
+def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:
+    """The versions that serve, and those of `before` whose process died: newer releases of Triton notice that."""
+    return tuple(
+        each.version
+        for each in states
+        if each.state == "READY"
+        or (each.version in before and each.state == _UNAVAILABLE and each.reason != _UNLOADED)
+    )
 
 
 def _instances(config: Any) -> int:

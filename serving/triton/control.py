@@ -8,7 +8,7 @@ Run with 24.10. The API: https://github.com/triton-inference-server/server/blob/
 
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse
@@ -91,41 +91,49 @@ class Control:
         """The ModelConfig that `model` is served with, as JSON."""
         return self._call(f"v2/models/{_quoted(model)}/config")
 
-    def load(self, model: str, version: int | None = None) -> tuple[int, ...]:
-        """Serve `version`, or the one that config.pbtxt says. The present one serves until the other is ready.
+    def load(self, model: str, versions: Sequence[int] = (), config: Any = None) -> tuple[int, ...]:
+        """Serve exactly `versions`, or what config.pbtxt says. The present ones serve until the others are ready.
+
+        Args:
+            model: its name.
+            versions: none: those that config.pbtxt says. Callers that name no version get the newest of them.
+            config: the ModelConfig, as JSON, that `versions` are loaded with. None: the one that the model is served
+                with.
 
         Returns:
             The versions that serve now.
 
         Raises:
-            ServingError: it cannot be loaded. The present version goes on.
+            ServingError: a version is missing, or cannot be loaded. The present ones go on.
         """
-        if version is None:
-            self._load(model)
-            # Triton reads config.pbtxt only if that file or a version changed. Otherwise it keeps the config that it
-            # was last given, which may name another version.
-            config = self.config(model)
-            if _INSTEAD_OF in config["parameters"]:
-                _serve(config, config["parameters"].pop(_INSTEAD_OF)["string_value"])
-                self._load(model, config)
-        else:
-            config = self.config(model)
-            if _INSTEAD_OF not in config["parameters"]:
-                said = config.get("version_policy", {}).get("specific", {}).get("versions", [])
-                config["parameters"][_INSTEAD_OF] = {"string_value": str(said[0]) if said else _NEWEST}
-            _serve(config, str(version))
+        if versions:
+            self._load(model, _pinned(self.config(model) if config is None else config, versions))
+            now = self.ready(model)
+            # Triton leaves versions out that it does not find, as long as it finds one.
+            if missing := sorted({*versions} - {*now}):
+                raise ModelNotFound(f"model {model!r}: expected version {missing[0]} to serve, got {list(now)}")
+            return now
+        self._load(model)
+        # Triton reads config.pbtxt only if that file or a version changed. Otherwise it keeps the config that it was
+        # last given, which may name other versions.
+        config = self.config(model)
+        if _INSTEAD_OF in config["parameters"]:
+            _serve(config, config["parameters"].pop(_INSTEAD_OF)["string_value"])
             self._load(model, config)
         return self.ready(model)
 
-    def recover(self, model: str, config: Any, since: float) -> None:
+    def recover(self, model: str, config: Any, versions: Sequence[int], since: float) -> None:
         """Unload a model whose process died, and load it as it was served. A load alone would do nothing.
 
         Args:
             model: its name.
             config: what it was served with, as `config` gave it.
+            versions: the versions that served. `config` may name others: Triton 2.51 does not note that a version was
+                unloaded beside another.
             since: Unix time. Weights that have not changed since then are not verified again.
         """
-        said = {**config, "parameters": {**config["parameters"], RECOVERED: {"string_value": str(since)}}}
+        said = _pinned(config, versions)
+        said["parameters"][RECOVERED] = {"string_value": str(since)}
         self._call(f"v2/repository/models/{_quoted(model)}/unload", {})
         self._load(model, said)
 
@@ -199,6 +207,16 @@ def _reason(response: HTTPResponse, content: bytes) -> str:
     if response.status == HTTPStatus.FORBIDDEN:
         reason += ": `tbe-serve run` keeps the key for its own user on its own machine"
     return reason
+
+
+def _pinned(config: Any, versions: Sequence[int]) -> Any:
+    """`config` with these versions in place of those that config.pbtxt says, which are noted in it."""
+    parameters = dict(config["parameters"])
+    parameters.pop(RECOVERED, None)
+    if _INSTEAD_OF not in parameters:
+        said = config.get("version_policy", {}).get("specific", {}).get("versions", [])
+        parameters[_INSTEAD_OF] = {"string_value": str(said[0]) if said else _NEWEST}
+    return {**config, "parameters": parameters, "version_policy": {"specific": {"versions": list(versions)}}}
 
 
 def _serve(config: Any, version: str) -> None:

@@ -244,7 +244,7 @@ def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_pa
         assert run_file is not None
         unsigned = export_model(collection(SUM), repository, "m")
         with pytest.raises(ServingError):
-            Control(address=run_file.control, key=run_file.key, timeout_s=60).load("m", int(unsigned.name))
+            Control(address=run_file.control, key=run_file.key, timeout_s=60).load("m", (int(unsigned.name),))
         assert answers(server.grpc) == 2
     done = tbe_serve("run", str(repository), *FREE_PORTS, "--trusted-keys", str(keys / "trusted.pem"))
     assert done.returncode == 1

@@ -113,7 +113,7 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     try:
         for _ in range(ROUNDS):
             for version in (2, 1):
-                assert control.load("m", version) == (version,)
+                assert control.load("m", (version,)) == (version,)
             with pytest.raises(ServingError, match=r"weights\.0\.bin: expected \d+ bytes, got \d+"):
                 control.load("m")  # the newest is the broken one
             assert control.ready("m") == (1,)

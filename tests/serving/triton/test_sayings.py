@@ -105,7 +105,7 @@ def test_a_model_whose_config_has_an_empty_parameter_is_served_as_before(one_mod
     ):
         assert client.info().weighted == ()
         before = client.lookup({"x": [[1]]})["x"]
-        assert server.control(60).load("m", 1) == (1,)  # its config goes through JSON
+        assert server.control(60).load("m", (1,)) == (1,)  # its config goes through JSON
         np.testing.assert_array_equal(client.lookup({"x": [[1]]})["x"], before)
         assert server.control(60).load("m") == (1,)
     assert "weighted" in read_config(model).parameters

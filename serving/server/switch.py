@@ -1,0 +1,48 @@
+"""Switch the versions of a model that a running server serves: for `tbe-serve load`, pins and releases."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.model.config_file import as_json, read_config
+from serving.server.private import PrivateFolder
+from serving.triton.control import Control
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """The versions that served before, and those that serve now."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def switch(
+    control: Control,
+    model: str,
+    versions: Sequence[int] = (),
+    *,
+    private: PrivateFolder | None = None,
+    repository: Path | None = None,
+) -> Switched:
+    """Serve exactly `versions` of a model. Those that serve go on until the others are ready, and no request fails.
+
+    Args:
+        control: the server's control API.
+        model: the model's name.
+        versions: none: those that config.pbtxt says.
+        private: the private folder that the server serves. Signed versions are copied into it first.
+        repository: what Triton serves: `versions` are loaded with the config.pbtxt that is there. None: they are
+            loaded with the config that the model is served with.
+
+    Raises:
+        ServingError: a version is missing, not signed, or cannot be loaded. What served before goes on.
+    """
+    with nullcontext() if private is None else private.locked():
+        before = control.ready(model)
+        if private is not None:
+            for version in versions or (None,):
+                private.bring(model, version, serving={*before, *versions})
+        config = None if repository is None else as_json(read_config(repository / model))
+        return Switched(before, control.load(model, versions, config))
