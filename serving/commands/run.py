@@ -13,16 +13,19 @@ from rich.table import Table
 from serving.commands.connection import say
 from serving.commands.listening import AccessOf, PortsOf, takes_access, takes_ports
 from serving.commands.trust import TrustOf, takes_trust
+from serving.commands.versions import PinsOf, takes_pins
 from serving.server import Server, Supervisor, run_server
 from serving.server.process import SHM_BYTES
 from serving.terminal.program import out
 
 
+@takes_pins
 @takes_trust
 @takes_access
 @takes_ports
 def run(
     repository: Annotated[Path, typer.Argument(help="The model repository that tbe-export wrote.")],
+    pins: PinsOf,
     trust: TrustOf,
     access: AccessOf,
     ports: PortsOf,
@@ -51,6 +54,7 @@ def run(
     with run_server(
         repository,
         ports(),
+        pins=pins(),
         access=access(),
         trust=trust(),
         shm_bytes=shm_mib << 20,

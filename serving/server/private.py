@@ -31,6 +31,7 @@ from serving.model.config_file import CONFIG, read_config, settings_of
 from serving.model.settings import ServingSettings
 from serving.model.template import model_config, model_py
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP
+from serving.server.models import Pins
 
 _PREFIX = "tbe-serve-private-"
 _BLOCK_BYTES = 1 << 20
@@ -167,8 +168,12 @@ class PrivateFolder(Strict, frozen=True):
 
 
 @contextmanager
-def private_folder(repository: Path, models: Collection[str], trust: Trust) -> Iterator[PrivateFolder]:
-    """A private folder with the versions of `models` that their settings name. It is removed when the block ends.
+def private_folder(
+    repository: Path, models: Collection[str], trust: Trust, pins: Pins | None = None
+) -> Iterator[PrivateFolder]:
+    """A private folder with the versions of `models` that are pinned, or that their settings name.
+
+    It is removed when the block ends.
 
     Raises:
         BundleError: as `PrivateFolder.bring`.
@@ -197,8 +202,10 @@ def private_folder(repository: Path, models: Collection[str], trust: Trust) -> I
             weights_in_place=trust.weights_in_place,
             min_versions=dict(trust.min_versions),
         )
+        pins = pins or {}
         for model in models:
-            folder.bring(model)
+            for version in pins.get(model, (None,)):
+                folder.bring(model, version, serving=pins.get(model, ()))
         yield folder
 
 

@@ -8,16 +8,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from serving.bundle.manifest import MANIFEST
-from serving.errors import ConfigurationError, ServingError, TritonserverFailed
+from serving.errors import ServingError, TritonserverFailed
 from serving.server.access import Access
 from serving.server.child import Child, Launch, signals_deferred
-from serving.server.ports import Endpoints, Ports, free_endpoints
-from serving.server.private import Trust, private_folder
+from serving.server.models import Pins, ServedModel, check_pins, find_models
+from serving.server.ports import Ports, free_endpoints
+from serving.server.private import PrivateFolder, Trust, private_folder
 from serving.server.run_file import RunFile
 from serving.server.shared_memory import region_prefix, remove_regions
+from serving.server.switch import switch
 from serving.triton.control import UNIX, Control
 from serving.triton.installation import find_tritonserver
 from serving.triton.options import exit_timeout_of, model_options, serving_options
@@ -29,14 +30,6 @@ _POLL_S = 0.05
 _CONTROL_TIMEOUT_S = 5.0
 # A server that was told to stop is killed so long after its own exit timeout.
 _GRACE_S = 15.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model that is ready, and its ready versions."""
-
-    name: str
-    versions: tuple[int, ...]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +45,8 @@ class Server:
         child: its present process.
         regions: prefix of the names of its shared-memory regions.
         exit_timeout_s: how long it may take to stop, in seconds.
+        repository: the model repository that its process serves.
+        private: the private folder with that repository, if it serves signed bundles alone; otherwise None.
         started: when its first process was started, in Unix time.
         models: its models when it became ready.
         warnings: lines for whoever runs it.
@@ -66,6 +61,8 @@ class Server:
     child: Child
     regions: str
     exit_timeout_s: float
+    repository: Path
+    private: PrivateFolder | None
     started: float = field(default_factory=time.time)
     models: tuple[ServedModel, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -103,26 +100,13 @@ class Server:
         self.process.send_signal(number)
 
 
-def find_models(repository: Path) -> tuple[str, ...]:
-    """The models of a repository that tbe-export made.
-
-    Raises:
-        ConfigurationError: there is no repository, or no exported model in it.
-    """
-    if not repository.is_dir():
-        raise ConfigurationError(f"{repository}: expected a model repository, found no folder: tbe-export makes one")
-    models = sorted({path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")})
-    if not models:
-        raise ConfigurationError(f"{repository}: expected models made by tbe-export, found none")
-    return tuple(models)
-
-
 @contextlib.contextmanager
 def run_server(
     repository: Path,
     ports: Ports,
     *,
     models: Sequence[str] | None = None,
+    pins: Pins | None = None,
     access: Access | None = None,
     trust: Trust | None = None,
     ready_timeout_s: float = 120.0,
@@ -138,6 +122,7 @@ def run_server(
         repository: a model repository with models made by tbe-export.
         ports: the ports to listen on.
         models: the models to load. None: all that tbe-export made.
+        pins: the versions to serve, by model. Others are served as their config.pbtxt says.
         access: who may reach it. None: this machine alone, without TLS.
         trust: whose signatures count, and how signed bundles are served. None: unsigned bundles are served too.
         ready_timeout_s: how long the models may take to load, in seconds.
@@ -148,21 +133,23 @@ def run_server(
 
     Raises:
         TritonserverFailed: no tritonserver was found, it ended, or its models were not ready in time.
-        ConfigurationError: an argument cannot be used, or a port is taken.
+        ConfigurationError: an argument cannot be used, a pinned version is not there, or a port is taken.
         BundleError: a bundle is not signed by a trusted key.
     """
-    models = models or find_models(repository)
+    models, pins = models or find_models(repository), pins or {}
+    check_pins(repository, models, pins)
     access = access or Access()
     key = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
-        private = None if trust is None else stack.enter_context(private_folder(repository, models, trust))
+        private = None if trust is None else stack.enter_context(private_folder(repository, models, trust, pins))
+        served = private.repository if private else repository
         installation = find_tritonserver(stack)
         endpoints = stack.enter_context(free_endpoints(access, ports))
         regions = stack.enter_context(region_prefix())
         launch = Launch(
             command=[
                 str(installation.program),
-                *serving_options(private.repository if private else repository, regions, installation.backends),
+                *serving_options(served, regions, installation.backends),
                 *endpoints.options,
                 *access.options(key),
                 *options,
@@ -172,10 +159,24 @@ def run_server(
             shm_bytes=shm_bytes,
             sink=stack.enter_context(_sink(log)),
         )
+        unpinned = [model for model in models if model not in pins]
         server = stack.enter_context(
-            _started(launch, models, endpoints, key, regions, exit_timeout_of(options) + _GRACE_S)
+            _started(
+                launch,
+                unpinned,
+                grpc=endpoints.grpc,
+                http=endpoints.http,
+                metrics=endpoints.metrics,
+                control_address=endpoints.control,
+                key=key,
+                regions=regions,
+                exit_timeout_s=exit_timeout_of(options) + _GRACE_S,
+                repository=served,
+                private=private,
+            )
         )
-        is_erased = erase_from_command_line(server.process, key)
+        # Triton loads a backend when it loads a model. Without models it has to answer first.
+        is_erased = bool(unpinned) and erase_from_command_line(server.process, key)
         run_file = RunFile(
             grpc=server.grpc,
             control=endpoints.control,
@@ -184,29 +185,26 @@ def run_server(
             private=private,
         )
         stack.enter_context(run_file.written())
-        server.models = _wait_until_ready(server, models, ready_timeout_s)
+        _wait_until_ready(server, unpinned, ready_timeout_s)
+        is_erased = is_erased or erase_from_command_line(server.process, key, has_started=True)
+        _load_pins(server, pins, ready_timeout_s)
+        server.models = _ready_models(server) or ()
         server.warnings = tuple(_warnings(server, is_erased))
         yield server
 
 
 @contextlib.contextmanager
-def _started(
-    launch: Launch, models: Sequence[str], endpoints: Endpoints, key: str, regions: str, exit_timeout_s: float
-) -> Iterator[Server]:
-    """A server whose models are not ready yet. It is stopped at the end."""
+def _started(launch: Launch, models: Sequence[str], **known: Any) -> Iterator[Server]:
+    """A server that loads `models`, which are not ready yet. It is stopped at the end.
+
+    Args:
+        launch: how it is started.
+        models: what it loads by itself.
+        known: the other attributes of the server.
+    """
     with contextlib.ExitStack() as stack:
         with signals_deferred():
-            server = Server(
-                grpc=endpoints.grpc,
-                http=endpoints.http,
-                metrics=endpoints.metrics,
-                control_address=endpoints.control,
-                key=key,
-                launch=launch,
-                child=launch.start(model_options(models)),
-                regions=regions,
-                exit_timeout_s=exit_timeout_s,
-            )
+            server = Server(launch=launch, child=launch.start(model_options(models)), **known)
             stack.callback(server.end)
         yield server
 
@@ -227,26 +225,36 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
         yield "the key to what the server keeps closed can be read in its command line by users of this machine"
 
 
-def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> tuple[ServedModel, ...]:
+def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> None:
+    """Wait until the server answers, and these models are ready."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
             reason = server.child.output.reason()
             raise TritonserverFailed(f"tritonserver exited with {code} before its models were ready: {reason}")
         ready = _ready_models(server)
-        if {model.name for model in ready} >= set(models):
-            return ready
+        if ready is not None and {model.name for model in ready} >= set(models):
+            return
         time.sleep(_POLL_S)
     reason = server.child.output.reason()
     raise TritonserverFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
 
 
-def _ready_models(server: Server) -> tuple[ServedModel, ...]:
+def _load_pins(server: Server, pins: Pins, timeout_s: float) -> None:
+    """Load pinned versions. Triton can be told to only once it answers."""
+    for model, versions in pins.items():
+        try:
+            switch(server.control(timeout_s), model, versions, private=server.private, repository=server.repository)
+        except ServingError as error:
+            raise TritonserverFailed(f"{model}: cannot serve {', '.join(map(str, versions))}: {error}") from error
+
+
+def _ready_models(server: Server) -> tuple[ServedModel, ...] | None:
     """The models with a ready version. None while the server is still starting."""
     try:
         index = server.control(_CONTROL_TIMEOUT_S).index()
     except ServingError:
-        return ()
+        return None
     versions: dict[str, list[int]] = {}
     for entry in index:
         if entry.state == "READY":

@@ -13,6 +13,7 @@ import numpy as np
 from export import ExportConfig, WeightDtype, export_model
 from serving.client import LookupClient
 from serving.server import find_models
+from serving.server.models import Pins
 from serving.server.private import Trust, private_folder
 from tests.support.models import SUM, collection, float_tables
 
@@ -76,10 +77,10 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def served_files(target: Target, **options: object) -> dict[str, bytes]:
+def served_files(target: Target, pins: Pins | None = None, **options: object) -> dict[str, bytes]:
     """What Triton would be given: paths and contents."""
     trust = Trust(keys=target.trusted, folder=target.repository.parent, **options)  # type: ignore[arg-type]
-    with private_folder(target.repository, find_models(target.repository), trust) as private:
+    with private_folder(target.repository, find_models(target.repository), trust, pins) as private:
         assert stat.S_IMODE(Path(private.path).stat().st_mode) == 0o700
         return {
             str(path.relative_to(private.repository)): path.read_bytes()

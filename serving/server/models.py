@@ -1,0 +1,61 @@
+"""The models of a repository, and the versions of them that a server is to serve."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.bundle.manifest import MANIFEST
+from serving.bundle.opening import versions
+from serving.errors import ConfigurationError
+
+# The versions to serve, by model, whatever config.pbtxt says.
+Pins = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is ready, and its ready versions."""
+
+    name: str
+    versions: tuple[int, ...]
+
+
+def find_models(repository: Path) -> tuple[str, ...]:
+    """The models of a repository that tbe-export made.
+
+    Raises:
+        ConfigurationError: there is no repository, or no exported model in it.
+    """
+    if not repository.is_dir():
+        raise ConfigurationError(f"{repository}: expected a model repository, found no folder: tbe-export makes one")
+    models = sorted({path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")})
+    if not models:
+        raise ConfigurationError(f"{repository}: expected models made by tbe-export, found none")
+    return tuple(models)
+
+
+def check_pins(repository: Path, models: Sequence[str], pins: Pins) -> None:
+    """Refuse pins on what is not there.
+
+    Raises:
+        ConfigurationError: naming the model or version that is missing, and those that are there.
+    """
+    for model, pinned in pins.items():
+        if model not in models:
+            raise ConfigurationError(f"{repository}: expected one of the models {', '.join(models)}, got {model!r}")
+        check_published(repository / model, pinned)
+
+
+def check_published(model: Path, wanted: Sequence[int]) -> None:
+    """Refuse versions that are not published.
+
+    Args:
+        model: the model's folder, <repository>/<name>.
+        wanted: its versions.
+
+    Raises:
+        ConfigurationError: naming the version that is missing, and those that are there.
+    """
+    there = [version for version in reversed(versions(model)) if (model / str(version) / MANIFEST).exists()]
+    if missing := sorted({*wanted} - {*there}):
+        raise ConfigurationError(f"{model}: expected one of versions {there}, got {missing[0]}")
