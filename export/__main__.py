@@ -6,6 +6,7 @@ from export.commands.inspect import inspect
 from export.commands.model import model
 from export.commands.plan import plan
 from export.commands.prune import prune
+from export.commands.release import release
 from export.commands.verify import verify
 from export.errors import ExportError
 from serving.terminal.program import Command, new_program
@@ -18,7 +19,7 @@ class _Command(Command):
 app = new_program(
     "tbe-export", "Export the embedding tables of a trained TorchRec model as a bundle that Triton serves."
 )
-for command in (model, complete, plan, inspect, verify, compare, prune):
+for command in (model, complete, plan, inspect, verify, compare, release, prune):
     app.command(cls=_Command)(command)
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 from export.errors import PublishError
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import open_bundle, versions
+from serving.bundle.release import read_release
 from serving.bundle.use import in_use
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of
@@ -25,8 +26,8 @@ class Fate:
 def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
     """Remove old versions of a model.
 
-    These stay: the newest `keep`, those that a process has open, the one that config.pbtxt says to serve, and those
-    that a router's bundle in the same repository names.
+    These stay: the newest `keep`, those that a process has open, those that config.pbtxt or the model's release say
+    to serve, and those that a router's bundle in the same repository names.
 
     Args:
         model: `<repository>/<name>`.
@@ -39,11 +40,13 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
     Raises:
         PublishError: a version cannot be removed.
         ConfigurationError: `keep` is less than 1, or there is no such model.
+        BundleError: the model's release cannot be read.
     """
     if keep < 1:
         raise ConfigurationError(f"keep: expected 1 or more, got {keep}")
     configured = settings_of(read_config(model)).version
     routed = _named_by_routers(model)
+    released = read_release(model)
     for position, version in enumerate(reversed(versions(model))):
         path = model / str(version)
         if position < keep:
@@ -52,6 +55,8 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
             yield Fate(version, "config.pbtxt says to serve it")
         elif version in routed:
             yield Fate(version, f"{routed[version]} names it")
+        elif released is not None and version in released.versions:
+            yield Fate(version, "its release says to serve it")
         elif dry_run:
             with in_use(path) as used:
                 yield Fate(version, "in use" if used else None)

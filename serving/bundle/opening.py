@@ -1,6 +1,7 @@
 """Open a bundle: read its manifest, and check its files."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,18 +54,19 @@ def newest(model: Path) -> int:
     return found[-1]
 
 
-def check_published(model: Path, version: int) -> None:
-    """Refuse a version that a model does not have. A model that has none is left to whoever loads it.
+def check_published(model: Path, wanted: Iterable[int]) -> None:
+    """Refuse versions that are not published.
 
     Args:
-        model: its folder, <repository>/<name>.
+        model: the model's folder, <repository>/<name>.
+        wanted: its versions.
 
     Raises:
-        ConfigurationError: naming the versions that it has, newest first.
+        ConfigurationError: naming the version that is missing, and those that are there.
     """
-    there = versions(model)[::-1]
-    if there and version not in there:
-        raise ConfigurationError(f"version: expected one of {there} in {model}, got {version}")
+    there = [version for version in reversed(versions(model)) if (model / str(version) / MANIFEST).exists()]
+    if missing := sorted({*wanted} - {*there}):
+        raise ConfigurationError(f"{model}: expected one of versions {there}, got {missing[0]}")
 
 
 def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:

@@ -6,10 +6,11 @@ cannot be taken for that of another model, version or purpose. The line is one o
     tbe-serving/1 manifest.json "movies" "3"    version 3 of the model `movies`
     tbe-serving/1 config.pbtxt "movies"         the model `movies`, all versions
     tbe-serving/1 warm_up.jsonl "movies"
+    tbe-serving/1 movies.release.json "movies"  which versions of it are to be served
 
 Names are written as in JSON. The manifest holds the SHA-256 of all other files of its version. A signature is the 64
-bytes of RFC 8032, in `manifest.sig`, `config.sig` or `warm_up.sig`. Keys are PEM files. OpenSSL makes and checks
-both::
+bytes of RFC 8032, in `manifest.sig`, `config.sig`, `warm_up.sig` or `movies.release.sig`. Keys are PEM files. OpenSSL
+makes and checks both::
 
     openssl genpkey -algorithm ed25519 -out key.pem
     openssl pkey -in key.pem -pubout -out trusted.pem
@@ -38,6 +39,7 @@ TRUSTED_KEYS = "TBE_SERVING_TRUSTED_KEYS"
 
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----", re.DOTALL)
 _SIGNATURE_BYTES = 64
+_EXPORT = "export with --signing-key"
 
 
 def signature_of(path: Path) -> Path:
@@ -97,9 +99,16 @@ class TrustedKeys:
             BundleError: as `read_signed`.
         """
         version = Path(os.path.abspath(manifest)).parent
-        return self.read_signed(manifest, version.parent.name, version.name)
+        return self.read_signed(manifest, version.parent.name, version.name, again=_EXPORT)
 
-    def read_signed(self, path: Path, model: str, version: str | None = None, most_bytes: int = SMALL) -> bytes:
+    def read_signed(
+        self,
+        path: Path,
+        model: str,
+        version: str | None = None,
+        most_bytes: int = SMALL,
+        again: str = "`tbe-serve configure --signing-key`",
+    ) -> bytes:
         """The content of a signed file.
 
         Args:
@@ -107,12 +116,12 @@ class TrustedKeys:
             model: the model that it has to be signed for.
             version: the version that it has to be signed for. None: it is signed for the whole model.
             most_bytes: a larger file is refused.
+            again: what signs it again; errors say so.
 
         Raises:
             BundleError: it cannot be read, or has no signature by one of the keys.
         """
         content = _read(path, most_bytes, f"is {path.parent} what tbe-export made?")
-        again = "export with --signing-key" if version else "`tbe-serve configure --signing-key`"
         found = signature_of(path)
         signature = _read(
             found, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: sign it: {again}"

@@ -7,7 +7,7 @@ import typer
 
 from serving.bundle.opening import check_published
 from serving.commands.connection import DEFAULT_URL, UrlOption
-from serving.errors import ServerUnavailable, ServingError
+from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.server import Control
 from serving.server.run_file import RunFile, find_run_file
 from serving.server.switch import switch
@@ -37,10 +37,14 @@ def load(
     """
     check_timeout(timeout_s)
     run = _run_file(url)
+    if model in run.released:
+        raise ConfigurationError(
+            f"{model}: its release says what is served here, as --follow says: `tbe-export release`"
+        )
     control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
     try:
         if version is not None:
-            check_published(Path(run.repository) / model, version)
+            check_published(Path(run.repository) / model, (version,))
         switched = switch(control, model, () if version is None else (version,), private=run.private)
     except ServingError:
         now = control.ready(model)

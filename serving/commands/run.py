@@ -13,12 +13,17 @@ from rich.table import Table
 from serving.commands.connection import say
 from serving.commands.listening import AccessOf, PortsOf, takes_access, takes_ports
 from serving.commands.trust import TrustOf, takes_trust
-from serving.commands.versions import PinsOf, takes_pins
-from serving.server import Server, Supervisor, run_server
+from serving.commands.versions import FollowOf, PinsOf, takes_follow, takes_pins
+from serving.server import Server, Supervisor, find_models, run_server
+from serving.server.follower import Follower
+from serving.server.models import Pins
+from serving.server.private import Trust
 from serving.server.process import SHM_BYTES
+from serving.server.releases import ReleaseFile, read_releases, released_versions
 from serving.terminal.program import out
 
 
+@takes_follow
 @takes_pins
 @takes_trust
 @takes_access
@@ -26,6 +31,7 @@ from serving.terminal.program import out
 def run(
     repository: Annotated[Path, typer.Argument(help="The model repository that tbe-export wrote.")],
     pins: PinsOf,
+    follow: FollowOf,
     trust: TrustOf,
     access: AccessOf,
     ports: PortsOf,
@@ -51,24 +57,33 @@ def run(
     Every request that was accepted before is answered.
     """
     signals = _Signals()
+    versions, unload_after_s, trusted = pins(), follow(), trust()
+    files = () if unload_after_s is None else _releases(repository, versions, trusted)
     with run_server(
         repository,
         ports(),
-        pins=pins(),
+        pins={**released_versions(files), **versions},
         access=access(),
-        trust=trust(),
+        trust=trusted,
         shm_bytes=shm_mib << 20,
         options=triton_options or (),
     ) as server:
         for warning in server.warnings:
             say(warning)
-        signals.supervisor = supervisor = Supervisor(server, recover, say)
+        follower = None if unload_after_s is None else Follower(server, files, unload_after_s, say)
+        signals.supervisor = supervisor = Supervisor(server, recover, say, follower)
         print(_as_json(server)) if as_json else out.print(_as_text(server))
         sys.stdout.flush()
         code = supervisor.wait()
     if code:
         say(f"tritonserver exited with {code}")
     raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+def _releases(repository: Path, pinned: Pins, trust: Trust | None) -> tuple[ReleaseFile, ...]:
+    """The releases of all models that are not pinned."""
+    models = [model for model in find_models(repository) if model not in pinned]
+    return read_releases(repository, models, None if trust is None else trust.keys)
 
 
 class _Signals:

@@ -100,8 +100,9 @@ class Keeper:
         self._wait_until_it_answers()
         erase_from_command_line(self._child.process, self._server.key, has_started=True)
         for model in sorted(self._served.configs):
-            if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # `tbe-serve load` may have been quicker
-                self._load(model)
+            with self._server.loading[model]:
+                if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # `tbe-serve load` may have been quicker
+                    self._load(model)
 
     def _wait_until_it_answers(self) -> None:
         control = self._server.control(_ASK_TIMEOUT_S)
@@ -124,11 +125,12 @@ class Keeper:
             self._complain(error)
             return
         self._seen, self._has_complained = time.monotonic(), False
-        dead = self._dead()
+        loading = {model for model, lock in [*self._server.loading.items()] if lock.locked()}
+        dead = self._dead() - loading
         for model in sorted(dead & self._suspects):  # seen twice: a model seen once may be unloading
             self._replace(model, "a process of its died")
         self._suspects = dead - self._suspects
-        for model in sorted(self._hung(answered, control)):
+        for model in sorted(self._hung(answered, control) - loading):
             for stub in living_stubs(self._child.process.pid):
                 if stub.model == model:
                     stub.kill()
@@ -169,7 +171,9 @@ class Keeper:
         if not self._recover:
             raise TritonserverFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
         self._say(f"model {model!r}: {why}; loading it anew")
-        self._load(model)
+        self._server.note_recovery(model, why)
+        with self._server.loading[model]:
+            self._load(model)
 
     def _load(self, model: str) -> None:
         started = time.monotonic()

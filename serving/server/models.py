@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import versions
+from serving.bundle.opening import check_published
 from serving.errors import ConfigurationError
 
 # The versions to serve, by model, whatever config.pbtxt says.
@@ -44,18 +44,3 @@ def check_pins(repository: Path, models: Sequence[str], pins: Pins) -> None:
         if model not in models:
             raise ConfigurationError(f"{repository}: expected one of the models {', '.join(models)}, got {model!r}")
         check_published(repository / model, pinned)
-
-
-def check_published(model: Path, wanted: Sequence[int]) -> None:
-    """Refuse versions that are not published.
-
-    Args:
-        model: the model's folder, <repository>/<name>.
-        wanted: its versions.
-
-    Raises:
-        ConfigurationError: naming the version that is missing, and those that are there.
-    """
-    there = [version for version in reversed(versions(model)) if (model / str(version) / MANIFEST).exists()]
-    if missing := sorted({*wanted} - {*there}):
-        raise ConfigurationError(f"{model}: expected one of versions {there}, got {missing[0]}")

@@ -4,11 +4,15 @@ import contextlib
 import secrets
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import msgspec
 
 from serving.errors import ServingError, TritonserverFailed
 from serving.server.access import Access
@@ -16,7 +20,7 @@ from serving.server.child import Child, Launch, signals_deferred
 from serving.server.models import Pins, ServedModel, check_pins, find_models
 from serving.server.ports import Ports, free_endpoints
 from serving.server.private import PrivateFolder, Trust, private_folder
-from serving.server.run_file import RunFile
+from serving.server.run_file import Recovery, RunFile
 from serving.server.shared_memory import region_prefix, remove_regions
 from serving.server.switch import switch
 from serving.triton.control import UNIX, Control
@@ -48,6 +52,8 @@ class Server:
         repository: the model repository that its process serves.
         private: the private folder with that repository, if it serves signed bundles alone; otherwise None.
         started: when its first process was started, in Unix time.
+        run_file: what other commands know of it.
+        loading: locks, by model. Who loads a model holds its lock.
         models: its models when it became ready.
         warnings: lines for whoever runs it.
     """
@@ -64,6 +70,9 @@ class Server:
     repository: Path
     private: PrivateFolder | None
     started: float = field(default_factory=time.time)
+    run_file: RunFile = field(init=False, repr=False)
+    loading: Mapping[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock), repr=False)
+    _noting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     models: tuple[ServedModel, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -86,6 +95,19 @@ class Server:
         if self.control_address.startswith(UNIX):
             Path(self.control_address.removeprefix(UNIX)).unlink(missing_ok=True)
         self.child = self.launch.start()
+        self.note(process=self.process.pid)
+
+    def note(self, **changes: Any) -> None:
+        """Change what other commands know of this server: attributes of its run file."""
+        with self._noting:
+            self.run_file = msgspec.structs.replace(self.run_file, **changes)
+            self.run_file.rewrite()
+
+    def note_recovery(self, model: str | None, why: str) -> None:
+        """Note that a model, or tritonserver where that is None, is started anew."""
+        self.note(
+            recoveries=self.run_file.recoveries + 1, last_recovery=Recovery(model=model, why=why, at=time.time())
+        )
 
     def end(self) -> None:
         """Ask it to finish what it has accepted and end; wait until it has."""
@@ -177,14 +199,16 @@ def run_server(
         )
         # Triton loads a backend when it loads a model. Without models it has to answer first.
         is_erased = bool(unpinned) and erase_from_command_line(server.process, key)
-        run_file = RunFile(
+        server.run_file = RunFile(
             grpc=server.grpc,
             control=endpoints.control,
             key=key,
             repository=str(repository.absolute()),
             private=private,
+            process=server.process.pid,
+            pinned=dict(pins),
         )
-        stack.enter_context(run_file.written())
+        stack.enter_context(server.run_file.written())
         _wait_until_ready(server, unpinned, ready_timeout_s)
         is_erased = is_erased or erase_from_command_line(server.process, key, has_started=True)
         _load_pins(server, pins, ready_timeout_s)

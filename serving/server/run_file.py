@@ -1,4 +1,4 @@
-"""The file that tells `tbe-serve load` how to reach a server that `tbe-serve run` started.
+"""The file that tells `tbe-serve load` and `status` how to reach a server that `tbe-serve run` started.
 
 It exists while the server runs, and its user alone can read it, since it holds the server's key.
 """
@@ -8,7 +8,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -25,8 +25,22 @@ from serving.triton.control import UNIX
 _LONGEST = 107
 
 
+class Recovery(Strict, frozen=True):
+    """A model, or tritonserver, that was started anew.
+
+    Attributes:
+        model: its name; None where tritonserver was.
+        why: what had happened.
+        at: when, in Unix time.
+    """
+
+    model: str | None
+    why: str
+    at: float
+
+
 class RunFile(Strict, frozen=True):
-    """What is needed to switch the versions of a server.
+    """What is needed to switch the versions of a server, and what happened to it since it was started.
 
     Attributes:
         grpc: the gRPC address that clients use, "host:port".
@@ -34,6 +48,11 @@ class RunFile(Strict, frozen=True):
         key: the key of its restricted protocols.
         repository: the folder that its models are published in.
         private: the folder that it serves, if it serves signed bundles alone; otherwise None.
+        process: the process id of tritonserver.
+        pinned: the versions that `--serve` says, by model.
+        released: the versions that releases say, by model.
+        recoveries: how often a model or tritonserver was started anew.
+        last_recovery: the last of them; None while there was none.
     """
 
     grpc: str
@@ -41,6 +60,11 @@ class RunFile(Strict, frozen=True):
     key: str
     repository: str
     private: PrivateFolder | None
+    process: int
+    pinned: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    released: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
+    recoveries: int = 0
+    last_recovery: Recovery | None = None
 
     def __repr__(self) -> str:
         """Leaves the key out: errors and logs show this."""
@@ -60,14 +84,24 @@ class RunFile(Strict, frozen=True):
         try:
             path = _path(self.grpc)
             _own_folder(path.parent)
-            with replacing(path, mode=0o600) as file:
-                file.write(msgspec.json.encode(self))
+            self._write(path)
         except OSError as error:
             raise _no_place(error) from error
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+    def rewrite(self) -> None:
+        """Write it again, unless it was removed. What cannot be written is lost: the server matters more."""
+        path = _path(self.grpc)
+        with suppress(OSError):
+            if path.exists():
+                self._write(path)
+
+    def _write(self, path: Path) -> None:
+        with replacing(path, mode=0o600) as file:
+            file.write(msgspec.json.encode(self))
 
 
 def find_run_file(grpc: str) -> RunFile | None:

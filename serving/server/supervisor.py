@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 from serving.errors import ServingError
+from serving.server.follower import Follower
 from serving.server.keeper import Keeper, Served
 from serving.server.process import Server
 from serving.server.restarts import MOST, WITHIN_S, Restarts
@@ -23,15 +24,19 @@ class Supervisor:
         server: a running server.
         recover: whether to load models anew that die or hang, and to start the server anew when it dies.
         say: gets a line for each thing that happens.
+        follower: loads what releases say while the server runs. None: nobody does.
 
     Raises:
         ServingError: the server does not say what it serves.
     """
 
-    def __init__(self, server: Server, recover: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, server: Server, recover: bool, say: Callable[[str], None], follower: Follower | None = None
+    ) -> None:
         self._server = server
         self._recover = recover
         self._say = say
+        self._follower = follower
         self._served = Served(server.started)
         control = server.control(_ASK_TIMEOUT_S)
         self._served.update(control.index(), control)
@@ -45,6 +50,8 @@ class Supervisor:
         """Stop: pass signal `number` on to the server, which answers what it accepted and ends."""
         self._stopping = True
         self._is_idle = not self._is_answering()
+        if self._follower is not None:
+            self._follower.end()
         self._server.signal(number)
 
     def wait(self) -> int:
@@ -56,6 +63,8 @@ class Supervisor:
         Raises:
             ServingError: a model's process died or hangs, and was not replaced.
         """
+        if self._follower is not None:
+            self._follower.start()
         code = self._watch(is_anew=False)
         while code and self._recover and not self._stopping and self._start_anew(code):
             code = self._watch(is_anew=True)
@@ -117,6 +126,7 @@ class Supervisor:
         if pause_s is None:
             self._say(f"tritonserver died again ({reason}), after {MOST} starts within {WITHIN_S / 60:g} minutes")
             return False
+        self._server.note_recovery(None, f"tritonserver died ({reason})")
         self._say(f"tritonserver died ({reason}); starting it anew, {self._restarts.recent} of at most {MOST} times")
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self._stopping:

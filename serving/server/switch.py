@@ -23,15 +23,19 @@ def switch(
     model: str,
     versions: Sequence[int] = (),
     *,
+    beside: Sequence[int] = (),
     private: PrivateFolder | None = None,
     repository: Path | None = None,
 ) -> Switched:
-    """Serve exactly `versions` of a model. Those that serve go on until the others are ready, and no request fails.
+    """Serve exactly `versions` of a model, and those `beside` them.
+
+    What serves goes on until all are ready, and no request fails.
 
     Args:
         control: the server's control API.
         model: the model's name.
         versions: none: those that config.pbtxt says.
+        beside: versions that serve already, and go on.
         private: the private folder that the server serves. Signed versions are copied into it first.
         repository: what Triton serves: `versions` are loaded with the config.pbtxt that is there. None: they are
             loaded with the config that the model is served with.
@@ -45,4 +49,4 @@ def switch(
             for version in versions or (None,):
                 private.bring(model, version, serving={*before, *versions})
         config = None if repository is None else as_json(read_config(repository / model))
-        return Switched(before, control.load(model, versions, config))
+        return Switched(before, control.load(model, sorted({*versions, *beside}), config))

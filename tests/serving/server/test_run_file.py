@@ -13,7 +13,7 @@ KEY = "0123456789abcdef"
 @pytest.fixture
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFile:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return RunFile(grpc="127.0.0.1:8001", control="unix:/c", key=KEY, repository="/r", private=None)
+    return RunFile(grpc="127.0.0.1:8001", control="unix:/c", key=KEY, repository="/r", private=None, process=1)
 
 
 def test_the_key_lies_where_its_user_alone_reads_it_while_the_server_runs(tmp_path: Path, run_file: RunFile) -> None:

@@ -61,6 +61,8 @@ def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: 
         path=str(tmp_path), source=str(bundle), keys="keys.pem", weights_in_place=False, min_versions={}
     )
     for repository, folder in (("r", private), (str(bundle), None)):
-        run_file = RunFile(grpc="127.0.0.1:1", control="unix:/c", key="k", repository=repository, private=folder)
+        run_file = RunFile(
+            grpc="127.0.0.1:1", control="unix:/c", key="k", repository=repository, private=folder, process=1
+        )
         with pytest.raises(ConfigurationError, match="expected a path in UTF-8"), run_file.written():
             pass

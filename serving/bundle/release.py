@@ -1,0 +1,75 @@
+"""A release: a file of the repository that says which versions of a model are to be served.
+
+It is REPOSITORY/NAME.release.json, and its signature REPOSITORY/NAME.release.sig. It does not lie in the model's
+folder: when a file there has changed, Triton loads every version anew. At the root Triton looks at folders alone.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+
+from serving.errors import BundleError
+from serving.files.reading import read_file
+from serving.files.strict import UNREADABLE, Strict
+
+if TYPE_CHECKING:
+    from serving.bundle.signature import TrustedKeys
+
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Release(Strict, frozen=True):
+    """The versions of a model that are to be served.
+
+    Attributes:
+        versions: exactly these. The newest of them answers callers that name no version.
+        sequence: greater than that of every release before, so that an old one that is put back is noticed. It is the
+            time in milliseconds of Unix time, or one more than the release before.
+    """
+
+    versions: Annotated[tuple[_Positive, ...], msgspec.Meta(min_length=1)]
+    sequence: _Positive
+
+
+def release_of(model: Path) -> Path:
+    """The path of a model's release. `model` is its folder, <repository>/<name>."""
+    model = Path(os.path.abspath(model))
+    return model.with_name(f"{model.name}.release.json")
+
+
+def read_release(model: Path, trusted: "TrustedKeys | None" = None) -> Release | None:
+    """The release of a model; None where there is none.
+
+    Args:
+        model: its folder, <repository>/<name>.
+        trusted: one of these keys must have signed the release as that model's. None: no signature is needed.
+
+    Raises:
+        BundleError: it cannot be read, is no release, or none of the keys signed it.
+    """
+    path = release_of(model)
+    if not os.path.lexists(path):
+        return None
+    if trusted is None:
+        try:
+            content = read_file(path)
+        except OSError as error:
+            raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+    else:
+        content = trusted.read_signed(
+            path, Path(os.path.abspath(model)).name, again="`tbe-export release --signing-key`"
+        )
+    try:
+        return msgspec.json.decode(content, type=Release)
+    except UNREADABLE as error:
+        raise BundleError(f"{path}: expected what `tbe-export release` writes: {error}") from error
+
+
+def next_release(versions: Sequence[int], before: Release | None) -> Release:
+    """A release of `versions`, each once, that takes the place of `before`."""
+    least = 1 if before is None else before.sequence + 1
+    return Release(versions=tuple(dict.fromkeys(versions)), sequence=max(least, time.time_ns() // 1_000_000))
