@@ -40,6 +40,7 @@ FEW_IMPORT = {
         "serving.bench.generator",
         "serving.client.clients",
         "serving.client.exchange",
+        "serving.client.serves",
         "serving.model.config_file",
         "serving.model.template",
         "serving.ranks.host",

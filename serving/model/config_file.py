@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf import text_format
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, ParseDict
 from tritonclient.grpc import model_config_pb2
 
 from serving.errors import ConfigurationError
@@ -52,6 +52,11 @@ def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
 def as_json(config: Any) -> Any:
     """A ModelConfig as JSON, as Triton's control API takes and gives it."""
     return MessageToDict(config, preserving_proto_field_name=True)
+
+
+def of_json(config: Any) -> Any:
+    """The ModelConfig of `as_json`. Fields that only newer releases of Triton have are left out."""
+    return ParseDict(config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True)
 
 
 def write_config(model: Path, config: Any) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
 from serving.server.canary import PATIENCE_S, PERIOD_S, Canary
 from serving.server.process import Server
-from serving.triton.control import Control, VersionState
+from serving.triton.control import UNLOADED, Control, VersionState
 from serving.triton.secret import erase_from_command_line
 from serving.triton.stubs import living_stubs
 
@@ -19,7 +19,7 @@ _PERIOD_S = 0.25
 _SILENT_S, _LOST_S = 5.0, 60.0
 # How long the answer to a question may take, and how long a model may take to load.
 _ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
-_UNAVAILABLE, _UNLOADED = "UNAVAILABLE", "unloaded"
+_UNAVAILABLE = "UNAVAILABLE"
 # A parameter in the config of every model that tbe-export made.
 _OURS = "contract"
 
@@ -45,7 +45,7 @@ class Served:
             if any(each.state == "READY" for each in states):
                 self.configs[model] = control.config(model)
                 self.versions[model] = _serving(states, self.versions.get(model, ()))
-            elif all(each.reason == _UNLOADED for each in states):
+            elif all(each.reason == UNLOADED for each in states):
                 self.configs.pop(model, None)
                 self.versions.pop(model, None)
 
@@ -192,7 +192,7 @@ def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[i
         each.version
         for each in states
         if each.state == "READY"
-        or (each.version in before and each.state == _UNAVAILABLE and each.reason != _UNLOADED)
+        or (each.version in before and each.state == _UNAVAILABLE and each.reason != UNLOADED)
     )
 
 

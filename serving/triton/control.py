@@ -28,6 +28,8 @@ from serving.model.settings import RECOVERED
 from serving.timeouts import check_timeout
 from serving.triton.options import KEY_HEADER
 
+# The reason of a version in the index that was unloaded because somebody asked for it.
+UNLOADED = "unloaded"
 # How the address of a Unix socket begins, here and in --http-address.
 UNIX = "unix:"
 # A parameter of the config that a model is served with, never of config.pbtxt. It says that another version is served

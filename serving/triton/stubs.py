@@ -17,11 +17,12 @@ _STUB = "triton_python_backend_stub"
 
 @dataclass(frozen=True, slots=True)
 class Stub:
-    """The process of one instance of a version of a model."""
+    """The process of one instance of a version of a model. `bundle` is the version's folder."""
 
     model: str
     version: int
     process: psutil.Process
+    bundle: Path
 
     def kill(self) -> None:
         """Kill it, unless it has ended."""
@@ -50,8 +51,8 @@ def living_stubs(server: int) -> Iterator[Stub]:
         except psutil.Error:
             continue  # it died
         if command and Path(command[0]).name == _STUB:
-            version = Path(command[1]).parent  # …/<model>/<version>/model.py
-            yield Stub(version.parent.name, int(version.name), child)
+            bundle = Path(command[1]).parent  # …/<model>/<version>/model.py
+            yield Stub(bundle.parent.name, int(bundle.name), child, bundle)
 
 
 def _proc(process: psutil.Process, name: str) -> str:

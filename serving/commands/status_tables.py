@@ -1,0 +1,102 @@
+"""The tables of `tbe-serve status`."""
+
+import time
+from collections.abc import Iterable, Iterator
+
+from rich.filesize import decimal
+from rich.table import Table
+
+from serving.client.serves import Serves
+from serving.model.settings import ServingSettings
+from serving.server.memory import ProcessMemory
+from serving.server.status import ModelStatus, Status
+
+_CHOSEN_BY = {"pin": "--serve", "release": "its release", "config": "config.pbtxt"}
+
+
+def status_tables(status: Status) -> Iterator[Table]:
+    """The status of a server, for a person."""
+    yield _server(status)
+    yield _versions(status.models)
+    yield _processes(status)
+    if (changed := _settings(status.models)).row_count:
+        yield changed
+
+
+def fleet_table(servers: Iterable[Serves]) -> Table:
+    """Which server serves which versions."""
+    table = _table("server", "tritonserver", "model", "versions", "state")
+    for server in servers:
+        if server.problem is not None or not server.models:
+            table.add_row(server.address, server.triton or "", "", "", "unreachable" if server.problem else "empty")
+        for model, versions in server.models.items():
+            table.add_row(server.address, server.triton, model, ", ".join(map(str, versions)), "ready")
+    return table
+
+
+def _server(status: Status) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("server", status.address)
+    table.add_row("tritonserver", f"{status.triton}, process {status.process}")
+    last = status.last_recovery
+    at = "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+    what = "" if last is None else f"; the last at {at}: {f'{last.model}: ' if last.model else ''}{last.why}"
+    table.add_row("recoveries", f"{status.recoveries}{what}")
+    return table
+
+
+def _versions(models: Iterable[ModelStatus]) -> Table:
+    table = _table("model", "version", "state", "chosen by", "instances", "tables", "in page cache")
+    for model in models:
+        for each in model.versions:
+            table.add_row(
+                model.name,
+                str(each.version),
+                each.state.lower() + (f": {each.reason}" if each.reason else ""),
+                _CHOSEN_BY[model.chosen_by],
+                str(len(each.instances)),
+                _size(each.weights_bytes),
+                _size(each.cached_bytes),
+            )
+    return table
+
+
+def _processes(status: Status) -> Table:
+    table = _table("process", "of", "now", "resident", "share (PSS)", "tables mapped")
+    table.add_row(str(status.process), "tritonserver", "", *_memory(status.memory))
+    for model in status.models:
+        for version in model.versions:
+            for each in version.instances:
+                now = "busy" if each.is_busy else "idle"
+                table.add_row(str(each.process), f"{model.name} {version.version}", now, *_memory(each.memory))
+    return table
+
+
+def _settings(models: Iterable[ModelStatus]) -> Table:
+    """The settings that are not at their defaults."""
+    table = _table("model", "setting", "value")
+    for model in models:
+        for name, value in model.settings.items():
+            if value != getattr(ServingSettings(), name):
+                table.add_row(model.name, name.replace("_", "-"), str(value))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+    return table
+
+
+_NUMBERS = {"instances", "tables", "in page cache", "resident", "share (PSS)", "tables mapped"}
+
+
+def _memory(memory: ProcessMemory | None) -> tuple[str, str, str]:
+    if memory is None:
+        return "", "", ""
+    return _size(memory.resident), _size(memory.share), _size(memory.mapped)
+
+
+def _size(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else decimal(size_bytes)

@@ -1,0 +1,148 @@
+"""What a server on this machine serves, with what memory, and what happened to it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from serving.files.strict import Strict
+from serving.model.config_file import of_json, settings_of
+from serving.server.memory import ProcessMemory, cached_bytes, process_memory
+from serving.server.run_file import Recovery, RunFile
+from serving.triton.control import UNLOADED, Control, VersionState
+from serving.triton.stubs import Stub, living_stubs
+
+
+class InstanceStatus(Strict, frozen=True):
+    """An instance of a version: a process. `memory` is None if it has just ended."""
+
+    process: int
+    is_busy: bool
+    memory: ProcessMemory | None
+
+
+class VersionStatus(Strict, frozen=True):
+    """A version that a server has loaded, or tried to.
+
+    Attributes:
+        version: its number.
+        state: "READY", "LOADING", "UNLOADING" or "UNAVAILABLE".
+        reason: why it does not serve; empty where there is nothing to say.
+        instances: its living processes.
+        weights_bytes: size of its files of weights; None where no process has them.
+        cached_bytes: how much of them is in the page cache, which all processes share; None where that is not known.
+    """
+
+    version: int
+    state: str
+    reason: str
+    instances: tuple[InstanceStatus, ...]
+    weights_bytes: int | None
+    cached_bytes: int | None
+
+
+class ModelStatus(Strict, frozen=True):
+    """A model of a server.
+
+    Attributes:
+        name: its name.
+        chosen_by: what says which versions are served: "pin" (`--serve`), "release" (`--follow`) or "config".
+        versions: those that were not unloaded, oldest first.
+        settings: how it is served; none while no version serves. `tbe-serve configure` explains them.
+    """
+
+    name: str
+    chosen_by: str
+    versions: tuple[VersionStatus, ...]
+    settings: dict[str, Any]
+
+
+class Status(Strict, frozen=True):
+    """What a server serves, with what memory, and what happened to it since it was started.
+
+    Attributes:
+        address: its gRPC address.
+        triton: the version of tritonserver.
+        process: tritonserver's process id.
+        memory: of tritonserver itself.
+        models: its models, by name.
+        recoveries: how often a model or tritonserver was started anew.
+        last_recovery: the last of them.
+    """
+
+    address: str
+    triton: str
+    process: int
+    memory: ProcessMemory | None
+    models: tuple[ModelStatus, ...]
+    recoveries: int
+    last_recovery: Recovery | None
+
+
+def status_of(run: RunFile, timeout_s: float) -> Status:
+    """The status of a server on this machine.
+
+    Args:
+        run: what is known of it.
+        timeout_s: deadline of each question to it, in seconds.
+
+    Raises:
+        ServingError: it does not answer.
+    """
+    control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
+    index = [each for each in control.index() if each.reason != UNLOADED]
+    stubs = list(living_stubs(run.process))
+    return Status(
+        address=run.grpc,
+        triton=control.server_version(),
+        process=run.process,
+        memory=process_memory(run.process),
+        models=tuple(_model(name, index, stubs, run, control) for name in sorted({each.model for each in index})),
+        recoveries=run.recoveries,
+        last_recovery=run.last_recovery,
+    )
+
+
+def _model(
+    name: str, index: Iterable[VersionState], stubs: Sequence[Stub], run: RunFile, control: Control
+) -> ModelStatus:
+    states = sorted((each for each in index if each.model == name), key=lambda each: each.version)
+    serves = any(each.state == "READY" for each in states)
+    return ModelStatus(
+        name=name,
+        chosen_by="pin" if name in run.pinned else "release" if name in run.released else "config",
+        versions=tuple(_version(each, stubs) for each in states),
+        settings=_settings(control.config(name)) if serves else {},
+    )
+
+
+def _version(state: VersionState, stubs: Iterable[Stub]) -> VersionStatus:
+    own = [stub for stub in stubs if (stub.model, stub.version) == (state.model, state.version)]
+    weights = sorted(own[0].bundle.glob("weights.*.bin")) if own else []
+    size = sum(map(_size_bytes, weights))
+    cached = [cached_bytes(path) for path in weights]
+    return VersionStatus(
+        version=state.version,
+        state=state.state,
+        reason=state.reason,
+        instances=tuple(
+            InstanceStatus(process=stub.process.pid, is_busy=stub.is_busy(), memory=process_memory(stub.process.pid))
+            for stub in own
+        ),
+        weights_bytes=size if own else None,
+        cached_bytes=min(size, sum(each or 0 for each in cached)) if own and None not in cached else None,
+    )
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """The settings of a ModelConfig; without its version, which is a note of how it was loaded."""
+    settings = asdict(settings_of(of_json(config)))
+    del settings["version"]
+    return settings
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

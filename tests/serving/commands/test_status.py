@@ -1,0 +1,87 @@
+"""`tbe-serve status`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from export import export_model
+from serving.client import LookupClient
+from tests.support.models import SUM, collection
+from tests.support.servers import running, stubs, tbe_serve, wait_for_answer
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+
+def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        bundle = export_model(collection(SUM, seed=seed), tmp_path / "r", "m")
+    assert tbe_serve("configure", str(bundle.parent), "--instances", "2", "--max-busy-ms", "300").returncode == 0
+    with running(tmp_path / "r", "--serve", "m=2") as one, running(tmp_path / "r", "--serve", "m=1,2") as two:
+        (victim, _) = stubs(one.triton, "m")
+        victim.kill()
+        with LookupClient(one.grpc, "m", 30) as client:
+            wait_until_recovered(one.grpc)
+            wait_for_answer(client)
+
+        done = tbe_serve("status", one.grpc, "--json")
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout)
+        (model,) = said["models"]
+        (version,) = model["versions"]
+        weights = (bundle / "weights.0.bin").stat().st_size
+        assert (said["address"], said["process"], said["triton"]) == (one.grpc, one.triton.pid, "2.51.0")
+        assert (model["name"], model["chosen_by"]) == ("m", "pin")
+        assert (version["version"], version["state"], version["reason"]) == (2, "READY", "")
+        assert {each["process"] for each in version["instances"]} == {each.pid for each in stubs(one.triton, "m")}
+        assert version["weights_bytes"] == weights
+        assert 0 <= version["cached_bytes"] <= weights
+        for instance in version["instances"]:
+            memory = instance["memory"]
+            assert weights <= memory["mapped"] < memory["share"] < memory["resident"]
+        assert (model["settings"]["instances"], model["settings"]["max_busy_ms"]) == (2, 300)
+        assert said["recoveries"] == 1
+        assert (said["last_recovery"]["model"], said["last_recovery"]["why"]) == ("m", "a process of its died")
+
+        table = tbe_serve("status", one.grpc)
+        assert table.returncode == 0
+        for words in (one.grpc, "--serve", "max-busy-ms", "1; the last at", "tritonserver", "page cache"):
+            assert words in table.stdout
+        assert "merged-requests" not in table.stdout  # it is at its default
+
+        done = tbe_serve("status", "--fleet", f"{one.grpc},{two.grpc}", "--json")
+        assert done.returncode == 1
+        differ = f"m: versions differ: 1, 2 on {two.grpc}; 2 on {one.grpc}"
+        assert json.loads(done.stdout) == {
+            "servers": [
+                {"address": one.grpc, "triton": "2.51.0", "models": {"m": [2]}, "problem": None},
+                {"address": two.grpc, "triton": "2.51.0", "models": {"m": [1, 2]}, "problem": None},
+            ],
+            "problems": [differ],
+        }
+        assert done.stderr == f"tbe-serve: {differ}\n"
+        done = tbe_serve("status", "--fleet", one.grpc, "--fleet", one.grpc)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [line.split() for line in done.stdout.splitlines()][1] == [one.grpc, "2.51.0", "m", "2", "ready"]
+
+
+def wait_until_recovered(grpc: str) -> None:
+    for _ in range(60):
+        if json.loads(tbe_serve("status", grpc, "--json").stdout)["recoveries"]:
+            return
+    pytest.fail("its process was not missed")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("127.0.0.1:1",), "127.0.0.1:1: does not answer: "),
+        (("--fleet", "a"), "a: expected host:port, such as 127.0.0.1:8001"),
+        (("--fleet", "a:1,"), "'': expected host:port, such as 127.0.0.1:8001"),
+        (("--fleet", "a:1", "--metadata", "secret"), "--metadata: expected KEY=VALUE"),
+    ],
+)
+def test_what_cannot_be_asked_is_named(arguments: tuple[str, ...], message: str) -> None:
+    done = tbe_serve("status", *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
