@@ -37,6 +37,8 @@ def load(
     """
     check_timeout(timeout_s)
     run = _run_file(url)
+    if version is None and model in run.pinned:
+        raise ConfigurationError(f"{model}: --serve pins it to {_listed(run.pinned[model])} here: name a version")
     if model in run.released:
         raise ConfigurationError(
             f"{model}: its release says what is served here, as --follow says: `tbe-export release`"

@@ -1,5 +1,6 @@
 """`tbe-serve status`: what servers serve, with what memory, and what happened to them."""
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -11,6 +12,8 @@ from serving.client.serves import ask_all, differences
 from serving.commands.connection import DEFAULT_URL, TlsOf, say, takes_tls
 from serving.commands.status_tables import fleet_table, status_tables
 from serving.errors import ConfigurationError
+from serving.files.reading import read_file
+from serving.files.strict import UNREADABLE
 from serving.server.run_file import find_run_file
 from serving.server.status import status_of
 from serving.terminal.program import out
@@ -25,7 +28,8 @@ def status(
         typer.Option(metavar="ADDRESS[,ADDRESS]", help="Ask these servers which versions they serve, and compare."),
     ] = None,
     metadata: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Sent with each call to a fleet, such as a token.")
+        Path | None,
+        typer.Option(help="File with a JSON object of strings, such as a token, sent with each call to a fleet."),
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each question, in seconds.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -64,8 +68,10 @@ def status(
     raise typer.Exit(bool(problems))
 
 
-def _metadata(given: list[str] | None) -> dict[str, str]:
-    for each in given or ():
-        if "=" not in each:
-            raise ConfigurationError("--metadata: expected KEY=VALUE")  # what was typed may be a secret
-    return dict(each.partition("=")[::2] for each in given or ())
+def _metadata(path: Path | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    try:
+        return msgspec.json.decode(read_file(path, follow=True), type=dict[str, str])
+    except UNREADABLE as error:
+        raise ConfigurationError(f"{path}: expected a JSON object of strings: {error}") from error

@@ -18,7 +18,7 @@ from serving.errors import ServingError, TritonserverFailed
 from serving.server.access import Access
 from serving.server.child import Child, Launch, signals_deferred
 from serving.server.models import Pins, ServedModel, check_pins, find_models
-from serving.server.ports import Ports, free_endpoints
+from serving.server.ports import Endpoints, Ports, free_endpoints
 from serving.server.private import PrivateFolder, Trust, private_folder
 from serving.server.run_file import Recovery, RunFile
 from serving.server.shared_memory import region_prefix, remove_regions
@@ -182,23 +182,8 @@ def run_server(
             sink=stack.enter_context(_sink(log)),
         )
         unpinned = [model for model in models if model not in pins]
-        server = stack.enter_context(
-            _started(
-                launch,
-                unpinned,
-                grpc=endpoints.grpc,
-                http=endpoints.http,
-                metrics=endpoints.metrics,
-                control_address=endpoints.control,
-                key=key,
-                regions=regions,
-                exit_timeout_s=exit_timeout_of(options) + _GRACE_S,
-                repository=served,
-                private=private,
-            )
-        )
-        # Triton loads a backend when it loads a model. Without models it has to answer first.
-        is_erased = bool(unpinned) and erase_from_command_line(server.process, key)
+        timeout_s = exit_timeout_of(options) + _GRACE_S
+        server = stack.enter_context(_started(launch, unpinned, endpoints, key, regions, timeout_s, served, private))
         server.run_file = RunFile(
             grpc=server.grpc,
             control=endpoints.control,
@@ -209,28 +194,50 @@ def run_server(
             pinned=dict(pins),
         )
         stack.enter_context(server.run_file.written())
-        _wait_until_ready(server, unpinned, ready_timeout_s)
-        is_erased = is_erased or erase_from_command_line(server.process, key, has_started=True)
-        _load_pins(server, pins, ready_timeout_s)
-        server.models = _ready_models(server) or ()
-        server.warnings = tuple(_warnings(server, is_erased))
+        _make_ready(server, unpinned, pins, ready_timeout_s)
         yield server
 
 
 @contextlib.contextmanager
-def _started(launch: Launch, models: Sequence[str], **known: Any) -> Iterator[Server]:
-    """A server that loads `models`, which are not ready yet. It is stopped at the end.
-
-    Args:
-        launch: how it is started.
-        models: what it loads by itself.
-        known: the other attributes of the server.
-    """
+def _started(
+    launch: Launch,
+    models: Sequence[str],
+    endpoints: Endpoints,
+    key: str,
+    regions: str,
+    exit_timeout_s: float,
+    repository: Path,
+    private: PrivateFolder | None,
+) -> Iterator[Server]:
+    """A server that loads `models`, which are not ready yet. It is stopped at the end."""
     with contextlib.ExitStack() as stack:
         with signals_deferred():
-            server = Server(launch=launch, child=launch.start(model_options(models)), **known)
+            server = Server(
+                grpc=endpoints.grpc,
+                http=endpoints.http,
+                metrics=endpoints.metrics,
+                control_address=endpoints.control,
+                key=key,
+                launch=launch,
+                child=launch.start(model_options(models)),
+                regions=regions,
+                exit_timeout_s=exit_timeout_s,
+                repository=repository,
+                private=private,
+            )
             stack.callback(server.end)
+        if models:  # with none, there is no sign that it has copied its options before it answers
+            erase_from_command_line(server.process, key)
         yield server
+
+
+def _make_ready(server: Server, models: Sequence[str], pins: Pins, timeout_s: float) -> None:
+    """Wait until the `models` that it loads by itself are ready, and load pinned versions."""
+    _wait_until_ready(server, models, timeout_s)
+    is_erased = erase_from_command_line(server.process, server.key, has_started=True)
+    _load_pins(server, pins, timeout_s)
+    server.models = _ready_models(server) or ()
+    server.warnings = tuple(_warnings(server, is_erased))
 
 
 def _sink(log: Path | None) -> BinaryIO:

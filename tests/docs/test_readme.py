@@ -57,6 +57,7 @@ def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monkey
             command, _, _ = line.partition("#")
             verb = command.split()[1]
             at = f" --url {server.grpc}" if verb in ("load", "health", "bench") else ""
+            at = f" {server.grpc}" if verb == "status" else at
             brief = " --seconds 0.2" if "bench" in command else ""
             assert run(command.strip() + at + brief, tmp_path)
     exec(in_process, names)

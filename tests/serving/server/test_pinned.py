@@ -24,7 +24,10 @@ def test_a_pinned_version_is_served_after_its_process_and_its_server_died(target
                 wait_for_answer(client)
                 said.append(answers(server.grpc, seed=1))
         assert said == [1, 1, 1]
-        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
+        done = tbe_serve("load", "m", "--url", server.grpc)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "m: --serve pins it to 1 here: name a version" in done.stderr
+        assert tbe_serve("load", "m", "--version", "2", "--url", server.grpc).stdout == "m: version 1 → 2\n"
 
 
 def test_two_pinned_versions_serve_side_by_side(target: Target, tmp_path: Path) -> None:
