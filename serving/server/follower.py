@@ -123,7 +123,6 @@ class _Followed:
             return
         switch(control, self._file.model, present.versions, repository=server.repository)
         self._unload_at = None
-        self._say_of_loading(None)
 
     def _tell(self, line: str) -> None:
         self._say(f"model {self._file.model!r}: {line}")

@@ -125,6 +125,8 @@ class PrivateFolder(Strict, frozen=True):
         manifest = parse_manifest(source / str(chosen) / MANIFEST, text)
         try:
             target.mkdir(exist_ok=True)
+            for old in {*versions(target)} - {chosen, settings.version, *serving}:
+                shutil.rmtree(target / str(old), ignore_errors=True)  # first, for the room
             self._bring_version(source / str(chosen), target / str(chosen), manifest, text)
             self._bring_settings(source, target, manifest, settings, trusted)
         except OSError as error:
@@ -132,8 +134,6 @@ class PrivateFolder(Strict, frozen=True):
                 f"{target}: cannot be written: {error.strerror}: name a folder with more room, --private-folder, or "
                 "leave weights where they are, --trusted-weights in-place"
             ) from error
-        for old in {*versions(target)} - {chosen, settings.version, *serving}:
-            shutil.rmtree(target / str(old), ignore_errors=True)
 
     def _check_floor(self, source: Path, model: str, version: int) -> None:
         floor = self.min_versions.get(model, self.min_versions.get("*", 0))
