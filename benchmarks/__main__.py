@@ -20,6 +20,7 @@ from benchmarks import (
     inprocess,
     loading,
     peers_all,
+    routed,
     served,
     sharding,
     throughput,
@@ -34,10 +35,12 @@ Part = tuple[str, Callable[[Workload, Path], Iterable[Result]]]
 QUICK: tuple[Part, ...] = (
     ("in process", lambda workload, _: inprocess.run(workload)),
     ("served", lambda workload, _: served.run(workload)),
+    ("ranks on other hosts", lambda workload, folder: routed.run(workload, folder, routed.QUICK)),
     ("beside other servers", lambda _, folder: peers_all.run_quick(folder)),
 )
 ALL: tuple[Part, ...] = (
     *QUICK[:2],
+    ("ranks on other hosts", routed.run),
     ("many clients at once", throughput.run),
     ("tables cut over ranks, beside TorchRec's", sharding.run),
     ("load time, 2 MB against 2 GB", lambda _, folder: loading.run(folder)),

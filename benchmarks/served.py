@@ -37,7 +37,7 @@ def run(workload: Workload) -> list[Result]:
     ):
         for samples, rounds in ROUNDS.items():
             requests = [workload.request(samples, seed) for seed in range(REQUESTS)]
-            inputs = [_inputs(request) for request in requests]
+            inputs = [inputs_of(request) for request in requests]
             _check(client, engine, requests[0], inputs[0], samples)
             candidates = _candidates(client, engine, requests, inputs, samples)
             times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
@@ -70,7 +70,8 @@ def _check(client: Any, engine: Engine, request: Arrays, inputs: Any, samples: i
     assert client.infer(do_nothing_name(samples), inputs).as_numpy("embeddings").nbytes == answer.nbytes
 
 
-def _inputs(request: Arrays) -> list[Any]:
+def inputs_of(request: Arrays) -> list[Any]:
+    """The inputs of a KServe request."""
     inputs = []
     for name, dtype, array in (("values", "INT64", request.values), ("lengths", "INT32", request.lengths)):
         tensor = triton.InferInput(name, [1, array.size], dtype)

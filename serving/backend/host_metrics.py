@@ -5,6 +5,7 @@ from itertools import accumulate
 
 from serving.backend.families import Families, Total
 from serving.ranks.counts import SECONDS, HostCounts
+from serving.ranks.routed import Routed
 
 _BOUNDS = (*(f"{bound:g}" for bound in SECONDS), "+Inf")
 _PLAIN: dict[str, tuple[str, Callable[[HostCounts], float]]] = {
@@ -26,11 +27,12 @@ class HostMetrics:
     Args:
         families: makes a family from its name, its help text and its kind.
         labels: labels of every metric: model and version.
-        counts: of each host, by its number.
+        ranks: a router's.
     """
 
-    def __init__(self, families: Families, labels: Mapping[str, str], counts: Mapping[int, HostCounts]) -> None:
-        self._counts = counts
+    def __init__(self, families: Families, labels: Mapping[str, str], ranks: Routed) -> None:
+        self._ranks = ranks
+        self._counts = counts = ranks.counts
         self._families = {name: families(name, text, "COUNTER") for name, (text, _) in _PLAIN.items()}
         self._families |= {
             "tbe_host_call_seconds_bucket": families(
@@ -39,6 +41,18 @@ class HostMetrics:
             "tbe_host_bytes_total": families(
                 "tbe_host_bytes_total", "Bytes of requests to a host, and of its answers", "COUNTER"
             ),
+        }
+        self._families |= {
+            "tbe_host_replicas": families("tbe_host_replicas", "Replicas of a host that its addresses name", "GAUGE"),
+            "tbe_host_replicas_up": families(
+                "tbe_host_replicas_up", "Replicas of a host that have its bundle and answer", "GAUGE"
+            ),
+        }
+        # Set, not added up: all instances of a router see the same replicas.
+        self._replicas = {
+            (host, name): self._families[name].Metric({**labels, "host": str(host)})
+            for host in counts
+            for name in ("tbe_host_replicas", "tbe_host_replicas_up")
         }
         self._totals = {
             (host, name, *more.values()): Total(self._families[name].Metric({**labels, "host": str(host), **more}))
@@ -53,6 +67,9 @@ class HostMetrics:
                 total = self._totals[(host, name, *more.values())]
                 total.count = value
                 total.publish()
+        for seen in self._ranks.replicas:
+            self._replicas[(seen.host, "tbe_host_replicas")].set(len(seen.replicas))
+            self._replicas[(seen.host, "tbe_host_replicas_up")].set(seen.up)
 
 
 def _values(counts: HostCounts) -> Iterator[tuple[str, dict[str, str], float]]:

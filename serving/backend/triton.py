@@ -52,6 +52,8 @@ _STATUS = {
 }
 # How long a router's hosts are waited for when it is loaded, in seconds: they may start at the same time.
 _HOSTS_PATIENCE_S = 30.0
+# How often a router looks which replicas of its hosts are there, in seconds.
+_REPLICAS_PERIOD_S = 5.0
 
 
 class TritonPythonModel:
@@ -116,7 +118,8 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     answerer = Answerer(engine, settings, metrics, recorder, pb_utils.Logger.log_error)
     if not isinstance(engine.ranks, Routed):
         return answerer, Publisher(metrics.publish)
-    by_host = HostMetrics(families, labels, engine.ranks.counts)
+    engine.ranks.watch_replicas(_REPLICAS_PERIOD_S)
+    by_host = HostMetrics(families, labels, engine.ranks)
 
     def publish() -> None:
         metrics.publish()

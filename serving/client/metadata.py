@@ -2,9 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from serving.errors import ConfigurationError
+from serving.files.reading import read_file
+from serving.files.strict import UNREADABLE
 
 Metadata = Mapping[str, str | bytes] | Callable[[], Mapping[str, str | bytes]]
 
@@ -32,6 +37,38 @@ def check_metadata(metadata: Any) -> None:
                 raise ConfigurationError(f"metadata {key!r}: expected bytes, got {type(value).__name__}")
         else:
             check_text(f"metadata {key!r}", value)
+
+
+class MetadataFile:
+    """Metadata from a file, a JSON object of strings. It is read anew when it changes, as tokens do.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigurationError: it cannot be read, or holds what gRPC cannot send.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._metadata: dict[str, str] = {}
+        self()
+
+    def __call__(self) -> dict[str, str]:
+        """The metadata of the next call. A file that cannot be read now leaves what it was."""
+        try:
+            stat = self._path.stat()
+            if (stat.st_mtime_ns, stat.st_ino) == self._seen:
+                return self._metadata
+            metadata = msgspec.json.decode(read_file(self._path, follow=True), type=dict[str, str])
+        except (OSError, *UNREADABLE) as error:
+            if self._seen is None:
+                raise ConfigurationError(f"{self._path}: expected a JSON object of strings: {error}") from error
+            return self._metadata
+        check_metadata(metadata)
+        self._metadata, self._seen = metadata, (stat.st_mtime_ns, stat.st_ino)
+        return metadata
 
 
 def check_text(name: str, value: Any) -> None:

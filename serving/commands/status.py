@@ -7,13 +7,11 @@ import msgspec
 import typer
 
 from serving.client.connection import Connection
+from serving.client.metadata import MetadataFile
 from serving.client.retries import Retries
 from serving.client.serves import ask_all, differences
 from serving.commands.connection import DEFAULT_URL, TlsOf, say, takes_tls
 from serving.commands.status_tables import fleet_table, status_tables
-from serving.errors import ConfigurationError
-from serving.files.reading import read_file
-from serving.files.strict import UNREADABLE
 from serving.server.run_file import find_run_file
 from serving.server.status import status_of
 from serving.terminal.program import out
@@ -55,7 +53,7 @@ def status(
             timeout_s=timeout_s,
             retries=Retries(attempts=1),
             tls=tls(),
-            metadata=_metadata(metadata),
+            metadata={} if metadata is None else MetadataFile(metadata)(),
         )
     )
     problems = list(differences(servers))
@@ -66,12 +64,3 @@ def status(
     for problem in problems:
         say(problem)
     raise typer.Exit(bool(problems))
-
-
-def _metadata(path: Path | None) -> dict[str, str]:
-    if path is None:
-        return {}
-    try:
-        return msgspec.json.decode(read_file(path, follow=True), type=dict[str, str])
-    except UNREADABLE as error:
-        raise ConfigurationError(f"{path}: expected a JSON object of strings: {error}") from error

@@ -18,6 +18,8 @@ def status_tables(status: Status) -> Iterator[Table]:
     """The status of a server, for a person."""
     yield _server(status)
     yield _versions(status.models)
+    if (hosts := _hosts(status.models)).row_count:
+        yield hosts
     yield _processes(status)
     if (changed := _settings(status.models)).row_count:
         yield changed
@@ -58,6 +60,24 @@ def _versions(models: Iterable[ModelStatus]) -> Table:
                 _size(each.weights_bytes),
                 _size(each.cached_bytes),
             )
+    return table
+
+
+def _hosts(models: Iterable[ModelStatus]) -> Table:
+    """Every replica of the routers' hosts."""
+    table = _table("router", "host", "model", "version", "replica", "state")
+    for model in models:
+        for version in model.versions:
+            for host in version.hosts:
+                for replica in host.replicas:
+                    table.add_row(
+                        f"{model.name} {version.version}",
+                        str(host.host),
+                        host.model,
+                        str(host.version),
+                        replica.address,
+                        "ready" if replica.problem is None else replica.problem,
+                    )
     return table
 
 

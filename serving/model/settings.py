@@ -198,11 +198,12 @@ class ServingSettings:
         unset="The name is the address.",
         is_of_router=True,
     )
-    hosts_metadata: Mapping[str, str] | None = _setting(
+    # A file, since every client can read the config of a model.
+    hosts_metadata: str | None = _setting(
         None,
-        None,
-        "Of a router: metadata of each call to a host, such as authorization=….",
-        metavar="KEY=VALUE",
+        _ABSOLUTE,
+        "Of a router: file with a JSON object of strings, such as a token, sent with each call to a host. It is read "
+        "anew when it changes.",
         unset="Send no metadata.",
         is_of_router=True,
     )

@@ -14,6 +14,8 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from serving.bundle.hosts import HostBundle, IdDtype
+from serving.bundle.manifest import Manifest
+from serving.bundle.segments import id_dtype_of, segments_by_rank
 from serving.client.connection import Connection
 from serving.errors import (
     DeadlineExceeded,
@@ -175,3 +177,21 @@ class Host:
         self.counts.bytes_in += len(content)
         sums: PartialSums = np.frombuffer(content, _DTYPES[output.datatype]).reshape(expected[1:])
         return sums
+
+
+def host_of(manifest: Manifest, bundle: HostBundle, connection: Connection) -> Host:
+    """The channel to a host of a router's plan; arguments and errors as `Host`.
+
+    Args:
+        manifest: the router's.
+        bundle: an entry of it.
+        connection: how its replicas are reached.
+    """
+    segments = next(
+        segments
+        for rank, segments in zip(manifest.plan.ranks, segments_by_rank(manifest), strict=True)
+        if rank.host == bundle.host
+    )
+    weighted = {table.name for table in manifest.tables if table.weighted}
+    is_weighted = any(each.shard.table in weighted for each in segments)
+    return Host(bundle, id_dtype_of(segments), is_weighted, connection)

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from serving.bundle.opening import Bundle
-from serving.bundle.segments import FeatureShard, id_dtype_of, segments_by_rank
+from serving.bundle.segments import FeatureShard, segments_by_rank
 from serving.errors import ServingError
 from serving.ranks.answered import Answered
 from serving.ranks.counts import HostCounts
 from serving.ranks.fan_out import LoopThread, ask_all, check_all
 from serving.ranks.here import arguments
-from serving.ranks.host import Host
+from serving.ranks.host import Host, host_of
 from serving.ranks.hosts import Hosts, OnLost
 from serving.ranks.partial import PartialRequest, PartialSums
 from serving.ranks.program import load_program, torchscript
+from serving.ranks.replicas import HostReplicas, replicas_of
 from serving.ranks.weights import map_weights
 from serving.request.tensors import Batch
 
@@ -50,7 +51,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
+class Split:
     """A batch as its ranks are asked.
 
     Attributes:
@@ -85,7 +86,9 @@ class Routed:
         weighted = {table.name for table in manifest.tables if table.weighted}
         self._is_weighted = [any(each.shard.table in weighted for each in segments) for segments in self._segments]
         self._on_lost = {table.name: hosts.on_lost_of(table.name) for table in manifest.tables}
+        self._manifest = manifest
         self._config = hosts
+        self.replicas: tuple[HostReplicas, ...] = ()
         self._loop = loop
         self._hosts: dict[int, Host] = {}
         self._kept: dict[bytes, list[_Asked]] = {}
@@ -127,15 +130,21 @@ class Routed:
 
     async def _connect(self, patience_s: float) -> None:
         self._hosts = {
-            rank: Host(
-                each,
-                id_dtype_of(self._segments[rank]),
-                self._is_weighted[rank],
-                self._config.connection(each.host),
-            )
+            rank: host_of(self._manifest, each, self._config.connection(each.host))
             for rank, each in self._ranks.items()
         }
         await check_all(self._hosts, patience_s)
+
+    def watch_replicas(self, period_s: float) -> None:
+        """Look every `period_s` seconds which replicas would answer. `replicas` has what was seen last."""
+
+        async def watch() -> None:
+            while True:
+                self.replicas = await replicas_of(self._manifest, self._config)
+                await asyncio.sleep(period_s)
+
+        assert self._loop is not None  # noqa: S101  `open` made it
+        self._loop.start(watch())
 
     def close(self) -> None:
         """Close the channels, and end the thread."""
@@ -149,7 +158,7 @@ class Routed:
 
     def answer(self, batch: Batch) -> Answered:
         """Ask all hosts at once, and look the router's own rank up meanwhile."""
-        split = self._split(batch)
+        split = self.split(batch)
         assert self._loop is not None  # noqa: S101  `open` made it
         asked = self._loop.start(ask_all(self._hosts, split.to_send)) if split.to_send else None
         own = self._own_sums(split)
@@ -157,13 +166,14 @@ class Routed:
 
     async def answer_async(self, batch: Batch) -> Answered:
         """As `answer`."""
-        split = self._split(batch)
+        split = self.split(batch)
         asked = asyncio.ensure_future(ask_all(self._hosts, split.to_send))
         await asyncio.sleep(0)  # so that it begins
         own = self._own_sums(split)
         return self._merge(batch, split, own, await asked)
 
-    def _split(self, batch: Batch) -> _Split:
+    def split(self, batch: Batch) -> Split:
+        """What each rank is asked for a batch."""
         values, offsets, weights, features = arguments(batch)
         by_rank: list[RankRequest] = self._program.split(values, offsets, weights, features)
         asked = self._asked(None if batch.selection.default else batch.selection.positions)
@@ -179,7 +189,7 @@ class Routed:
             for rank, (rows, lengths, each) in enumerate(by_rank)
             if rank != _OWN and rows.size(0)
         }
-        return _Split(offsets, features, by_rank, asked, to_send)
+        return Split(offsets, features, by_rank, asked, to_send)
 
     def _asked(self, positions: npt.NDArray[np.int64] | None) -> list[_Asked]:
         """The segments of each rank that are asked for, for some features or for all."""
@@ -193,11 +203,11 @@ class Routed:
             self._kept[key] = found
         return found
 
-    def _own_sums(self, split: _Split) -> Tensor:
+    def _own_sums(self, split: Split) -> Tensor:
         sums: Tensor = self._program.lookup(_OWN, *split.by_rank[_OWN], split.features)
         return sums
 
-    def _merge(self, batch: Batch, split: _Split, own: Tensor, found: Found) -> Answered:
+    def _merge(self, batch: Batch, split: Split, own: Tensor, found: Found) -> Answered:
         """The answer, from the sums of all ranks. Those of a lost host are zeros."""
         samples = own.size(0)
         pooled = [own]
@@ -214,7 +224,7 @@ class Routed:
         return self._without(batch, split, embeddings, lost)
 
     def _without(
-        self, batch: Batch, split: _Split, embeddings: npt.NDArray[Any], lost: Mapping[int, ServingError]
+        self, batch: Batch, split: Split, embeddings: npt.NDArray[Any], lost: Mapping[int, ServingError]
     ) -> Answered:
         """Which requests of a batch need what the lost hosts hold: they fail, or have zeros in its place."""
         bounds = np.cumsum([0, *(request.samples for request in batch.requests)])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from serving.client.connection import Tls
+from serving.client.metadata import MetadataFile
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
 from serving.ranks.hosts import DEFAULT_TIMEOUT_S, Hosts, OnLost
@@ -21,7 +22,7 @@ def hosts_of(settings: ServingSettings) -> Hosts:
         addresses={int(number): addresses.split(",") for number, addresses in given.items()},
         timeout_s=DEFAULT_TIMEOUT_S if settings.shard_timeout_ms is None else settings.shard_timeout_ms / 1000,
         tls=_tls_of(settings),
-        metadata=settings.hosts_metadata or {},
+        metadata={} if settings.hosts_metadata is None else MetadataFile(Path(settings.hosts_metadata)),
         on_lost={pattern: OnLost(choice) for pattern, choice in (settings.on_lost or {}).items()},
     )
 

@@ -1,12 +1,18 @@
 """What a server on this machine serves, with what memory, and what happened to it."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from serving.bundle.opening import open_bundle
+from serving.errors import ServingError
 from serving.files.strict import Strict
 from serving.model.config_file import of_json, settings_of
+from serving.model.settings import ServingSettings
+from serving.ranks.replicas import HostReplicas, replicas_of
+from serving.ranks.settings import hosts_of
 from serving.server.memory import ProcessMemory, cached_bytes, process_memory
 from serving.server.run_file import Recovery, RunFile
 from serving.triton.control import UNLOADED, Control, VersionState
@@ -31,6 +37,7 @@ class VersionStatus(Strict, frozen=True):
         instances: its living processes.
         weights_bytes: size of its files of weights; None where no process has them.
         cached_bytes: how much of them is in the page cache, which all processes share; None where that is not known.
+        hosts: of a router, the hosts of its plan and their replicas.
     """
 
     version: int
@@ -39,6 +46,7 @@ class VersionStatus(Strict, frozen=True):
     instances: tuple[InstanceStatus, ...]
     weights_bytes: int | None
     cached_bytes: int | None
+    hosts: tuple[HostReplicas, ...] = ()
 
 
 class ModelStatus(Strict, frozen=True):
@@ -108,15 +116,16 @@ def _model(
 ) -> ModelStatus:
     states = sorted((each for each in index if each.model == name), key=lambda each: each.version)
     serves = any(each.state == "READY" for each in states)
+    settings = settings_of(of_json(control.config(name))) if serves else None
     return ModelStatus(
         name=name,
         chosen_by="pin" if name in run.pinned else "release" if name in run.released else "config",
-        versions=tuple(_version(each, stubs) for each in states),
-        settings=_settings(control.config(name)) if serves else {},
+        versions=tuple(_version(each, stubs, settings) for each in states),
+        settings={} if settings is None else _shown(settings),
     )
 
 
-def _version(state: VersionState, stubs: Iterable[Stub]) -> VersionStatus:
+def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettings | None) -> VersionStatus:
     own = [stub for stub in stubs if (stub.model, stub.version) == (state.model, state.version)]
     weights = sorted(own[0].bundle.glob("weights.*.bin")) if own else []
     size = sum(map(_size_bytes, weights))
@@ -131,14 +140,23 @@ def _version(state: VersionState, stubs: Iterable[Stub]) -> VersionStatus:
         ),
         weights_bytes=size if own else None,
         cached_bytes=min(size, sum(each or 0 for each in cached)) if own and None not in cached else None,
+        hosts=_hosts(own[0].bundle, settings) if own and settings is not None and settings.hosts else (),
     )
 
 
-def _settings(config: Any) -> dict[str, Any]:
-    """The settings of a ModelConfig; without its version, which is a note of how it was loaded."""
-    settings = asdict(settings_of(of_json(config)))
-    del settings["version"]
-    return settings
+def _hosts(bundle: Path, settings: ServingSettings) -> tuple[HostReplicas, ...]:
+    """The hosts of a router's bundle; none where it cannot be read, or the settings do not fit it."""
+    try:
+        return asyncio.run(replicas_of(open_bundle(bundle).manifest, hosts_of(settings)))
+    except (ServingError, KeyError):
+        return ()
+
+
+def _shown(settings: ServingSettings) -> dict[str, Any]:
+    """The settings without the version, which is a note of how the model was loaded."""
+    shown = asdict(settings)
+    del shown["version"]
+    return shown
 
 
 def _size_bytes(path: Path) -> int:

@@ -42,7 +42,7 @@ OF_ROUTERS: dict[str, Any] = {
     "hosts_certificate_chain": "/chain.pem",
     "hosts_private_key": "/key.pem",
     "hosts_server_name": "movies",
-    "hosts_metadata": {"authorization": "Bearer é"},
+    "hosts_metadata": "/token.json",
 }
 SAID: dict[str, Any] = {
     "instances": 2,

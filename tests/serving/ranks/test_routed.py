@@ -1,6 +1,8 @@
 """Ranks on other hosts answer what the same plan answers in one process, bit for bit. Real servers, real gRPC."""
 
 import asyncio
+import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,10 +20,12 @@ from serving.bundle.plan import ShardingType
 from serving.client import LookupClient
 from serving.engine import AsyncEngine, Engine
 from serving.errors import ConfigurationError, HostUnavailable, InvalidRequest
+from serving.ranks.hosts import Hosts
+from serving.ranks.replicas import replicas_of
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
 from tests.support.models import Spec, collection, random_bags
 from tests.support.quick_reload import quick_reload
-from tests.support.servers import at_once, metric, running
+from tests.support.servers import at_once, metric, running, scrape, tbe_serve
 
 # Every sharding type, pooling and dtype; rows that no number of hosts divides. A model cannot have all of them: the
 # planner of a test would take minutes.
@@ -228,3 +233,54 @@ def test_hosts_that_are_not_there_are_all_named(served: Served) -> None:
         Engine.open(served.bundle, dict.fromkeys(range(4), "127.0.0.1:1"))
     for number in range(4):
         assert f"host {number} (movies-host-{number} version 1 at 127.0.0.1:1): " in str(refused.value)
+
+
+def test_every_replica_is_seen_by_itself(served: Served) -> None:
+    manifest = open_bundle(served.bundle).manifest
+    addresses = {host: [address, "127.0.0.1:1"] for host, address in served.addresses.items()}
+    addresses[3] = ["localhost:1"]
+    found = asyncio.run(replicas_of(manifest, Hosts(addresses=addresses, timeout_s=20)))
+    assert [(each.host, each.model, each.version) for each in found] == [
+        (n, f"{MODEL}-host-{n}", 1) for n in range(4)
+    ]
+    for each in found[:3]:
+        up, down = each.replicas
+        assert (up.address, up.problem, down.address) == (served.addresses[each.host], None, "127.0.0.1:1")
+        assert down.problem is not None
+        assert "Connection refused" in down.problem
+    assert {each.address for each in found[3].replicas} <= {"127.0.0.1:1", "[::1]:1"}
+    assert found[3].up == 0
+
+
+def test_a_replica_of_another_export_is_not_up(served: Served) -> None:
+    manifest = open_bundle(served.bundle).manifest
+    other = [msgspec.structs.replace(each, manifest="0" * 64) for each in manifest.hosts[:1]]
+    another = [msgspec.structs.replace(each, version=2) for each in manifest.hosts[1:2]]
+    changed = msgspec.structs.replace(manifest, hosts=(*other, *another, *manifest.hosts[2:]))
+    found = asyncio.run(replicas_of(changed, Hosts(addresses=served.addresses, timeout_s=20)))
+    assert [each.up for each in found] == [0, 0, 1, 1]
+    problems = [each.replicas[0].problem or "" for each in found]
+    assert "expected the bundle with SHA-256 0000" in problems[0]
+    assert f"{MODEL}-host-1" in problems[1]
+
+
+def test_a_router_shows_its_hosts(served: Served) -> None:
+    page = scrape(served.metrics)
+    deadline = time.monotonic() + 60
+    while "tbe_host_replicas_up{" not in page and time.monotonic() < deadline:
+        page = scrape(served.metrics)
+    for host in range(4):
+        assert metric(served.metrics, "tbe_host_replicas", host=str(host)) == 1
+        assert metric(served.metrics, "tbe_host_replicas_up", host=str(host)) == 1
+    done = tbe_serve("status", served.router, "--json")
+    assert done.returncode == 0, done.stderr
+    (model,) = json.loads(done.stdout)["models"]
+    (version,) = model["versions"]
+    assert [(each["host"], each["model"], each["version"]) for each in version["hosts"]] == [
+        (number, f"{MODEL}-host-{number}", 1) for number in range(4)
+    ]
+    assert all(
+        each["replicas"] == [{"address": served.addresses[each["host"]], "problem": None}]
+        for each in version["hosts"]
+    )
+    assert f"{MODEL}-host-3" in tbe_serve("status", served.router).stdout
