@@ -5,6 +5,7 @@ parameter in config.pbtxt and the option of `tbe-serve configure`.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, get_args, get_origin
@@ -42,6 +43,8 @@ def _between(least: int, most: int) -> Allowed:
 
 
 _FINITE = Allowed(lambda value: 0 < value < math.inf, "a finite number > 0")
+_HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}")
+_ADDRESSES = re.compile(r"[!-+\--~]+:[0-9]{1,5}(,[!-+\--~]+:[0-9]{1,5})*")
 _ABSOLUTE = Allowed(lambda value: value.startswith("/") and is_utf8(value), "an absolute path in UTF-8")
 
 
@@ -145,7 +148,10 @@ class ServingSettings:
     capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Largest size of the captured file.")
     hosts: Mapping[str, str] | None = _setting(
         None,
-        None,
+        Allowed(
+            lambda value: all(number.isdecimal() and _ADDRESSES.fullmatch(each) for number, each in value.items()),
+            "NUMBER=HOST:PORT[,HOST:PORT]",
+        ),
         "Of a router: where a host of the plan is, HOST:PORT of one replica or several, joined by commas. A name may "
         "stand for many.",
         flag="--host",
@@ -163,7 +169,7 @@ class ServingSettings:
     )
     on_lost: Mapping[str, str] | None = _setting(
         None,
-        Allowed(lambda value: {*value.values()} <= {"error", "zero"}, "error or zero"),
+        Allowed(lambda value: {*value.values()} <= {"error", "zero"} and all(map(is_utf8, value)), "error or zero"),
         "Of a router: error (default) refuses requests that need rows of a lost host, zero puts zeros in their "
         "place. TABLE is a name or a glob; the last that matches counts.",
         metavar="[TABLE=]CHOICE",
@@ -193,7 +199,7 @@ class ServingSettings:
     )
     hosts_server_name: str | None = _setting(
         None,
-        None,
+        Allowed(lambda value: bool(_HOST.fullmatch(value)), "the name of a host"),
         "Of a router: the name in hosts' certificates.",
         unset="The name is the address.",
         is_of_router=True,

@@ -80,7 +80,7 @@ class _Followed:
             self._tried, self._try_at, self._pause_s = release, now, _PERIOD_S
         try:
             with server.loading[self._file.model]:
-                if release is not None and release != self._present and now >= self._try_at:
+                if release is not None and now >= self._try_at and self._is_due(server, release):
                     self._load(server, release)
                 elif self._present is not None and self._unload_at is not None and now >= self._unload_at:
                     self._unload(server, self._present)
@@ -89,6 +89,13 @@ class _Followed:
         except (ServingError, OSError) as error:
             self._try_at, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
             self._say_of_loading(f"release cannot be served, {_listed(self._present)} goes on: {error}")
+
+    def _is_due(self, server: Server, release: Release) -> bool:
+        """Whether something else serves than the release says, such as what a server died with a moment before."""
+        if release != self._present:
+            return True
+        ready = server.control(_LOAD_TIMEOUT_S).ready(self._file.model)
+        return self._unload_at is None and bool(ready) and {*ready} != {*release.versions}
 
     def _load(self, server: Server, release: Release) -> None:
         """Load what the release says.

@@ -94,6 +94,7 @@ def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path) -> No
             wait_for_answer(client)
             stubs(server.triton, "m")[0].kill()
             said.wait_for("serves again after")
+            wait_for_versions(server, 1)
             wait_for_answer(client)
             assert client.lookup({"x": [[1]]}).version == 1
             assert control_of(server).ready("m") == (1,)

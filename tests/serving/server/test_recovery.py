@@ -201,10 +201,10 @@ from serving.engine import Engine
 
 init = Engine.__init__
 
-def init_with_little(self, bundle):
+def init_with_little(self, *arguments):
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + {spare_bytes}, taken + {spare_bytes}))
-    init(self, bundle)
+    init(self, *arguments)
 
 Engine.__init__ = init_with_little
 """

@@ -143,7 +143,7 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
         done = tbe_serve("load", "m", "--version", "9", "--url", server.grpc)
         assert done.returncode == 1
         assert done.stdout == "m: still serves version 1\n"
-        assert done.stderr == f"tbe-serve: --version: expected one of [2, 1] in {repository}/m, got 9\n"
+        assert done.stderr == f"tbe-serve: {repository}/m: expected one of versions [2, 1], got 9\n"
         broken_version(repository)
         done = tbe_serve("load", "m", "--url", server.grpc)
         assert done.returncode == 1

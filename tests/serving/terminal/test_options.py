@@ -55,12 +55,15 @@ def small() -> nn.Module:
 # no server is started or reached, which comes after all that was typed was understood.
 UNREACHED = "connections to all backends failing"
 MODEL = ["--model", "tests.serving.terminal.test_options:small"]
+HOSTS = ["--version", "1", "--ranks", "2", "--sharding", "table_wise", "--hosts-as-models"]
 BENCH = ["--bundle", "repository/mixed/1"]
 BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-export model": ([], [*MODEL, "--repository", "r", "--name", "m"], ""),
+    "tbe-export complete": ([], [*MODEL, "--repository", "r", "--name", "m", *HOSTS], "the set is not whole"),
     "tbe-export plan": ([], MODEL, ""),
     "tbe-export inspect": (["repository/mixed/1"], [], ""),
     "tbe-export verify": (["repository/mixed/1"], [], ""),
+    "tbe-export release": (["repository/mixed", "1"], [], ""),
     "tbe-export prune": (["repository/mixed"], ["--keep", "1"], ""),
     "tbe-export compare": (
         [],
@@ -71,17 +74,30 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-serve lookup": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve configure": (["repository/mixed"], [], ""),
     "tbe-serve load": (["m"], ["--url", "127.0.0.1:1"], "found none: call this on the server's machine"),
+    "tbe-serve status": (["127.0.0.1:1"], [], UNREACHED),
     "tbe-serve health": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve bench": (["m"], ["--url", "127.0.0.1:1", *BENCH], UNREACHED),
 }
 
 
-def everything() -> Iterator[Any]:
+def programs() -> Iterator[tuple[typer.Typer, str, Any]]:
     for app in (tbe_export, tbe_serve):
         program: Any = typer.main.get_command(app)
         for name, command in program.commands.items():
-            for param in command.params:
-                yield pytest.param(app, f"{program.name} {name}", param, id=f"{program.name} {name} {param.opts[0]}")
+            yield app, f"{program.name} {name}", command
+
+
+# The names of the arguments of each command, in order.
+ARGUMENTS = {
+    name: [param.name for param in command.params if param.param_type_name == "argument"]
+    for _, name, command in programs()
+}
+
+
+def everything() -> Iterator[Any]:
+    for app, name, command in programs():
+        for param in command.params:
+            yield pytest.param(app, name, param, id=f"{name} {param.opts[0]}")
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +140,10 @@ def typed(command: str, param: Any, value: str, port: str) -> list[str]:
             at = options.index(param.opts[0])
             options = [*options[:at], *options[at + 2 :]]
         options += [param.opts[0]] if param.is_flag else [param.opts[0], value]
-    elif param.required:
-        arguments = [value]
+    elif param.name in ARGUMENTS[command] and ARGUMENTS[command].index(param.name) < len(arguments):
+        arguments = [
+            value if name == param.name else each for name, each in zip(ARGUMENTS[command], arguments, strict=False)
+        ]
     else:
         arguments = [*arguments, value]
     return [command.split()[1], *options, "--", *arguments]
