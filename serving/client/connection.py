@@ -230,6 +230,8 @@ class Connection:
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
             ("grpc.keepalive_time_ms", int(1000 * _KEEPALIVE_S)),
             ("grpc.keepalive_timeout_ms", int(1000 * self._keepalive_timeout_s)),
+            # Where a ping of gRPC's own is on its way, a keepalive waits for that one: by default a minute.
+            ("grpc.http2.ping_timeout_ms", int(1000 * self._keepalive_timeout_s)),
             # No ping without calls, and one in a long call: servers answer more pings with GOAWAY.
             ("grpc.keepalive_permit_without_calls", 0),
             ("grpc.http2.max_pings_without_data", 1),

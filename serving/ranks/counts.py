@@ -18,7 +18,7 @@ class HostCounts:
         bytes_out: of requests, as they were sent.
         bytes_in: of answers.
         retries: attempts beyond the first of a call.
-        timeouts: attempts that ended because no answer came in time.
+        timeouts: attempts that had no answer when the next began, or when the time was over.
         lost: calls that got no answer.
     """
 

@@ -5,7 +5,6 @@ NOT_FOUND, and another replica is tried, never another version.
 """
 
 import asyncio
-import time
 from typing import Any
 
 import grpc
@@ -33,12 +32,13 @@ from serving.triton.sayings import error_of
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 # The request parameter with the digest of the bundle that has to answer.
 BUNDLE = "bundle"
-# Where another replica may be reached, the first attempt has this share of the time.
-_FIRST_SHARE = 0.5
-# How often a call is made: where nothing answers, and where replicas lack the version. That is told at once.
+# Where another replica may be reached, another attempt begins after each of these shares of the time.
+_OTHERS_AT = (0.5, 0.75)
+# How often a call is made: where nothing answers, and where replicas lack the version. That is told at once, by those
+# that are connected: the others may need a moment.
 _MOST_ATTEMPTS, _MOST_REPLICAS = 3, 10
-# The pause before the second attempt, in seconds. It doubles.
-_PAUSE_S = 0.002
+# The pause after a first refusal, in seconds. It doubles, up to a share of the time for a call.
+_PAUSE_S, _LONGEST_PAUSE_SHARE = 0.002, 1 / 6
 _DTYPES: dict[str, type[np.floating[Any]]] = {"FP32": np.float32, "FP16": np.float16}
 _ID_TYPES = {IdDtype.INT32: np.int32, IdDtype.INT64: np.int64}
 
@@ -68,6 +68,9 @@ class Host:
         self._where = (
             f"host {bundle.host} ({bundle.model} version {bundle.version} at {', '.join(connection.addresses)})"
         )
+        self._too_late = f"no answer within {connection.timeout_s:g} s"
+        # Attempts that have not ended. asyncio itself does not hold them.
+        self._running: set[asyncio.Task[Any]] = set()
         self._channel = connection.channel(grpc.aio)
         # Requests are bytes: what all have in common is encoded once.
         self._call = self._channel.unary_unary(METHOD, response_deserializer=pb.ModelInferResponse.FromString)
@@ -76,7 +79,9 @@ class Host:
         self._prefix: bytes = prefix.SerializeToString()
 
     async def close(self) -> None:
-        """Close the channel."""
+        """Close the channel. What is not answered yet is cancelled."""
+        for attempt in self._running:
+            attempt.cancel()
         await self._channel.close()
 
     async def sums(self, request: PartialRequest) -> PartialSums:
@@ -87,17 +92,21 @@ class Host:
             InternalError: a replica refused the request, or answered otherwise than its bundle says.
         """
         message = self._message(request)
-        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         try:
             response = await self._attempts(message, started + self._connection.timeout_s)
-        except (ServerUnavailable, DeadlineExceeded, ModelNotFound) as error:
+        except DeadlineExceeded:
+            self.counts.lost += 1
+            raise HostUnavailable(f"{self._where}: {self._too_late}") from None
+        except (ServerUnavailable, ModelNotFound) as error:
             self.counts.lost += 1
             raise HostUnavailable(f"{self._where}: {error}") from None
         except ServingError as error:
             self.counts.lost += 1
             raise InternalError(f"{self._where}: {error.code}: {error}") from None
         finally:
-            self.counts.took(time.monotonic() - started)
+            self.counts.took(loop.time() - started)
         return self._decoded(response, request)
 
     async def check(self) -> None:
@@ -111,10 +120,13 @@ class Host:
         weights = np.empty(0, np.float32) if self._is_weighted else None
         empty = PartialRequest(np.empty(0, np.int64), np.empty(0, np.int32), weights, None, 0, 0)
         try:
-            await self._attempts(self._message(empty), time.monotonic() + self._connection.timeout_s)
+            deadline = asyncio.get_running_loop().time() + self._connection.timeout_s
+            await self._attempts(self._message(empty), deadline)
         except ModelNotFound as error:
             raise ModelNotFound(f"{self._where}: {error}") from None
-        except (ServerUnavailable, DeadlineExceeded) as error:
+        except DeadlineExceeded:
+            raise HostUnavailable(f"{self._where}: {self._too_late}") from None
+        except ServerUnavailable as error:
             raise HostUnavailable(f"{self._where}: {error}") from None
         except ServingError as error:
             raise InternalError(f"{self._where}: {error.code}: {error}") from None
@@ -137,33 +149,60 @@ class Host:
         return self._prefix + encoded
 
     async def _attempts(self, message: bytes, deadline: float) -> Any:
-        """The response, from whichever replica answers; the error of the last attempt, where none does."""
-        attempt, pause_s = 1, _PAUSE_S
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            is_first = attempt == 1 and self._connection.elsewhere
-            try:
-                return await self._attempt(message, left_s * _FIRST_SHARE if is_first else left_s)
-            except DeadlineExceeded as error:
-                self.counts.timeouts += 1
-                if not is_first:
-                    raise DeadlineExceeded(f"no answer within {self._connection.timeout_s:g} s") from error
-            except (ModelNotFound, ModelUnavailable):
-                if attempt >= _MOST_REPLICAS or time.monotonic() + pause_s >= deadline:
-                    raise
-                await asyncio.sleep(_PAUSE_S)
-            except ServerUnavailable:
-                if attempt >= _MOST_ATTEMPTS or time.monotonic() + pause_s >= deadline:
-                    raise
-                await asyncio.sleep(pause_s)
-                pause_s *= 2
-            attempt += 1
-            self.counts.retries += 1
+        """The first response, from whichever replica answers; the last error, where none does.
 
-    async def _attempt(self, message: bytes, timeout_s: float) -> Any:
+        An attempt is not given up when another begins: it may answer yet, and gRPC finds out that a connection is
+        dead only while calls are on it.
+
+        Args:
+            message: a ModelInferRequest.
+            deadline: in the time of the event loop.
+        """
+        loop = asyncio.get_running_loop()
+        left_s = deadline - loop.time()
+        others = [loop.time() + share * left_s for share in _OTHERS_AT] if self._connection.elsewhere else []
+        running = {self._begin(message, deadline)}
+        attempts, pause_s = 1, _PAUSE_S
+        while True:
+            wait_s = max(0.0, others[0] - loop.time()) if others else None
+            done, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                first = done.pop()
+                running |= done
+                error = first.exception()
+                if error is None:
+                    return first.result()
+                if attempts >= _most_attempts(error) or loop.time() + pause_s >= deadline:
+                    if running:
+                        continue
+                    self.counts.timeouts += isinstance(error, DeadlineExceeded)
+                    raise error
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_SHARE * self._connection.timeout_s)
+            else:
+                others.pop(0)
+                self.counts.timeouts += 1
+            attempts += 1
+            self.counts.retries += 1
+            running.add(self._begin(message, deadline))
+
+    def _begin(self, message: bytes, deadline: float) -> "asyncio.Task[Any]":
+        """Begin an attempt. It ends by the deadline, whether its answer is waited for or not."""
+        attempt = asyncio.ensure_future(self._attempt(message, deadline))
+        self._running.add(attempt)
+        attempt.add_done_callback(self._ended)
+        return attempt
+
+    def _ended(self, attempt: "asyncio.Task[Any]") -> None:
+        self._running.discard(attempt)
+        if not attempt.cancelled():
+            attempt.exception()  # asyncio reports errors that nobody looks at
+
+    async def _attempt(self, message: bytes, deadline: float) -> Any:
         self.counts.bytes_out += len(message)
+        left_s = max(0.0, deadline - asyncio.get_running_loop().time())
         try:
-            return await self._call(message, timeout=timeout_s, metadata=self._connection.call_metadata(None))
+            return await self._call(message, timeout=left_s, metadata=self._connection.call_metadata(None))
         except grpc.aio.AioRpcError as error:
             raise error_of(error.code().name, error.details() or "") from None
 
@@ -174,8 +213,11 @@ class Host:
             found = None if output is None else f"{output.datatype} {list(output.shape)}"
             raise InternalError(f"{self._where}: expected sums of shape {expected}, got {found}")
         content = response.raw_output_contents[0]
+        dtype = np.dtype(_DTYPES[output.datatype])
+        if len(content) != request.samples * request.columns * dtype.itemsize:
+            raise InternalError(f"{self._where}: expected sums of shape {expected}, got {len(content)} bytes")
         self.counts.bytes_in += len(content)
-        sums: PartialSums = np.frombuffer(content, _DTYPES[output.datatype]).reshape(expected[1:])
+        sums: PartialSums = np.frombuffer(content, dtype).reshape(expected[1:])
         return sums
 
 
@@ -195,3 +237,10 @@ def host_of(manifest: Manifest, bundle: HostBundle, connection: Connection) -> H
     weighted = {table.name for table in manifest.tables if table.weighted}
     is_weighted = any(each.shard.table in weighted for each in segments)
     return Host(bundle, id_dtype_of(segments), is_weighted, connection)
+
+
+def _most_attempts(error: BaseException) -> int:
+    """How often a call is made that ends with this error."""
+    if isinstance(error, ModelNotFound | ModelUnavailable):
+        return _MOST_REPLICAS
+    return _MOST_ATTEMPTS if isinstance(error, ServerUnavailable) else 1

@@ -23,6 +23,7 @@ class _Saying(NamedTuple):
 _SAYINGS = (
     # The model is known, and no version of it is ready. Of an unknown model Triton says "is not found".
     _Saying("NOT_FOUND", r" has no available versions$", ModelUnavailable, "it is being loaded, or the server stops"),
+    _Saying("UNAVAILABLE", r" is not at ready state$", ModelUnavailable, "it is being loaded, or the server stops"),
     # The model's process died and was not replaced yet.
     _Saying("INTERNAL", r"Stub process '[^']*' is not healthy", ModelUnavailable, "its process died"),
     # Other requests use the shared memory, or this one is larger than all of it.
