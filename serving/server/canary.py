@@ -10,10 +10,13 @@ from contextlib import suppress
 from typing import Any
 
 from serving.errors import ServingError
+from serving.model.settings import ServingSettings, parsed
+from serving.ranks.settings import hosts_of
 from serving.triton.control import Control
 
-# A model that answered nobody for PERIOD_S is asked. It hangs if it answers nobody for PATIENCE_S more.
-PERIOD_S, PATIENCE_S = 5.0, 20.0
+# A model that answered nobody for PERIOD_S is asked. It hangs if it answers nobody for _PATIENCE_S more. A router has
+# longer, since a host that does not answer holds up the canary and the requests before it.
+PERIOD_S, _PATIENCE_S = 5.0, 20.0
 
 
 class Canary:
@@ -23,11 +26,15 @@ class Canary:
         model: its name.
         version: its version.
         config: the ModelConfig that it is served with, as JSON.
+
+    Attributes:
+        overdue_s: the model hangs if it answered nobody for so long, in seconds.
     """
 
     def __init__(self, model: str, version: int, config: Any) -> None:
         self._model = model
         self._version = version
+        self.overdue_s = PERIOD_S + _PATIENCE_S + 2 * _shard_timeout_s(config)
         self._request = {"inputs": [_empty(each) for each in config["input"]]}
         self._progress: object = None
         self._since = time.monotonic()
@@ -47,7 +54,7 @@ class Canary:
         if not is_asked and now - self._since > PERIOD_S:
             self._thread = threading.Thread(target=self._ask, args=(control,), name="canary", daemon=True)
             self._thread.start()
-        return now - self._since > PERIOD_S + PATIENCE_S
+        return now - self._since > self.overdue_s
 
     def _ask(self, control: Control) -> None:
         """Send a canary. Its answer shows in the server's counts."""
@@ -62,3 +69,10 @@ def _empty(tensor: Any) -> dict[str, Any]:
         "shape": [1, 0],
         "data": [],
     }
+
+
+def _shard_timeout_s(config: Any) -> float:
+    """How long a router waits for a host, in seconds; 0 for other models."""
+    parameters = {name: each.get("string_value", "") for name, each in config["parameters"].items()}
+    settings = parsed(parameters)
+    return hosts_of(ServingSettings(**settings)).timeout_s if settings.get("hosts") else 0.0

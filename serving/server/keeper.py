@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
-from serving.server.canary import PATIENCE_S, PERIOD_S, Canary
+from serving.server.canary import Canary
 from serving.server.process import Server
 from serving.triton.control import UNLOADED, Control, VersionState
 from serving.triton.secret import erase_from_command_line
@@ -130,11 +130,12 @@ class Keeper:
         for model in sorted(dead & self._suspects):  # seen twice: a model seen once may be unloading
             self._replace(model, "a process of its died")
         self._suspects = dead - self._suspects
-        for model in sorted(self._hung(answered, control) - loading):
+        hung = self._hung(answered, control)
+        for model in sorted(hung.keys() - loading):
             for stub in living_stubs(self._child.process.pid):
                 if stub.model == model:
                     stub.kill()
-            self._replace(model, f"it answered nobody for {PERIOD_S + PATIENCE_S:g} s")
+            self._replace(model, f"it answered nobody for {hung[model]:g} s")
 
     def _complain(self, error: ServingError) -> None:
         silent_s = time.monotonic() - self._seen
@@ -154,17 +155,17 @@ class Keeper:
             and any(living[model, version] < _instances(config) for version in self._served.versions[model])
         }
 
-    def _hung(self, answered: Mapping[tuple[str, int], int], control: Control) -> set[str]:
-        """Models that tbe-export made, with a version that hangs."""
+    def _hung(self, answered: Mapping[tuple[str, int], int], control: Control) -> dict[str, float]:
+        """Models that tbe-export made, with a version that hangs: how long it answered nobody, in seconds."""
         stubs = list(living_stubs(self._child.process.pid))
-        patient = replace(control, timeout_s=PERIOD_S + PATIENCE_S)
-        hung = set()
+        hung = {}
         for model, config in self._served.configs.items():
             for version in self._served.versions[model] if _OURS in config["parameters"] else ():
                 canary = self._canaries.setdefault((model, version), Canary(model, version, config))
                 reads = sum(each.page_reads() for each in stubs if (each.model, each.version) == (model, version))
+                patient = replace(control, timeout_s=canary.overdue_s)
                 if canary.is_overdue((answered.get((model, version)), reads), patient):
-                    hung.add(model)
+                    hung[model] = canary.overdue_s
         return hung
 
     def _replace(self, model: str, why: str) -> None:
