@@ -74,13 +74,14 @@ class Engine(_Engine):
     Args:
         bundle: the bundle.
         hosts: where the hosts of its plan are. Only a router's bundle has hosts.
-        patience_s: how long hosts are waited for that do not answer yet, in seconds.
+        patience_s: how long hosts are waited for that do not answer yet, in seconds. None: they are not asked whether
+            they have their bundles.
 
     Raises:
         As `open`.
     """
 
-    def __init__(self, bundle: Bundle, hosts: Hosts | None = None, patience_s: float = 0.0) -> None:
+    def __init__(self, bundle: Bundle, hosts: Hosts | None = None, patience_s: float | None = 0.0) -> None:
         given = _hosts_of(bundle, hosts)
         super().__init__(bundle, Here(bundle) if given is None else Routed.open(bundle, given, patience_s))
 

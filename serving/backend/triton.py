@@ -102,7 +102,8 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     # serves.
     if settings.verify_weights and not is_verified:
         verify_digests(bundle)
-    engine = Engine(bundle, hosts_of(settings), _HOSTS_PATIENCE_S)
+    # What served before serves again, whoever else is lost: requests that need no lost host are answered.
+    engine = Engine(bundle, hosts_of(settings), _HOSTS_PATIENCE_S if recovered is None else None)
     warm_up(engine, model)
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}

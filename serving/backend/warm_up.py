@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from serving.engine import Engine
-from serving.errors import InvalidRequest
+from serving.errors import HostUnavailable, InvalidRequest
 from serving.request.captured import WARM_UP, read_captured
 from serving.request.tensors import Tensors
 
 
 def warm_up(engine: Engine, model: Path) -> None:
-    """Answer every request in `model`/warm_up.jsonl, if there is such a file. Requests that are refused are skipped.
+    """Answer every request in `model`/warm_up.jsonl, if there is such a file. Requests that are refused, or need a
+    host that does not answer, are skipped.
 
     Raises:
         ConfigurationError: the file cannot be read, or a line is not a captured request.
@@ -22,7 +23,7 @@ def warm_up(engine: Engine, model: Path) -> None:
     if not os.path.lexists(path):
         return
     for captured in read_captured(path):
-        with suppress(InvalidRequest):  # it may have been captured for being refused
+        with suppress(InvalidRequest, HostUnavailable):  # it may have been captured for being refused
             engine.answer(with_weights(captured.tensors, engine.schema.weighted))
 
 

@@ -94,13 +94,13 @@ class Routed:
         self._kept: dict[bytes, list[_Asked]] = {}
 
     @classmethod
-    def open(cls, bundle: Bundle, hosts: Hosts, patience_s: float) -> Self:
+    def open(cls, bundle: Bundle, hosts: Hosts, patience_s: float | None) -> Self:
         """Connect to the hosts from an event loop on a thread of its own; for `answer`.
 
         Args:
             bundle: the router's.
             hosts: where the hosts are.
-            patience_s: how long hosts are waited for that do not answer yet, in seconds.
+            patience_s: how long hosts are waited for that do not answer yet, in seconds. None: they are not asked.
 
         Raises:
             BundleError: the program cannot be loaded, or the weights cannot be mapped.
@@ -117,7 +117,7 @@ class Routed:
         return routed
 
     @classmethod
-    async def open_async(cls, bundle: Bundle, hosts: Hosts, patience_s: float) -> Self:
+    async def open_async(cls, bundle: Bundle, hosts: Hosts, patience_s: float | None) -> Self:
         """Connect to the hosts from the event loop that runs; for `answer_async`. As `open`."""
         routed = cls(bundle, hosts, None)
         await routed._connect(patience_s)
@@ -128,12 +128,13 @@ class Routed:
         """What was counted of each host, by its number."""
         return {self._ranks[rank].host: host.counts for rank, host in self._hosts.items()}
 
-    async def _connect(self, patience_s: float) -> None:
+    async def _connect(self, patience_s: float | None) -> None:
         self._hosts = {
             rank: host_of(self._manifest, each, self._config.connection(each.host))
             for rank, each in self._ranks.items()
         }
-        await check_all(self._hosts, patience_s)
+        if patience_s is not None:
+            await check_all(self._hosts, patience_s)
 
     def watch_replicas(self, period_s: float) -> None:
         """Look every `period_s` seconds which replicas would answer. `replicas` has what was seen last."""
@@ -229,6 +230,7 @@ class Routed:
         """Which requests of a batch need what the lost hosts hold: they fail, or have zeros in its place."""
         bounds = np.cumsum([0, *(request.samples for request in batch.requests)])
         failed: dict[int, ServingError] = {}
+        reasons: dict[int, list[str]] = {}
         zeroed: dict[int, set[str]] = {}
         for rank, error in lost.items():
             ends = np.pad(np.cumsum(split.by_rank[rank][1].numpy(), axis=1), ((0, 0), (1, 0)))[:, bounds]
@@ -237,8 +239,8 @@ class Routed:
                 tables = {split.asked[rank].tables[segment] for segment in np.flatnonzero(needed[:, request])}
                 refused = sorted(each for each in tables if self._on_lost[each] is OnLost.ERROR)
                 if refused:
-                    named = ", ".join(map(repr, refused))
-                    failed[request] = type(error)(f"tables {named}: {error}")
+                    reasons.setdefault(request, []).append(f"tables {', '.join(map(repr, refused))}: {error}")
+                    failed[request] = type(error)("; ".join(reasons[request]))
                 zeroed.setdefault(request, set()).update(tables)
         counts: dict[str, int] = {}
         for request, tables in zeroed.items():

@@ -1,0 +1,271 @@
+"""Servers that have the hosts of a plan, a relay before each that fails as told, and a router."""
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from export import ExportConfig, Sharding
+from serving.client import LookupClient, Retries
+from serving.engine import AsyncEngine, Engine
+from serving.errors import ServingError
+from serving.model.config_file import read_config, write_config
+from serving.ranks.hosts import Hosts, OnLost
+from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
+from tests.support.models import Spec, collection, random_bags, table_of
+from tests.support.relay import Relay
+from tests.support.servers import Running, running, tbe_serve
+
+# `near` is on the router. Tables of one word are on one host, `cut` and `shade` on both.
+SPECS = (
+    Spec("near", 20, 8, "SUM", ("n",)),
+    Spec("left", 101, 16, "SUM", ("l",)),
+    Spec("right", 103, 16, "MEAN", ("r",)),
+    Spec("cut", 97, 8, "MEAN", ("c",)),
+    Spec("blank", 99, 12, "SUM", ("b",)),
+    Spec("shade", 95, 8, "MEAN", ("s",)),
+)
+CONFIG = ExportConfig(
+    sharding=Sharding(
+        ranks=2,
+        ranks_per_host=1,
+        types={"*": "table_wise", "near": "data_parallel", "cut": "row_wise", "shade": "row_wise"},
+    )
+)
+# Tables that have zeros where a host is lost. `blank` is on one host, `shade` is a mean over both.
+ZEROED = ("blank", "shade")
+# A call takes milliseconds: this leaves time to a machine that is busy with other things.
+TIMEOUT_S = 2.0
+PATIENCE_S = 60.0
+# A router that reaches every host at two servers.
+PAIRS = "pairs"
+EVERY = [spec.features[0] for spec in SPECS]
+Ask = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of the router's model, and the same plan in one process."""
+
+    bundle: Path
+    one: Engine
+
+
+def export_version(folder: Path, seed: int) -> Version:
+    """Both, with rows of their own; the router's in `folder`/r."""
+    module = collection(SPECS, seed=seed)
+    bundle = export_hosts(folder, module, CONFIG)
+    alone = folder / f"one-{seed}"
+    alone.mkdir()
+    return Version(bundle, Engine.open(in_one_process(alone, module, CONFIG, bundle)))
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """What fails, and what it should answer.
+
+    Attributes:
+        router: serves `movies`, which has a server for each host, and PAIRS.
+        servers: of the hosts. `a` has every version of both. `b` has version 1 of both. `c` has no version 1 of one
+            host, and another bundle as version 1 of the other.
+        repositories: of the servers.
+        relays: before each server. `movies` reaches the host `lost` through `b` alone, and the other through `a`.
+        versions: by number.
+        lost: the number of a host, the one with `blank`.
+    """
+
+    router: Running
+    servers: Mapping[str, Running]
+    repositories: Mapping[str, Path]
+    relays: Mapping[str, Relay]
+    versions: Mapping[int, Version]
+    lost: int
+
+    @property
+    def addresses(self) -> dict[int, list[str]]:
+        """As `movies` has them."""
+        return {host: [self.relays["b" if host == self.lost else "a"].address] for host in (0, 1)}
+
+    def at(self, *relays: str) -> dict[int, list[str]]:
+        """Both hosts at the same servers."""
+        return {host: [self.relays[each].address for each in relays] for host in (0, 1)}
+
+    def tables_of(self, host: int) -> set[str]:
+        """The tables that have rows on a host."""
+        return {name for name, hosts in open_plan(self.versions[1]).items() if host in hosts}
+
+    @property
+    def kept(self) -> list[str]:
+        """The features that need nothing of the host `lost`."""
+        return [spec.features[0] for spec in SPECS if spec.name not in self.tables_of(self.lost)]
+
+    @property
+    def refused(self) -> list[str]:
+        """The features that cannot be answered without the host `lost`."""
+        return [spec.features[0] for spec in SPECS if spec.name in self.tables_of(self.lost) - {*ZEROED}]
+
+
+def open_plan(version: Version) -> dict[str, set[int]]:
+    """The hosts of each table."""
+    plan = version.one.bundle.manifest.plan
+    return {name: {plan.ranks[each.rank].host for each in shards} for name, shards in plan.shards_by_table.items()}
+
+
+@contextmanager
+def faulty(folder: Path) -> Iterator[Faulty]:
+    """Export two versions, and serve them."""
+    versions = {number: export_version(folder, number) for number in (1, 2)}
+    other = folder / "other"
+    other.mkdir()
+    export_version(other, 3)
+    hosts = [f"{MODEL}-host-{number}" for number in (0, 1)]
+    everything = [only(folder / "r", hosts, folder / name) for name in ("a", "b", "c")]
+    for model in everything[0].iterdir():
+        _serve_all_versions(model)
+    for model in everything[1].iterdir():
+        shutil.rmtree(model / "2")
+    shutil.rmtree(everything[2] / hosts[0])
+    shutil.copytree(other / "r" / hosts[0], everything[2] / hosts[0])
+    shutil.rmtree(everything[2] / hosts[1] / "1")
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(len(everything)) as pool:
+            started = pool.map(lambda path: stack.enter_context(running(path)), everything)
+            servers = {path.name: server for path, server in zip(everything, started, strict=True)}
+        relays = {name: stack.enter_context(Relay(server.grpc)) for name, server in servers.items()}
+        (lost,) = open_plan(versions[1])["blank"]
+        at = {name: relay.address for name, relay in relays.items()}
+        settings = ["--version", "1", "--shard-timeout-ms", str(int(1000 * TIMEOUT_S))]
+        settings += [part for table in ZEROED for part in ("--on-lost", f"{table}=zero")]
+        own = folder / "router"
+        _add_router(
+            own, versions[1].bundle, MODEL, {lost: [at["b"]], 1 - lost: [at["a"]]}, *settings, "--instances", "2"
+        )
+        _add_router(own, versions[1].bundle, PAIRS, {host: [at["a"], at["b"]] for host in (0, 1)}, *settings)
+        router = stack.enter_context(running(own))
+        yield Faulty(router, servers, {path.name: path for path in everything}, relays, versions, lost)
+
+
+def _serve_all_versions(model: Path) -> None:
+    config = read_config(model)
+    config.version_policy.all.SetInParent()
+    write_config(model, config)
+
+
+def _add_router(repository: Path, router: Path, name: str, addresses: dict[int, list[str]], *settings: str) -> None:
+    """The model of a router under a name of its own, with all its versions."""
+    shutil.copytree(router.parent, repository / name)
+    config = read_config(repository / name)
+    config.name = name
+    write_config(repository / name, config)
+    configure(repository / name, addresses, *settings)
+
+
+@contextmanager
+def by_router(address: str, model: str = MODEL) -> Iterator[Ask]:
+    """Ask a router, once each."""
+    with LookupClient(address, model, 20, retries=Retries(attempts=1)) as client:
+        yield client.lookup
+
+
+@contextmanager
+def by_engine(bundle: Path, addresses: Mapping[int, Sequence[str]]) -> Iterator[Ask]:
+    """Ask the hosts from this process."""
+    with Engine.open(bundle, hosts(addresses)) as engine:
+        yield engine.lookup
+
+
+@contextmanager
+def by_asyncio(bundle: Path, addresses: Mapping[int, Sequence[str]]) -> Iterator[Ask]:
+    """Ask the hosts from an event loop of this process."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def run(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    engine = run(AsyncEngine.open(bundle, hosts(addresses)))
+    try:
+        yield lambda features: run(engine.lookup(features))
+    finally:
+        run(engine.close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def hosts(addresses: Mapping[int, Sequence[str]]) -> Hosts:
+    """As the router's settings say."""
+    return Hosts(addresses=addresses, timeout_s=TIMEOUT_S, on_lost=dict.fromkeys(ZEROED, OnLost.ZERO))
+
+
+def same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Whether answers agree, bit for bit."""
+    return list(found) == list(expected) and all(
+        np.array_equal(found[name].view(np.uint32), rows.view(np.uint32)) for name, rows in expected.items()
+    )
+
+
+def bags(features: Sequence[str], seed: int, samples: int = 3) -> dict[str, Any]:
+    """A request that needs every host of the tables that it asks for."""
+    found = random_bags(np.random.default_rng(seed), SPECS, samples, features)
+    tables = table_of(SPECS)
+    for name, each in found.items():
+        each[0] = [0, tables[name].rows - 1]
+    return found
+
+
+def refusal(ask: Ask, features: Mapping[str, Any]) -> ServingError:
+    """The error that a request gets."""
+    try:
+        found = ask(features)
+    except ServingError as error:
+        return error
+    raise AssertionError(f"answered: {found}")
+
+
+def until_answered(ask: Ask, features: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The answer, as soon as there is one."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return ask(features)
+        except ServingError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def until_right_in_a_row(ask: Ask, request: Mapping[str, Any], expected: Mapping[str, Any], times: int) -> int:
+    """How many requests fail until so many in a row are answered, and right."""
+    deadline = time.monotonic() + PATIENCE_S
+    failed = in_a_row = 0
+    while in_a_row < times:
+        assert time.monotonic() < deadline, f"{failed} requests failed within {PATIENCE_S:g} s, the last ones too"
+        try:
+            assert same(ask(request), expected)
+            in_a_row += 1
+        except ServingError:
+            failed, in_a_row = failed + 1, 0
+    return failed
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {PATIENCE_S:g} s: {what}"
+        time.sleep(0.1)
+
+
+def load(server: Running, model: str, version: int) -> Any:
+    """`tbe-serve load` on a server."""
+    return tbe_serve("load", model, "--version", str(version), "--url", server.grpc)
