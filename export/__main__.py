@@ -3,6 +3,7 @@
 from export.commands.compare import compare
 from export.commands.complete import complete
 from export.commands.inspect import inspect
+from export.commands.manifests import manifests
 from export.commands.model import model
 from export.commands.plan import plan
 from export.commands.prune import prune
@@ -19,7 +20,7 @@ class _Command(Command):
 app = new_program(
     "tbe-export", "Export the embedding tables of a trained TorchRec model as a bundle that Triton serves."
 )
-for command in (model, complete, plan, inspect, verify, compare, release, prune):
+for command in (model, complete, plan, inspect, verify, compare, release, prune, manifests):
     app.command(cls=_Command)(command)
 
 if __name__ == "__main__":

@@ -1,0 +1,102 @@
+"""`tbe-export manifests`: Kubernetes manifests for a bundle."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from export.kubernetes.addresses import GRPC_PORT, check_addresses
+from export.kubernetes.base import base_files, write_base
+from export.kubernetes.fleet import Fleet, Replicas, read_fleet
+from export.kubernetes.labels import client_labels
+from export.kubernetes.options import METRICS_FROM, PodOptions
+from export.kubernetes.tls import secrets_of
+from export.parity.verify import bundle_of
+from serving.bundle.manifest import MANIFEST
+from serving.bundle.signature import TrustedKeys, signature_of
+from serving.errors import ConfigurationError
+from serving.terminal.options import EVERY, as_given, by_name
+from serving.terminal.program import out
+
+_REPLICAS = Replicas()
+
+
+def manifests(
+    bundle: Annotated[
+        Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION; or REPOSITORY/NAME, the one it is to serve.")
+    ],
+    out_: Annotated[Path, typer.Option("--out", help="Folder of the kustomize base that is written.")],
+    image: Annotated[str, typer.Option(help="Image of the server, by digest: REGISTRY/NAME@sha256:….")],
+    claim: Annotated[str, typer.Option(help="The PersistentVolumeClaim with the repository; pods only read it.")],
+    copy: Annotated[
+        bool, typer.Option("--copy", help="Each pod copies its own model to the disk of its node before it starts.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the Kubernetes objects; by default the model's.")] = None,
+    routers: Annotated[int, typer.Option(help="Pods that clients call, at least.")] = _REPLICAS.routers,
+    most_routers: Annotated[int, typer.Option(help="Pods that clients call, at most.")] = _REPLICAS.most_routers,
+    replicas: Annotated[int, typer.Option(help="Pods of each host.")] = _REPLICAS.of_hosts,
+    replicas_of: Annotated[list[str] | None, typer.Option(metavar="HOST=N", help="Pods of one host.")] = None,
+    hosts_also: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Another version of the router, whose rows hosts serve beside: while versions are changed."
+        ),
+    ] = None,
+    trusted_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file with Ed25519 public keys. One must have signed all that is deployed; pods ask, too."
+        ),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS: something else, such as a mesh, keeps others out.")
+    ] = False,
+    metrics_from: Annotated[str, typer.Option(help="Namespace whose pods may read metrics.")] = METRICS_FROM,
+) -> None:
+    """Write Kubernetes manifests for a bundle: a router and the hosts of its plan, or one model.
+
+    Nothing is written unless the router's settings name the hosts by the addresses that the manifests give them. If
+    they do not, the command that sets them is shown.
+    """
+    options = PodOptions(
+        image=image,
+        claim=claim,
+        copy=copy,
+        trusted_keys=trusted_keys,
+        insecure=insecure,
+        metrics_from=metrics_from,
+    )
+    numbers = Replicas(
+        routers=routers,
+        most_routers=most_routers,
+        of_hosts=replicas,
+        of_host=dict(_of_host(host, text) for host, text in by_name(replicas_of).items()),
+    )
+    trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    fleet = read_fleet(bundle_of(bundle, trusted), numbers, name=name, hosts_also=hosts_also, trusted=trusted)
+    check_addresses(fleet, trusted, insecure=insecure)
+    write_base(out_, fleet, base_files(fleet, numbers, options))
+    _tell(fleet, out_, options)
+
+
+def _of_host(host: str, text: str) -> tuple[int, int]:
+    if host == EVERY or not (host.isdecimal() and text.isdecimal()):
+        raise ConfigurationError(f"--replicas-of {as_given(host, text)}: expected HOST=N, such as 2=3")
+    return int(host), int(text)
+
+
+def _tell(fleet: Fleet, folder: Path, options: PodOptions) -> None:
+    """Print what to do now, and what has to be there first."""
+    say = partial(out.print, soft_wrap=True)
+    (client,) = (f'{label}: "{value}"' for label, value in client_labels(fleet).items())
+    say(f"written to {folder}; deploy it: kubectl apply -k {folder}")
+    say(f"needed: PersistentVolumeClaim {options.claim}, with the repository")
+    for secret, purpose in {} if options.insecure else secrets_of(fleet).items():
+        say(f"needed: Secret {secret}, of type kubernetes.io/tls with ca.crt: a certificate {purpose}")
+    say(f"pods labelled {client} may look up, at {fleet.name}:{GRPC_PORT}")
+    for host in fleet.hosts:
+        if host.replicas == 1:
+            say(f"note: host {host.host} has one replica: while it restarts, requests that need it fail")
+    if options.trusted_keys is None and signature_of(fleet.bundle.path / MANIFEST).exists():
+        say("note: the bundle is signed, and pods do not ask for that: --trusted-keys")

@@ -1,0 +1,115 @@
+"""The files of a kustomize base: a file for what clients call, one for each host, and what they share."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from export.errors import PublishError
+from export.kubernetes.fleet import Fleet, Replicas
+from export.kubernetes.labels import Object
+from export.kubernetes.monitoring import pod_monitor
+from export.kubernetes.options import PodOptions
+from export.kubernetes.volumes import keys_name
+from export.kubernetes.workloads import front_manifests, host_manifests
+from serving.files.replacing import replacing
+
+KUSTOMIZATION = "kustomization.yaml"
+# A component of its own: a cluster without Prometheus' operator refuses its object.
+PROMETHEUS = "prometheus-operator"
+_LINE_LENGTH = 120
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, _: Any) -> bool:
+        """What is equal is written twice: references make manifests hard to read and to patch."""
+        return True
+
+
+def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Text of several lines as it is."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _as_block)
+
+
+def base_files(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[str, str]:
+    """The text of every file, by its path in the base."""
+    resources = {"router.yaml" if fleet.hosts else "lookup.yaml": front_manifests(fleet, replicas, options)}
+    for host in fleet.hosts:
+        resources[f"host-{host.host}.yaml"] = host_manifests(fleet, host, options)
+    if options.trusted_keys is not None:
+        resources["trusted-keys.yaml"] = [_keys(fleet, options.trusted_keys)]
+    kustomization = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": sorted(resources),
+    }
+    component = {
+        "apiVersion": "kustomize.config.k8s.io/v1alpha1",
+        "kind": "Component",
+        "resources": ["pod-monitor.yaml"],
+    }
+    every = resources | {
+        KUSTOMIZATION: [kustomization],
+        f"{PROMETHEUS}/{KUSTOMIZATION}": [component],
+        f"{PROMETHEUS}/pod-monitor.yaml": [pod_monitor(fleet)],
+    }
+    return {path: _text(fleet, documents) for path, documents in every.items()}
+
+
+def write_base(folder: Path, fleet: Fleet, files: Mapping[str, str]) -> None:
+    """Write the files of a base into a folder, in place of those of an earlier base of the same name.
+
+    Args:
+        folder: is made where it is missing.
+        fleet: what is deployed.
+        files: text by path.
+
+    Raises:
+        PublishError: the folder holds something else.
+        OSError: it cannot be written to.
+    """
+    before = _resources_of(folder, fleet)
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / path) as file:
+            file.write(text.encode())
+    for gone in before - files.keys():
+        (folder / gone).unlink(missing_ok=True)
+
+
+def _keys(fleet: Fleet, path: Path) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": keys_name(fleet)},
+        "data": {"trusted.pem": path.read_text()},
+    }
+
+
+def _resources_of(folder: Path, fleet: Fleet) -> set[str]:
+    """The resources of the base that a folder holds."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return set()
+    path = folder / KUSTOMIZATION
+    text = path.read_text() if path.exists() else ""
+    if not text.startswith(_made_for(fleet)):
+        raise PublishError(
+            f"{folder}: expected no such folder, an empty one, or an earlier base for {fleet.name!r}, found other "
+            "files: give another, --out"
+        )
+    return set(yaml.safe_load(text)["resources"])
+
+
+def _made_for(fleet: Fleet) -> str:
+    return f"# Made by tbe-export manifests for {fleet.name}: "
+
+
+def _text(fleet: Fleet, documents: Iterable[Object]) -> str:
+    of = f"{fleet.front.model} version {fleet.bundle.path.name}"
+    head = f"{_made_for(fleet)}{of}. Patch it from an overlay; what is written here is lost the next time.\n"
+    bodies = [yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=_LINE_LENGTH) for each in documents]
+    return head + "---\n".join(bodies)

@@ -1,0 +1,185 @@
+"""What is deployed for a bundle: one model, or a router and the hosts of its plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from export.kubernetes.names import check_names, host_name, kubernetes_name
+from serving.bundle.hosts import HostBundle, path_of
+from serving.bundle.manifest import MANIFEST
+from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.signature import TrustedKeys
+from serving.errors import BundleError, ConfigurationError
+from serving.model.config_file import read_config, settings_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """The pods of one model.
+
+    Attributes:
+        name: of its Kubernetes objects.
+        model: name of the model.
+        host: number of the host in the plan. None: clients call the model.
+        versions: that are served, the newest first.
+        weights_bytes: of all these versions.
+        instances: processes that answer.
+        replicas: how many pods; the fewest, where their number changes with the load.
+    """
+
+    name: str
+    model: str
+    host: int | None = None
+    versions: tuple[int, ...]
+    weights_bytes: int
+    instances: int
+    replicas: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicas:
+    """How many pods there are.
+
+    Attributes:
+        routers: of the model that clients call, at least.
+        most_routers: of that model, at most.
+        of_hosts: of each host.
+        of_host: of some hosts, by number.
+
+    Raises:
+        ConfigurationError: a number is not above 0, or `most_routers` is below `routers`.
+    """
+
+    routers: int = 2
+    most_routers: int = 8
+    of_hosts: int = 2
+    of_host: Mapping[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        numbers = {"--routers": self.routers, "--replicas": self.of_hosts}
+        numbers |= {f"--replicas-of {host}": number for host, number in self.of_host.items()}
+        for option, number in numbers.items():
+            if number < 1:
+                raise ConfigurationError(f"{option}: expected at least 1, got {number}")
+        if self.most_routers < self.routers:
+            raise ConfigurationError(
+                f"--most-routers: expected at least --routers, {self.routers}, got {self.most_routers}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """All that is deployed for a bundle.
+
+    Attributes:
+        bundle: the bundle that clients are answered from.
+        front: what clients call: the router, or the one model that there is.
+        hosts: of the router's plan; none where the bundle is not a router's.
+    """
+
+    bundle: Bundle
+    front: Member
+    hosts: tuple[Member, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the objects that clients call."""
+        return self.front.name
+
+
+def read_fleet(
+    path: Path,
+    replicas: Replicas,
+    *,
+    name: str | None = None,
+    hosts_also: int | None = None,
+    trusted: TrustedKeys | None = None,
+) -> Fleet:
+    """What a bundle needs. The bundles of hosts are looked for in the same repository.
+
+    Args:
+        path: the bundle, <repository>/<model>/<version>.
+        replicas: how many pods there are.
+        name: of the Kubernetes objects, in place of the one that the model's name gives.
+        hosts_also: another version of the router, which hosts serve too.
+        trusted: one of these keys must have signed bundles and settings. None: anybody may have made them.
+
+    Raises:
+        BundleError: a bundle is missing, damaged, not signed, a host's own, or not the one that the router names.
+        ConfigurationError: a name is not Kubernetes' or another model's too, or a number is for no host.
+    """
+    bundle = open_bundle(path.absolute(), trusted)
+    model, version, repository = bundle.path.parent.name, int(bundle.path.name), bundle.path.parent.parent
+    if part := bundle.manifest.part_of:
+        raise BundleError(f"{path}: expected a router's bundle, got that of its host {part.host}: give {part.model}")
+    name = kubernetes_name(model, name)
+    routers = [bundle] if hosts_also is None else [bundle, _other(bundle, hosts_also, trusted)]
+    held = _held(routers, trusted)
+    hosts = tuple(
+        Member(
+            name=host_name(name, host),
+            model=bundles[0].path.parent.name,
+            host=host,
+            versions=_versions(bundles),
+            weights_bytes=sum(map(_weights_bytes, bundles)),
+            instances=_instances(bundles[0].path.parent, trusted),
+            replicas=replicas.of_host.get(host, replicas.of_hosts),
+        )
+        for host, bundles in held.items()
+    )
+    if unknown := sorted(replicas.of_host.keys() - held.keys()):
+        raise ConfigurationError(f"--replicas-of: expected hosts of the plan, {[*held]}, got {unknown[0]}")
+    front = Member(
+        name=name,
+        model=model,
+        versions=(version,),
+        weights_bytes=_weights_bytes(bundle),
+        instances=_instances(bundle.path.parent, trusted),
+        replicas=replicas.routers,
+    )
+    there = {each.parent.parent.name for each in repository.glob(f"*/*/{MANIFEST}")}
+    check_names([front.name, *(host.name for host in hosts)], there - {model, *(host.model for host in hosts)})
+    return Fleet(bundle=bundle, front=front, hosts=hosts)
+
+
+def _other(router: Bundle, version: int, trusted: TrustedKeys | None) -> Bundle:
+    """Another version of a router, with the same hosts."""
+    other = open_bundle(router.path.parent / str(version), trusted)
+    expected, got = ([(each.host, each.model) for each in one.manifest.hosts] for one in (router, other))
+    if got != expected:
+        raise BundleError(
+            f"{other.path}: expected the hosts of version {router.path.name}, {expected}, got {got}: publish "
+            "versions of other hosts as another model"
+        )
+    return other
+
+
+def _held(routers: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[int, list[Bundle]]:
+    """The bundles of each host, one for each router's bundle."""
+    held: dict[int, list[Bundle]] = {}
+    for router in routers:
+        for host in router.manifest.hosts:
+            held.setdefault(host.host, []).append(_of_host(router.path, host, trusted))
+    return held
+
+
+def _of_host(router: Path, host: HostBundle, trusted: TrustedKeys | None) -> Bundle:
+    bundle = open_bundle(path_of(router, host), trusted)
+    if bundle.digest != host.manifest:
+        raise BundleError(
+            f"{bundle.path}: expected the bundle with digest {host.manifest}, which {router} names, got "
+            f"{bundle.digest}: publish both in one export"
+        )
+    return bundle
+
+
+def _versions(bundles: Sequence[Bundle]) -> tuple[int, ...]:
+    return tuple(sorted({int(each.path.name) for each in bundles}, reverse=True))
+
+
+def _weights_bytes(bundle: Bundle) -> int:
+    return sum(bundle.manifest.files[name].size_bytes for name in bundle.manifest.weights_files)
+
+
+def _instances(model: Path, trusted: TrustedKeys | None) -> int:
+    return settings_of(read_config(model, trusted)).instances

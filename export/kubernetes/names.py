@@ -1,0 +1,58 @@
+"""Names of Kubernetes objects, from names of models, which may have capitals, dots and underscores."""
+
+import re
+from collections.abc import Iterable
+
+from serving.errors import ConfigurationError
+
+# A StatefulSet's pods carry its name and a hash of ten letters and a dash as one label, of 63 letters at most.
+MOST_LETTERS = 52
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
+
+
+def kubernetes_name(model: str, given: str | None) -> str:
+    """The name of a model's objects: in small letters, with a dash for each dot and underscore.
+
+    Args:
+        model: name of the model.
+        given: the name to take instead.
+
+    Raises:
+        ConfigurationError: Kubernetes does not take the name.
+    """
+    name = given if given is not None else re.sub(r"[._]", "-", model.lower()).strip("-")
+    if not _NAME.fullmatch(name):
+        source = "--name" if given is not None else f"model {model!r}"
+        raise ConfigurationError(
+            f"{source}: expected a name that Kubernetes takes, small letters, digits and dashes, a letter first, "
+            f"got {name!r}: give one, --name"
+        )
+    return name
+
+
+def host_name(name: str, host: int) -> str:
+    """The name of the objects of a host."""
+    return f"{name}-host-{host}"
+
+
+def check_names(names: Iterable[str], others: Iterable[str]) -> None:
+    """Refuse names that are too long, and those that another model's objects would have.
+
+    Args:
+        names: of all objects.
+        others: the other models of the repository.
+
+    Raises:
+        ConfigurationError: naming both models.
+    """
+    taken = {re.sub(r"[._]", "-", other.lower()).strip("-"): other for other in others}
+    for name in names:
+        if len(name) > MOST_LETTERS:
+            raise ConfigurationError(
+                f"{name}: expected at most {MOST_LETTERS} letters, got {len(name)}: give a shorter one, --name"
+            )
+        if name in taken:
+            raise ConfigurationError(
+                f"{name}: expected a name of its own, got that of model {taken[name]!r} of the same repository too: "
+                "give another, --name"
+            )
