@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint mutants fuzz faults soak bench bench-quick audit pins clean
+.PHONY: help setup demo test lint mutants fuzz faults kube soak bench bench-quick audit pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -42,6 +42,10 @@ fuzz: $(STAMP) ## A hundred thousand malformed and hostile requests to a real se
 
 faults: $(STAMP) ## Kill, cut, fill and cancel, again and again; ends in one line of figures
 	@$(BIN)/python -m tests.faults
+
+kube: $(STAMP) ## Run a fleet as Kubernetes would, in podman's pods and networks of their own (root; minutes, more the first time)
+	@requirements/kube.sh
+	@unshare --net $(BIN)/python -m pytest -m kube tests/kube
 
 soak: $(STAMP) ## Half an hour at 80 % of capacity, then three times the capacity; ends in one line of figures
 	@$(BIN)/python -m tests.soak

@@ -37,7 +37,10 @@ resolve cpu "The whole CPU environment but torch"
 hashed "PyPI's torch, and what it requires beside cpu.txt" cpu.in --constraint cpu.txt \
   $(sed -n 's/^\([A-Za-z0-9._-]*\)==.*/--no-emit-package \1/p' cpu.txt) < <(grep '^torch==' cpu.in) > torch-pypi.txt
 resolve serve "What deploy/Dockerfile installs beside torch" --constraint cpu.txt
+hashed "The tritonserver of a wheel, for deploy/debian.Dockerfile" cpu.in --no-deps \
+  < <(grep '^nvidia-pytriton==' cpu.txt | tr -d ' \\') > triton.txt
 resolve bench "The servers that \`make bench\` compares ours with, beside torch"
 resolve bench-mlserver "MLServer, for \`make bench\`, beside torch"
 resolve audit "What \`make audit\` runs"
+resolve kube "What \`make kube\` checks manifests with"
 resolve mutants "What \`make mutants\` runs, beside the environment"
