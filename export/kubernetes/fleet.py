@@ -113,7 +113,11 @@ def read_fleet(
     if part := bundle.manifest.part_of:
         raise BundleError(f"{path}: expected a router's bundle, got that of its host {part.host}: give {part.model}")
     name = kubernetes_name(model, name)
-    routers = [bundle] if hosts_also is None else [bundle, _other(bundle, hosts_also, trusted)]
+    if hosts_also is not None and not bundle.manifest.hosts:
+        raise ConfigurationError(f"--hosts-also: expected a router, got {path}, which has no hosts")
+    routers = [bundle]
+    if hosts_also is not None and hosts_also != version:
+        routers.append(_other(bundle, hosts_also, trusted))
     held = _held(routers, trusted)
     hosts = tuple(
         Member(

@@ -114,14 +114,16 @@ def arguments_of_kubernetes() -> list[str]:
     return found
 
 
-def arguments_of_the_image() -> list[str]:
-    (line,) = [line for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("CMD ")]
+def arguments_of_the_image(name: str) -> list[str]:
+    (line,) = [line for line in (DEPLOY / name).read_text().splitlines() if line.startswith("CMD ")]
     found: list[str] = json.loads(line.removeprefix("CMD "))
     return found
 
 
 @pytest.mark.parametrize(
-    "arguments", [arguments_of_kubernetes(), arguments_of_the_image()], ids=["kubernetes", "image"]
+    "arguments",
+    [arguments_of_kubernetes(), arguments_of_the_image("Dockerfile"), arguments_of_the_image("debian.Dockerfile")],
+    ids=["kubernetes", "image", "debian"],
 )
 def test_it_is_started_with_options_that_exist_and_asks_for_its_certificate(arguments: list[str]) -> None:
     """Here there is none: that is what it has to fail for, once its options were understood."""
@@ -151,7 +153,7 @@ def test_probes_are_commands_that_exist(probe: str) -> None:
     assert container[probe]["timeoutSeconds"] > float(arguments[arguments.index("--timeout-s") + 1])
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "export.Dockerfile"])
+@pytest.mark.parametrize("name", ["Dockerfile", "debian.Dockerfile", "export.Dockerfile"])
 def test_the_dockerfile_has_no_known_fault(name: str) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, DEPLOY / name], capture_output=True, text=True, check=False)
@@ -159,7 +161,7 @@ def test_the_dockerfile_has_no_known_fault(name: str) -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "export.Dockerfile"])
+@pytest.mark.parametrize("name", ["Dockerfile", "debian.Dockerfile", "export.Dockerfile"])
 def test_the_dockerfile_copies_what_there_is(name: str) -> None:
     lines = (DEPLOY / name).read_text().splitlines()
     copied = [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
@@ -179,6 +181,7 @@ def test_the_image_is_above_the_security_floor() -> None:
 
 def test_the_image_s_pins_are_the_environment_s() -> None:
     requirements = DEPLOY.parent / "requirements"
-    every, served = (pins(requirements / file) for file in ("cpu.txt", "serve.txt"))
+    every, served, triton = (pins(requirements / file) for file in ("cpu.txt", "serve.txt", "triton.txt"))
     assert {"fbgemm-gpu-cpu", "tritonclient", "msgspec"} <= served.keys()
+    assert triton == {"nvidia-pytriton": every["nvidia-pytriton"]}
     assert {name: every.get(name) for name in served} == served

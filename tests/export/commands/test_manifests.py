@@ -1,0 +1,109 @@
+"""`tbe-export manifests`."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from export import export_model
+from serving.bundle.signature import read_signing_key, sign
+from tests.export.kubernetes.conftest import IMAGE
+from tests.support.commands import tbe_export
+from tests.support.models import SUM, collection
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    for name in ("ours", "theirs"):
+        key = folder / f"{name}.key"
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+        subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", folder / f"{name}.pem"], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def signed(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A signed model."""
+    repository = tmp_path_factory.mktemp("signed") / "repository"
+    return export_model(collection(SUM), repository, "m", signing_key=keys / "ours.key").parent
+
+
+def given(out: Path, *more: str) -> list[str]:
+    return ["--out", str(out), "--image", IMAGE, "--claim", "models", *more]
+
+
+def test_it_writes_a_base_and_says_what_is_needed(signed: Path, keys: Path, tmp_path: Path) -> None:
+    out = tmp_path / "k8s"
+    done = tbe_export("manifests", str(signed), *given(out, "--trusted-keys", str(keys / "ours.pem")))
+    assert done.exit_code == 0, done.stderr
+    assert f"kubectl apply -k {out}" in done.stdout
+    assert "needed: PersistentVolumeClaim models" in done.stdout
+    assert "needed: Secret m-tls" in done.stdout
+    assert 'pods labelled m-client: "true" may look up, at m:8001' in done.stdout
+    assert yaml.safe_load((out / "kustomization.yaml").read_text())["resources"] == [
+        "lookup.yaml",
+        "trusted-keys.yaml",
+    ]
+    config_map = yaml.safe_load((out / "trusted-keys.yaml").read_text())
+    assert config_map["data"]["trusted.pem"] == (keys / "ours.pem").read_text()
+
+
+def test_a_bundle_that_no_trusted_key_signed_is_not_deployed(signed: Path, keys: Path, tmp_path: Path) -> None:
+    out = tmp_path / "k8s"
+    done = tbe_export("manifests", str(signed), *given(out, "--trusted-keys", str(keys / "theirs.pem")))
+    assert done.exit_code == 1
+    assert "expected a signature by a key of" in done.stderr
+    assert not out.exists()
+
+
+def test_a_signed_bundle_that_pods_would_not_check_is_noted(signed: Path, tmp_path: Path) -> None:
+    done = tbe_export("manifests", str(signed / "1"), *given(tmp_path / "k8s"))
+    assert done.exit_code == 0, done.stderr
+    assert "note: the bundle is signed, and pods do not ask for that: --trusted-keys" in done.stdout
+
+
+def test_settings_that_were_changed_after_they_were_signed_are_not_deployed(
+    signed: Path, keys: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(signed, tmp_path / "m"))
+    (model / "config.pbtxt").write_bytes((model / "config.pbtxt").read_bytes() + b"\n")
+    arguments = ["manifests", str(model), *given(tmp_path / "k8s", "--trusted-keys", str(keys / "ours.pem"))]
+    assert tbe_export(*arguments).exit_code == 1
+    sign(model / "config.pbtxt", (model / "config.pbtxt").read_bytes(), read_signing_key(keys / "ours.key"), "m")
+    assert tbe_export(*arguments).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--image", "registry.example/tbe-serving:0.1.0", "--image: expected an image by digest"),
+        ("--image", f"x@sha256:{'g' * 64}", "--image: expected an image by digest"),
+        ("--image", f"x@sha256:{'0' * 64}\n", "--image: expected an image by digest"),
+        ("--claim", "Models", "--claim: expected the name of a PersistentVolumeClaim"),
+        ("--metrics-from", "a.b", "--metrics-from: expected the name of a namespace"),
+        ("--replicas-of", "3", "--replicas-of 3: expected HOST=N"),
+        ("--replicas-of", "x=3", "--replicas-of x=3: expected HOST=N"),
+        ("--replicas-of", "0=1", "--replicas-of: expected hosts of the plan, [], got 0"),
+        ("--name", "M", "--name: expected a name that Kubernetes takes"),
+        ("--hosts-also", "1", "--hosts-also: expected a router"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused_by_name(
+    signed: Path, tmp_path: Path, option: str, value: str, said: str
+) -> None:
+    done = tbe_export("manifests", str(signed), *given(tmp_path / "k8s"), option, value)
+    assert done.exit_code == 1, done.output
+    assert said in done.stderr
+    assert not (tmp_path / "k8s").exists()
+
+
+@pytest.mark.parametrize("option", ["--image", "--claim", "--out"])
+def test_what_has_no_default_is_asked_for(signed: Path, tmp_path: Path, option: str) -> None:
+    arguments = given(tmp_path / "k8s")
+    at = arguments.index(option)
+    done = tbe_export("manifests", str(signed), *arguments[:at], *arguments[at + 2 :])
+    assert done.exit_code == 2
+    assert option in done.output

@@ -1,0 +1,227 @@
+"""What is written: objects that Kubernetes takes, and that hang together."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from export.errors import PublishError
+from export.kubernetes.base import base_files, write_base
+from export.kubernetes.fleet import Fleet, Replicas, read_fleet
+from export.kubernetes.options import PodOptions
+from tests.export.kubernetes.conftest import IMAGE
+
+# The oldest that is still supported, and the newest that the schemas know.
+VERSIONS = ("1.33", kubernetes_validate.latest_version())
+OPTIONS = {
+    "mounted": {},
+    "copied": {"copy": True},
+    "signed": {"trusted_keys": True},
+    "copied and signed": {"copy": True, "trusted_keys": True},
+    "insecure": {"insecure": True},
+}
+
+
+@pytest.fixture(params=list(OPTIONS.values()), ids=list(OPTIONS))
+def options(request: pytest.FixtureRequest, tmp_path: Path) -> PodOptions:
+    (tmp_path / "trusted.pem").write_text("-----BEGIN PUBLIC KEY-----\n")
+    given = dict(request.param)
+    if "trusted_keys" in given:
+        given["trusted_keys"] = tmp_path / "trusted.pem"
+    return PodOptions(image=IMAGE, claim="models", **given)
+
+
+@pytest.fixture(params=["Movies_V2", "m"])
+def fleet(request: pytest.FixtureRequest, published: Path) -> Fleet:
+    return read_fleet(published / request.param / "1", Replicas())
+
+
+def objects(files: dict[str, str]) -> list[Any]:
+    """All objects for Kubernetes; kustomize's own files are for kubectl."""
+    found = [each for text in files.values() for each in yaml.safe_load_all(text)]
+    return [each for each in found if "kustomize" not in each["apiVersion"]]
+
+
+def workloads(files: dict[str, str]) -> dict[str, Any]:
+    return {
+        each["metadata"]["name"]: each for each in objects(files) if each["kind"] in ("Deployment", "StatefulSet")
+    }
+
+
+def server_of(workload: Any) -> Any:
+    (server,) = workload["spec"]["template"]["spec"]["containers"]
+    return server
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_every_object(fleet: Fleet, options: PodOptions, version: str) -> None:
+    every = objects(base_files(fleet, Replicas(), options))
+    for each in every:
+        if each["kind"] != "PodMonitor":  # the operator's own
+            kubernetes_validate.validate(each, version, strict=True)
+    names = [(each["kind"], each["metadata"]["name"]) for each in every]
+    assert len(names) == len({*names})
+
+
+def test_a_wrong_object_would_be_noticed(published: Path) -> None:
+    files = base_files(read_fleet(published / "m" / "1", Replicas()), Replicas(), PodOptions(image=IMAGE, claim="c"))
+    wrong = workloads(files)["m"]
+    server_of(wrong)["prots"] = []
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, VERSIONS[-1], strict=True)
+
+
+def test_what_is_mounted_is_there_and_what_is_there_is_mounted(fleet: Fleet, options: PodOptions) -> None:
+    files = base_files(fleet, Replicas(), options)
+    config_maps = {each["metadata"]["name"] for each in objects(files) if each["kind"] == "ConfigMap"}
+    for workload in workloads(files).values():
+        pod = workload["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        containers = [*pod["initContainers"], *pod["containers"]]
+        assert {mount["name"] for each in containers for mount in each["volumeMounts"]} == volumes
+        assert config_maps == {each["configMap"]["name"] for each in pod["volumes"] if "configMap" in each}
+        for container in containers:
+            security = container["securityContext"]
+            assert (security["readOnlyRootFilesystem"], security["capabilities"]) == (True, {"drop": ["ALL"]})
+            assert security["allowPrivilegeEscalation"] is False
+            assert container["image"] == IMAGE
+            for mount in container["volumeMounts"]:
+                is_given = mount["name"] in ("source", "tls", "hosts-tls", "trusted-keys")
+                assert mount.get("readOnly", False) or not is_given
+        # A file that an argument names is in a folder that is mounted.
+        for path in re.findall(r"(?<==)/[\w/.-]+", " ".join(server_of(workload)["args"])):
+            mounts = [mount["mountPath"] for mount in server_of(workload)["volumeMounts"]]
+            assert any(path == mount or path.startswith(f"{mount}/") for mount in mounts), path
+
+
+def test_a_pod_sees_no_model_but_its_own(fleet: Fleet, options: PodOptions) -> None:
+    for member in (fleet.front, *fleet.hosts):
+        workload = workloads(base_files(fleet, Replicas(), options))[member.name]
+        (mount,) = [each for each in server_of(workload)["volumeMounts"] if each["name"] == "repository"]
+        assert (mount["mountPath"], mount["subPath"]) == (f"/repository/{member.model}", member.model)
+        assert mount["readOnly"] is True
+        copies = [each for each in workload["spec"]["template"]["spec"]["initContainers"] if each["name"] == "copy"]
+        assert len(copies) == options.copy
+        for copy in copies:
+            assert {each["name"]: each.get("subPath") for each in copy["volumeMounts"]}["source"] == member.model
+
+
+def test_selectors_select_the_pods_of_one_workload(fleet: Fleet) -> None:
+    files = base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models"))
+    labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(files).items()}
+
+    def selected(selector: dict[str, str]) -> set[str]:
+        return {name for name, each in labels.items() if selector.items() <= each.items()}
+
+    for each in objects(files):
+        name, spec = each["metadata"]["name"], each["spec"]
+        match each["kind"]:
+            case "Deployment" | "StatefulSet" | "PodDisruptionBudget":
+                assert selected(spec["selector"]["matchLabels"]) == {name}
+            case "Service":
+                assert selected(spec["selector"]) == {name}
+            case "NetworkPolicy":
+                assert selected(spec["podSelector"]["matchLabels"]) == {name}
+            case "HorizontalPodAutoscaler":
+                assert spec["scaleTargetRef"]["name"] == fleet.front.name == name
+            case "PodMonitor":
+                assert selected(spec["selector"]["matchLabels"]) == labels.keys()
+    stateful = {name: each for name, each in workloads(files).items() if each["kind"] == "StatefulSet"}
+    assert {name: each["spec"]["serviceName"] for name, each in stateful.items()} == {
+        host.name: host.name for host in fleet.hosts
+    }
+
+
+def test_routers_alone_reach_hosts_and_hosts_reach_nobody(published: Path) -> None:
+    fleet = read_fleet(published / "Movies_V2" / "1", Replicas())
+    files = base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models"))
+    policies = {each["metadata"]["name"]: each["spec"] for each in objects(files) if each["kind"] == "NetworkPolicy"}
+    labels = {name: each["spec"]["template"]["metadata"]["labels"] for name, each in workloads(files).items()}
+    for host in fleet.hosts:
+        lookups, metrics = policies[host.name]["ingress"]
+        assert lookups["from"] == [{"podSelector": {"matchLabels": labels["movies-v2"]}}]
+        assert [port["port"] for port in lookups["ports"]] == [8001]
+        assert [port["port"] for port in metrics["ports"]] == [8002]
+        assert (policies[host.name]["policyTypes"], policies[host.name]["egress"]) == (["Ingress", "Egress"], [])
+    lookups, _ = policies["movies-v2"]["ingress"]
+    assert lookups["from"] == [{"podSelector": {"matchLabels": {"movies-v2-client": "true"}}}]
+    to_hosts, dns = policies["movies-v2"]["egress"]
+    (to,) = to_hosts["to"]
+    for host in fleet.hosts:
+        assert to["podSelector"]["matchLabels"].items() <= labels[host.name].items()
+    assert {port["port"] for port in dns["ports"]} == {53}
+
+
+def test_replicas_of_a_host_are_on_nodes_of_their_own(published: Path) -> None:
+    fleet = read_fleet(published / "Movies_V2" / "1", Replicas(of_hosts=2, of_host={1: 3}))
+    found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
+    replicas = {name: each["spec"].get("replicas") for name, each in found.items()}
+    # The autoscaler's own: what is applied again would set it back.
+    assert replicas == {"movies-v2": None, "movies-v2-host-0": 2, "movies-v2-host-1": 3}
+    for host in fleet.hosts:
+        affinity = found[host.name]["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+        (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        assert term["labelSelector"]["matchLabels"]["tbe-serving/host"] == str(host.host)
+
+
+def test_readiness_is_a_lookup_and_liveness_asks_no_model(fleet: Fleet, options: PodOptions) -> None:
+    for member in (fleet.front, *fleet.hosts):
+        server = server_of(workloads(base_files(fleet, Replicas(), options))[member.name])
+        for probe in ("startupProbe", "readinessProbe"):
+            command = server[probe]["exec"]["command"]
+            assert command[:3] == ["tbe-serve", "health", member.model]
+            assert server[probe]["timeoutSeconds"] > float(command[command.index("--timeout-s") + 1])
+        assert "exec" not in server["livenessProbe"]
+        assert server["livenessProbe"]["httpGet"] == {"path": "/metrics", "port": "metrics"}
+
+
+def test_memory_is_that_of_the_plan(published: Path) -> None:
+    """The request of a host has room for its weights; the files say how large they are."""
+    fleet = read_fleet(published / "Movies_V2" / "1", Replicas())
+    for member in (fleet.front, *fleet.hosts):
+        weights = published / member.model / "1" / "weights.0.bin"
+        assert member.weights_bytes == weights.stat().st_size
+    found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
+    large = {name: server_of(each)["resources"] for name, each in found.items()}
+    assert all(each["requests"]["memory"].endswith("Mi") for each in large.values())
+    for each in large.values():
+        assert int(each["requests"]["memory"][:-2]) < int(each["limits"]["memory"][:-2])
+        assert "cpu" not in each["limits"]
+
+
+def test_hosts_serve_two_versions_while_routers_change(published: Path) -> None:
+    """Neither of the two states of the routers changes what hosts are run with: `kubectl apply` restarts none."""
+    options = PodOptions(image=IMAGE, claim="models")
+    states = [
+        workloads(
+            base_files(read_fleet(published / "Movies_V2" / now, Replicas(), hosts_also=also), Replicas(), options)
+        )
+        for now, also in (("1", 2), ("2", 1))
+    ]
+    before, after = states
+    for host in ("movies-v2-host-0", "movies-v2-host-1"):
+        assert before[host] == after[host]
+        assert f"--serve=Movies_V2{host.removeprefix('movies-v2')}=2,1" in server_of(before[host])["args"]
+    assert "--serve=Movies_V2=1" in server_of(before["movies-v2"])["args"]
+    assert "--serve=Movies_V2=2" in server_of(after["movies-v2"])["args"]
+
+
+def test_a_later_base_replaces_an_earlier_one_and_nothing_else(published: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "k8s"
+    options = PodOptions(image=IMAGE, claim="models")
+    router, model = (read_fleet(published / name / "1", Replicas()) for name in ("Movies_V2", "m"))
+    write_base(folder, router, base_files(router, Replicas(), options))
+    assert (folder / "host-1.yaml").exists()
+    fewer = {name: text for name, text in base_files(router, Replicas(), options).items() if name != "host-1.yaml"}
+    write_base(folder, router, fewer)
+    assert not (folder / "host-1.yaml").exists()
+    with pytest.raises(PublishError, match="found other files"):
+        write_base(folder, model, base_files(model, Replicas(), options))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.yaml").touch()
+    with pytest.raises(PublishError, match="expected no such folder, an empty one, or an earlier base for 'm'"):
+        write_base(tmp_path / "other", model, base_files(model, Replicas(), options))

@@ -1,0 +1,86 @@
+"""What is deployed for a bundle, and the bundles for which nothing is."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from export.kubernetes.fleet import Replicas, read_fleet
+from serving.bundle.manifest import MANIFEST
+from serving.errors import BundleError, ConfigurationError
+from serving.model.config_file import apply_settings, read_config, settings_of, write_config
+
+
+def test_a_router_s_fleet_is_the_hosts_of_its_plan(published: Path) -> None:
+    fleet = read_fleet(published / "Movies_V2" / "2", Replicas(routers=3))
+    assert [(host.name, host.model, host.host, host.versions) for host in fleet.hosts] == [
+        ("movies-v2-host-0", "Movies_V2-host-0", 0, (2,)),
+        ("movies-v2-host-1", "Movies_V2-host-1", 1, (2,)),
+    ]
+    assert (fleet.front.name, fleet.front.model, fleet.front.versions) == ("movies-v2", "Movies_V2", (2,))
+    assert (fleet.front.replicas, [host.replicas for host in fleet.hosts]) == (3, [2, 2])
+
+
+def test_a_model_without_hosts_is_all_there_is(published: Path) -> None:
+    fleet = read_fleet(published / "m" / "1", Replicas(), name="scores")
+    assert (fleet.name, fleet.front.model, fleet.hosts) == ("scores", "m", ())
+
+
+def test_processes_are_those_of_the_settings(repository: Path) -> None:
+    config = read_config(repository / "m")
+    apply_settings(config, settings_of(config).__class__(instances=3))
+    write_config(repository / "m", config)
+    assert read_fleet(repository / "m" / "1", Replicas()).front.instances == 3
+
+
+def test_hosts_have_room_for_both_versions(published: Path) -> None:
+    one, two = (read_fleet(published / "Movies_V2" / "2", Replicas(), hosts_also=also) for also in (None, 1))
+    assert [host.versions for host in two.hosts] == [(2, 1), (2, 1)]
+    assert [host.weights_bytes for host in two.hosts] == [2 * host.weights_bytes for host in one.hosts]
+    assert two.front == one.front
+
+
+def test_a_host_s_own_bundle_is_not_deployed(published: Path) -> None:
+    with pytest.raises(BundleError, match="expected a router's bundle, got that of its host 1: give Movies_V2"):
+        read_fleet(published / "Movies_V2-host-1" / "1", Replicas())
+
+
+def test_a_host_whose_bundle_is_missing_is_refused(repository: Path) -> None:
+    shutil.rmtree(repository / "Movies_V2-host-1" / "1")
+    with pytest.raises(BundleError, match=f"Movies_V2-host-1/1/{MANIFEST}: cannot be read"):
+        read_fleet(repository / "Movies_V2" / "1", Replicas())
+
+
+def test_a_host_with_another_bundle_is_refused(repository: Path) -> None:
+    host = repository / "Movies_V2-host-1"
+    shutil.rmtree(host / "1")
+    (host / "2").rename(host / "1")
+    with pytest.raises(BundleError, match=r"Movies_V2-host-1/1: expected the bundle with digest [0-9a-f]{64}, which"):
+        read_fleet(repository / "Movies_V2" / "1", Replicas())
+
+
+def test_another_model_s_name_is_refused(repository: Path) -> None:
+    shutil.copytree(repository / "m", repository / "movies.v2")
+    with pytest.raises(ConfigurationError, match=r"movies-v2: .* that of model 'movies\.v2'"):
+        read_fleet(repository / "Movies_V2" / "1", Replicas())
+    assert read_fleet(repository / "Movies_V2" / "1", Replicas(), name="movies").name == "movies"
+
+
+def test_replicas_of_no_host_are_refused(published: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"--replicas-of: expected hosts of the plan, \[0, 1\], got 2"):
+        read_fleet(published / "Movies_V2" / "1", Replicas(of_host={2: 3}))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"routers": 0}, "--routers: expected at least 1, got 0"),
+        ({"of_hosts": 0}, "--replicas: expected at least 1, got 0"),
+        ({"of_host": {3: 0}}, "--replicas-of 3: expected at least 1, got 0"),
+        ({"routers": 9}, "--most-routers: expected at least --routers, 9, got 8"),
+    ],
+    ids=str,
+)
+def test_numbers_of_pods_are_checked(numbers: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Replicas(**numbers)  # type: ignore[arg-type]
