@@ -94,7 +94,8 @@ def test_settings_that_were_changed_after_they_were_signed_are_not_deployed(
 def test_an_option_that_cannot_be_used_is_refused_by_name(
     signed: Path, tmp_path: Path, option: str, value: str, said: str
 ) -> None:
-    done = tbe_export("manifests", str(signed), *given(tmp_path / "k8s"), option, value)
+    arguments = dict(zip(*[iter(given(tmp_path / "k8s"))] * 2, strict=True)) | {option: value}
+    done = tbe_export("manifests", str(signed), *(word for pair in arguments.items() for word in pair))
     assert done.exit_code == 1, done.output
     assert said in done.stderr
     assert not (tmp_path / "k8s").exists()

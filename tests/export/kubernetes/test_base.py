@@ -6,12 +6,14 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import typer
 import yaml
 
 from export.errors import PublishError
 from export.kubernetes.base import base_files, write_base
 from export.kubernetes.fleet import Fleet, Replicas, read_fleet
 from export.kubernetes.options import PodOptions
+from serving.__main__ import app
 from tests.export.kubernetes.conftest import IMAGE
 
 # The oldest that is still supported, and the newest that the schemas know.
@@ -177,6 +179,21 @@ def test_readiness_is_a_lookup_and_liveness_asks_no_model(fleet: Fleet, options:
             assert server[probe]["timeoutSeconds"] > float(command[command.index("--timeout-s") + 1])
         assert "exec" not in server["livenessProbe"]
         assert server["livenessProbe"]["httpGet"] == {"path": "/metrics", "port": "metrics"}
+
+
+def test_what_is_run_has_the_options_that_it_is_given(fleet: Fleet, options: PodOptions) -> None:
+    """Programs that exist, with options that they have; and variables that `tbe-serve health` reads."""
+    commands: Any = typer.main.get_command(app)
+    known = {
+        name: {option for param in commands.commands[name].params for option in [*param.opts, param.envvar]}
+        for name in ("run", "health")
+    }
+    for workload in workloads(base_files(fleet, Replicas(), options)).values():
+        server = server_of(workload)
+        assert server["command"] == ["tbe-serve", "run", "/repository"]
+        assert {argument.partition("=")[0] for argument in server["args"]} <= known["run"]
+        assert {variable["name"] for variable in server["env"]} <= known["health"]
+        assert set(server["readinessProbe"]["exec"]["command"][3::2]) <= known["health"]
 
 
 def test_memory_is_that_of_the_plan(published: Path) -> None:
