@@ -242,3 +242,24 @@ def test_a_later_base_replaces_an_earlier_one_and_nothing_else(published: Path, 
     (tmp_path / "other" / "mine.yaml").touch()
     with pytest.raises(PublishError, match="expected no such folder, an empty one, or an earlier base for 'm'"):
         write_base(tmp_path / "other", model, base_files(model, Replicas(), options))
+
+
+def test_hosts_ask_for_a_certificate_which_routers_and_their_own_probes_have(published: Path) -> None:
+    fleet = read_fleet(published / "Movies_V2" / "1", Replicas())
+    found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
+    router = found["movies-v2"]["spec"]["template"]["spec"]
+    secrets = {each["name"]: each["secret"]["secretName"] for each in router["volumes"] if "secret" in each}
+    assert secrets == {"tls": "movies-v2-tls", "hosts-tls": "movies-v2-hosts-client-tls"}
+    assert "--tls-client-ca=/tls/ca.crt" not in server_of(found["movies-v2"])["args"]
+    (waits,) = router["initContainers"]
+    called = {each["name"]: each["value"] for each in waits["env"]}
+    assert (called["TBE_SERVE_TLS_CERT"], called["TBE_SERVE_TLS_SERVER_NAME"]) == (
+        "/hosts-tls/tls.crt",
+        "movies-v2-hosts",
+    )
+    for host in fleet.hosts:
+        server = server_of(found[host.name])
+        assert "--tls-client-ca=/tls/ca.crt" in server["args"]
+        probes = {each["name"]: each["value"] for each in server["env"]}
+        assert (probes["TBE_SERVE_TLS_CERT"], probes["TBE_SERVE_TLS_KEY"]) == ("/tls/tls.crt", "/tls/tls.key")
+        assert probes["TBE_SERVE_TLS_SERVER_NAME"] == called["TBE_SERVE_TLS_SERVER_NAME"]
