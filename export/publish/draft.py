@@ -6,7 +6,6 @@ same file system. A draft is locked while its export lives. The next export remo
 
 import errno
 import os
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
 from export.publish.compatible import check_compatible
+from serving.bundle.hosts import MOST_VERSION, is_model_name
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import versions
 from serving.bundle.signature import sign
@@ -27,9 +27,6 @@ from serving.model.settings import ServingSettings
 from serving.model.template import model_config
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-# Triton's versions are int64.
-_MOST_VERSION = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +161,12 @@ def draft(
 
 def _check_target(repository: Path, name: str, version: int | None) -> None:
     """Refuse a name or version that cannot be published, or is there already."""
-    if not _NAME.fullmatch(name):
+    if not is_model_name(name):
         raise ConfigurationError(
             f"name: expected at most 128 letters, digits, '_', '-' and '.', not '-' or '.' first, got {name!r}"
         )
-    if version is not None and not 1 <= version <= _MOST_VERSION:
-        raise ConfigurationError(f"version: expected 1 to {_MOST_VERSION}, got {version}")
+    if version is not None and not 1 <= version <= MOST_VERSION:
+        raise ConfigurationError(f"version: expected 1 to {MOST_VERSION}, got {version}")
     if version is not None and (bundle := repository / name / str(version)).exists():
         raise PublishError(_exists(bundle))
 

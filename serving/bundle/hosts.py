@@ -6,6 +6,7 @@ segment (one feature over one shard) is a feature. All its features are sums.
 """
 
 import enum
+import re
 from pathlib import Path
 
 from serving.files.strict import Strict
@@ -14,6 +15,11 @@ from serving.files.strict import Strict
 ROUTER = -1
 # The only file of weights in a bundle of one rank.
 FIRST_WEIGHTS = "weights.0.bin"
+
+# Triton's versions are int64.
+MOST_VERSION = 2**63 - 1
+_MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class IdDtype(enum.Enum):
@@ -38,6 +44,12 @@ class HostBundle(Strict, frozen=True):
     version: int
     manifest: str
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether there can be such a bundle."""
+        is_digest = _SHA256.fullmatch(self.manifest) is not None
+        return is_model_name(self.model) and 1 <= self.version <= MOST_VERSION and is_digest
+
 
 class Part(Strict, frozen=True):
     """What a host's bundle is a part of.
@@ -51,6 +63,11 @@ class Part(Strict, frozen=True):
     model: str
     host: int
     plan: str
+
+
+def is_model_name(text: str) -> bool:
+    """Whether a model may be called so: it names a folder, and goes into paths."""
+    return _MODEL_NAME.fullmatch(text) is not None
 
 
 def host_model(router: str, host: int) -> str:

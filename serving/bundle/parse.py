@@ -144,8 +144,15 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
     is_of_hosts = bool(manifest.hosts) or manifest.part_of is not None
     if is_of_hosts != (manifest.format_version == HOSTS_FORMAT_VERSION):
         yield f"format_version: expected {HOSTS_FORMAT_VERSION} with `hosts` or `part_of`, and only there"
-    if manifest.hosts and (manifest.part_of is not None or manifest.plan.ranks[0].weights_file is None):
-        yield "hosts: expected a router's bundle, whose first rank is its own"
+    own = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
+    if manifest.hosts and (manifest.part_of is not None or own != [0]):
+        yield "hosts: expected a router's bundle, whose first rank, and no other, is its own"
+    for each in manifest.hosts:
+        if not each.is_possible:
+            yield (
+                f"hosts: host {each.host}: expected the name of a model, a version and a SHA-256, got "
+                f"{each.model!r}, {each.version} and {each.manifest!r}"
+            )
 
 
 def _in_files(manifest: Manifest) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """docs/bundle.md is enough to write a reader from: here is one, in numpy, that answers as the engine does.
 
-`Reader` is written from that page alone. It shares no code with `serving` or `export`.
+`Reader` is written from that page alone. It shares no code with `serving` or `export`. A reader of bundles on several
+hosts is in test_hosts_spec.py.
 """
 
 import hashlib
@@ -33,7 +34,7 @@ class Reader:
     def __init__(self, bundle: Path) -> None:
         text = (bundle / "manifest.json").read_bytes()
         self.manifest = json.loads(text)
-        assert self.manifest["format_version"] in (3, 4)  # [2]
+        assert self.manifest["format_version"] in (3, 4, 5)  # [2]
         self.plan = self.manifest["plan"]
         self.tables = {table["name"]: table for table in self.manifest["tables"]}
         self.files = {}
@@ -52,13 +53,14 @@ class Reader:
         return found
 
     def digest(self, name: str) -> str:
-        """`contract` or `layout` [7]."""
+        """`contract` or `layout` of the manifest [7]."""
         features, tables = self.manifest["features"], self.tables
         shared = [[feature["shared_key"]] if "shared_key" in feature else [] for feature in features]
         of_table = [[tables[each["table"]]["dim"], tables[each["table"]]["weighted"]] for each in features]
         contract = [
             [[each["name"], *of, *key] for each, of, key in zip(features, of_table, shared, strict=True)],
             self.manifest["output_dtype"],
+            *(["INT32"] if self.manifest.get("id_dtype") == "INT32" else []),
         ]
         layout = [self.manifest[key] for key in ("features", "tables", "plan", "output_dtype")]
         said = {"contract": contract, "layout": layout}[name]

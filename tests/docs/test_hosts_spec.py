@@ -1,0 +1,245 @@
+"""docs/bundle.md is enough to answer a router's request from its bundle and its hosts': here is a reader that does.
+
+`Router` is written from section 10 of that page, over the `Reader` of test_bundle_spec.py. It shares no code with
+`serving` or `export`.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
+from serving.bundle import DefaultRow
+from serving.engine import Engine
+from tests.docs.test_bundle_spec import DTYPES, FLOATS, Bags, Reader, collection
+from tests.support.hosts import export_hosts, in_one_process
+from tests.support.quick_reload import quick_reload
+
+OWN = 0
+# Ids of a bag with their weights.
+Bag = list[tuple[int, float]]
+
+
+class Router(Reader):
+    """The pooled embeddings of a router and its hosts, whose bundles are read from disk."""
+
+    def __init__(self, bundle: Path, repositories: Mapping[int, Path]) -> None:
+        super().__init__(bundle)
+        ranks = self.plan["ranks"]
+        assert "part_of" not in self.manifest
+        assert [rank["weights"] is None for rank in ranks] == [False] + [True] * (len(ranks) - 1)
+        named = {each["host"]: each for each in self.manifest["hosts"]}
+        assert list(named) == sorted(rank["host"] for rank in ranks[1:])
+        self.hosts: dict[int, Reader] = {}
+        for rank, host in enumerate(rank["host"] for rank in ranks):
+            if rank != OWN:
+                path = repositories[host] / named[host]["model"] / str(named[host]["version"])
+                assert hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest() == named[host]["manifest"]
+                self.hosts[rank] = Reader(path)
+                self.check(rank, bundle.parent.name)
+
+    def segments(self) -> Iterator[tuple[Any, Any, str]]:
+        """Each feature over each shard of its table, with the segment's name."""
+        for feature in self.manifest["features"]:
+            shards = [shard for shard in self.plan["shards"] if shard["table"] == feature["table"]]
+            for number, shard in enumerate(shards):
+                yield feature, shard, feature["name"] if len(shards) == 1 else f"{feature['name']}#{number}"
+
+    def name_of(self, shard: Any) -> str:
+        """What a host's bundle calls a shard."""
+        table, (r0, r1), (c0, c1) = self.tables[shard["table"]], shard["rows"], shard["columns"]
+        is_cut = r1 - r0 < table["rows"], c1 - c0 < table["dim"]
+        rows = f"[{r0}:{r1}]" if is_cut[0] else "[:]"
+        columns = f"[{c0}:{c1}]"
+        return str(table["name"]) + (rows + columns if is_cut[1] else rows if is_cut[0] else "")
+
+    def check(self, rank: int, model: str) -> None:
+        """A host's manifest is what the page says."""
+        found = self.hosts[rank].manifest
+        host = self.plan["ranks"][rank]["host"]
+        here = [segment for segment in self.segments() if segment[1]["rank"] == rank]
+        shards = {self.name_of(shard): shard for _, shard, _ in here}
+        assert found["format_version"] == 5
+        assert "hosts" not in found
+        assert found["part_of"] == {"model": model, "host": host, "plan": self.digest("layout")}
+        assert found["features"] == [{"name": name, "table": self.name_of(shard)} for _, shard, name in here]
+        assert found["plan"]["ranks"] == [{"host": host, "device": "cpu", "weights": "weights.0.bin"}]
+        assert found["plan"]["sharding"] == dict.fromkeys(shards, "table_wise")
+        assert {each["name"]: each for each in found["tables"]} == {
+            name: {
+                **self.tables[shard["table"]],
+                "name": name,
+                "rows": shard["rows"][1] - shard["rows"][0],
+                "dim": shard["columns"][1] - shard["columns"][0],
+                "pooling": "SUM",
+                "id_policy": "error",
+            }
+            for name, shard in shards.items()
+        }
+        assert {each["table"]: each["offset_bytes"] for each in found["plan"]["shards"]} == {
+            name: shard["offset_bytes"] for name, shard in shards.items()
+        }
+        assert found["id_dtype"] == "INT32"
+
+    def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """{feature: [B, dim]} for {key: bags}, as section 10 says a router answers."""
+        bags = {
+            feature["name"]: [
+                self.inside(self.tables[feature["table"]], bag, weights[key][sample] if weights else [1.0] * len(bag))
+                for sample, bag in enumerate(found)
+            ]
+            for key, found in request.items()
+            for feature in self.keys[key]
+        }
+        sums = {name: np.zeros((len(found), self.dim_of(name)), np.float32) for name, found in bags.items()}
+        for rank in range(len(self.plan["ranks"])):
+            asked = {
+                name: (feature["name"], shard, [cut(bag, *shard["rows"]) for bag in bags[feature["name"]]])
+                for feature, shard, name in self.segments()
+                if shard["rank"] == rank and feature["name"] in bags
+            }
+            answers = self.own(asked) if rank == OWN else self.ask(rank, asked, weighted=weights is not None)
+            for name, (feature, shard, _) in asked.items():
+                sums[feature][:, slice(*shard["columns"])] += answers[name]
+        for feature in self.manifest["features"]:
+            if feature["name"] in bags and self.tables[feature["table"]]["pooling"] == "MEAN":
+                counts = np.array([max(1, len(bag)) for bag in bags[feature["name"]]], np.float32)
+                sums[feature["name"]] /= counts[:, None]
+        return {name: each.astype(FLOATS[self.manifest["output_dtype"]]) for name, each in sums.items()}
+
+    def dim_of(self, feature: str) -> int:
+        (table,) = (each["table"] for each in self.manifest["features"] if each["name"] == feature)
+        dim: int = self.tables[table]["dim"]
+        return dim
+
+    def inside(self, table: Any, bag: Any, weights: Any) -> Bag:
+        """A bag after the id policy [5]."""
+        policy, weights = table["id_policy"], weights if table["weighted"] else [1.0] * len(bag)
+        pairs = list(zip(bag, weights, strict=True))
+        kept = [pair for pair in pairs if 0 <= pair[0] < table["rows"]]
+        assert policy != "error" or kept == pairs
+        if not isinstance(policy, dict):
+            return kept
+        return [(id_ if 0 <= id_ < table["rows"] else policy["default_row"], weight) for id_, weight in pairs]
+
+    def own(self, asked: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float32]]:
+        """The sums of the router's own rank."""
+        return {
+            name: np.stack(
+                [
+                    sum(
+                        (
+                            self.stored(self.tables[shard["table"]]["dtype"], shard, row, width(shard))
+                            * np.float32(weight)
+                            for row, weight in bag
+                        ),
+                        start=np.zeros(width(shard), np.float32),
+                    )
+                    for bag in bags
+                ]
+            )
+            for name, (_, shard, bags) in asked.items()
+        }
+
+    def ask(self, rank: int, asked: Mapping[str, Any], *, weighted: bool) -> dict[str, npt.NDArray[Any]]:
+        """The sums of a host: its bundle is an ordinary one."""
+        request = {name: [[row for row, _ in bag] for bag in bags] for name, (_, _, bags) in asked.items()}
+        weights = {name: [[weight for _, weight in bag] for bag in bags] for name, (_, _, bags) in asked.items()}
+        return self.hosts[rank].lookup(request, weights if weighted else None)
+
+
+def width(shard: Any) -> int:
+    columns: int = shard["columns"][1] - shard["columns"][0]
+    return columns
+
+
+def cut(bag: Bag, r0: int, r1: int) -> Bag:
+    """The rows of a shard that a bag asks for."""
+    return [(id_ - r0, weight) for id_, weight in bag if r0 <= id_ < r1]
+
+
+# All ways to cut, in one plan.
+TYPES = {
+    "*": "row_wise",
+    "INT8_*": "column_wise",
+    "INT2_SUM": "grid_shard",
+    "INT4_SUM": "table_wise",
+    "FP16_MEAN": "data_parallel",
+    "FP32_SUM": "table_row_wise",
+}
+
+
+@pytest.mark.parametrize(
+    ("output_dtype", "sums_dtype", "weighted"),
+    [
+        pytest.param("FP32", "FP32", False, id="FP32"),
+        pytest.param("FP32", "FP32", True, id="weighted"),
+        pytest.param("FP16", "FP16", False, id="FP16"),
+    ],
+)
+def test_a_router_is_answered_for_by_the_page_alone(
+    output_dtype: str, sums_dtype: str, weighted: bool, tmp_path: Path
+) -> None:
+    module = collection(weighted=weighted)
+    config = ExportConfig(
+        dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
+        id_policy={"INT4_*": IdPolicy.ZERO, "FP32_*": DefaultRow(default_row=7)},
+        output_dtype=OutputDtype(output_dtype),
+        sums_dtype=OutputDtype(sums_dtype),
+        sharding=Sharding(
+            ranks=4,
+            ranks_per_host=2,
+            types={name: kind for name, kind in TYPES.items() if not weighted or name != "FP16_MEAN"},
+        ),
+    )
+    with quick_reload():
+        bundle = export_hosts(tmp_path, module, config)
+        one = Engine.open(in_one_process(tmp_path, module, config, bundle))
+    # Each host has its own bundle, and no other.
+    repositories = {}
+    for each in json.loads((bundle / "manifest.json").read_text())["hosts"]:
+        repositories[each["host"]] = tmp_path / str(each["host"])
+        repositories[each["host"]].mkdir()
+        (bundle.parent.parent / each["model"]).rename(repositories[each["host"]] / each["model"])
+    router = Router(bundle, repositories)
+    assert {shard["rank"] for shard in router.plan["shards"]} == {0, 1, 2} - ({0} if weighted else set())
+
+    random = np.random.default_rng(3)
+    request: dict[str, list[list[int]]] = {}
+    for key, features in list(router.keys.items())[::-1]:
+        rows = min(router.tables[each["table"]]["rows"] for each in features)
+        request[key] = [random.integers(0, rows, size).tolist() for size in (4, 0, 1, 9)]
+        if router.tables[features[0]["table"]]["id_policy"] != "error":
+            request[key][0] += [-1, 10**9]
+    weights = {key: [random.uniform(-1, 1, len(bag)) for bag in bags] for key, bags in request.items()}
+    jagged = {
+        key: (
+            np.concatenate(bags).astype(np.int64),
+            np.array([len(bag) for bag in bags]),
+            np.concatenate(weights[key]),
+        )
+        for key, bags in request.items()
+    }
+    found = router.lookup(request, weights if weighted else None)
+    expected = one.lookup(jagged if weighted else request)
+    assert found.keys() == expected.keys()
+    rounding = 1e-6 if output_dtype == "FP32" else 5e-3
+    for name, answer in expected.items():
+        assert answer.dtype == found[name].dtype
+        np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
+
+    for reader, model in [
+        (router, bundle.parent),
+        *((reader, repositories[rank - 1]) for rank, reader in router.hosts.items()),
+    ]:
+        (config_file,) = [model / "config.pbtxt"] if reader is router else model.glob("*/config.pbtxt")
+        said = re.search(r'"contract"\s+value \{\s+string_value: "(\w+)"', config_file.read_text())
+        assert said is not None
+        assert said[1] == reader.digest("contract")
