@@ -10,12 +10,13 @@ from typing import Any
 import promql_parser as promql
 import pytest
 
-from export import DefaultRow, ExportConfig, IdPolicy, export_model
+from export import DefaultRow, ExportConfig, IdPolicy, Sharding, export_model
 from serving.client import LookupClient
 from serving.errors import InvalidRequest
 from serving.server import Server, run_server
+from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import SUM, collection
-from tests.support.servers import FREE, lens, metric, raw_request, row, scrape
+from tests.support.servers import FREE, Running, lens, metric, raw_request, row, scrape
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "lookup.json").read_text())
@@ -95,6 +96,43 @@ def first_scrape(counted: Server) -> str:
     return scrape(counted)
 
 
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A router, looked up twice: each of its two hosts has half of a."""
+    folder = tmp_path_factory.mktemp("routed")
+    sharding = Sharding(ranks=2, ranks_per_host=1, types={"a": "row_wise", "b": "data_parallel"})
+    router = export_hosts(folder, collection(SUM), ExportConfig(sharding=sharding))
+    with fleet(folder, router, "--shard-timeout-ms", "20000") as served:
+        with LookupClient(served.router.grpc, MODEL, 30) as client:
+            client.lookup({"x": [[0, 49]]})
+            client.lookup({"x": [[0]], "z": [[1]]})
+        yield served.router
+
+
+@pytest.fixture(scope="module")
+def pages(first_scrape: str, routed: Running) -> str:
+    """The metrics of a model that has all ranks itself, and of a router."""
+    return first_scrape + scrape(routed)
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("tbe_host_call_seconds_count", {"host": "0"}, 2),
+        ("tbe_host_call_seconds_count", {"host": "1"}, 1),
+        ("tbe_host_call_seconds_bucket", {"host": "0", "le": "+Inf"}, 2),
+        ("tbe_host_bytes_total", {"host": "1", "direction": "in"}, 4 * 8),
+        ("tbe_host_retries_total", {}, 0),
+        ("tbe_host_timeouts_total", {}, 0),
+        ("tbe_host_lost_total", {}, 0),
+        ("tbe_lost_total", {}, 0),
+        ("tbe_zeroed_total", {}, 0),
+    ],
+)
+def test_what_is_counted_of_hosts(routed: Running, name: str, labels: dict[str, str], expected: float) -> None:
+    assert metric(routed, name, **labels) == expected
+
+
 def test_each_stage_takes_time(counted: Server) -> None:
     for stage in ("check", "merge", "lookup", "split"):
         assert 0 < metric(counted, "tbe_stage_seconds_total", stage=stage) < 60
@@ -109,15 +147,21 @@ def families(page: str) -> dict[str, str]:
     return dict(re.findall(r"^# TYPE (tbe_\w+) (\w+)$", page, re.MULTILINE))
 
 
-def test_names_say_what_they_are(first_scrape: str) -> None:
+# A histogram of Triton's takes one observation at a time. This one is published as the counters that it is made of.
+HISTOGRAM = {"tbe_host_call_seconds" + end: end for end in ("_bucket", "_sum", "_count")}
+
+
+def test_names_say_what_they_are(pages: str) -> None:
     """As `promtool check metrics` has it: counters end in _total, and the suffixes of histograms are theirs alone."""
-    expected: set[str] = set()
-    for name, kind in families(first_scrape).items():
+    expected = {*HISTOGRAM}
+    found = families(pages)
+    assert {found.pop(name) for name in HISTOGRAM} == {"counter"}
+    for name, kind in found.items():
         assert kind in ("counter", "gauge", "histogram")
         assert name.endswith("_total") == (kind == "counter"), name
         assert not name.endswith(("_bucket", "_sum", "_count")), name
         expected |= {name + end for end in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
-    assert {name for name in series(first_scrape) if name.startswith("tbe_")} == expected
+    assert {name for name in series(pages) if name.startswith("tbe_")} == expected
 
 
 # --- the dashboard
@@ -128,7 +172,7 @@ def queries() -> list[str]:
 
 
 def parsed(query: str) -> Any:
-    return promql.parse(query.replace("$__rate_interval", "5m").replace("$model", "m"))
+    return promql.parse(query.replace("$__rate_interval", "5m").replace("$model", f"m|{MODEL}"))
 
 
 def selectors(node: Any) -> Iterator[Any]:
@@ -164,8 +208,8 @@ def series(page: str) -> dict[str, list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize("query", queries())
-def test_every_query_of_the_dashboard_finds_its_series(first_scrape: str, query: str) -> None:
-    found = series(first_scrape)
+def test_every_query_of_the_dashboard_finds_its_series(pages: str, query: str) -> None:
+    found = series(pages)
     tree = parsed(query)
     names = {selector.name for selector in selectors(tree)}
     assert names
@@ -179,15 +223,15 @@ def test_every_query_of_the_dashboard_finds_its_series(first_scrape: str, query:
                 assert set(labels) <= set(each), f"{selector.name} has no {set(labels) - set(each)}"
 
 
-def test_the_dashboard_shows_every_metric_of_ours(first_scrape: str) -> None:
-    ours = {name for name in series(first_scrape) if name.startswith("tbe_")}
+def test_the_dashboard_shows_every_metric_of_ours(pages: str) -> None:
+    ours = {name for name in series(pages) if name.startswith("tbe_")}
     shown = {selector.name for query in queries() for selector in selectors(parsed(query))}
     assert ours - shown == set()
 
 
-def test_a_page_explains_every_metric_of_ours(first_scrape: str) -> None:
+def test_a_page_explains_every_metric_of_ours(pages: str) -> None:
     page = (ROOT / "docs" / "operating.md").read_text()
-    for name in families(first_scrape):
+    for name in {name.removesuffix(HISTOGRAM.get(name, "")) for name in families(pages)}:
         assert f"| `{name}`" in page or f", `{name}` |" in page, name
 
 
