@@ -67,7 +67,7 @@ def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_shell_export_of_the_readme_runs(tmp_path: Path) -> None:
-    (command,) = blocks("", "tbe-export model")
+    command, _ = blocks("", "tbe-export model")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
     save = "import torch; from tests.support.models import collection; torch.save(collection().state_dict(), 'weights.pt')"

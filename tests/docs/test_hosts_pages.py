@@ -1,0 +1,98 @@
+"""What README and docs/operating.md say of routers and hosts is done here, as a reader would do it."""
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serving.bundle.opening import open_bundle
+from serving.model.config_file import read_config, settings_of
+from serving.model.settings import table
+from tests.docs.test_readme import ROOT, blocks, run
+from tests.support.servers import Running, running
+
+OPERATING = (ROOT / "docs" / "operating.md").read_text().split("\n## Routers and hosts\n")[1].split("\n## ")[0]
+SAVE = (
+    "import torch; from tests.support.models import collection; torch.save(collection().state_dict(), 'weights.pt')"
+)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What README's section built: `folder`, and a server of each of its folders a, b and c."""
+
+    folder: Path
+    servers: dict[str, Running]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "package").mkdir()
+    (folder / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
+    _, export = blocks("", "tbe-export model")
+    assert "published" in run(
+        f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{sys.executable} -c {shlex.quote(SAVE)}\n{export}", folder
+    )
+    (serve,) = blocks("", "mkdir")
+    servers: dict[str, Running] = {}
+    ports: dict[str, str] = {}
+    with ExitStack() as stack:
+        for line in serve.splitlines():
+            if not line.startswith("tbe-serve run"):
+                for said, address in ports.items():
+                    line = line.replace(f"localhost:{said}", address)
+                run(line, folder)
+                continue
+            command, background, _ = line.partition("&")
+            assert background
+            name, *options = command.split()[2:]
+            servers[name] = stack.enter_context(running(folder / name))
+            if options:
+                ports[options[options.index("--grpc-port") + 1]] = servers[name].grpc
+        yield Built(folder, servers)
+
+
+def test_readme_s_router_is_looked_up(built: Built) -> None:
+    (lookup,) = blocks("", "printf")
+    shown = run(lookup.replace("--table", f"--table --url {built.servers['c'].grpc}"), ROOT)
+    assert shown.count("item_id") == 2
+    hosts = open_bundle(built.folder / "c" / "movies" / "1").manifest.hosts
+    assert [each.model for each in hosts] == [
+        *(path.name for name in "ab" for path in (built.folder / name).iterdir())
+    ]
+
+
+def test_operating_s_engines_answer(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(built.folder)
+    first, second = (built.servers[name].grpc for name in "ab")
+    names: dict[str, Any] = {}
+    engine, for_asyncio = re.findall(r"^```python\n(.*?)^```$", OPERATING, re.MULTILINE | re.DOTALL)
+    for text in (engine, for_asyncio.replace("timeout_s=0.1", "timeout_s=20")):
+        exec(text.replace("a:8001", first).replace("b:8001", first).replace("c:8001", second), names)
+    assert names["answer"]["item_id"].shape == (2, 32)
+    assert len(names["answers"]) == 100
+    np.testing.assert_array_equal(names["answers"][7]["item_id"][0], names["answer"]["item_id"][1])
+
+
+def test_operating_s_settings_are_taken(built: Built) -> None:
+    for text in re.findall(r"^```\n(tbe-serve configure .*?)^```$", OPERATING, re.MULTILINE | re.DOTALL):
+        run(text, built.folder)
+    settings = settings_of(read_config(built.folder / "repository" / "movies"))
+    assert settings.hosts == {"0": "a:8001,b:8001", "1": "dns:///movies-host-1:8001"}
+    assert (settings.shard_timeout_ms, settings.on_lost) == (100, {"item*": "zero"})
+
+
+def test_operating_names_every_setting_of_routers() -> None:
+    named = set(re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`.*?) \|", OPERATING, re.MULTILINE))))
+    options = {
+        (setting.flag or f"--{each.name.replace('_', '-')}")[2:] for each, setting in table() if setting.is_of_router
+    }
+    assert options <= named
