@@ -8,10 +8,9 @@ import typer
 from export.commands.module import CheckpointOption, ModelOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
-from export.commands.show import show_parity, show_remarks
+from export.commands.show import show_parity, show_published, show_remarks
 from export.hosts.machines import complete_hosts
 from serving.bundle.opening import open_bundle
-from serving.terminal.program import out
 
 
 @takes_settings
@@ -47,4 +46,4 @@ def complete(
     manifest = open_bundle(path).manifest
     show_parity(manifest.parity)
     show_remarks(manifest)
-    out.print(f"published {path}", soft_wrap=True)
+    show_published(path, manifest)

@@ -9,7 +9,7 @@ import typer
 from export.commands.module import CheckpointOption, ModelOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
-from export.commands.show import show_parity, show_ranks, show_remarks, show_tables
+from export.commands.show import show_parity, show_published, show_ranks, show_remarks, show_tables
 from export.hosts.machines import export_hosts
 from export.pipeline import export_model
 from export.plan.report import report_plan
@@ -84,8 +84,7 @@ def model(
         show_remarks(report)
     show_parity(manifest.parity)
     show_remarks(manifest)
-    out.print(f"published {path}", soft_wrap=True)
-    out.print(f"next: tbe-serve run {repository}", soft_wrap=True)
+    show_published(path, manifest)
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Print bundles, plans and verifications on a terminal of 80 columns."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich import box
 from rich.table import Table
@@ -51,6 +52,22 @@ def show_placement(report: PlanReport) -> None:
             _where(report, {shard.rank for shard in placed.shards}),
         )
     out.print(table)
+
+
+def show_published(path: Path, manifest: Manifest) -> None:
+    """Print where a bundle is, and what is to be done next.
+
+    Args:
+        path: <repository>/<model>/<version>.
+        manifest: of the bundle.
+    """
+    out.print(f"published {path}", soft_wrap=True)
+    if not manifest.hosts:
+        out.print(f"next: tbe-serve run {path.parent.parent}", soft_wrap=True)
+        return
+    models = ", ".join(each.model for each in manifest.hosts)
+    options = " ".join(f"--host {each.host}=ADDRESS" for each in manifest.hosts)
+    out.print(f"next: serve {models}; then tbe-serve configure {path.parent} {options}", soft_wrap=True)
 
 
 def show_hosts(manifest: Manifest) -> None:

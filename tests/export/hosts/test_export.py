@@ -266,6 +266,8 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
     done = runner.invoke(app, ["complete", *common])
     assert done.exit_code == 0, done.output
     assert f"published {tmp_path / 'r' / MODEL / '3'}" in done.output
+    configure = f"tbe-serve configure {tmp_path / 'r' / MODEL} --host 0=ADDRESS --host 1=ADDRESS --host 2=ADDRESS"
+    assert f"next: serve {', '.join(MODELS[1:])}; then {configure}" in done.output
     for wrong in ("x", "-1", "1,", "0.5"):
         done = runner.invoke(app, ["model", *common, f"--only-hosts={wrong}"])
         assert done.exit_code != 0
