@@ -129,7 +129,7 @@ def faulty(folder: Path) -> Iterator[Faulty]:
     hosts = [f"{MODEL}-host-{number}" for number in (0, 1)]
     everything = [only(folder / "r", hosts, folder / name) for name in ("a", "b", "c")]
     for model in everything[0].iterdir():
-        _serve_all_versions(model)
+        serve_all_versions(model)
     for model in everything[1].iterdir():
         shutil.rmtree(model / "2")
     shutil.rmtree(everything[2] / hosts[0])
@@ -153,7 +153,8 @@ def faulty(folder: Path) -> Iterator[Faulty]:
         yield Faulty(router, servers, {path.name: path for path in everything}, relays, versions, lost)
 
 
-def _serve_all_versions(model: Path) -> None:
+def serve_all_versions(model: Path) -> None:
+    """Have a server load all versions of a model, side by side."""
     config = read_config(model)
     config.version_policy.all.SetInParent()
     write_config(model, config)
