@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint mutants fuzz faults kube soak bench bench-quick audit pins clean
+.PHONY: help setup demo demo-hosts test lint mutants fuzz faults kube soak bench bench-quick audit pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -22,6 +22,9 @@ $(STAMP): $(wildcard requirements/cpu.txt requirements/torch*) pyproject.toml re
 
 demo: $(STAMP) ## Train on MovieLens, export, serve, look up, and show what happened
 	@$(BIN)/python -m examples.movielens.demo
+
+demo-hosts: $(STAMP) ## DLRM-v2's tables on four hosts: one killed, a version rolled out (as root in network namespaces)
+	@$(BIN)/python -m examples.hosts.demo
 
 test: lint ## Everything: ruff, mypy --strict, unit, integration and end-to-end tests
 	@requirements/test-tools.sh
