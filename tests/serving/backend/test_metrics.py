@@ -106,6 +106,9 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         with LookupClient(served.router.grpc, MODEL, 30) as client:
             client.lookup({"x": [[0, 49]]})
             client.lookup({"x": [[0]], "z": [[1]]})
+        deadline = time.monotonic() + 60
+        while "tbe_host_replicas_up{" not in scrape(served.router):  # it looks at its hosts now and then
+            assert time.monotonic() < deadline, "replicas are not shown"
         yield served.router
 
 
@@ -125,6 +128,7 @@ def pages(first_scrape: str, routed: Running) -> str:
         ("tbe_host_retries_total", {}, 0),
         ("tbe_host_timeouts_total", {}, 0),
         ("tbe_host_lost_total", {}, 0),
+        ("tbe_host_replicas_up", {"host": "1"}, 1),
         ("tbe_lost_total", {}, 0),
         ("tbe_zeroed_total", {}, 0),
     ],
@@ -188,6 +192,14 @@ def selectors(node: Any) -> Iterator[Any]:
         yield from selectors(child)
 
 
+def kept(node: Any) -> Iterator[Any]:
+    """The selectors below a node whose labels an aggregation sees: `a and b` has those of a."""
+    while isinstance(node, promql.AggregateExpr | promql.ParenExpr):
+        node = node.expr
+    is_filtered = isinstance(node, promql.BinaryExpr) and str(node.op) == "and"
+    yield from selectors(node.lhs if is_filtered else node)
+
+
 def grouped_by(node: Any) -> Iterator[tuple[Any, list[str]]]:
     """Every aggregation below a node, and the labels that it keeps."""
     if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
@@ -218,7 +230,7 @@ def test_every_query_of_the_dashboard_finds_its_series(pages: str, query: str) -
         for matcher in re.findall(r'(\w+)=~"([^"]*)"', str(selector)):
             assert any(re.fullmatch(matcher[1], each.get(matcher[0], "")) for each in found[selector.name])
     for aggregate, labels in grouped_by(tree):
-        for selector in selectors(aggregate):
+        for selector in kept(aggregate):
             for each in found[selector.name]:
                 assert set(labels) <= set(each), f"{selector.name} has no {set(labels) - set(each)}"
 
@@ -240,6 +252,14 @@ def test_what_is_said_of_a_served_version_is_said_now() -> None:
     for panel in DASHBOARD["panels"]:
         if panel["type"] == "stat" and "version" in str(panel["targets"]):
             assert [target.get("instant") for target in panel["targets"]] == [True]
+
+
+def test_gauges_are_asked_of_versions_that_are_served() -> None:
+    """Triton keeps those of a version that was unloaded."""
+    gauges = {"tbe_host_replicas", "tbe_host_replicas_up", "tbe_bundle_exported_timestamp_seconds"}
+    asked = [{selector.name for selector in selectors(parsed(query))} for query in queries()]
+    assert [names & gauges != set() for names in asked].count(True) == len(gauges)
+    assert all("tbe_serving_seconds_total" in names for names in asked if names & gauges)
 
 
 def test_age_is_asked_of_versions_that_are_served() -> None:

@@ -1,5 +1,6 @@
 """What settings say of hosts is how they are asked: mutual TLS and metadata, with real servers."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,6 +71,8 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Closed]:
 
 def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_path: Path) -> None:
     own = only(closed.bundle.parents[1], [MODEL], tmp_path / "router")
+    metadata = tmp_path / "metadata.json"
+    metadata.write_text(json.dumps(METADATA))
     configure(
         own / MODEL,
         {host: [closed.address] for host in (0, 1)},
@@ -77,7 +80,7 @@ def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_pa
         *("--hosts-root-certificates", str(closed.pems / "root.pem")),
         *("--hosts-certificate-chain", str(closed.pems / "router.pem")),
         *("--hosts-private-key", str(closed.pems / "router.key")),
-        *(part for key, value in METADATA.items() for part in ("--hosts-metadata", f"{key}={value}")),
+        *("--hosts-metadata", str(metadata)),
     )
     with running(own) as router, LookupClient(router.grpc, MODEL, 30) as client:
         found = client.lookup(ASKED)
