@@ -56,17 +56,17 @@ class MetadataFile:
         self()
 
     def __call__(self) -> dict[str, str]:
-        """The metadata of the next call. A file that cannot be read now leaves what it was."""
+        """The metadata of the next call. A file that cannot be used now leaves what it was."""
         try:
             stat = self._path.stat()
             if (stat.st_mtime_ns, stat.st_ino) == self._seen:
                 return self._metadata
             metadata = msgspec.json.decode(read_file(self._path, follow=True), type=dict[str, str])
-        except (OSError, *UNREADABLE) as error:
+            check_metadata(metadata)
+        except (OSError, ConfigurationError, *UNREADABLE) as error:
             if self._seen is None:
                 raise ConfigurationError(f"{self._path}: expected a JSON object of strings: {error}") from error
             return self._metadata
-        check_metadata(metadata)
         self._metadata, self._seen = metadata, (stat.st_mtime_ns, stat.st_ino)
         return metadata
 
