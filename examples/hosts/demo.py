@@ -391,7 +391,8 @@ def run(places: Sequence[Place], router: Place, where: str) -> None:
             release(folder, model, 2)
         time.sleep(5)
         report.say(
-            f"Exported in {exported_s:.0f} s. Hosts loaded it beside version 1, then the router, then the hosts unloaded version 1."
+            f"Exported in {exported_s:.0f} s. Hosts loaded it beside version 1, then the router, then the hosts "
+            "unloaded version 1."
         )
         report.say(f"Meanwhile: {callers.seen().line()}. Every answer is all of one version.")
     report.say(f"\n{time.monotonic() - report.began:.0f} s in all.")

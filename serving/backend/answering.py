@@ -17,6 +17,7 @@ from serving.backend.recorder import Recorder
 from serving.bundle.opening import Bundle
 from serving.engine import Engine
 from serving.errors import (
+    HostUnavailable,
     InternalError,
     InvalidRequest,
     ModelNotFound,
@@ -130,11 +131,13 @@ class Answerer:
             tensors = decode(request)
             if tensors.bundle is not None and tensors.bundle != self._engine.bundle.digest:
                 raise _not_this(tensors.bundle, self._engine.bundle)
+            if tensors.every_host:
+                self._engine.ranks.check()
             handover.tensors[position] = tensors
             handover.accepted[position] = kjt.accept(self._engine.schema, tensors, self._limits)
         except InvalidRequest as error:
             self._refuse(handover, position, error)
-        except ModelNotFound as error:
+        except (ModelNotFound, HostUnavailable) as error:
             handover.outcomes[position] = error
         except Exception:
             self._fail(handover, [position])

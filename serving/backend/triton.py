@@ -37,7 +37,7 @@ from serving.model.settings import RECOVERED, ServingSettings, parsed
 from serving.ranks.host import BUNDLE
 from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
-from serving.request.tensors import Array, Tensors
+from serving.request.tensors import EVERY_HOST, Array, Tensors
 from serving.triton.presence import BUSY, IDLE, show
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
@@ -152,6 +152,7 @@ def _decode(request: Any) -> Tensors:
         None if weights is None else _row("weights", weights),
         parameters.get("traceparent"),
         parameters.get(BUNDLE),
+        parameters.get(EVERY_HOST) is True,
     )
 
 

@@ -130,7 +130,14 @@ class LookupClient(_Client, Closing):
         """
         return _result(self._exchange.info(self._ask()))
 
-    def lookup(self, features: Features, *, timeout_s: float | None = None, trace: str | None = None) -> Answer:
+    def lookup(
+        self,
+        features: Features,
+        *,
+        timeout_s: float | None = None,
+        trace: str | None = None,
+        every_host: bool = False,
+    ) -> Answer:
         """Pooled embeddings of B samples.
 
         Args:
@@ -142,6 +149,7 @@ class LookupClient(_Client, Closing):
                 A torchrec KeyedJaggedTensor is taken, too.
             timeout_s: deadline of this lookup in seconds. None: the client's.
             trace: a W3C `traceparent`, which the server keeps with this request.
+            every_host: answer only if every host of a router does, also those of which no row is needed.
 
         Returns:
             {feature: [B, dim]} in the order asked for; float32 or float16, as the model was exported. The arrays are
@@ -155,7 +163,7 @@ class LookupClient(_Client, Closing):
             RequestCancelled: the client is closed.
             ServingError: any other error of the server.
         """
-        return _result(self._exchange.lookup(self._ask(timeout_s, trace), features))
+        return _result(self._exchange.lookup(self._ask(timeout_s, trace), features, every_host))
 
     def close(self) -> None:
         """Close the channel."""
@@ -182,9 +190,16 @@ class AsyncLookupClient(_Client):
         """As `LookupClient.info`."""
         return await self._exchange.info(self._ask())
 
-    async def lookup(self, features: Features, *, timeout_s: float | None = None, trace: str | None = None) -> Answer:
+    async def lookup(
+        self,
+        features: Features,
+        *,
+        timeout_s: float | None = None,
+        trace: str | None = None,
+        every_host: bool = False,
+    ) -> Answer:
         """As `LookupClient.lookup`."""
-        return await self._exchange.lookup(self._ask(timeout_s, trace), features)
+        return await self._exchange.lookup(self._ask(timeout_s, trace), features, every_host)
 
     async def close(self) -> None:
         """As `LookupClient.close`."""

@@ -5,6 +5,7 @@ AsyncLookupClient that function waits in the event loop; for LookupClient it blo
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from serving.errors import (
 )
 from serving.files.strict import is_utf8
 from serving.request.encoding import Features, decode, encode
-from serving.request.tensors import Embeddings, Tensors
+from serving.request.tensors import EVERY_HOST, Embeddings, Tensors
 
 _TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
 _INT32 = np.iinfo(np.int32)
@@ -80,8 +81,13 @@ class Exchange:
             )
         return self._info
 
-    async def lookup(self, ask: Ask, features: Features) -> Answer:
+    async def lookup(self, ask: Ask, features: Features, every_host: bool = False) -> Answer:
         """The pooled embeddings of B samples, {feature: [B, dim]}, float32 or float16.
+
+        Args:
+            ask: makes calls.
+            features: ids by feature.
+            every_host: see `Tensors.every_host`.
 
         Raises:
             InvalidRequest: the model has no such feature, or the request cannot be encoded.
@@ -89,7 +95,7 @@ class Exchange:
             ServingError: as `ask`.
         """
         info = await self.info(ask)
-        tensors = encode(features, info.weighted)
+        tensors = replace(encode(features, info.weighted), every_host=every_host)
         keys = tensors.features or ()
         for name in keys:
             if name not in info.keys:
@@ -190,4 +196,6 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
             request.raw_input_contents.append(array.tobytes())
     if tensors.features is not None and list(tensors.features) != list(info.keys):
         request.parameters["features"].string_param = ",".join(tensors.features)
+    if tensors.every_host:
+        request.parameters[EVERY_HOST].bool_param = True
     return request

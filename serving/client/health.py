@@ -7,7 +7,7 @@ from serving.request.encoding import Features
 
 
 def canary(client: LookupClient) -> Answer:
-    """Look up row 0 of every table for one sample; the embeddings, {feature: [1, dim]}.
+    """Look up row 0 of every table for one sample; the embeddings, {feature: [1, dim]}. Of a router, ask every host.
 
     Raises:
         ServingError: the model does not answer.
@@ -17,4 +17,4 @@ def canary(client: LookupClient) -> Answer:
     features: Features = {
         name: (*row, np.ones(1, np.float32)) if name in info.weighted else row for name in info.keys
     }
-    return client.lookup(features)
+    return client.lookup(features, every_host=True)

@@ -35,6 +35,9 @@ class Here:
         """As `answer`: a call takes less time than another thread."""
         return self.answer(batch)
 
+    def check(self) -> None:
+        """There are no hosts."""
+
     def close(self) -> None:
         """Nothing is open."""
 

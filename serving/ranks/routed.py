@@ -147,6 +147,15 @@ class Routed:
         assert self._loop is not None  # noqa: S101  `open` made it
         self._loop.start(watch())
 
+    def check(self) -> None:
+        """Find out whether every host answers; for an engine that `open` made.
+
+        Raises:
+            HostUnavailable: naming each host that does not, or that lacks its bundle.
+        """
+        assert self._loop is not None  # noqa: S101  `open` made it
+        self._loop.start(check_all(self._hosts, 0.0)).result()
+
     def close(self) -> None:
         """Close the channels, and end the thread."""
         if self._loop is not None:

@@ -8,6 +8,9 @@ import numpy.typing as npt
 
 from serving.request.schema import Selection
 
+# The request parameter of `Tensors.every_host`.
+EVERY_HOST = "every_host"
+
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
@@ -26,6 +29,7 @@ class Tensors:
         weights: a weight for each id; float32 [N]. None for models that are not weighted.
         trace: the W3C `traceparent` that came with the request.
         bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
+        every_host: whether to answer only if every host of a router does, also those of which no row is needed.
     """
 
     features: Sequence[str] | None
@@ -34,6 +38,7 @@ class Tensors:
     weights: Array | None = None
     trace: str | None = None
     bundle: str | None = None
+    every_host: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -13,6 +13,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from serving.bundle.opening import open_bundle
+from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import HostUnavailable, ServerUnavailable, ServingError
 from serving.server import Control
@@ -171,6 +172,11 @@ def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> 
         assert control.answered()[(MODEL, 1)] == before + 1
         assert theirs.is_server_live()
         assert theirs.is_model_ready(MODEL)
+        with LookupClient(served.router.grpc, MODEL, 20) as client:
+            kept = bags(served.kept, 3)
+            client.lookup(kept)  # asks hosts that answer
+            with pytest.raises(ServerUnavailable, match=f"host {served.lost} "):
+                client.lookup(kept, every_host=True)
         done = tbe_serve("health", MODEL, "--url", served.router.grpc, "--timeout-s", "20")
         assert done.returncode == 1
         assert f"host {served.lost} ({MODEL}-host-{served.lost}" in re.sub(r"\s+", " ", done.stderr)
