@@ -64,9 +64,11 @@ class MetadataFile:
             metadata = msgspec.json.decode(read_file(self._path, follow=True), type=dict[str, str])
             check_metadata(metadata)
         except (OSError, ConfigurationError, *UNREADABLE) as error:
-            if self._seen is None:
-                raise ConfigurationError(f"{self._path}: expected a JSON object of strings: {error}") from error
-            return self._metadata
+            if self._seen is not None:
+                return self._metadata
+            if isinstance(error, OSError):
+                raise ConfigurationError(f"{self._path}: {error.strerror}") from error
+            raise ConfigurationError(f"{self._path}: expected a JSON object of strings: {error}") from error
         self._metadata, self._seen = metadata, (stat.st_mtime_ns, stat.st_ino)
         return metadata
 

@@ -42,7 +42,7 @@ def test_a_good_request_is_taken_as_it_is() -> None:
         pytest.param(ints(1), lens(1), ("d" * 10**6,), r"^feature 'd{64}…': expected one of 'a', 'b', 'c'$", id="endless feature"),
         pytest.param(ints(1, 1), lens(1, 1), ("b", "b"), r"feature 'b': expected each feature once", id="feature twice"),
         pytest.param(ints(), lens(), (), r"features: expected at least one", id="no feature"),
-        pytest.param(np.array([1], np.int32), lens(1, 0, 0), None, r"values: expected dtype int64, got int32", id="values dtype"),
+        pytest.param(np.array([1], np.uint32), lens(1, 0, 0), None, r"values: expected dtype int64, got uint32", id="values dtype"),
         pytest.param(ints(1), np.array([1, 0, 0], np.int64), None, r"lengths: expected dtype int32, got int64", id="lengths dtype"),
         pytest.param(ints(1).reshape(1, 1), lens(1, 0, 0), None, r"values: expected 1 dimension, got shape \[1, 1\]", id="values shape"),
     ],

@@ -56,6 +56,7 @@ def small() -> nn.Module:
 UNREACHED = "connections to all backends failing"
 MODEL = ["--model", "tests.serving.terminal.test_options:small"]
 HOSTS = ["--version", "1", "--ranks", "2", "--sharding", "table_wise", "--hosts-as-models"]
+KUBERNETES = ["--out", "base", "--image", f"registry.example/tbe@sha256:{'0' * 64}", "--claim", "models"]
 BENCH = ["--bundle", "repository/mixed/1"]
 BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-export model": ([], [*MODEL, "--repository", "r", "--name", "m"], ""),
@@ -63,6 +64,7 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-export plan": ([], MODEL, ""),
     "tbe-export inspect": (["repository/mixed/1"], [], ""),
     "tbe-export verify": (["repository/mixed/1"], [], ""),
+    "tbe-export manifests": (["repository/mixed"], KUBERNETES, "or an earlier base for"),
     "tbe-export release": (["repository/mixed", "1"], [], ""),
     "tbe-export prune": (["repository/mixed"], ["--keep", "1"], ""),
     "tbe-export compare": (
