@@ -4,12 +4,11 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.use import hold
+from serving.closing import AsyncClosing, Closing
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.ranks.answered import Answered
 from serving.ranks.here import Here
@@ -65,7 +64,7 @@ class _Engine:
         return decode(embeddings, dict(zip(selection.names, selection.dims.tolist(), strict=True)))
 
 
-class Engine(_Engine):
+class Engine(_Engine, Closing):
     """The program of an opened bundle over its memory-mapped weights, and over its hosts where it has some.
 
     Engines on one bundle, in any number of processes, share one copy of the weights, in the page cache. Several
@@ -109,14 +108,6 @@ class Engine(_Engine):
         """Close the connections to hosts. An engine without hosts need not be closed."""
         self.ranks.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def lookup(self, features: Features) -> dict[str, Embeddings]:
         """Look up the pooled embeddings of some features.
 
@@ -150,7 +141,7 @@ class Engine(_Engine):
         return self.ranks.answer(batch)
 
 
-class AsyncEngine(_Engine):
+class AsyncEngine(_Engine, AsyncClosing):
     """Engine for asyncio: while hosts are asked, others may run. `open` makes one, in the loop that uses it."""
 
     @classmethod
@@ -172,14 +163,6 @@ class AsyncEngine(_Engine):
     async def close(self) -> None:
         """As `Engine.close`."""
         await self.ranks.close_async()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
 
 def _only(answered: Answered) -> Embeddings:

@@ -39,6 +39,12 @@ def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:
     return by_rank
 
 
+def takes_weights(manifest: Manifest, segments: Iterable[FeatureShard]) -> bool:
+    """Whether a host of a router's plan takes a weight for each row: one of its tables is weighted."""
+    weighted = {table.name for table in manifest.tables if table.weighted}
+    return any(each.shard.table in weighted for each in segments)
+
+
 def id_dtype_of(segments: Iterable[FeatureShard]) -> IdDtype:
     """The dtype of the row numbers that a host is sent for some segments: INT32 where they fit."""
     return IdDtype.INT32 if all(each.shard.height <= _MOST_INT32 for each in segments) else IdDtype.INT64

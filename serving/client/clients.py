@@ -8,8 +8,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,10 +16,11 @@ from tritonclient.grpc import service_pb2_grpc
 
 from serving.arguments import check_argument
 from serving.client.answer import Answer, ModelInfo
-from serving.client.connection import DEFAULT_TIMEOUT_S, Closing, Connection, Tls
+from serving.client.connection import DEFAULT_TIMEOUT_S, Connection, Tls
 from serving.client.exchange import Ask, Call, Exchange
 from serving.client.metadata import Metadata
 from serving.client.retries import Retries, with_retries
+from serving.closing import AsyncClosing, Closing
 from serving.errors import ConfigurationError, RequestCancelled, ServingError
 from serving.request.encoding import Features
 from serving.timeouts import check_timeout
@@ -183,7 +183,7 @@ class LookupClient(_Client, Closing):
         time.sleep(seconds)  # nothing else runs here
 
 
-class AsyncLookupClient(_Client):
+class AsyncLookupClient(_Client, AsyncClosing):
     """LookupClient for asyncio: many lookups at once without threads. Make it and use it in one event loop."""
 
     async def info(self) -> ModelInfo:
@@ -208,14 +208,6 @@ class AsyncLookupClient(_Client):
                 await self._exchange.close(self._ask())
             self._closed = True
             await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def _library(self) -> Any:
         return grpc.aio

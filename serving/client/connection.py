@@ -8,8 +8,7 @@ import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
 
@@ -108,22 +107,6 @@ class Tls:
                 context.load_verify_locations(self.root_certificates)
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"{self.root_certificates}: expected certificates in PEM: {error}") from error
-
-
-class Closing:
-    """Closes itself when its `with` block ends."""
-
-    def close(self) -> None:
-        """Release what it holds."""
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from serving.bundle.hosts import HostBundle, IdDtype
 from serving.bundle.manifest import Manifest
-from serving.bundle.segments import id_dtype_of, segments_by_rank
+from serving.bundle.segments import id_dtype_of, segments_by_rank, takes_weights
 from serving.client.connection import Connection
 from serving.errors import (
     DeadlineExceeded,
@@ -234,9 +234,7 @@ def host_of(manifest: Manifest, bundle: HostBundle, connection: Connection) -> H
         for rank, segments in zip(manifest.plan.ranks, segments_by_rank(manifest), strict=True)
         if rank.host == bundle.host
     )
-    weighted = {table.name for table in manifest.tables if table.weighted}
-    is_weighted = any(each.shard.table in weighted for each in segments)
-    return Host(bundle, id_dtype_of(segments), is_weighted, connection)
+    return Host(bundle, id_dtype_of(segments), takes_weights(manifest, segments), connection)
 
 
 def _most_attempts(error: BaseException) -> int:

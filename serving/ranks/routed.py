@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from serving.bundle.opening import Bundle
-from serving.bundle.segments import FeatureShard, segments_by_rank
+from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weights
 from serving.errors import ServingError
 from serving.ranks.answered import Answered
 from serving.ranks.counts import HostCounts
@@ -83,8 +83,7 @@ class Routed:
         self._ranks = {
             number: by_host[rank.host] for number, rank in enumerate(manifest.plan.ranks) if rank.host in by_host
         }
-        weighted = {table.name for table in manifest.tables if table.weighted}
-        self._is_weighted = [any(each.shard.table in weighted for each in segments) for segments in self._segments]
+        self._is_weighted = [takes_weights(manifest, segments) for segments in self._segments]
         self._on_lost = {table.name: hosts.on_lost_of(table.name) for table in manifest.tables}
         self._manifest = manifest
         self._config = hosts

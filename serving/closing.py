@@ -1,0 +1,36 @@
+"""What closes itself when its `with` block ends."""
+
+from types import TracebackType
+from typing import Self
+
+
+class Closing:
+    """Closes itself when its `with` block ends."""
+
+    def close(self) -> None:
+        """Release what it holds."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClosing:
+    """Closes itself when its `async with` block ends."""
+
+    async def close(self) -> None:
+        """Release what it holds."""
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
