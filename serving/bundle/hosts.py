@@ -64,6 +64,11 @@ class Part(Strict, frozen=True):
     host: int
     plan: str
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether there can be such a part."""
+        return is_model_name(self.model) and self.host >= 0 and _SHA256.fullmatch(self.plan) is not None
+
 
 def is_model_name(text: str) -> bool:
     """Whether a model may be called so: it names a folder, and goes into paths."""

@@ -153,6 +153,12 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
                 f"hosts: host {each.host}: expected the name of a model, a version and a SHA-256, got "
                 f"{each.model!r}, {each.version} and {each.manifest!r}"
             )
+    part = manifest.part_of
+    if part is not None and (not part.is_possible or [rank.host for rank in manifest.plan.ranks] != [part.host]):
+        yield (
+            f"part_of: expected the name of a model, the host of the only rank and a SHA-256, got {part.model!r}, "
+            f"{part.host} and {part.plan!r}"
+        )
 
 
 def _in_files(manifest: Manifest) -> Iterator[str]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from serving.arguments import check_arguments
 from serving.bundle.manifest import Manifest
 from serving.client.connection import Connection, Tls
 from serving.client.metadata import Metadata
@@ -36,7 +37,7 @@ class Hosts:
             where none matches.
 
     Raises:
-        ConfigurationError: an address or the timeout cannot be used.
+        ConfigurationError: an argument has another type, or an address or the timeout cannot be used.
     """
 
     addresses: Mapping[int, str | Sequence[str]]
@@ -46,6 +47,7 @@ class Hosts:
     on_lost: Mapping[str, OnLost] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_arguments(self)
         check_timeout(self.timeout_s)
         for host in self.addresses:
             self.connection(host)

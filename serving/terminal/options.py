@@ -71,13 +71,15 @@ def named(option: str, given: Sequence[str] | None) -> dict[str, str]:
     """Options of the form NAME=X, by name: ["0=a:8001"] gives {"0": "a:8001"}. X may hold "=".
 
     Raises:
-        ConfigurationError: one has no name.
+        ConfigurationError: one has no name, or the name of another.
     """
     values: dict[str, str] = {}
     for each in given or ():
         name, equals, text = each.partition("=")
         if not (name and equals):
             raise ConfigurationError(f"{option}: expected NAME=X, got {each!r}")
+        if name in values:
+            raise ConfigurationError(f"{option}: expected {name!r} once, got it twice")
         values[name] = text
     return values
 

@@ -116,3 +116,14 @@ def test_a_manifest_of_format_4_has_every_rank_itself(mixed: Path, tmp_path: Pat
     edit(bundle, lambda m: m["plan"]["ranks"][0].update(weights=None))
     with pytest.raises(BundleError, match=r"hosts: expected one entry for each rank without a file"):
         open_bundle(bundle)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("plan", "zz"), ("model", "a/b"), ("host", -1), ("host", 9)], ids=lambda each: str(each)
+)
+def test_a_part_of_nothing_there_can_be_is_refused(host: Path, key: str, value: Any) -> None:
+    edit(host, lambda manifest: manifest["part_of"].update({key: value}))
+    with pytest.raises(
+        BundleError, match="part_of: expected the name of a model, the host of the only rank and a SHA"
+    ):
+        open_bundle(host)
