@@ -34,7 +34,7 @@ from serving.errors import (
     ServingError,
 )
 from serving.model.settings import RECOVERED, ServingSettings, parsed
-from serving.ranks.host import BUNDLE
+from serving.ranks.message import BUNDLE
 from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
 from serving.request.tensors import EVERY_HOST, Array, Tensors

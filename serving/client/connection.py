@@ -179,16 +179,21 @@ class Connection:
             pairs.append(("traceparent", trace))
         return pairs
 
-    def channel(self, library: Any) -> Any:
+    def channel(self, library: Any, more_options: Sequence[tuple[str, Any]] = ()) -> Any:
         """A channel of `library`: grpc or grpc.aio.
+
+        Args:
+            library: the module.
+            more_options: of the channel.
 
         Raises:
             ConfigurationError: as `Tls.credentials`.
             ServerUnavailable: as `target`.
         """
+        options = [*self._options(), *more_options]
         if self.tls is None:
-            return library.insecure_channel(self.target, self._options())
-        return library.secure_channel(self.target, self.tls.credentials(), self._options())
+            return library.insecure_channel(self.target, options)
+        return library.secure_channel(self.target, self.tls.credentials(), options)
 
     def _options(self) -> list[tuple[str, Any]]:
         config: dict[str, Any] = {"loadBalancingConfig": [_BALANCING]}

@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from threading import Lock
 
 # Upper bounds of the buckets of a call's time, in seconds.
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -9,7 +10,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 
 @dataclass(slots=True)
 class HostCounts:
-    """Counts since the start. One thread writes them.
+    """Counts since the start. Several threads may add to them.
 
     Attributes:
         calls: answered or not.
@@ -30,9 +31,22 @@ class HostCounts:
     retries: int = 0
     timeouts: int = 0
     lost: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    def add(
+        self, *, bytes_out: int = 0, bytes_in: int = 0, retries: int = 0, timeouts: int = 0, lost: int = 0
+    ) -> None:
+        """Count more of something."""
+        with self._lock:
+            self.bytes_out += bytes_out
+            self.bytes_in += bytes_in
+            self.retries += retries
+            self.timeouts += timeouts
+            self.lost += lost
 
     def took(self, seconds: float) -> None:
         """Count how long a call took."""
-        self.calls += 1
-        self.seconds += seconds
-        self.by_seconds[bisect_left(SECONDS, seconds)] += 1
+        with self._lock:
+            self.calls += 1
+            self.seconds += seconds
+            self.by_seconds[bisect_left(SECONDS, seconds)] += 1

@@ -16,6 +16,7 @@ from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weight
 from serving.errors import ServingError
 from serving.ranks.answered import Answered
 from serving.ranks.counts import HostCounts
+from serving.ranks.direct import DirectHost, wait_all
 from serving.ranks.fan_out import LoopThread, ask_all, check_all
 from serving.ranks.here import arguments
 from serving.ranks.host import Host, host_of
@@ -90,11 +91,12 @@ class Routed:
         self.replicas: tuple[HostReplicas, ...] = ()
         self._loop = loop
         self._hosts: dict[int, Host] = {}
+        self._direct: dict[int, DirectHost] = {}
         self._kept: dict[bytes, list[_Asked]] = {}
 
     @classmethod
     def open(cls, bundle: Bundle, hosts: Hosts, patience_s: float | None) -> Self:
-        """Connect to the hosts from an event loop on a thread of its own; for `answer`.
+        """Connect to the hosts; for `answer`, which one thread calls at a time.
 
         Args:
             bundle: the router's.
@@ -110,6 +112,7 @@ class Routed:
         try:
             assert routed._loop is not None  # noqa: S101
             routed._loop.start(routed._connect(patience_s)).result()
+            routed._direct = {rank: DirectHost(host, routed._loop) for rank, host in routed._hosts.items()}
         except BaseException:
             routed.close()
             raise
@@ -158,6 +161,8 @@ class Routed:
     def close(self) -> None:
         """Close the channels, and end the thread."""
         if self._loop is not None:
+            for direct in self._direct.values():
+                direct.close()
             self._loop.start(self.close_async()).result()
             self._loop.close()
 
@@ -168,10 +173,9 @@ class Routed:
     def answer(self, batch: Batch) -> Answered:
         """Ask all hosts at once, and look the router's own rank up meanwhile."""
         split = self.split(batch)
-        assert self._loop is not None  # noqa: S101  `open` made it
-        asked = self._loop.start(ask_all(self._hosts, split.to_send)) if split.to_send else None
+        calls = {rank: self._direct[rank].ask(request) for rank, request in split.to_send.items()}
         own = self._own_sums(split)
-        return self._merge(batch, split, own, asked.result() if asked else {})
+        return self._merge(batch, split, own, wait_all(calls))
 
     async def answer_async(self, batch: Batch) -> Answered:
         """As `answer`."""
