@@ -1,0 +1,174 @@
+"""Calls by the thread that waits, to two real gRPC servers that do as told. Attempts after the first: test_host.py."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from serving.bundle.hosts import HostBundle, IdDtype
+from serving.client.connection import Connection
+from serving.client.retries import Retries
+from serving.errors import HostUnavailable, InternalError
+from serving.ranks.direct import DirectHost, wait_all
+from serving.ranks.fan_out import LoopThread
+from serving.ranks.host import Host
+from serving.ranks.partial import PartialRequest
+from tests.support.fake_server import Fake, serving
+
+REQUEST = PartialRequest(np.array([1, 2]), np.array([2], np.int32), None, None, samples=1, columns=2)
+Does = Callable[[Any], None]
+
+
+def answers(_: Any) -> None:
+    """At once."""
+
+
+def fails(code: grpc.StatusCode, details: str = "told so") -> Does:
+    return lambda context: context.abort(code, details)
+
+
+def waits_for(event: threading.Event) -> Does:
+    def wait(context: Any) -> None:
+        event.wait(10)
+        if not context.is_active():
+            raise RuntimeError("nobody waits any more")
+
+    return wait
+
+
+@contextmanager
+def host(*does: Does, timeout_s: float = 5.0, replicas: int = 2) -> Iterator[tuple[DirectHost, list[Fake]]]:
+    """A host whose replicas do as told, each call as the next says; the last goes on."""
+    calls = itertools.count()
+    fakes = [Fake() for _ in range(replicas)]
+    for fake in fakes:
+        fake.fail = lambda context: does[min(next(calls), len(does) - 1)](context)
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(serving(fake)) for fake in fakes]
+        connection = Connection(addresses=addresses, timeout_s=timeout_s, retries=Retries(attempts=1))
+        loop = LoopThread()
+
+        async def made() -> Host:
+            return Host(HostBundle(0, "m", 1, "f" * 64), IdDtype.INT32, False, connection)
+
+        behind = loop.start(made()).result()
+        direct = DirectHost(behind, loop)
+        try:
+            yield direct, fakes
+        finally:
+            direct.close()
+            loop.start(behind.close()).result()
+            loop.close()
+
+
+def asked(fakes: list[Fake]) -> int:
+    return sum(len(fake.calls) for fake in fakes)
+
+
+def test_an_answer_comes_from_the_first_attempt() -> None:
+    with host(answers) as (direct, fakes):
+        np.testing.assert_array_equal(direct.ask(REQUEST).sums(), [[1, 1]])
+        assert asked(fakes) == 1
+        counts = direct.host.counts
+        assert (counts.calls, counts.retries, counts.timeouts, counts.lost, counts.bytes_in) == (1, 0, 0, 0, 8)
+        request, _, left_s = next(fake.calls[0] for fake in fakes if fake.calls)
+        assert (request.model_name, request.model_version) == ("m", "1")
+        assert request.parameters["bundle"].string_param == "f" * 64
+        assert left_s <= 5
+
+
+def test_another_replica_answers_for_one_that_is_late() -> None:
+    late = threading.Event()
+    with host(waits_for(late), answers, timeout_s=1.0) as (direct, fakes):
+        np.testing.assert_array_equal(direct.ask(REQUEST).sums(), [[1, 1]])
+        assert not late.is_set()
+        assert asked(fakes) == 2
+        assert (direct.host.counts.retries, direct.host.counts.timeouts, direct.host.counts.lost) == (1, 1, 0)
+        late.set()
+
+
+def test_a_late_replica_is_not_given_up() -> None:
+    """The other attempt begins, and does not answer; the first does."""
+    late, never = threading.Event(), threading.Event()
+
+    def other(context: Any) -> None:
+        late.set()
+        waits_for(never)(context)
+
+    with host(waits_for(late), other, timeout_s=2.0) as (direct, fakes):
+        np.testing.assert_array_equal(direct.ask(REQUEST).sums(), [[1, 1]])
+        assert asked(fakes) >= 2
+        never.set()
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND])
+def test_a_replica_that_refuses_is_passed_over(code: grpc.StatusCode) -> None:
+    with host(fails(code), answers) as (direct, fakes):
+        np.testing.assert_array_equal(direct.ask(REQUEST).sums(), [[1, 1]])
+        assert asked(fakes) == 2
+        assert direct.host.counts.retries == 1
+
+
+def test_a_fault_is_not_tried_again() -> None:
+    with host(fails(grpc.StatusCode.INVALID_ARGUMENT)) as (direct, fakes):
+        with pytest.raises(InternalError, match=r"^host 0 \(m version 1 at .*\): INVALID_ARGUMENT: told so$"):
+            direct.ask(REQUEST).sums()
+        assert asked(fakes) == 1
+        assert (direct.host.counts.lost, direct.host.counts.calls) == (1, 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_silent_host_is_lost_when_the_time_is_over(replicas: int) -> None:
+    never = threading.Event()
+    with host(waits_for(never), timeout_s=0.4, replicas=replicas) as (direct, fakes):
+        with pytest.raises(HostUnavailable, match=r"no answer within 0\.4 s$"):
+            direct.ask(REQUEST).sums()
+        assert (asked(fakes) > 1) == (replicas > 1)
+        assert direct.host.counts.timeouts >= 1
+        never.set()
+
+
+def test_hosts_are_called_again_after_one_was_lost() -> None:
+    with host(fails(grpc.StatusCode.INTERNAL), answers) as (direct, _):
+        with pytest.raises(InternalError):
+            direct.ask(REQUEST).sums()
+        np.testing.assert_array_equal(direct.ask(REQUEST).sums(), [[1, 1]])
+
+
+def test_a_lost_host_does_not_take_the_answers_of_others() -> None:
+    with host(answers) as (one, _), host(fails(grpc.StatusCode.INTERNAL)) as (two, _):
+        found = wait_all({3: two.ask(REQUEST), 1: one.ask(REQUEST)})
+    assert isinstance(found[1], np.ndarray)
+    assert found[1].tolist() == [[1, 1]]
+    assert isinstance(found[3], InternalError)
+
+
+def test_hosts_are_waited_for_in_the_order_of_their_last_answers() -> None:
+    """Else each would seem as slow as the slowest before it."""
+    order = []
+
+    class Call:
+        def __init__(self, name: str, expected_s: float) -> None:
+            self.name, self.direct, self.expected_s = name, self, expected_s
+
+        def sums(self) -> None:
+            order.append(self.name)
+
+    wait_all({0: Call("slow", 0.5), 1: Call("fast", 0.001), 2: Call("middle", 0.01)})  # type: ignore[dict-item]
+    assert order == ["fast", "middle", "slow"]
+
+
+def test_an_answer_that_was_there_already_counts_as_the_last_that_was_waited_for() -> None:
+    with host(answers) as (direct, _):
+        direct.took(0.004, waited=True)
+        direct.took(0.09, waited=False)
+        direct.took(0.001, waited=False)
+        assert direct.host.counts.seconds == pytest.approx(0.004 + 0.004 + 0.001)
+        assert direct.expected_s < 0.001
+        direct.took(0.2, waited=True)
+        assert (direct.expected_s, direct.host.counts.seconds) == pytest.approx((0.2, 0.209))
