@@ -5,7 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from serving.errors import EnvironmentMismatch
 
-_INSTALL = (
+# What to do about an EnvironmentMismatch.
+INSTALL = (
     "install the pins of requirements/cpu.txt with `pip install --no-deps -r requirements/cpu.txt -r "
     "requirements/torch-cpu.txt`"
 )
@@ -31,7 +32,7 @@ def check_pins() -> None:
     if "fbgemm-gpu-cpu" in found and "fbgemm-gpu" in found:
         raise EnvironmentMismatch(
             "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files: "
-            f"uninstall both, then {_INSTALL}"
+            f"uninstall both, then {INSTALL}"
         )
     name = "fbgemm-gpu" if "fbgemm-gpu" in found else "fbgemm-gpu-cpu"
     _expect(name, found.get(name), _FBGEMM)
@@ -62,16 +63,6 @@ def tested_versions() -> list[str]:
 
 def _expect(name: str, found: str | None, minor: str) -> None:
     if found is None:
-        raise EnvironmentMismatch(f"{name}: expected {minor}, found none: {_INSTALL}")
+        raise EnvironmentMismatch(f"{name}: expected {minor}, found none: {INSTALL}")
     if not found.startswith(minor + "."):
-        raise EnvironmentMismatch(f"{name}: expected {minor}, found {found}: {_INSTALL}")
-
-
-def load_fbgemm() -> None:
-    """Check the pins, then register FBGEMM's operators with torch.
-
-    Raises:
-        EnvironmentMismatch: as `check_pins`.
-    """
-    check_pins()
-    import fbgemm_gpu  # noqa: F401
+        raise EnvironmentMismatch(f"{name}: expected {minor}, found {found}: {INSTALL}")

@@ -30,6 +30,7 @@ EXPORT_MAY_IMPORT = {
 FEW_IMPORT = {
     "torch": {
         "serving.backend.triton",
+        "serving.ranks.fbgemm",
         "serving.ranks.here",
         "serving.ranks.program",
         "serving.ranks.routed",
@@ -43,7 +44,7 @@ FEW_IMPORT = {
         "serving.client.serves",
         "serving.model.config_file",
         "serving.model.template",
-        "serving.ranks.host",
+        "serving.ranks.message",
     },
     "psutil": {"serving.triton.stubs"},
     "torchrec": set(),

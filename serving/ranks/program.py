@@ -11,7 +11,7 @@ from serving.bundle.digests import read_checked
 from serving.bundle.manifest import PROGRAM
 from serving.bundle.opening import Bundle
 from serving.errors import BundleError
-from serving.pins import load_fbgemm
+from serving.ranks.fbgemm import load_fbgemm
 
 
 @contextmanager
