@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from tritonclient.grpc import service_pb2 as pb
 
 _DTYPES = {"values": ("INT64", np.int64), "lengths": ("INT32", np.int32), "weights": ("FP32", np.float32)}
@@ -88,6 +89,9 @@ def _is_version(model: Model, text: str) -> bool:
 def _is_plain(request: Any, model: Model) -> bool:
     """Whether it says nothing that Triton itself may take exception to, or let pass."""
     if request.model_name != model.name or request.model_version not in ("", model.version):
+        return False
+    # An entry of a map with a field that nobody knows is an entry without a value to Triton, and none at all to Python.
+    if any(len(UnknownFieldSet(each)) for each in (request, *request.inputs, *request.outputs)):
         return False
     if (
         len(request.raw_input_contents) != 2

@@ -81,3 +81,12 @@ def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: P
         assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
         assert client.lookup({"x": []})["x"].shape == (0, 8)
         server.process.kill()  # it would wait for that request until its exit timeout
+
+
+def test_what_triton_and_python_read_differently_need_not_be_answered(served: tuple[Model, Server]) -> None:
+    """The entry `features` with its value in a field that nobody knows: to Python, there is no entry."""
+    model, _ = served
+    request = good(model, np.random.default_rng(0))
+    entry = b'"\x15\n\x08features2\t\x1a\x07item_id'
+    assert judge(model, request).must
+    assert not judge(model, request + entry).must
