@@ -5,6 +5,7 @@ from pathlib import Path
 
 from export.errors import PublishError
 from export.hosts.part import part_models, table_of_part
+from export.parity.recorded import recorded_parity
 from export.rows.table_error import TableError
 from export.rows.tally import Tally
 from serving.bundle.manifest import Agreement, Manifest
@@ -32,6 +33,7 @@ def open_parts(repository: Path, router: Manifest, name: str, version: int) -> d
         try:
             found[rank] = bundle = open_bundle(path)
             verify_digests(bundle)
+            recorded_parity(bundle)
         except BundleError as error:
             wrong.append(f"host {host}: {error}")
             continue
@@ -58,7 +60,7 @@ def recorded_errors(router: Manifest, parts: Mapping[int, Bundle]) -> dict[str, 
     """
     errors: dict[str, TableError] = {}
     for rank, bundle in parts.items():
-        parity = {each.table: each for each in bundle.manifest.parity}
+        parity = recorded_parity(bundle)
         tables = table_of_part(router, rank)
         for table in bundle.manifest.tables:
             error = TableError(table.dtype)

@@ -11,6 +11,7 @@ import torch
 from export.errors import ModelError
 from export.parity.answers import Answers, answer_probe
 from export.parity.copies import differing_copies
+from export.parity.recorded import recorded_parity
 from export.rows.tally import Tally
 from export.trained.checkpoint import Checkpoint, blocks
 from export.trained.tables import TrainedTable
@@ -58,7 +59,8 @@ def verify_bundle(
         trusted: one of these keys must have signed the bundle. None: anybody may have made it.
 
     Raises:
-        BundleError: none of the keys signed it, a file differs from its digest, or the bundle cannot be opened.
+        BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
+            manifest lacks the parity of a table.
         ModelError: the bundle holds other tables than `trained`.
         CheckpointError: `weights` does not hold the tables.
         ParityError: a fresh process cannot answer from it.
@@ -74,12 +76,18 @@ def compare(
     trained: tuple[TrainedTable, ...] | None,
     weights: Checkpoint | None,
 ) -> Verification:
-    """What `answers` to a probe, and the rows of a bundle, say of it; arguments as `verify_bundle`."""
+    """What `answers` to a probe, and the rows of a bundle, say of it; arguments as `verify_bundle`.
+
+    Raises:
+        BundleError: the manifest lacks the parity of a table.
+        ModelError, CheckpointError: as `verify_bundle`.
+    """
     manifest = bundle.manifest
-    quantized = {parity.table: parity.quantized for parity in manifest.parity}
+    recorded = recorded_parity(bundle)
+    quantized = {name: parity.quantized for name, parity in recorded.items()}
     if trained is not None and weights is not None:
         quantized = _compare_rows(bundle, trained, weights)
-    limits = {parity.table: parity.limit for parity in manifest.parity}
+    limits = {name: parity.limit for name, parity in recorded.items()}
     failures = [*answers.refusals(manifest), *differing_copies(bundle.path, manifest)]
     failures += [
         f"table {name!r}: row {agreement.worst_row} differs by {agreement.largest:.3g} from the weights given, "

@@ -3,13 +3,16 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torchrec import EmbeddingBagCollection
 
+from serving.engine import Engine
 from serving.model.config_file import read_config, write_config
 from tests.support import oracle
 from tests.support.commands import TRAINED, tbe_export
@@ -49,6 +52,29 @@ def test_verify_compares_the_copies_of_a_table(repository: Path, tmp_path: Path)
     done = tbe_export("verify", str(bundle))
     assert done.exit_code == 1
     assert "table 'genre': row 7 of its copy on rank 2 differs from that on rank 0" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda parity: parity[1:], "no table 'user'"),
+        (lambda parity: [*parity, parity[1]], "table 'item' twice"),
+        (lambda parity: [*parity, parity[1] | {"table": "other"}], "another table 'other'"),
+    ],
+    ids=["missing", "twice", "of another table"],
+)
+def test_verify_needs_the_parity_of_each_table(
+    mixed: Path, tmp_path: Path, change: Callable[[list[Any]], list[Any]], wrong: str
+) -> None:
+    bundle = Path(shutil.copytree(mixed, tmp_path / "1"))
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["parity"] = change(manifest["parity"])
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    Engine.open(bundle)
+    done = tbe_export("verify", str(bundle))
+    assert done.exit_code == 1
+    assert f"{bundle}/manifest.json: parity: expected each table once, got {wrong}: " in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

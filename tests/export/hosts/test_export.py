@@ -161,12 +161,17 @@ def missing(bundle: Path) -> None:
     (bundle / "manifest.json").unlink()
 
 
+def without_parity(bundle: Path) -> None:
+    edit_manifest(bundle, parity=())
+
+
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
         (missing, "manifest.json: cannot be read"),
         (damage, "weights.0.bin: expected SHA-256"),
         (belongs_elsewhere, "expected a part of this plan of 'movies', got one of another"),
+        (without_parity, "parity: expected each table once, got no table"),
     ],
 )
 def test_a_set_that_is_not_whole_is_not_completed(tmp_path: Path, harm: Callable[[Path], None], message: str) -> None:

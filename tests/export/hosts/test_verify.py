@@ -103,6 +103,14 @@ def test_a_router_without_its_hosts_is_verified_as_far_as_it_is_there(router: Pa
         verify(router)
 
 
+def test_a_router_without_the_parity_of_a_table_is_not_verified(router: Path) -> None:
+    """No reader needs it to answer. `verify` does."""
+    first, *others = open_bundle(router).manifest.parity
+    edit_manifest(router, parity=tuple(others))
+    with pytest.raises(BundleError, match=rf"parity: expected each table once, got no table {first.table!r}"):
+        verify(router)
+
+
 def test_a_host_s_shards_are_not_compared_with_whole_tables(router: Path) -> None:
     with pytest.raises(ModelError, match="holds shards of 'movies': give the bundle of that"):
         with_floats(host(router, 0))
