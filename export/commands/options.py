@@ -121,12 +121,6 @@ OPTIONS = (
     ),
     ExportOption(
         section="sharding",
-        name="hosts_as_models",
-        typed=bool,
-        help="Each host answers as a model of its own, NAME-host-N, from any machine; NAME itself is a router.",
-    ),
-    ExportOption(
-        section="sharding",
         name="memory_per_rank",
         field="memory_bytes",
         typed=str,

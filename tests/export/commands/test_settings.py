@@ -32,6 +32,11 @@ max_request_ids = 1000
 """
 
 
+def test_each_option_stands_once() -> None:
+    keys = [(option.section, option.name) for option in OPTIONS]
+    assert len(set(keys)) == len(keys)
+
+
 def test_a_file_says_it_all_and_options_count_after_it(tmp_path: Path) -> None:
     (tmp_path / "export.toml").write_text(SETTINGS)
     done = tbe_export(
