@@ -5,7 +5,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import clients, files, hosts, memory, servers
+from tests.faults import clients, files, memory, servers
+from tests.faults.hosts import machines
 
 IDS = 237_000_000  # 1.9 GB
 
@@ -28,7 +29,7 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
     for fault in faults:
         figures.append(fault())
         print(figures[-1], file=sys.stderr)
-for line in hosts.lines():
+for line in machines.lines():
     figures.append(line)
     print(line, file=sys.stderr)
 print("; ".join(figures))
