@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from export import ExportConfig, Sharding
 from serving.client import LookupClient, Retries
 from serving.engine import AsyncEngine, Engine
-from serving.errors import ServingError
+from serving.errors import ServerUnavailable, ServingError
 from serving.model.config_file import read_config, write_config
 from serving.ranks.hosts import Hosts, OnLost
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
@@ -153,6 +153,27 @@ def faulty(folder: Path) -> Iterator[Faulty]:
         yield Faulty(router, servers, {path.name: path for path in everything}, relays, versions, lost)
 
 
+def refused(served: Faulty) -> AbstractContextManager[None]:
+    """Connections are reset, and nobody listens."""
+    return served.relays["b"].refused()
+
+
+def silent(served: Faulty) -> AbstractContextManager[None]:
+    """Nothing passes, and nobody is told."""
+    return served.relays["b"].silent()
+
+
+@contextmanager
+def stopped(served: Faulty) -> Iterator[None]:
+    """SIGSTOP. The kernel goes on taking bytes."""
+    server = served.servers["b"].triton
+    server.suspend()
+    try:
+        yield
+    finally:
+        server.resume()
+
+
 def serve_all_versions(model: Path) -> None:
     """Have a server load all versions of a model, side by side."""
     config = read_config(model)
@@ -231,6 +252,14 @@ def refusal(ask: Ask, features: Mapping[str, Any]) -> ServingError:
     except ServingError as error:
         return error
     raise AssertionError(f"answered: {found}")
+
+
+def outcome(ask: Ask, features: Mapping[str, Any]) -> Any:
+    """The answer to a request, or the ServerUnavailable that it gets."""
+    try:
+        return ask(features)
+    except ServerUnavailable as error:
+        return error
 
 
 def until_answered(ask: Ask, features: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,10 +1,8 @@
 """Hosts that are lost, and what a router and engines make of it. Real servers, and a relay that fails as told."""
 
 import re
-import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,15 +10,12 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 
-from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
-from serving.engine import Engine
-from serving.errors import HostUnavailable, ServerUnavailable, ServingError
+from serving.errors import ServerUnavailable, ServingError
 from serving.server import Control
 from serving.server.run_file import find_run_file
 from tests.support.host_faults import (
     EVERY,
-    PAIRS,
     ZEROED,
     Ask,
     Faulty,
@@ -28,45 +23,17 @@ from tests.support.host_faults import (
     by_asyncio,
     by_engine,
     by_router,
-    faulty,
-    load,
+    outcome,
     refusal,
+    refused,
     same,
+    silent,
+    stopped,
     until,
     until_answered,
-    until_right_in_a_row,
 )
 from tests.support.hosts import MODEL
-from tests.support.quick_reload import quick_reload
-from tests.support.relay import Relay
-from tests.support.servers import Running, at_once, metric, stubs, tbe_serve
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
-    with quick_reload(), faulty(tmp_path_factory.mktemp("faulty")) as found:
-        yield found
-
-
-def refused(served: Faulty) -> AbstractContextManager[None]:
-    """Connections are reset, and nobody listens."""
-    return served.relays["b"].refused()
-
-
-def silent(served: Faulty) -> AbstractContextManager[None]:
-    """Nothing passes, and nobody is told."""
-    return served.relays["b"].silent()
-
-
-@contextmanager
-def stopped(served: Faulty) -> Iterator[None]:
-    """SIGSTOP. The kernel goes on taking bytes."""
-    server = served.servers["b"].triton
-    server.suspend()
-    try:
-        yield
-    finally:
-        server.resume()
+from tests.support.servers import at_once, metric, stubs, tbe_serve
 
 
 def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:
@@ -195,170 +162,9 @@ def test_a_host_that_was_killed_answers_again_without_a_restart_of_the_router(se
     with by_router(served.router.grpc) as ask:
         assert same(ask(request), expected)
         served.servers["b"].triton.kill()
-        until(lambda: not isinstance(_outcome(ask, request), ServingError), "answers")
+        until(lambda: not isinstance(outcome(ask, request), ServingError), "answers")
         assert same(ask(request), expected)
     assert served.router.triton == router
-
-
-def _outcome(ask: Ask, request: Mapping[str, Any]) -> Any:
-    try:
-        return ask(request)
-    except ServerUnavailable as error:
-        return error
-
-
-# --- two replicas of each host
-
-
-@contextmanager
-def load_of(asks: list[Ask], *either: Engine) -> Iterator[list[object]]:
-    """Ask all the time, one caller for each. Gets a list of what was refused, or is the answer of no engine."""
-    ended, wrong = threading.Event(), list[object]()
-    requests = [bags(EVERY, seed) for seed in range(8)]
-    answers = [[engine.lookup(each) for engine in either] for each in requests]
-
-    def run(ask: Ask) -> None:
-        while not ended.is_set():
-            for request, expected in zip(requests, answers, strict=True):
-                found = _outcome(ask, request)
-                if isinstance(found, ServingError) or not any(same(found, each) for each in expected):
-                    wrong.append(found)
-
-    threads = [threading.Thread(target=run, args=(ask,)) for ask in asks]
-    for thread in threads:
-        thread.start()
-    try:
-        yield wrong
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-
-
-def asked(server: Running) -> float:
-    """How many requests a server has answered since it started."""
-    return metric(server, "nv_inference_request_success")
-
-
-def until_asked(server: Running) -> None:
-    """Until a server answers requests again."""
-
-    def is_asked() -> bool:
-        try:
-            before = asked(server)
-            return asked(server) > before
-        except OSError:  # it is starting
-            return False
-
-    until(is_asked, f"{server.grpc} is asked")
-
-
-@contextmanager
-def every_way(served: Faulty, *relays: str, version: int = 1) -> Iterator[list[Ask]]:
-    """A router and engines that reach both hosts at the same servers."""
-    bundle, addresses = served.versions[version].bundle, served.at(*relays)
-    with by_engine(bundle, addresses) as engine, by_asyncio(bundle, addresses) as loop:
-        if relays != ("a", "b"):
-            yield [engine, loop]
-            return
-        with by_router(served.router.grpc, PAIRS) as router:
-            yield [router, engine, loop]
-
-
-def test_no_request_fails_when_one_of_two_replicas_is_killed_and_returns(served: Faulty) -> None:
-    with every_way(served, "a", "b") as asks, load_of(asks, served.versions[1].one) as wrong:
-        until_asked(served.servers["b"])
-        served.servers["b"].triton.kill()
-        until_asked(served.servers["b"])
-    assert wrong == []
-
-
-@pytest.mark.parametrize("lose", [silent, stopped], ids=lambda lose: lose.__name__)
-def test_no_request_fails_once_it_was_noticed_that_a_replica_is_silent(
-    served: Faulty, lose: Callable[[Faulty], AbstractContextManager[None]]
-) -> None:
-    request, one = bags(EVERY, 3), served.versions[1].one
-    before = metric(served.router, "tbe_host_timeouts_total", model=PAIRS)
-    with every_way(served, "a", "b") as asks, lose(served):
-        for ask in asks:
-            until_right_in_a_row(ask, request, one.lookup(request), 20)
-        with load_of(asks, one) as wrong:
-            until_asked(served.servers["a"])
-    assert wrong == []
-    # Where it is not noticed, every call to it waits in vain: 20 and more.
-    assert metric(served.router, "tbe_host_timeouts_total", model=PAIRS) - before <= 12
-
-
-def test_a_replica_without_the_version_or_with_another_bundle_is_passed_over(served: Faulty) -> None:
-    """`c` has neither host: one bundle is of another export, with the same version, the other version 2 alone."""
-    one, request = served.versions[1].one, bags(EVERY, 4)
-    with every_way(served, "c", "a") as asks:
-        for ask in asks:
-            for _ in range(100):
-                assert same(ask(request), one.lookup(request))
-    with pytest.raises(HostUnavailable) as refused_:
-        Engine.open(served.versions[1].bundle, served.at("c"))
-    hosts = open_bundle(served.versions[1].bundle).manifest.hosts
-    said = str(refused_.value).split("; ")
-    assert len(said) == 2
-    for host, text in zip(hosts, said, strict=True):
-        assert text.startswith(f"host {host.host} ({host.model} version 1 at {served.relays['c'].address}): ")
-    assert f"expected the bundle with SHA-256 {hosts[0].manifest} of its manifest" in said[0]
-    assert "has no available versions" not in said[1]
-
-
-def test_a_host_whose_replicas_all_have_another_bundle_is_lost_until_one_has_it_again(served: Faulty) -> None:
-    one, request = served.versions[1].one, bags(EVERY, 5)
-    with Relay(served.servers["a"].grpc) as relay:
-        addresses = {host: [relay.address] for host in (0, 1)}
-        bundle = served.versions[1].bundle
-        with by_engine(bundle, addresses) as engine, by_asyncio(bundle, addresses) as loop:
-            assert same(engine(request), one.lookup(request))
-            relay.turn(served.servers["c"].grpc)
-            for ask in (engine, loop):
-                said = str(refusal(ask, request))
-                for host in open_bundle(bundle).manifest.hosts:
-                    assert f"host {host.host} ({host.model} version 1 at {relay.address}): " in said
-            relay.turn(served.servers["a"].grpc)
-            for ask in (engine, loop):
-                assert same(until_answered(ask, request), one.lookup(request))
-
-
-def test_a_version_that_a_host_lacks_is_not_loaded_and_the_present_one_goes_on(served: Faulty) -> None:
-    one = served.versions[1].one
-    lost = f"host {served.lost} ({MODEL}-host-{served.lost} version 2 at {served.relays['b'].address}): "
-    with by_router(served.router.grpc) as ask, load_of([ask], one) as wrong:
-        done = load(served.router, MODEL, 2)
-    assert wrong == []
-    assert (done.returncode, done.stdout) == (1, f"{MODEL}: still serves version 1\n")
-    assert lost in re.sub(r"\s+", " ", done.stderr)
-    assert f"host {1 - served.lost} (" not in done.stderr  # `a` has it
-
-
-def test_half_a_roll_out_serves_one_version_and_never_a_mix(served: Faulty) -> None:
-    """`b` refuses the new version, whose files are damaged there, and is passed over; then back."""
-    repository = served.repositories["b"]
-    for model in repository.iterdir():
-        broken = shutil.copytree(served.repositories["a"] / model.name / "2", model / "2")
-        weights = broken / "weights.0.bin"
-        weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1]) + weights.read_bytes()[1:])
-        done = load(served.servers["b"], model.name, 2)
-        assert (done.returncode, done.stdout) == (1, f"{model.name}: still serves version 1\n")
-        assert "weights.0.bin: expected SHA-256" in done.stderr
-    request = bags(EVERY, 7)
-    engines = [version.one for version in served.versions.values()]
-    both = [engine.lookup(request) for engine in engines]
-    assert not same(*both)
-    with by_router(served.router.grpc, PAIRS) as ask:
-        for version in (2, 1):
-            with by_router(served.router.grpc, PAIRS) as other, load_of([other], *engines) as wrong:
-                assert load(served.router, PAIRS, version).returncode == 0
-            assert wrong == []
-            for _ in range(10):
-                assert same(ask(request), both[version - 1])
-
-
-# --- the router
 
 
 @pytest.mark.parametrize("kill", ["tritonserver", "model"])
