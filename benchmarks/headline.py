@@ -23,7 +23,8 @@ import torch
 from benchmarks.inprocess import bare_operator, bare_tbe, indices_and_offsets
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.served import do_nothing_name, publish_do_nothing
-from benchmarks.workload import IDS_PER_SAMPLE, NAME, whole
+from benchmarks.workload import NAME, whole
+from examples.hosts.dlrm import IDS_PER_SAMPLE
 from export import ExportConfig, WeightDtype, export_model
 from export.trained.generated import generated_checkpoint
 from export.trained.tables import collect_tables

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from benchmarks.workload import IDS_PER_SAMPLE, ROWS
+from examples.hosts.dlrm import IDS_PER_SAMPLE, ROWS
 from examples.movielens import data
 from examples.movielens.model import DIMS, FEATURES, TABLES
 from export import ExportConfig, WeightDtype, export_model

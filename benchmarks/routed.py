@@ -20,7 +20,8 @@ import tritonclient.grpc as triton
 from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.served import do_nothing_name, inputs_of, publish_do_nothing
-from benchmarks.workload import IDS_PER_SAMPLE, NAME, ROWS, WIDTH, Arrays, Workload, module
+from benchmarks.workload import NAME, WIDTH, Arrays, Workload, module
+from examples.hosts.dlrm import IDS_PER_SAMPLE, ROWS
 from export import ExportConfig, Sharding, export_model
 from export.plan.traffic import host_traffic
 from serving.bundle.hosts import HostBundle, IdDtype

@@ -7,17 +7,12 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec import EmbeddingBagCollection
 
+from examples.hosts.dlrm import IDS_PER_SAMPLE, ROWS, dlrm_tables
 from export import ExportConfig, export_model
 from serving.model.settings import ServingSettings
 
-# https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm: rows (uncapped) and ids a sample.
-ROWS = (
-    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209,
-    11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
-)  # fmt: skip
-IDS_PER_SAMPLE = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 ROW_CAP = 100_000
 DIM = 64
 WIDTH = DIM * len(ROWS)
@@ -35,23 +30,12 @@ class Arrays:
 def module(row_cap: int = ROW_CAP, dim: int = DIM) -> EmbeddingBagCollection:
     """Random tables, the same ones every time."""
     torch.manual_seed(0)
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{number}",
-                num_embeddings=min(rows, row_cap),
-                embedding_dim=dim,
-                feature_names=[f"f{number}"],
-                pooling=PoolingType.SUM,
-            )
-            for number, rows in enumerate(ROWS)
-        ]
-    )
+    return dlrm_tables(row_cap, dim, None)
 
 
 def whole() -> EmbeddingBagCollection:
-    """The tables as they are, 104 GB of FP32: to plan with, which builds them on the meta device."""
-    return module(row_cap=max(ROWS), dim=128)
+    """The tables as they are, 104 GB of FP32, on the meta device: to plan with."""
+    return dlrm_tables()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import pytest
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.planner import ParameterConstraints
 
+from examples.hosts.dlrm import IDS_PER_SAMPLE, dlrm_tables
 from export import ExportConfig, Sharding, WeightDtype
 from export.errors import PlanError
 from export.pipeline import plan_model
@@ -20,7 +21,6 @@ from serving.bundle.manifest import Manifest
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from serving.request.captured import CapturedRequest
-from tests.support.dlrm import IDS_OF_BAGS, dlrm_tables
 from tests.support.models import MIXED, Spec, collection, random_bags
 from tests.support.sharded import sharded
 
@@ -278,7 +278,8 @@ def test_a_written_plan_that_cannot_be_is_refused_by_name(
 )
 def test_of_dlrm_s_tables_few_are_on_hosts(dtype: WeightDtype, router_bytes: int, tables: int, stored: int) -> None:
     """MLPerf's DLRM-v2: five tables of 40 M rows are what needs four hosts."""
-    asked = hosts(ranks_per_host=1, memory_bytes=16 * 10**9, router_bytes=router_bytes, pooling_factors=IDS_OF_BAGS)
+    ids = {f"t{number}": float(ids) for number, ids in enumerate(IDS_PER_SAMPLE)}
+    asked = hosts(ranks_per_host=1, memory_bytes=16 * 10**9, router_bytes=router_bytes, pooling_factors=ids)
     manifest = planned(asked, dlrm_tables(), **{"*": dtype})
     report: PlanReport = report_plan(manifest, asked)
     assert len(in_router(manifest)) == tables

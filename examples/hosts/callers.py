@@ -1,0 +1,118 @@
+"""Callers that ask a router all the time, and what they met."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from examples.hosts.dlrm import IDS_PER_SAMPLE, ROWS
+from examples.hosts.model import CAP, MODEL, SMALL
+from serving.client import LookupClient, Retries
+from serving.errors import ServingError
+
+SAMPLES = 16
+# Between two lookups of a caller: the machine has other work, such as an export.
+PAUSE_S = 0.05
+
+
+@dataclass
+class Seen:
+    """What callers met since the last time that somebody looked."""
+
+    answers: Counter[int] = field(default_factory=Counter)
+    wrong: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    took_s: list[float] = field(default_factory=list)
+
+    def line(self) -> str:
+        """In one sentence."""
+        by_version = ", ".join(f"{count:,} of version {version}" for version, count in sorted(self.answers.items()))
+        median = f"{1000 * np.median(self.took_s):.1f} ms" if self.took_s else "no"
+        return (
+            f"{by_version or 'no'} answers, p50 {median}; {self.wrong} wrong or mixed; {self.errors.total()} refused"
+        )
+
+
+def requests() -> list[dict[str, Any]]:
+    """Requests of SAMPLES samples, with as many ids for each feature as DLRM-v2's have."""
+    random = np.random.default_rng(0)
+    return [
+        {
+            f"f{number}": (
+                random.integers(0, min(rows, CAP), SAMPLES * ids),
+                np.full(SAMPLES, ids, np.int32),
+            )
+            for number, (rows, ids) in enumerate(zip(ROWS, IDS_PER_SAMPLE, strict=True))
+        }
+        for _ in range(4)
+    ]
+
+
+class Callers:
+    """Callers that ask all the time. The first answer of a version to a request is what all others have to be."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._requests = requests()
+        self._small = {name for name, rows in zip(self._requests[0], ROWS, strict=True) if rows <= SMALL}
+        self._known: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self._seen, self._lock, self._ended = Seen(), threading.Lock(), threading.Event()
+        self._kept = 0
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(2)]
+
+    def __enter__(self) -> "Callers":
+        for each in self._threads:
+            each.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for each in self._threads:
+            each.join()
+
+    def seen(self) -> Seen:
+        """What they met since the last time."""
+        with self._lock:
+            seen, self._seen = self._seen, Seen()
+            return seen
+
+    def refused(self) -> int:
+        """How many requests were refused since `seen` was called."""
+        return self._seen.errors.total()
+
+    def answered(self, version: int) -> int:
+        """How many requests a version answered since `seen` was called."""
+        return self._seen.answers[version]
+
+    def kept(self) -> int:
+        """How many requests for the router's own tables were answered so far."""
+        return self._kept
+
+    def _ask(self, number: int) -> None:
+        with LookupClient(self._address, MODEL, 5, retries=Retries(attempts=1)) as client:
+            while not self._ended.is_set():
+                for index, request in enumerate(self._requests):
+                    small = number == 1 and index % 2 == 1
+                    asked = {each: request[each] for each in self._small} if small else request
+                    self._one(client, index, asked, small)
+                    time.sleep(PAUSE_S)
+
+    def _one(self, client: LookupClient, index: int, request: Mapping[str, Any], small: bool) -> None:
+        started = time.monotonic()
+        try:
+            answer = client.lookup(request)
+        except ServingError as error:
+            with self._lock:
+                self._seen.errors[str(error)] += 1
+            return
+        with self._lock:
+            known = self._known.setdefault((answer.version, index + 100 * small), answer)
+            is_same = all(np.array_equal(answer[name].view(np.uint32), known[name].view(np.uint32)) for name in known)
+            self._seen.answers[answer.version] += 1
+            self._seen.wrong += not is_same
+            self._seen.took_s.append(time.monotonic() - started)
+            self._kept += small
