@@ -2,7 +2,6 @@
 
 import ipaddress
 import json
-import re
 import socket
 import ssl
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from serving.addresses import is_address, is_host_name
 from serving.arguments import check_arguments
 from serving.client.metadata import Metadata, check_metadata, check_text
 from serving.client.retries import Retries
@@ -23,11 +23,6 @@ DEFAULT_TIMEOUT_S = 1.0
 # gRPC tries calls again that end with one of these statuses: nothing happened, and another attempt may succeed.
 RETRIED = ("UNAVAILABLE", "ABORTED")
 _UNLIMITED = 2**31 - 1
-# The name or IP address of a host, with IPv6 in brackets, and a port. gRPC may be told how to resolve the name, as in
-# "dns:///name:8001".
-_HOST = r"[A-Za-z0-9_.-]{1,253}"
-_ADDRESS = re.compile(rf"(?:(?:dns|ipv4|ipv6):(?:///)?)?(?:{_HOST}|\[[0-9A-Fa-f:.%]{{2,60}}\]):[0-9]{{1,5}}")
-_MOST_PORT = 65535
 # The first and the longest pause before a lost connection is made again. gRPC's own default is up to two minutes.
 _RECONNECT_MS = (100, 1000)
 # gRPC keeps messages of up to this size, to send them again. Larger ones are sent once.
@@ -73,7 +68,7 @@ class Tls:
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        if self.server_name is not None and not re.fullmatch(_HOST, self.server_name):
+        if self.server_name is not None and not is_host_name(self.server_name):
             raise ConfigurationError(f"{self.server_name or repr('')}: expected the name of a host")
 
     def credentials(self) -> grpc.ChannelCredentials:
@@ -138,7 +133,7 @@ class Connection:
         if not self.addresses:
             raise ConfigurationError("addresses: expected at least one, got none")
         for address in self.addresses:
-            if not _ADDRESS.fullmatch(address) or int(address.rpartition(":")[2]) > _MOST_PORT:
+            if not is_address(address):
                 raise ConfigurationError(f"{address or repr(address)}: expected host:port, such as 127.0.0.1:8001")
 
     @property

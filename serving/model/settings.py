@@ -5,13 +5,13 @@ parameter in config.pbtxt and the option of `tbe-serve configure`.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, get_args, get_origin
 
 import msgspec
 
+from serving.addresses import is_address, is_host_name
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
 from serving.files.strict import UNREADABLE, is_utf8
@@ -43,8 +43,6 @@ def _between(least: int, most: int) -> Allowed:
 
 
 _FINITE = Allowed(lambda value: 0 < value < math.inf, "a finite number > 0")
-_HOST = re.compile(r"[A-Za-z0-9_.-]{1,253}")
-_ADDRESSES = re.compile(r"[!-+\--~]+:[0-9]{1,5}(,[!-+\--~]+:[0-9]{1,5})*")
 _ABSOLUTE = Allowed(lambda value: value.startswith("/") and is_utf8(value), "an absolute path in UTF-8")
 
 
@@ -149,7 +147,10 @@ class ServingSettings:
     hosts: Mapping[str, str] | None = _setting(
         None,
         Allowed(
-            lambda value: all(number.isdecimal() and _ADDRESSES.fullmatch(each) for number, each in value.items()),
+            lambda value: all(
+                number.isdecimal() and all(map(is_address, addresses.split(",")))
+                for number, addresses in value.items()
+            ),
             "NUMBER=HOST:PORT[,HOST:PORT]",
         ),
         "Of a router: where a host of the plan is, HOST:PORT of one replica or several, joined by commas. A name may "
@@ -199,7 +200,7 @@ class ServingSettings:
     )
     hosts_server_name: str | None = _setting(
         None,
-        Allowed(lambda value: bool(_HOST.fullmatch(value)), "the name of a host"),
+        Allowed(is_host_name, "the name of a host"),
         "Of a router: the name in hosts' certificates.",
         unset="The name is the address.",
         is_of_router=True,

@@ -108,6 +108,8 @@ def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None
         pytest.param("capture_slow_ms", 0.0, r"expected a finite number > 0, got 0\.0", id="number"),
         pytest.param("verify_weights", 1, "expected bool, got 1", id="flag"),
         pytest.param("hosts", {"0": "a"}, r"expected NUMBER=HOST:PORT\[,HOST:PORT\], got {'0': 'a'}", id="address"),
+        pytest.param("hosts", {"0": "a:1,b:65536"}, r"expected NUMBER=.*, got {'0': 'a:1,b:65536'}", id="port"),
+        pytest.param("hosts", {"0": "http://a:1"}, r"expected NUMBER=.*, got {'0': 'http://a:1'}", id="scheme"),
         pytest.param("hosts", {"x": "a:1"}, r"expected NUMBER=HOST:PORT\[,HOST:PORT\], got {'x': 'a:1'}", id="host"),
         pytest.param("hosts_server_name", "a b", "expected the name of a host, got 'a b'", id="name"),
         pytest.param("on_lost", {"a": "none"}, "expected error or zero, got {'a': 'none'}", id="choice"),
