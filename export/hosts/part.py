@@ -65,8 +65,4 @@ def table_of_part(router: Manifest, rank: int) -> dict[str, str]:
 
 def part_models(router: Manifest, name: str) -> dict[int, str]:
     """The model of each rank that is on another host, by the rank's number."""
-    return {
-        number: host_model(name, rank.host)
-        for number, rank in enumerate(router.plan.ranks)
-        if rank.weights_file is None
-    }
+    return {number: host_model(name, host) for host, number in router.plan.rank_of_host.items()}

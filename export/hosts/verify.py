@@ -51,8 +51,7 @@ def verify(
         if part.digest != host.manifest:
             raise BundleError(f"{part.path}: expected a manifest with SHA-256 {host.manifest}, got {part.digest}")
         verify_digests(part)
-        rank = next(number for number, rank in enumerate(manifest.plan.ranks) if rank.host == host.host)
-        digests[rank] = part.manifest.files[FIRST_WEIGHTS]
+        digests[manifest.plan.rank_of_host[host.host]] = part.manifest.files[FIRST_WEIGHTS]
     answers = answer_assembled(manifest, program, weights_paths(path, manifest), digests)
     return compare(bundle, answers, trained, weights)
 

@@ -69,15 +69,11 @@ def host_traffic(
     Returns:
         By the number of the host; nothing for a plan without a router.
     """
-    held: dict[int, list[tuple[Table, Shard, float, float]]] = {
-        number: [] for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is None
-    }
+    rank_of_host = manifest.plan.rank_of_host
+    held: dict[int, list[tuple[Table, Shard, float, float]]] = {number: [] for number in rank_of_host.values()}
     for asked in _asked(manifest, sharding.measured(manifest.features), samples):
         held.get(asked[1].rank, []).append(asked)
-    return {
-        manifest.plan.ranks[number].host: _host_traffic(there, _HOST_SUM_BYTES[sums_dtype])
-        for number, there in held.items()
-    }
+    return {host: _host_traffic(held[rank], _HOST_SUM_BYTES[sums_dtype]) for host, rank in rank_of_host.items()}
 
 
 def _host_traffic(held: Sequence[tuple[Table, Shard, float, float]], sum_bytes: int) -> HostTraffic:

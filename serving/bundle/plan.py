@@ -83,6 +83,11 @@ class Plan(Strict, frozen=True):
     row_alignment: int
 
     @property
+    def rank_of_host(self) -> dict[int, int]:
+        """Of a router's plan: the number of the rank that each host has, by the number of the host, in rank order."""
+        return {rank.host: number for number, rank in enumerate(self.ranks) if rank.weights_file is None}
+
+    @property
     def shards_by_table(self) -> dict[str, tuple[Shard, ...]]:
         """The shards of each table. Those of a data-parallel table are its copies."""
         by_table: dict[str, list[Shard]] = {table: [] for table in self.sharding}

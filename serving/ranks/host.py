@@ -208,11 +208,7 @@ def host_of(manifest: Manifest, bundle: HostBundle, connection: Connection) -> H
         bundle: an entry of it.
         connection: how its replicas are reached.
     """
-    segments = next(
-        segments
-        for rank, segments in zip(manifest.plan.ranks, segments_by_rank(manifest), strict=True)
-        if rank.host == bundle.host
-    )
+    segments = segments_by_rank(manifest)[manifest.plan.rank_of_host[bundle.host]]
     return Host(bundle, id_dtype_of(segments), takes_weights(manifest, segments), connection)
 
 

@@ -81,9 +81,7 @@ class Routed:
             self._program = torch.jit.freeze(program.eval(), preserved_attrs=["split", "lookup", "merge"])
         self._segments = segments_by_rank(manifest)
         by_host = {each.host: each for each in manifest.hosts}
-        self._ranks = {
-            number: by_host[rank.host] for number, rank in enumerate(manifest.plan.ranks) if rank.host in by_host
-        }
+        self._ranks = {number: by_host[host] for host, number in manifest.plan.rank_of_host.items()}
         self._is_weighted = [takes_weights(manifest, segments) for segments in self._segments]
         self._on_lost = {table.name: hosts.on_lost_of(table.name) for table in manifest.tables}
         self._manifest = manifest
