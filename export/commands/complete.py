@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from export.commands.module import CheckpointOption, ModelOption, build_module
+from export.commands.module import CheckpointOption, ModelOption, SigningKeyOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
 from export.commands.show import show_parity, show_published, show_remarks
@@ -21,10 +21,7 @@ def complete(
     version: Annotated[int, typer.Option(help="The number of all bundles of the set.")],
     config: Config,
     checkpoint: CheckpointOption = None,
-    signing_key: Annotated[
-        Path | None,
-        typer.Option(help="PEM file with the Ed25519 private key that signs the bundle, and a new model's settings."),
-    ] = None,
+    signing_key: SigningKeyOption = None,
 ) -> None:
     """Publish the router's bundle for hosts that `tbe-export model --only-hosts` exported, with the same options.
 

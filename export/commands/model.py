@@ -1,12 +1,13 @@
 """`tbe-export model`: export a trained model as a bundle."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
-from export.commands.module import CheckpointOption, ModelOption, build_module
+from export.commands.module import CheckpointOption, ModelOption, SigningKeyOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
 from export.commands.show import show_parity, show_published, show_ranks, show_remarks, show_tables
@@ -17,6 +18,8 @@ from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
 from serving.terminal.program import out
 
+Published = TypeVar("Published")
+
 
 @takes_settings
 def model(
@@ -26,10 +29,7 @@ def model(
     config: Config,
     checkpoint: CheckpointOption = None,
     version: Annotated[int | None, typer.Option(help="The version's number; by default the next free one.")] = None,
-    signing_key: Annotated[
-        Path | None,
-        typer.Option(help="PEM file with the Ed25519 private key that signs the bundle, and a new model's settings."),
-    ] = None,
+    signing_key: SigningKeyOption = None,
     only_hosts: Annotated[
         str | None,
         typer.Option(
@@ -48,34 +48,20 @@ def model(
     if hosts is not None and version is None:
         raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
     module = build_module(model, meta=checkpoint is not None)
-    if hosts is not None and version is not None:
+
+    def publish(export: Callable[..., Published], *own: object) -> Published:
         with export_progress() as show:
-            paths = export_hosts(
-                module,
-                repository,
-                name,
-                hosts,
-                settings,
-                version,
-                checkpoint=checkpoint,
-                signing_key=signing_key,
-                progress=show,
+            return export(
+                module, repository, name, *own, checkpoint=checkpoint, signing_key=signing_key, progress=show
             )
+
+    if hosts is not None:
+        paths = publish(export_hosts, hosts, settings, version)
         for path in paths:
             out.print(f"published {path}", soft_wrap=True)
         out.print("next, when all hosts are there: tbe-export complete, with the same options", soft_wrap=True)
         return
-    with export_progress() as show:
-        path = export_model(
-            module,
-            repository,
-            name,
-            settings,
-            version,
-            checkpoint=checkpoint,
-            signing_key=signing_key,
-            progress=show,
-        )
+    path = publish(export_model, settings, version)
     manifest = open_bundle(path).manifest
     show_tables(manifest)
     if len(manifest.plan.ranks) > 1:

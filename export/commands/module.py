@@ -22,6 +22,10 @@ CheckpointOption = Annotated[
         "by default the module's own weights."
     ),
 ]
+SigningKeyOption = Annotated[
+    Path | None,
+    typer.Option(help="PEM file with the Ed25519 private key that signs the bundle, and a new model's settings."),
+]
 
 
 def build_module(spec: str, *, meta: bool) -> nn.Module:
