@@ -20,6 +20,7 @@ from benchmarks import (
     inprocess,
     loading,
     peers_all,
+    peers_hosts,
     routed,
     served,
     sharding,
@@ -46,6 +47,7 @@ ALL: tuple[Part, ...] = (
     ("load time, 2 MB against 2 GB", lambda _, folder: loading.run(folder)),
     ("cost curves", lambda _, folder: curves.run(folder)),
     ("beside other servers", lambda _, folder: peers_all.run(folder)),
+    ("beside Redis and Ray on several hosts", lambda _, folder: peers_hosts.run(folder)),
     ("exporting a table larger than a quarter of memory", lambda _, folder: exporting.run(folder)),
     ("all 204 million rows of DLRM-v2", lambda _, folder: headline.run(folder)),
 )

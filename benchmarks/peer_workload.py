@@ -13,7 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 from examples.hosts.dlrm import IDS_PER_SAMPLE, ROWS
 from examples.movielens import data
 from examples.movielens.model import DIMS, FEATURES, TABLES
-from export import ExportConfig, WeightDtype, export_model
+from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.trained.checkpoint import Checkpoint
 from export.trained.generated import GeneratedTable, generated_checkpoint
 from export.trained.tables import collect_tables
@@ -28,6 +28,8 @@ MODEL = "ours"
 # In padded ids: no id.
 _PAD = -1
 _BLOCK = 1 << 16
+# Requests by their number of samples.
+SIZES = {1: 256, 128: 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,11 @@ class PeerWorkload:
         """Normal rows, the same every time."""
         return generated_checkpoint(collect_tables(self.module()).tables)
 
-    def export(self, repository: Path, dtype: WeightDtype = WeightDtype.INT8) -> Path:
-        """Our bundle."""
-        config = ExportConfig(dtype={"*": dtype})
+    def export(
+        self, repository: Path, dtype: WeightDtype = WeightDtype.INT8, sharding: Sharding | None = None
+    ) -> Path:
+        """Our bundle: of one rank, or as `sharding` says."""
+        config = ExportConfig(dtype={"*": dtype}, sharding=sharding or Sharding())
         return export_model(self.module(), repository, MODEL, config, checkpoint=self.checkpoint())
 
     def tensors(self, samples: int) -> list[Tensors]:
@@ -163,18 +167,22 @@ def _uniform(rows: Sequence[int], features: Sequence[tuple[int, int]], sizes: Ma
     return {samples: random.integers(0, tops, (count, samples, tops.size)) for samples, count in sizes.items()}
 
 
-def dlrm(cap: int, name: str) -> PeerWorkload:
-    """MLPerf's DLRM-v2: 26 tables, 214 ids a sample, dim 128, rows capped; uniform ids."""
+def dlrm(cap: int, name: str, sizes: Mapping[int, int] = SIZES) -> PeerWorkload:
+    """MLPerf's DLRM-v2: 26 tables, 214 ids a sample, dim 128, rows capped; uniform ids.
+
+    Args:
+        sizes: how many requests there are, by their number of samples.
+    """
     rows = [min(each, cap) for each in ROWS]
     features = list(enumerate(IDS_PER_SAMPLE))
-    return PeerWorkload(name, rows, [128] * len(rows), features, _uniform(rows, features, {1: 256, 128: 32}))
+    return PeerWorkload(name, rows, [128] * len(rows), features, _uniform(rows, features, sizes))
 
 
 def wide() -> PeerWorkload:
     """A wide model: 100 one-hot features of dim 16."""
     rows = [20_000] * 100
     features = [(table, 1) for table in range(100)]
-    return PeerWorkload("wide", rows, [16] * 100, features, _uniform(rows, features, {1: 256, 128: 32}))
+    return PeerWorkload("wide", rows, [16] * 100, features, _uniform(rows, features, SIZES))
 
 
 def movielens() -> PeerWorkload:

@@ -190,7 +190,7 @@ def _together(
         for name in peers:
             peer = PEERS[name]
             try:
-                address = stack.enter_context(_running(peer, folder / "rows", folder / f"{name}.log"))
+                address = stack.enter_context(running(peer, folder / "rows", folder / f"{name}.log"))
             except (OSError, subprocess.CalledProcessError) as error:
                 absent[name] = str(error)
                 continue
@@ -199,18 +199,25 @@ def _together(
                 "address": address,
                 "tolerance": TOLERANCE[peer.kind],
             }
-        lines = _drive(workload, folder, candidates, rounds)
+        lines = drive(workload, folder, candidates, rounds)
     absent |= {line["candidate"]: line["absent"] for line in lines if "absent" in line}
     if MODEL in absent:
         raise RuntimeError(f"{workload.name}: our own server: {absent[MODEL]}")
     return [line for line in lines if "absent" not in line], absent
 
 
-def _drive(workload: PeerWorkload, folder: Path, candidates: Mapping[str, Any], rounds: int) -> list[dict[str, Any]]:
+def drive(
+    workload: PeerWorkload,
+    folder: Path,
+    candidates: Mapping[str, Any],
+    rounds: int,
+    loads: Sequence[tuple[int, int]] = LOADS,
+) -> list[dict[str, Any]]:
+    """Put each load on `candidates` in turn; a line for each of both, and for each that is absent."""
     plan = {
         "folder": str(folder / "rows"),
         "samples": list(workload.requests),
-        "loads": LOADS,
+        "loads": loads,
         "rounds": rounds,
         "seconds": SECONDS,
         "warm_up_s": WARM_UP_S,
@@ -226,7 +233,7 @@ def _drive(workload: PeerWorkload, folder: Path, candidates: Mapping[str, Any], 
 
 
 @contextmanager
-def _running(peer: Peer, folder: Path, log: Path) -> Iterator[str]:
+def running(peer: Peer, folder: Path, log: Path) -> Iterator[str]:
     """Start a peer; its address. It is stopped with all its processes."""
     if peer.needs is not None and shutil.which(peer.needs) is None:
         raise FileNotFoundError(f"{peer.needs} is not on the PATH")
@@ -244,7 +251,7 @@ def _running(peer: Peer, folder: Path, log: Path) -> Iterator[str]:
         )
     try:
         if peer.protocol == "redis":
-            _fill_redis(folder, port)
+            fill_redis(folder, port)
         yield f"127.0.0.1:{port}"
     finally:
         _stop(process)
@@ -263,10 +270,14 @@ def _environment(peer: Peer, folder: Path) -> dict[str, str]:
     }
 
 
-def _fill_redis(folder: Path, port: int) -> None:
-    """Only the rows that are asked for: filling it with all would take longer than everything else."""
+def fill_redis(folder: Path, port: int, *host: str) -> None:
+    """Only the rows that are asked for: filling it with all would take longer than everything else.
+
+    Args:
+        host: its number, where it holds only the tables of one.
+    """
     subprocess.run(
-        [str(ENVIRONMENT / "bin" / "python"), str(HERE / "fill_redis.py"), str(folder), str(port)],
+        [str(ENVIRONMENT / "bin" / "python"), str(HERE / "fill_redis.py"), str(folder), str(port), *host],
         check=True,
         capture_output=True,
         cwd=HERE,

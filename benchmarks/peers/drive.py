@@ -13,17 +13,18 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
 import grpc.aio
 import numpy as np
-import redis.asyncio
+import on_hosts
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from kserve import request as kserve_request
+from redis_rows import Call, Redis
 from tritonclient.grpc import service_pb2 as pb
 
 MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -31,9 +32,6 @@ PREDICTIONS = "/org.pytorch.serve.grpc.inference.InferenceAPIsService/Prediction
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 READY_S = float(os.environ.get("BENCH_READY_S", "60"))
 TIMEOUT_S = 30
-
-# What sends one prepared request and waits for its answer; what makes one; what reads an answer.
-Call = Callable[[object], Awaitable[object]]
 
 
 class Grpc:
@@ -140,54 +138,7 @@ class Base64(Http):
         return json.dumps({"ids": base64.b64encode(ids.tobytes()).decode()}).encode()
 
 
-class Redis:
-    """One MGET of a request's rows, pooled here: what a feature store does."""
-
-    def __init__(self, folder: Path) -> None:
-        self.spec = json.loads((folder / "tables.json").read_text())
-
-    @asynccontextmanager
-    async def connected(self, address: str) -> AsyncIterator[Call]:
-        host, _, port = address.rpartition(":")
-        client = redis.asyncio.Redis(host=host, port=int(port), max_connections=256)
-
-        async def call(prepared: object) -> np.ndarray:
-            keys, bags, samples = prepared
-            return self.pool(await client.mget(keys), bags, samples)
-
-        yield call
-        await client.aclose()
-
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
-        keys, bags, start = [], [], 0
-        for feature in self.spec["features"]:
-            table, width = feature["table"], feature["ids"]
-            asked = ids[:, start : start + width]
-            start += width
-            there = asked < self.spec["tables"][table]["rows"] - 1  # the last row is padding
-            keys += [b"%d:%d" % (table, id_) for id_ in asked[there].tolist()]
-            bags.append((self.spec["tables"][table]["dim"], there.sum(1)))
-        return keys, bags, len(ids)
-
-    def pool(self, rows: list[bytes], bags: list, samples: int) -> np.ndarray:
-        parts, start = [], 0
-        for dim, lengths in bags:
-            count = int(lengths.sum())
-            numbers = np.frombuffer(b"".join(rows[start : start + count]), np.float32).reshape(count, dim)
-            start += count
-            sums = np.zeros((samples, dim), np.float32)
-            asked = lengths > 0
-            if count:
-                firsts = (np.cumsum(lengths) - lengths)[asked]
-                sums[asked] = np.add.reduceat(numbers, firsts)
-            parts.append(sums)
-        return np.concatenate(parts, 1)
-
-    def read(self, answer: np.ndarray, samples: int) -> np.ndarray:
-        return answer
-
-
-def protocol(name: str, folder: Path) -> Grpc | Http | Redis:
+def protocol(name: str, folder: Path) -> Grpc | Http | Redis | on_hosts.RayRanks:
     """What a candidate speaks."""
     return {
         "kserve": Grpc,
@@ -197,6 +148,8 @@ def protocol(name: str, folder: Path) -> Grpc | Http | Redis:
         "mosec": lambda: Http("/inference"),
         "litserve": lambda: Base64("/predict"),
         "redis": lambda: Redis(folder),
+        "redis_hosts": lambda: on_hosts.RedisHosts(folder),
+        "ray_ranks": lambda: on_hosts.RayRanks(folder),
     }[name]()
 
 
@@ -251,9 +204,9 @@ async def main(plan: dict) -> None:
             candidate.requests[samples] = [
                 candidate.protocol.prepare(ids, message) for ids, message in zip(arrays["ids"], ours, strict=True)
             ]
-        context = candidate.protocol.connected(candidate.address)
-        call = await context.__aenter__()
+        context = AsyncExitStack()
         try:
+            call = await context.enter_async_context(candidate.protocol.connected(candidate.address))
             for samples, arrays in requests.items():
                 answer = candidate.protocol.read(await candidate.ready(call, samples), samples)
                 error = float(np.abs(answer - arrays["answer"]).max())
@@ -261,7 +214,7 @@ async def main(plan: dict) -> None:
                     raise ValueError(f"answers are off by {error:.3g}, more than {candidate.tolerance:.3g}")
         except Exception as error:  # whatever a peer does, the others are measured
             print(json.dumps({"candidate": name, "absent": f"{type(error).__name__}: {error}"[:300]}), flush=True)
-            await context.__aexit__(None, None, None)
+            await context.aclose()
             continue
         stack.append(context)
         up.append((candidate, call))
@@ -285,7 +238,7 @@ async def main(plan: dict) -> None:
             line |= {f"p{percent}_s": float(np.percentile(latencies, percent)) for percent in (50, 99)}
             print(json.dumps(line), flush=True)
     for context in stack:
-        await context.__aexit__(None, None, None)
+        await context.aclose()
 
 
 asyncio.run(main(json.loads(Path(sys.argv[1]).read_text())))

@@ -1,4 +1,9 @@
-"""Put every row that a request asks for into Redis: `table:id` → FP32 row."""
+"""Put every row that a request asks for into Redis: `table:id` → FP32 row.
+
+    python fill_redis.py FOLDER PORT [HOST]
+
+With the number of a host: only rows of its features, which `hosts.json` names.
+"""
 
 import json
 import sys
@@ -9,7 +14,7 @@ import numpy as np
 import redis
 
 
-def main(folder: Path, port: int) -> None:
+def main(folder: Path, port: int, host: int | None) -> None:
     client = redis.Redis(port=port)
     end = time.monotonic() + 30
     while True:
@@ -25,10 +30,13 @@ def main(folder: Path, port: int) -> None:
              for path in folder.glob("requests_*.npz")]  # fmt: skip
     ids = np.concatenate(asked)
     start = 0
-    for feature in spec["features"]:
+    here = range(len(spec["features"])) if host is None else json.loads((folder / "hosts.json").read_text())[host]
+    for number, feature in enumerate(spec["features"]):
         table = feature["table"]
         columns = ids[:, start : start + feature["ids"]]
         start += feature["ids"]
+        if number not in here:
+            continue
         shape = spec["tables"][table]["rows"], spec["tables"][table]["dim"]
         rows = np.memmap(folder / f"{table}.fp32", np.float32, mode="r", shape=shape)
         wanted = np.unique(columns)
@@ -36,4 +44,4 @@ def main(folder: Path, port: int) -> None:
             client.mset({b"%d:%d" % (table, id_): rows[id_].tobytes() for id_ in part.tolist()})
 
 
-main(Path(sys.argv[1]), int(sys.argv[2]))
+main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)

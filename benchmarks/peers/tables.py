@@ -15,11 +15,14 @@ class Tables:
 
     Args:
         kind: `fp32` or `int8`.
+        features: numbers of those that are looked up. None: all.
     """
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, features: list[int] | None = None) -> None:
         torch.set_num_threads(1)
         self.spec = json.loads((folder / "tables.json").read_text())
+        if features is not None:
+            self.spec["features"] = [self.spec["features"][number] for number in features]
         self.packed = kind == "int8"
         self.weights = []
         for number, table in enumerate(self.spec["tables"]):

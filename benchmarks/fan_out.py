@@ -1,0 +1,76 @@
+"""Calls to hosts without a router around them: all hosts at once, or one alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import structs
+
+from benchmarks.workload import Arrays
+from serving.bundle.hosts import HostBundle, IdDtype
+from serving.client.connection import Connection
+from serving.client.retries import Retries
+from serving.closing import Closing
+from serving.engine import Engine
+from serving.ranks.fan_out import LoopThread, ask_all
+from serving.ranks.host import Host
+from serving.ranks.partial import PartialRequest
+from serving.ranks.routed import Routed
+from serving.request import kjt
+from serving.request.tensors import Tensors
+
+# What hosts are asked for one request, by rank.
+Asked = Mapping[int, PartialRequest]
+
+
+def asked_of(engine: Engine, request: Arrays) -> Asked:
+    """What a router's engine asks its hosts for a request."""
+    assert isinstance(engine.ranks, Routed)
+    checked = kjt.check([kjt.accept(engine.schema, Tensors(None, request.values, request.lengths))])
+    return engine.ranks.split(kjt.merge(engine.schema, checked)).to_send
+
+
+class FanOut(Closing):
+    """Sends what a router's engine would send, and reads the answers.
+
+    Args:
+        engine: the router's.
+        addresses: of its hosts, by their number.
+        model: the model that is asked, which lies beside that of each host. None: the host's own.
+    """
+
+    def __init__(self, engine: Engine, addresses: Mapping[int, str], model: str | None = None) -> None:
+        manifest = engine.bundle.manifest
+        by_host = {host.host: host for host in manifest.hosts}
+        if model is not None:
+            by_host = {number: structs.replace(host, model=model, version=1) for number, host in by_host.items()}
+        ranks = enumerate(manifest.plan.ranks)
+        asked = {number: by_host[rank.host] for number, rank in ranks if rank.host in by_host}
+        self._loop = LoopThread()
+        self._hosts = self._loop.start(_connect(asked, addresses)).result()
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the hosts."""
+        return list(self._hosts)
+
+    def __call__(self, asked: Asked) -> Any:
+        """Ask all at once that `asked` names."""
+        return self._loop.start(ask_all(self._hosts, asked)).result()
+
+    def close(self) -> None:
+        """Close the channels, and end the thread."""
+        for host in self._hosts.values():
+            self._loop.start(host.close()).result()
+        self._loop.close()
+
+
+async def _connect(hosts: Mapping[int, HostBundle], addresses: Mapping[int, str]) -> dict[int, Host]:
+    return {
+        rank: Host(
+            host,
+            IdDtype.INT32,
+            False,
+            Connection(addresses=[addresses[host.host]], timeout_s=20.0, retries=Retries(attempts=1)),
+        )
+        for rank, host in hosts.items()
+    }
