@@ -1,7 +1,7 @@
 """docs/benchmarks.md from the results of a run: the numbers are the run's, the words are of document.md.j2."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,11 @@ import jinja2
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from benchmarks.peers_hosts import CASE as HOSTS_CASE
+from benchmarks.peers_hosts import PEERS as HOSTS_PEERS
 from benchmarks.peers_served import LOADS, PEERS
+from benchmarks.routed import ALL as CASES
+from benchmarks.routed import Case
 from serving.bundle.plan import ShardingType
 from serving.files.replacing import replacing
 
@@ -21,6 +25,13 @@ WORKLOADS = {
     "wide": "100 one-hot features of dim 16",
     "movielens": "MovieLens",
 }
+# Of the picture of routers: results, how they are called there, and their colour.
+HOSTS_LINES = {
+    "routed": ("routed", "#D55E00"),
+    "engine": ("Engine", "#0072B2"),
+    "apart": ("routed, hosts of their own", "#009E73"),
+    "one_host": ("one Triton", "#999999"),
+}
 CURVES = {"samples": "samples", "ids_a_bag": "ids in a bag", "tables": "tables", "rows": "rows"}
 
 
@@ -28,6 +39,8 @@ def write(results: Path) -> Path:
     """Write the page and its picture; the page's path."""
     run = json.loads(results.read_text())
     draw(run["results"]).savefig(DOCS / "curves.png", dpi=130)
+    if cases := _measured(run["results"]):
+        draw_hosts(run["results"], cases).savefig(DOCS / "hosts.png", dpi=130)
     page = DOCS / "benchmarks.md"
     with replacing(page) as file:
         file.write(render(run, results.resolve().name).encode())
@@ -64,6 +77,10 @@ def render(run: dict[str, Any], file: str) -> str:
         curves=CURVES,
         points={name: _points(run["results"], name) for name in CURVES},
         kinds=[kind.value for kind in ShardingType],
+        routed=_measured(run["results"]),
+        hosts_case=HOSTS_CASE,
+        hosts_peers=HOSTS_PEERS,
+        hosts_ahead=list(_ahead_of_router(run["ratios"])),
     )
 
 
@@ -82,6 +99,33 @@ def draw(got: dict[str, float]) -> Figure:
     return figure
 
 
+def draw_hosts(got: dict[str, float], cases: Sequence[Case]) -> Figure:
+    """What a routed lookup takes, by hosts: a panel for each number of samples, a line for each way to ask."""
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    kinds = [kind for kind in ("table_wise", "row_wise") if any(case.kind == kind for case in cases)]
+    for axes, samples in zip(figure.subplots(1, 2), (1, 128), strict=True):
+        for kind, style in zip(kinds, ("-", "--"), strict=False):
+            hosts = [case.hosts for case in cases if case.kind == kind]
+            for line, (shown, color) in HOSTS_LINES.items():
+                times = [1e3 * got[f"{line}_{kind}_{each}_p50_b{samples}_s"] for each in hosts]
+                label = f"{shown}, {kind}"
+                axes.plot(hosts, times, style, marker="o", markersize=4, color=color, label=label)
+        axes.set_title(f"B = {samples}")
+        axes.set_xlabel("hosts")
+        axes.set_xticks(sorted({case.hosts for case in cases}))
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("p50 in ms")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    return figure
+
+
+def _measured(got: dict[str, float]) -> list[Case]:
+    """The cases of routers that a run has."""
+    return [case for case in CASES if f"routed_{case.name}_p50_b1_s" in got]
+
+
 def _ahead(got: dict[str, float]) -> Iterator[str]:
     """A line for each load of each workload on which others are ahead of ours."""
     for name, title in WORKLOADS.items():
@@ -98,6 +142,14 @@ def _ahead(got: dict[str, float]) -> Iterator[str]:
                 what = "p50, 1 client" if clients == 1 else f"answers/s, {clients} clients"
                 who = ", ".join(f"{peer.replace('_', ' ')} by {by:.2f}" for peer, by in better.items())
                 yield f"{title}, B = {samples}, {what}: {who}"
+
+
+def _ahead_of_router(ratios: dict[str, float]) -> Iterator[str]:
+    """A line for each number of samples at which others with tables on several hosts are ahead of a router."""
+    for samples in (1, 128):
+        found = {shown: ratios.get(f"{peer}_over_routed_p50_b{samples}", 1) for peer, shown in HOSTS_PEERS.items()}
+        if better := {peer: ratio for peer, ratio in found.items() if ratio < 1}:
+            yield f"B = {samples}: " + ", ".join(f"{peer} by {1 / ratio:.2f}" for peer, ratio in better.items())
 
 
 def _points(got: dict[str, float], curve: str) -> list[tuple[int, float]]:
