@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import redis
 from redis_rows import Call, Redis
-from tables import Tables
 
 
 class RedisHosts(Redis):
@@ -77,7 +77,10 @@ class RayRanks:
 
     @asynccontextmanager
     async def connected(self, address: str) -> AsyncIterator[Call]:
-        import ray  # takes seconds, and threads
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        # Other candidates are to be asked by a process without these, which take seconds, and threads.
+        import ray
+        from tables import Tables
 
         ray.init(
             num_cpus=len(self.hosts), include_dashboard=False, log_to_driver=False, object_store_memory=200 << 20
