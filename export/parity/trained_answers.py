@@ -23,7 +23,7 @@ from export.rows.tally import Tally, finite
 from export.trained.modules import evaluating
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import Agreement, Manifest
-from serving.bundle.rows import FP16_UNIT, FP32_UNIT
+from serving.bundle.rows import FP32_UNIT
 from serving.bundle.tables import Pooling
 from serving.request.encoding import decode
 from serving.request.tensors import Tensors
@@ -47,7 +47,7 @@ def trained_answers(trained: Trained, manifest: Manifest, probe: Tensors) -> dic
 
     A module that takes one argument is given the KJT, and its collections' answers are recorded. A collection that
     got nothing so is given the KJT itself. Collections that torch cannot run are left out: those without weights (on
-    the meta device), and weighted ones that take means or are FP16.
+    the meta device), and weighted ones that take means or are not FP32.
 
     Args:
         trained: the module and its collections.
@@ -65,7 +65,8 @@ def trained_answers(trained: Trained, manifest: Manifest, probe: Tensors) -> dic
         features = [name for table in trained.by_collection[path] for name in table.features]
         answered = heard[collection]
         columns = answered.values().split(answered.length_per_key(), dim=1)
-        unit = FP16_UNIT if _is_half(collection.parameters()) else FP32_UNIT
+        # torch's eps is the distance from 1 to the next number: rounding is off by half of it.
+        unit = max(torch.finfo(parameter.dtype).eps / 2 for parameter in collection.parameters())
         answers |= {
             name: Answer(each.float().cpu().numpy(), unit) for name, each in zip(features, columns, strict=True)
         }
@@ -91,14 +92,10 @@ def _hear(
 def _runs(collection: nn.Module, tables: Iterable[TrainedTable]) -> bool:
     """Whether torch can run a collection."""
     parameters = list(collection.parameters())
-    unsupported = any(table.pooling is Pooling.MEAN for table in tables) or _is_half(parameters)
+    is_narrow = any(parameter.dtype is not torch.float32 for parameter in parameters)
+    unsupported = any(table.pooling is Pooling.MEAN for table in tables) or is_narrow
     is_weighted = any(table.weighted for table in tables)
     return not any(parameter.is_meta for parameter in parameters) and not (is_weighted and unsupported)
-
-
-def _is_half(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether one of them is FP16."""
-    return any(parameter.dtype is torch.float16 for parameter in parameters)
 
 
 def compare_trained(

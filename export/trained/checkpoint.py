@@ -36,21 +36,26 @@ class Checkpoint:
         self._stored = stored
 
     def rows(self, table: TrainedTable, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of `table`: float32 or float16 [stop − start, dim], on the CPU."""
-        return self._find(table).read(start, stop)
+        """Rows [start, stop) of `table`: float32 or float16 [stop − start, dim], on the CPU.
+
+        bfloat16 is read as float32, which has all its numbers: neither numpy nor FBGEMM's operator takes it.
+        """
+        rows = self._find(table).read(start, stop)
+        return rows.float() if rows.dtype is torch.bfloat16 else rows
 
     def check(self, table: TrainedTable) -> None:
         """Refuse a table that is not here as its config describes it.
 
         Raises:
-            CheckpointError: the table is missing, ambiguous, of another shape, or neither float32 nor float16.
+            CheckpointError: the table is missing, ambiguous, of another shape, or of another dtype than float32,
+                float16 and bfloat16.
         """
         where = f"{self._source}: table {table.name!r}"
         stored = self._find(table)
         if stored.shape != (table.rows, table.dim):
             raise CheckpointError(f"{where}: expected shape {[table.rows, table.dim]}, got {list(stored.shape)}")
-        if stored.dtype not in (torch.float32, torch.float16):
-            raise CheckpointError(f"{where}: expected float32 or float16, got {stored.dtype}")
+        if stored.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
 
     def _find(self, table: TrainedTable) -> StoredTable:
         """The tensor under the key of `table`, or under the only key that ends in it: wrappers add a prefix."""

@@ -9,6 +9,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+# numpy has no bfloat16: its numbers are read as the integers with their bits.
+_READ_AS = {torch.bfloat16: torch.int16}
+
 
 class StoredTable(Protocol):
     """A matrix [rows, dim] in a module or a file."""
@@ -58,15 +61,16 @@ class InFile:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop): a copy [stop − start, dim]. Nothing of the file stays in memory."""
-        kind = torch.empty(0, dtype=self.dtype).numpy().dtype
+        kind = torch.empty(0, dtype=_READ_AS.get(self.dtype, self.dtype)).numpy().dtype
         begin = self.offset + start * self.strides[0]
         shape = (stop - start, self.shape[1])
         if self.strides == (self.shape[1] * kind.itemsize, kind.itemsize):
-            return torch.from_numpy(np.fromfile(self.path, kind, shape[0] * shape[1], offset=begin).reshape(shape))
+            numbers = np.fromfile(self.path, kind, shape[0] * shape[1], offset=begin)
+            return torch.from_numpy(numbers.reshape(shape)).view(self.dtype)
         # The table is a view of a larger tensor: the file is mapped while its rows are copied.
         mapped = np.memmap(self.path, np.uint8, mode="r")
         rows: np.ndarray[tuple[int, int], np.dtype[np.generic]] = np.ndarray(shape, kind, mapped, begin, self.strides)
-        return torch.from_numpy(rows.copy())
+        return torch.from_numpy(rows.copy()).view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def test_ids_that_are_changed_where_nobody_can_follow_show_when_the_module_is_ru
 
 
 @pytest.mark.parametrize("dtype", [WeightDtype.FP32, WeightDtype.FP16, WeightDtype.INT2])
-@pytest.mark.parametrize("trained", [torch.float32, torch.float16])
+@pytest.mark.parametrize("trained", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_module_of_any_precision_agrees_with_its_bundle(
     tmp_path: Path, dtype: WeightDtype, trained: torch.dtype
 ) -> None:

@@ -77,7 +77,7 @@ def break_shape(module: nn.Module) -> dict[str, Any]:
     [
         pytest.param(lambda _: {}, "table 'user': expected one key 'embedding_bags.user.weight', found nothing", id="empty"),
         pytest.param(break_shape, r"table 'item': expected shape \[300, 32\], got \[3, 32\]", id="shape"),
-        pytest.param(lambda m: {k: v.to(torch.int32) for k, v in m.state_dict().items()}, "table 'user': expected float32 or float16, got torch.int32", id="dtype"),
+        pytest.param(lambda m: {k: v.to(torch.int32) for k, v in m.state_dict().items()}, "table 'user': expected float32, float16 or bfloat16, got torch.int32", id="dtype"),
         pytest.param(lambda _: print, "expected tensors and plain containers alone", id="a pickled function"),
     ],
 )  # fmt: skip

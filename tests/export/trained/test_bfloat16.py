@@ -1,0 +1,119 @@
+"""Tables of bfloat16: in modules, and in every kind of checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
+from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+
+from export import ExportConfig, Sharding, WeightDtype, export_model
+from export.trained.checkpoint import open_checkpoint
+from export.trained.tables import collect_tables
+from serving.bundle.opening import open_bundle
+from serving.engine import Engine
+from tests.support.commands import tbe_export
+from tests.support.models import MIXED, MIXED_CONFIG, collection, flat, random_bags
+from tests.support.quick_reload import quick_reload
+
+State = dict[str, Tensor]
+FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
+
+
+def save_state(state: State, path: Path) -> Path:
+    torch.save(state, path / "w.pt")
+    return path / "w.pt"
+
+
+def save_views(state: State, path: Path) -> Path:
+    """Tensors that are transposed views of wider ones."""
+    wide = {key: torch.cat([torch.ones(3, len(rows)).bfloat16(), rows.T]) for key, rows in state.items()}
+    return save_state({key: columns[3:].T for key, columns in wide.items()}, path)
+
+
+def save_safetensors(state: State, path: Path) -> Path:
+    save_file(state, path / "w.safetensors")
+    return path / "w.safetensors"
+
+
+def save_dcp(state: State, path: Path) -> Path:
+    save({"model": dict(state)}, checkpoint_id=path / "dcp")
+    return path / "dcp"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("saved", [save_state, save_views, save_safetensors, save_dcp])
+def test_every_kind_of_checkpoint_has_the_numbers_of_bfloat16(
+    tmp_path: Path, saved: Callable[[State, Path], Path]
+) -> None:
+    state = collection().bfloat16().state_dict()
+    checkpoint = open_checkpoint(saved(state, tmp_path))
+    for table in collect_tables(collection()).tables:
+        checkpoint.check(table)
+        for start, stop in [(0, table.rows), (7, 19)]:
+            rows = checkpoint.rows(table, start, stop)
+            assert rows.dtype is torch.float32
+            assert torch.equal(rows, state[table.key][start:stop].float())
+
+
+def test_bfloat16_is_stored_as_its_numbers_in_float32_are(tmp_path: Path) -> None:
+    narrow = collection().bfloat16()
+    checkpoint = save_state(narrow.state_dict(), tmp_path)
+    with torch.device("meta"):
+        empty = collection()
+    for config in (MIXED_CONFIG, ExportConfig(dtype={"*": WeightDtype.FP32}, sharding=Sharding(ranks=2))):
+        with quick_reload():
+            found = export_model(empty, tmp_path / "r", "m", config, checkpoint=checkpoint)
+            expected = export_model(collection().bfloat16().float(), tmp_path / "r", "m", config)
+        for name in open_bundle(found).manifest.weights_files:
+            assert (found / name).read_bytes() == (expected / name).read_bytes()
+    assert tbe_export("verify", str(found)).exit_code == 0
+
+
+def test_a_module_of_bfloat16_is_compared_with_itself_as_torchrec_runs_it(tmp_path: Path) -> None:
+    module = collection(MIXED).bfloat16()
+    with quick_reload():
+        bundle = export_model(module, tmp_path / "r", "m", FP32)
+    for parity in open_bundle(bundle).manifest.parity:
+        assert parity.quantized.largest == 0
+        assert parity.trained is not None
+        # TorchRec rounds its answers to bfloat16.
+        assert 0 < parity.trained.largest < 1
+
+    bags = random_bags(np.random.default_rng(0), MIXED, 40)
+    values, lengths = (torch.from_numpy(each) for each in flat(bags))
+    kjt = KeyedJaggedTensor.from_lengths_sync(list(bags), values, lengths)
+    narrow, wide = (each(kjt).to_dict() for each in (module, collection(MIXED).bfloat16().float()))
+    for name, answer in Engine.open(bundle).lookup(bags).items():
+        np.testing.assert_allclose(answer, wide[name].detach(), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(answer, narrow[name].detach(), rtol=2**-6, atol=2**-4)
+
+
+def test_a_smallest_dtype_is_found_for_bfloat16(tmp_path: Path) -> None:
+    with quick_reload():
+        bundle = export_model(collection().bfloat16(), tmp_path / "r", "m", ExportConfig(max_error={"*": 0.02}))
+    for parity in open_bundle(bundle).manifest.parity:
+        assert parity.quantized.largest <= 0.02
+
+
+def test_torchrec_makes_fp16_of_data_type_bf16_and_a_checkpoint_of_bfloat16_fits_it(tmp_path: Path) -> None:
+    """TorchRec 1.8: EmbeddingBagCollection knows FP32 and FP16. The trained rows are in the checkpoint."""
+    config = EmbeddingBagConfig(
+        name="t",
+        num_embeddings=30,
+        embedding_dim=8,
+        feature_names=["x"],
+        data_type=DataType.BF16,
+        pooling=PoolingType.SUM,
+    )
+    module = EmbeddingBagCollection([config])
+    rows = torch.randn(30, 8).bfloat16()
+    checkpoint = save_state({"embedding_bags.t.weight": rows}, tmp_path)
+    with quick_reload():
+        bundle = export_model(module, tmp_path / "r", "m", FP32, checkpoint=checkpoint)
+    answer = Engine.open(bundle).lookup({"x": [[id_] for id_ in range(30)]})["x"]
+    np.testing.assert_array_equal(answer, rows.float().numpy())
