@@ -28,7 +28,8 @@ def lookup(
 ) -> None:
     """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
 
-    Instead of a list of bags, a feature may have {"values": [...], "lengths": [...], "weights": [...]}.
+    Instead of a list of bags, a feature may have a list of ids, one for each sample, or
+    {"values": [...], "lengths": [...], "weights": [...]}.
     A line that cannot be answered is reported, and the others are answered. Then the exit code is 1. Nothing is
     looked up if the server or the model cannot be reached at all.
     """

@@ -29,18 +29,20 @@ class Kjt(Protocol):
 
 
 Bags = Sequence[Sequence[int]]
+OneHot = Sequence[int] | npt.NDArray[np.integer[Any]]
 Jagged = tuple[npt.ArrayLike, npt.ArrayLike]
 WeightedJagged = tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
 NamedJagged = Mapping[str, npt.ArrayLike]
-Features = Mapping[str, Bags | Jagged | WeightedJagged | NamedJagged] | Kjt
+Features = Mapping[str, Bags | OneHot | Jagged | WeightedJagged | NamedJagged] | Kjt
 
 _FORMS = (
-    "expected a list of bags, [[id, …], …], or arrays: the tuple (values, lengths) or (values, lengths, weights), or "
-    '{"values": …, "lengths": …, "weights": …}'
+    "expected a list of bags, [[id, …], …], a list of ids, [id, …], one for each sample, or arrays: the tuple "
+    '(values, lengths) or (values, lengths, weights), or {"values": …, "lengths": …, "weights": …}'
 )
 _ARRAYS = ("values", "lengths", "weights")
 # What has a length and can be gone through, but has no order of its own, or is no list of ids.
 _NO_LISTS = (str, bytes, Mapping, Set)
+_NUMBERS = (int, float, np.generic)
 
 
 def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
@@ -49,6 +51,7 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     Args:
         features: a torchrec KeyedJaggedTensor, or by feature name one bag of ids for each of B samples, as
             a list of B bags, each a list or array of ids. Any sequence but a tuple is such a list;
+            a list of B ids, or an array [B], where each bag has one: [3, 5] for [[3], [5]];
             a tuple of arrays (values [N_f], lengths [B]), or (values [N_f], lengths [B], weights [N_f]) for features
             whose ids carry weights;
             or a mapping of these arrays, {"values": …, "lengths": …} and perhaps "weights".
@@ -71,7 +74,7 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     if not features:
         raise InvalidRequest("features: expected at least one, got none")
     columns = {name: _column(name, bags) for name, bags in features.items()}
-    _expect_one_number_of_samples({name: len(lengths) for name, (_, lengths, _) in columns.items()})
+    _expect_one_number_of_samples(features, {name: len(lengths) for name, (_, lengths, _) in columns.items()})
     weights = [
         np.ones(values.size, np.float32) if column_weights is None else column_weights
         for name, (values, _, column_weights) in columns.items()
@@ -110,12 +113,18 @@ def _of_kjt(kjt: Kjt, weighted: Collection[str]) -> Tensors:
     return Tensors(names, values, lengths, weights)
 
 
-def _expect_one_number_of_samples(samples: Mapping[str, int]) -> None:
+def _expect_one_number_of_samples(features: Mapping[str, Any], samples: Mapping[str, int]) -> None:
     (first, expected), *others = samples.items()
     for name, found in others:
         if found != expected:
+            flat = next((repr(each) for each in (name, first) if _is_flat(features[each])), None)
             raise InvalidRequest(
                 f"feature {name!r}: expected as many samples as {first!r} has, {expected}, got {found}"
+                + (
+                    f": {flat} is a list of ids, one for each sample; a sample with several is [[id, …]]"
+                    if flat
+                    else ""
+                )
             )
 
 
@@ -137,19 +146,33 @@ def _column(name: str, given: Any) -> tuple[Ids, Lengths, Weights | None]:
     if not isinstance(name, str):
         raise InvalidRequest(f"feature {name!r}: expected the name of a feature, got {type(name).__name__}")
     if isinstance(given, tuple):
-        if len(given) not in (2, 3):
+        if len(given) not in (2, 3) or any(isinstance(each, _NUMBERS) for each in given):
             raise InvalidRequest(f"feature {name!r}: {_FORMS}; got a tuple of {len(given)}")
         return _of_arrays(name, *given)
     if isinstance(given, Mapping):
         if not {"values", "lengths"} <= given.keys() <= set(_ARRAYS):
             raise InvalidRequest(f"feature {name!r}: {_FORMS}; got {list(given)}")
         return _of_arrays(name, *(given[key] for key in _ARRAYS if key in given))
+    if _is_flat(given):
+        ids = _integers(name, given, np.int64)
+        return ids, np.ones(ids.size, np.int32), None
     return *_of_bags(name, given), None
+
+
+def _is_flat(given: Any) -> bool:
+    """Whether `given` is a list or array of ids, not of bags. One without items is both."""
+    if hasattr(given, "ndim"):
+        return bool(given.ndim == 1 and np.asarray(given).dtype != np.object_)
+    if not isinstance(given, Sequence) or isinstance(given, _NO_LISTS):
+        return False
+    return all(isinstance(each, _NUMBERS) for each in given)
 
 
 def _of_bags(name: str, bags: Any) -> tuple[Ids, Lengths]:
     try:
         kinds = {type(bags), *map(type, bags)}
+        if any(issubclass(kind, _NUMBERS) for kind in kinds):
+            raise InvalidRequest(f"feature {name!r}: {_FORMS}; got a list that mixes ids and bags")
         lengths = np.fromiter((len(bag) for bag in bags), np.int32, len(bags))
         ids = list(chain.from_iterable(bags))
     except TypeError as error:

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torchrec import KeyedJaggedTensor
 
 from export import export_model
 from serving.client import Answer, AsyncLookupClient, LookupClient, Retries, Tls
+from serving.engine import Engine
 from serving.errors import InvalidRequest, ServerUnavailable, ServingError
 from serving.server import Access, Server, ServerTls, run_server
 from tests.support.certificates import write_certificates
@@ -218,6 +222,30 @@ def test_an_async_client_answers_as_the_other(server: Server) -> None:
     for answer, rows in zip(asyncio.run(run()), expected, strict=True):
         for name in rows:
             np.testing.assert_array_equal(answer[name], rows[name])
+
+
+def test_ids_alone_and_a_kjt_of_int32_are_answered_as_bags_are(server: Server, mixed: Path) -> None:
+    """One id for each sample, and ids as many trainings have them: by both clients and in this process."""
+    bags = {"user_id": [[3], [499], [0]], "genres": [[1, 2], [], [7]]}
+    int32 = torch.tensor([3, 499, 0, 1, 2, 7], dtype=torch.int32)
+    forms: list[Any] = [
+        bags,
+        {"user_id": [3, 499, 0], "genres": bags["genres"]},
+        {"user_id": np.array([3, 499, 0], np.int32), "genres": bags["genres"]},
+        KeyedJaggedTensor.from_lengths_sync(["user_id", "genres"], int32, torch.tensor([1, 1, 1, 2, 0, 1])),
+    ]
+
+    async def run() -> list[Answer]:
+        async with AsyncLookupClient(server.grpc, "mixed", 30.0) as client:
+            return [await client.lookup(form) for form in forms]
+
+    expected = Engine.open(mixed).lookup(bags)
+    with LookupClient(server.grpc, "mixed", 30.0) as client:
+        answers = [*map(client.lookup, forms), *map(Engine.open(mixed).lookup, forms), *asyncio.run(run())]
+    for answer in answers:
+        assert list(answer) == list(bags)
+        for name, rows in answer.items():
+            np.testing.assert_array_equal(rows, expected[name])
 
 
 def test_a_client_imports_fast_and_little() -> None:

@@ -50,6 +50,44 @@ def test_every_form_gives_the_same_tensors(features: Any) -> None:
     assert tensors.weights is None
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [
+        pytest.param([3, 5, 1], id="list"),
+        pytest.param([np.int32(3), np.int64(5), 1], id="list of numpy's integers"),
+        pytest.param(range(5, 2, -1), id="range"),
+        pytest.param(np.array([3, 5, 1], np.uint8), id="array"),
+        pytest.param(torch.tensor([3, 5, 1], dtype=torch.int32), id="tensor"),
+    ],
+)
+def test_a_flat_list_of_ids_has_one_for_each_sample(ids: Any) -> None:
+    tensors = encode({"a": ids, "b": [[7], [], [8, 9]]})
+    assert tensors.values.dtype == np.int64
+    assert tensors.values.tolist() == [*map(int, ids), 7, 8, 9]
+    assert tensors.lengths.tolist() == [1, 1, 1, 1, 0, 2]
+
+
+def test_what_was_a_list_of_bags_stays_one() -> None:
+    ragged = np.empty(2, object)
+    ragged[:] = [[3, 5], []]
+    assert encode({"a": ragged}).lengths.tolist() == [2, 0]
+    assert encode({"a": np.array([[3, 5], [1, 2]])}).lengths.tolist() == [2, 2]
+    without_samples: list[Any] = [[], np.zeros(0, np.int64), np.zeros((0, 1), np.int64)]
+    for each in without_samples:
+        assert encode({"a": each}).lengths.size == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16])
+def test_a_kjt_may_have_ids_and_lengths_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    kjt = KeyedJaggedTensor.from_lengths_sync(
+        ["a", "b"], torch.tensor(VALUES, dtype=dtype), torch.tensor(LENGTHS, dtype=dtype)
+    )
+    tensors = encode(kjt)
+    assert tensors.values.dtype == np.int64
+    assert tensors.lengths.dtype == np.int32
+    assert (tensors.values.tolist(), tensors.lengths.tolist()) == (VALUES, LENGTHS)
+
+
 AB_KJT = KeyedJaggedTensor.from_lengths_sync(["a", "b"], torch.tensor([3, 5, 1]), torch.tensor([2, 1]))
 WEIGHTED_KJT = KeyedJaggedTensor.from_lengths_sync(
     ["a", "b"], torch.tensor([3, 5, 1]), torch.tensor([2, 1]), weights=torch.tensor([0.5, 2.0, 3.0])
@@ -99,7 +137,15 @@ FORMS = r"feature 'a': expected a list of bags, .* or arrays: the tuple \(values
         pytest.param(5, r"features: expected ids by feature, \{name: ids\}, or a KeyedJaggedTensor, got int", id="no features"),
         pytest.param([[1]], "features: expected ids by feature, .* got list", id="bags alone"),
         pytest.param({5: [[1]]}, "feature 5: expected the name of a feature, got int", id="no name"),
-        pytest.param({"a": [1, 2]}, FORMS + "; got list: object of type 'int' has no len", id="no bags"),
+        pytest.param({"a": [3, [5]]}, FORMS + "; got a list that mixes ids and bags", id="an id, then a bag"),
+        pytest.param({"a": [[3], 5]}, FORMS + "; got a list that mixes ids and bags", id="a bag, then an id"),
+        pytest.param({"a": [3, None]}, FORMS + "; got a list that mixes ids and bags", id="an id, then nothing"),
+        pytest.param({"a": (3, 5)}, FORMS + "; got a tuple of 2", id="a tuple of ids"),
+        pytest.param({"a": [1.5, 2]}, "feature 'a': expected integers", id="one-hot fractions"),
+        pytest.param({"a": [True, False]}, "feature 'a': expected integers in 1 dimension, got bool", id="one-hot truths"),
+        pytest.param({"a": np.array(7)}, FORMS + "; got ndarray: ", id="an array of no dimensions"),
+        pytest.param({"a": [3, 5], "b": [[1, 2]]}, r"feature 'b': expected as many samples as 'a' has, 2, got 1: 'a' is a list of ids, one for each sample; a sample with several is \[\[id, …\]\]", id="one-hot for one sample"),
+        pytest.param({"b": [[1, 2]], "a": np.array([3, 5])}, "feature 'a': expected as many .* 1, got 2: 'a' is a list of ids", id="a one-hot array for one sample"),
         pytest.param({"a": 7}, FORMS + "; got int: ", id="a number"),
         pytest.param({"a": None}, FORMS + "; got NoneType: ", id="nothing for a feature"),
         pytest.param({"a": "12"}, FORMS + "; got str for a list", id="text"),
