@@ -10,7 +10,7 @@ from export.rows.quantize import check_dim
 from export.rows.smallest_dtype import smallest_dtype
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import TrainedTable
-from serving.bundle.manifest import FORMAT_VERSION, HOSTS_FORMAT_VERSION, Manifest
+from serving.bundle.manifest import Manifest, format_version_of
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
@@ -53,7 +53,7 @@ def describe(
             raise ConfigurationError(f"table {table.name!r}: {table.policy_error}")
     features = tuple(_features(trained))
     return Manifest(
-        format_version=HOSTS_FORMAT_VERSION if config.sharding.hosts_as_models else FORMAT_VERSION,
+        format_version=format_version_of(tables, on_hosts=config.sharding.hosts_as_models),
         features=features,
         tables=tables,
         output_dtype=config.output_dtype,

@@ -171,6 +171,8 @@ def _apply_policy(table: Table, bags: _Bags) -> tuple[npt.NDArray[np.int64], _Ba
     outside = (ids < 0) | (ids >= table.rows)
     if isinstance(policy := table.id_policy, DefaultRow):
         ids = np.where(outside, policy.default_row, ids)
+    elif policy is IdPolicy.MODULO:
+        ids = ids % table.rows
     elif policy is IdPolicy.ZERO:
         ids, bag_of = ids[~outside], bag_of[~outside]
         weights = None if weights is None else weights[~outside]

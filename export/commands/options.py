@@ -97,7 +97,8 @@ OPTIONS = (
         name="id_policy",
         each="POLICY",
         parse=id_policy,
-        help="error (default) refuses ids outside the table, zero skips them, default_row:N reads row N instead.",
+        help="error (default) refuses ids outside the table, zero skips them, default_row:N reads row N instead, "
+        "modulo reads row id mod rows.",
     ),
     ExportOption(
         name="max_error",

@@ -30,7 +30,7 @@ def output_dtype(setting: str, text: str) -> OutputDtype:
 
 
 def id_policy(setting: str, text: str) -> IdPolicy | DefaultRow:
-    """The policy `error`, `zero`, or `default_row:ROW`.
+    """The policy `error`, `zero`, `modulo`, or `default_row:ROW`.
 
     Raises:
         ConfigurationError: there is no such policy, or ROW is no number.
@@ -41,7 +41,8 @@ def id_policy(setting: str, text: str) -> IdPolicy | DefaultRow:
     try:
         return IdPolicy(text.lower())
     except ValueError as error:
-        raise ConfigurationError(f"{setting}: expected error, zero or default_row:ROW, got {text!r}") from error
+        names = ", ".join(policy.value for policy in IdPolicy)
+        raise ConfigurationError(f"{setting}: expected {names} or default_row:ROW, got {text!r}") from error
 
 
 def _member(setting: str, kind: type[E], text: str) -> E:

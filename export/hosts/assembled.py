@@ -11,7 +11,7 @@ import torch
 from export.parity.answers import Answers, answer_probe
 from export.steps import write_program
 from serving.bundle.digests import FileDigest
-from serving.bundle.manifest import FORMAT_VERSION, Manifest
+from serving.bundle.manifest import Manifest, format_version_of
 from serving.bundle.weights import weights_paths
 
 
@@ -23,7 +23,7 @@ def assembled_manifest(router: Manifest) -> Manifest:
     )
     return msgspec.structs.replace(
         router,
-        format_version=FORMAT_VERSION,
+        format_version=format_version_of(router.tables, on_hosts=False),
         plan=msgspec.structs.replace(router.plan, ranks=ranks),
         hosts=(),
         files={},

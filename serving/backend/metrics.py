@@ -66,7 +66,10 @@ class LookupMetrics:
             "tbe_rejected_total", "Requests refused as invalid, by what is wrong", "reason", [r.value for r in Reason]
         )
         self._outside = totals(
-            "tbe_ids_outside_total", "Ids outside [0, rows), whatever the table's id policy", "table", tables
+            "tbe_ids_outside_total",
+            "Ids outside [0, rows), whatever the table's id policy; under `modulo` none is",
+            "table",
+            tables,
         )
         self._seconds = totals(
             "tbe_stage_seconds_total", "Time that TBE calls took, by stage of the request path", "stage", STAGES

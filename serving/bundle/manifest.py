@@ -12,6 +12,7 @@ A bundle is one Triton model version::
 """
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -19,12 +20,14 @@ import msgspec
 from serving.bundle.digests import FileDigest
 from serving.bundle.hosts import HostBundle, IdDtype, Part
 from serving.bundle.plan import Plan
-from serving.bundle.tables import Feature, OutputDtype, Table
+from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
 from serving.files.strict import Strict
 
 FORMAT_VERSION = 4
 # Of bundles on several hosts: a router's, and those of its hosts.
 HOSTS_FORMAT_VERSION = 5
+# Of bundles with the id policy `modulo`, on several hosts or not.
+NEWEST_FORMAT_VERSION = 6
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
@@ -162,6 +165,18 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         """SHA-256, in hex, of all that a program is compiled for: features, tables, plan and output dtype."""
         seen = [self.features, self.tables, self.plan, self.output_dtype]
         return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
+
+
+def format_version_of(tables: Iterable[Table], *, on_hosts: bool) -> int:
+    """The lowest format that can say what a bundle holds. Readers that know no later one can go on.
+
+    Args:
+        tables: of the bundle.
+        on_hosts: whether it is a router's, or a host's.
+    """
+    if any(table.id_policy is IdPolicy.MODULO for table in tables):
+        return NEWEST_FORMAT_VERSION
+    return HOSTS_FORMAT_VERSION if on_hosts else FORMAT_VERSION
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

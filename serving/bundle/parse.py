@@ -13,17 +13,18 @@ from serving.bundle.manifest import (
     HOSTS_FORMAT_VERSION,
     MANIFEST,
     MODEL,
+    NEWEST_FORMAT_VERSION,
     PROGRAM,
     SHARD_ALIGNMENT,
     Manifest,
 )
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, tiling_error
-from serving.bundle.tables import is_name
+from serving.bundle.tables import IdPolicy, is_name
 from serving.errors import BundleError
 from serving.files.strict import UNREADABLE, json_tree
 
 # In version 3 each feature is its own key. It lacks left_out, notes, and the parity with the trained module.
-_READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION)
+_READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION, NEWEST_FORMAT_VERSION)
 # The names of a bundle's other files.
 _RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM)
 _EXPECTED_NAME = "expected a name without commas and control characters"
@@ -102,6 +103,8 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: expected a dim that is a multiple of {multiple} for {table.dtype.value}, got {table.dim}"
         if table.policy_error is not None:
             yield f"{where}: {table.policy_error}"
+        if table.id_policy is IdPolicy.MODULO and manifest.format_version < NEWEST_FORMAT_VERSION:
+            yield f"{where}: format_version {manifest.format_version} has no id_policy `modulo`"
 
 
 def _in_features(manifest: Manifest) -> Iterator[str]:
@@ -142,7 +145,8 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
     if [each.host for each in manifest.hosts] != sorted(set(elsewhere)) or len(set(elsewhere)) < len(elsewhere):
         yield f"hosts: expected one entry for each rank without a file of weights, hosts {elsewhere}"
     is_of_hosts = bool(manifest.hosts) or manifest.part_of is not None
-    if is_of_hosts != (manifest.format_version == HOSTS_FORMAT_VERSION):
+    is_for_hosts = manifest.format_version == HOSTS_FORMAT_VERSION
+    if is_of_hosts != is_for_hosts and manifest.format_version != NEWEST_FORMAT_VERSION:
         yield f"format_version: expected {HOSTS_FORMAT_VERSION} with `hosts` or `part_of`, and only there"
     own = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
     if manifest.hosts and (manifest.part_of is not None or own != [0]):

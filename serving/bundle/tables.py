@@ -26,15 +26,17 @@ class Pooling(enum.Enum):
 class IdPolicy(enum.Enum):
     """What happens to an id outside [0, rows).
 
-    ERROR refuses the request. With ZERO the id contributes nothing, and MEAN does not count it.
+    ERROR refuses the request. With ZERO the id contributes nothing, and MEAN does not count it. With MODULO every
+    int64 is an id: it reads the row id mod rows, in [0, rows) for negative ids too.
     """
 
     ERROR = "error"
     ZERO = "zero"
+    MODULO = "modulo"
 
 
 class DefaultRow(Strict, frozen=True):
-    """The third id policy: an id outside [0, rows) reads the row `default_row` instead. MEAN counts it."""
+    """The id policy with a number: an id outside [0, rows) reads the row `default_row` instead. MEAN counts it."""
 
     default_row: int
 

@@ -10,7 +10,7 @@ together take each step together, so that the cost of a numpy call is paid once 
                             └─────────────┴─ apply_id_policies to each: it is changed, or refused
 
     accept              The tensors of one request have the right dtypes, shapes and sizes.
-    check               The lengths and ids of all requests are right.
+    check               The lengths and ids of all requests are right. Policy `modulo` is applied here.
     apply_id_policies   Where check fails: what the tables' id policies say is done to one request.
     merge               The requests become the batch that one TBE call answers.
     split               The answer to the batch becomes the answers to the requests.
@@ -72,8 +72,11 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
 def check(requests: Sequence[KjtRequest]) -> Checked:
     """Check the lengths and ids of all requests at once. Nothing that fails here reaches FBGEMM.
 
+    An id outside a table whose policy is `modulo` becomes id mod rows.
+
     Returns:
-        The requests, one behind the other. With R = 1 the arrays are the request's own: nothing is copied.
+        The requests, one behind the other. With R = 1 the arrays are the request's own: nothing is copied, unless
+        ids change.
 
     Raises:
         InvalidRequest: at least one request is wrong. `apply_id_policies` tells which one, and why.
@@ -90,9 +93,13 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
     id_bounds = offsets[bag_bounds]
     starts = id_bounds[:-1]
     filled = starts < id_bounds[1:]  # for an empty segment, reduceat would give the id behind it
+    outside = np.zeros(starts.size, np.bool_)
     # As an unsigned number, a negative id is larger than any table.
-    if (np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]).any():
-        raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
+    outside[filled] = np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]
+    if outside.any():
+        if not joined([request.selection.modulo for request in requests])[outside].all():
+            raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
+        values = _modulo(values, id_bounds, rows, outside)
     return Checked(requests, values, _counted_weights(requests, id_bounds), lengths, offsets, bag_bounds, id_bounds)
 
 
@@ -100,6 +107,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     """Do what the tables' id policies say to the ids of one request that are outside [0, rows).
 
     Policy `zero` leaves an id out of its bag; `default_row` reads that row in its place; `error` refuses the request.
+    For `modulo` no id is outside; `check` changes them.
 
     Returns:
         A request that `check` takes, its arrays copied; and how many ids were outside, by table.
@@ -112,7 +120,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     ids = np.diff(_id_bounds(selection.names, request))  # of each feature, int64 [F]
     feature_of = np.repeat(np.arange(len(ids)), ids)  # of each id, int64 [N]
     bag_of = np.repeat(np.arange(request.lengths.size), request.lengths)  # of each id, int64 [N]
-    outside = request.values.view(np.uint64) >= np.repeat(selection.rows, ids)
+    outside = (request.values.view(np.uint64) >= np.repeat(selection.rows, ids)) & ~selection.modulo[feature_of]
     counts = _counts_by_table(selection, feature_of[outside])
     refused = outside & ~(selection.zero | (selection.default_rows >= 0))[feature_of]
     if refused.any():
@@ -255,6 +263,22 @@ def _wrong_sum(names: Sequence[str], bounds: Ids, found: int) -> InvalidRequest:
         f"[{bounds[at]}, {bounds[at + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
         Reason.LENGTHS,
     )
+
+
+def _modulo(values: Ids, id_bounds: Ids, rows: npt.NDArray[np.uint64], chosen: npt.NDArray[np.bool_]) -> Ids:
+    """A copy of `values` with ids mod rows in some segments: in [0, rows), for negative ids too.
+
+    Args:
+        values: int64 [N].
+        id_bounds: where the ids of each segment start, then N; int64 [S + 1].
+        rows: of each segment's table; uint64 [S].
+        chosen: which segments; bool [S].
+    """
+    sizes = np.diff(id_bounds)
+    divisors = rows.astype(np.int64).repeat(sizes)
+    if chosen.all():
+        return np.remainder(values, divisors)
+    return np.remainder(values, divisors, out=values.copy(), where=chosen.repeat(sizes))
 
 
 def _bag_bounds(requests: Sequence[KjtRequest]) -> Ids:

@@ -29,6 +29,7 @@ class Selection:
         weighted: whether their ids carry weights; bool [F].
         zero: whether the id policy is `zero`: an id outside the table contributes nothing; bool [F].
         default_rows: the row that is read in place of an id outside the table; -1 where there is none; int64 [F].
+        modulo: whether the id policy is `modulo`: an id outside the table reads the row id mod rows; bool [F].
         default: whether these are all features, in the schema's order.
         keys: the distinct `key_of`, in order: what a request brings ids for.
         reads: for each feature, the position of its key in `keys`; int64 [F]. None where each reads its own.
@@ -45,6 +46,7 @@ class Selection:
     weighted: npt.NDArray[np.bool_]
     zero: npt.NDArray[np.bool_]
     default_rows: npt.NDArray[np.int64]
+    modulo: npt.NDArray[np.bool_]
     default: bool
     keys: tuple[str, ...] = field(init=False)
     reads: npt.NDArray[np.int64] | None = field(init=False)
@@ -71,6 +73,7 @@ class Selection:
             weighted=self.weighted[chosen],
             zero=self.zero[chosen],
             default_rows=self.default_rows[chosen],
+            modulo=self.modulo[chosen],
             default=self.default and np.array_equal(chosen, self.index[:-1]),
         )
 
@@ -117,6 +120,7 @@ class Schema:
             weighted=np.array([table.weighted for table in tables]),
             zero=np.array([policy is IdPolicy.ZERO for policy in policies]),
             default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
+            modulo=np.array([policy is IdPolicy.MODULO for policy in policies]),
             default=True,
         )
         return cls(every, manifest.weighted)

@@ -34,7 +34,7 @@ class Reader:
     def __init__(self, bundle: Path) -> None:
         text = (bundle / "manifest.json").read_bytes()
         self.manifest = json.loads(text)
-        assert self.manifest["format_version"] in (3, 4, 5)  # [2]
+        assert self.manifest["format_version"] in (3, 4, 5, 6)  # [2]
         self.plan = self.manifest["plan"]
         self.tables = {table["name"]: table for table in self.manifest["tables"]}
         self.files = {}
@@ -83,6 +83,8 @@ class Reader:
     def pool(self, table: Any, bag: Sequence[int], weights: Sequence[float] | None) -> npt.NDArray[Any]:
         """One bag [5]."""
         policy = table["id_policy"]
+        if policy == "modulo":
+            bag = [id_ % table["rows"] for id_ in bag]
         counted = [1.0] * len(bag) if weights is None or not table["weighted"] else weights
         ids = [(id_, weight) for id_, weight in zip(bag, counted, strict=True) if 0 <= id_ < table["rows"]]
         if isinstance(policy, dict):
@@ -159,7 +161,7 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
 ) -> None:
     config = ExportConfig(
         dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
-        id_policy={"INT4_*": IdPolicy.ZERO, "FP32_*": DefaultRow(default_row=7)},
+        id_policy={"INT4_*": IdPolicy.ZERO, "INT2_*": IdPolicy.MODULO, "FP32_*": DefaultRow(default_row=7)},
         output_dtype=OutputDtype(output_dtype),
         sharding=Sharding(ranks=4, ranks_per_host=2, types=types),
     )
@@ -172,11 +174,11 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
         rows = min(reader.tables[each["table"]]["rows"] for each in features)
         request[key] = [random.integers(0, rows, size).tolist() for size in (4, 0, 1, 9)]
         if reader.tables[features[0]["table"]]["id_policy"] != "error":
-            request[key][0] += [-1, 10**9]
+            request[key][0] += [-1, 10**9, -(2**63), 2**63 - 1]
     weights = {key: [random.uniform(-1, 1, len(bag)) for bag in bags] for key, bags in request.items()}
     jagged = {
         key: (
-            np.concatenate(bags).astype(np.int64),
+            np.concatenate([np.array(bag, np.int64) for bag in bags]),
             np.array([len(bag) for bag in bags]),
             np.concatenate(weights[key]),
         )

@@ -122,6 +122,8 @@ class Router(Reader):
     def inside(self, table: Any, bag: Any, weights: Any) -> Bag:
         """A bag after the id policy [5]."""
         policy, weights = table["id_policy"], weights if table["weighted"] else [1.0] * len(bag)
+        if policy == "modulo":
+            bag = [id_ % table["rows"] for id_ in bag]
         pairs = list(zip(bag, weights, strict=True))
         kept = [pair for pair in pairs if 0 <= pair[0] < table["rows"]]
         assert policy != "error" or kept == pairs
@@ -190,7 +192,7 @@ def test_a_router_is_answered_for_by_the_page_alone(
     module = collection(weighted=weighted)
     config = ExportConfig(
         dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
-        id_policy={"INT4_*": IdPolicy.ZERO, "FP32_*": DefaultRow(default_row=7)},
+        id_policy={"INT4_*": IdPolicy.ZERO, "INT2_*": IdPolicy.MODULO, "FP32_*": DefaultRow(default_row=7)},
         output_dtype=OutputDtype(output_dtype),
         sums_dtype=OutputDtype(sums_dtype),
         sharding=Sharding(
@@ -217,11 +219,11 @@ def test_a_router_is_answered_for_by_the_page_alone(
         rows = min(router.tables[each["table"]]["rows"] for each in features)
         request[key] = [random.integers(0, rows, size).tolist() for size in (4, 0, 1, 9)]
         if router.tables[features[0]["table"]]["id_policy"] != "error":
-            request[key][0] += [-1, 10**9]
+            request[key][0] += [-1, 10**9, -(2**63), 2**63 - 1]
     weights = {key: [random.uniform(-1, 1, len(bag)) for bag in bags] for key, bags in request.items()}
     jagged = {
         key: (
-            np.concatenate(bags).astype(np.int64),
+            np.concatenate([np.array(bag, np.int64) for bag in bags]),
             np.array([len(bag) for bag in bags]),
             np.concatenate(weights[key]),
         )

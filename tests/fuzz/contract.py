@@ -16,7 +16,9 @@ _DTYPES = {"values": ("INT64", np.int64), "lengths": ("INT32", np.int32), "weigh
 
 @dataclass(frozen=True)
 class Feature:
-    """A table's numbers [rows, dim], how bags are pooled, and what an id outside does: error, zero, or a row."""
+    """A table's numbers [rows, dim], how bags are pooled, and what an id outside does: error, zero, modulo, or
+    a row.
+    """
 
     numbers: npt.NDArray[np.float32]
     mean: bool
@@ -123,7 +125,12 @@ def _answer(
             outside = (ids < 0) | (ids >= len(feature.numbers))
             if outside.any() and feature.outside == "error":
                 return None
-            ids = ids[~outside] if feature.outside == "zero" else np.where(outside, feature.outside, ids)
+            if feature.outside == "modulo":
+                ids = ids % len(feature.numbers)
+            elif feature.outside == "zero":
+                ids = ids[~outside]
+            elif feature.outside != "error":
+                ids = np.where(outside, feature.outside, ids)
             if ids.size:
                 rows = feature.numbers[ids.astype(np.int64)].astype(np.float64)
                 part[sample] = rows.mean(axis=0) if feature.mean else rows.sum(axis=0)

@@ -14,7 +14,11 @@ MOST_IDS, MOST_SAMPLES = 50_000, 5_000
 def publish(repository: Path) -> Model:
     """Export it into `repository`, its rows as they are (FP32)."""
     module = collection(MIXED)
-    policies: dict[str, IdPolicy | DefaultRow] = {"item": IdPolicy.ZERO, "word": DefaultRow(default_row=3)}
+    policies: dict[str, IdPolicy | DefaultRow] = {
+        "item": IdPolicy.ZERO,
+        "genre": IdPolicy.MODULO,
+        "word": DefaultRow(default_row=3),
+    }
     config = ExportConfig(
         dtype={"*": WeightDtype.FP32},
         id_policy=policies,
@@ -22,7 +26,7 @@ def publish(repository: Path) -> Model:
     )
     bundle = export_model(module, repository, "m", config)
     tables = float_tables(module)
-    outside: dict[str, str | int] = {"user": "error", "item": "zero", "genre": "error", "word": 3}
+    outside: dict[str, str | int] = {"user": "error", "item": "zero", "genre": "modulo", "word": 3}
     features = {
         feature: Feature(tables[spec.name], spec.pooling == "MEAN", outside[spec.name])
         for spec in MIXED

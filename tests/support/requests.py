@@ -21,6 +21,7 @@ def schema(
     *,
     zero: tuple[bool, ...] = (False, False, False),
     default_rows: tuple[int, ...] = (-1, -1, -1),
+    modulo: tuple[bool, ...] = (False, False, False),
     weighted: tuple[bool, ...] = (False, False, False),
 ) -> Schema:
     every = Selection(
@@ -32,6 +33,7 @@ def schema(
         dims=np.array(DIMS, np.int64),
         zero=np.array(zero),
         default_rows=np.array(default_rows),
+        modulo=np.array(modulo),
         weighted=np.array(weighted),
         default=True,
     )

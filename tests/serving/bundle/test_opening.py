@@ -40,8 +40,9 @@ def test_a_bundle_of_the_format_before_is_read(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(lambda m: m.update(format_version=6), r"format_version: expected one of \(3, 4, 5\), got 6", id="newer format"),
-        pytest.param(lambda m: m.update(format_version=6, more={}), r"format_version: expected one of \(3, 4, 5\), got 6", id="newer format, new key"),
+        pytest.param(lambda m: m["tables"][1].update(id_policy="modulo"), "table 'item': format_version 4 has no id_policy `modulo`", id="modulo in format 4"),
+        pytest.param(lambda m: m.update(format_version=7), r"format_version: expected one of \(3, 4, 5, 6\), got 7", id="newer format"),
+        pytest.param(lambda m: m.update(format_version=7, more={}), r"format_version: expected one of \(3, 4, 5, 6\), got 7", id="newer format, new key"),
         pytest.param(lambda m: m.update(more=1), "unknown field `more`", id="unknown key"),
         pytest.param(lambda m: m["tables"][0].update(more=1), r"unknown field `more` - at `\$.tables\[0\]`", id="unknown key in a table"),
         pytest.param(lambda m: m.pop("plan"), "missing required field `plan`", id="missing key"),

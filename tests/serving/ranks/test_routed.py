@@ -40,7 +40,7 @@ SHARED = Spec("shared", 53, 16, "MEAN", ("first", "second"))
 def config_of(output_dtype: OutputDtype = OutputDtype.FP32) -> ExportConfig:
     return ExportConfig(
         dtype={spec.name: dtype for spec, (_, _, dtype) in zip(SPECS, EVERY, strict=True)},
-        id_policy={"*": IdPolicy.ZERO},
+        id_policy={"*": IdPolicy.ZERO, "*_SUM_*": IdPolicy.MODULO},
         output_dtype=output_dtype,
         sharding=Sharding(
             ranks=8,
@@ -102,7 +102,7 @@ def requests(served: Served, seed: int = 0) -> Iterator[dict[str, Any]]:
         bags = random_bags(random, (*SPECS, SHARED), samples, features, longest)
         first = next(iter(bags.values()))
         if first and first[0]:
-            first[0][0] = 2**40  # outside: policy zero
+            first[0][0] = 2**40  # outside: policy zero or modulo
         yield {name: _arrays(random, each, served.weighted) for name, each in bags.items()}
 
 

@@ -136,6 +136,44 @@ def test_policy_default_row_reads_that_row() -> None:
     assert values.tolist() == [3, 10, -1, 4, 2**40]
 
 
+@given(
+    st.lists(requests(), min_size=1, max_size=4),
+    st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    st.integers(0, 2**32 - 1),
+)
+def test_policy_modulo_makes_a_row_of_every_int64(
+    asked: list[Tensors], modulo: tuple[bool, bool, bool], seed: int
+) -> None:
+    """Alone and merged, beside features of other policies; numpy is the oracle."""
+    random = np.random.default_rng(seed)
+    found_in, extremes = [], ints(-(2**63), -(2**63) + 1, -1, 2**63 - 1, 2**40)
+    for request in asked:
+        assert request.features is not None
+        sizes = request.lengths.reshape(len(request.features), -1).sum(axis=1)
+        rows = np.repeat([ROWS[NAMES.index(name)] for name in request.features], sizes)
+        is_modulo = np.repeat([modulo[NAMES.index(name)] for name in request.features], sizes)
+        changed = is_modulo & random.choice([True, False], is_modulo.size)
+        request.values = np.where(changed, random.choice(extremes, is_modulo.size), request.values)
+        found_in.append([int(id_) % int(height) for id_, height in zip(request.values, rows, strict=True)])
+    before = [request.values.copy() for request in asked]
+    accepted = [kjt.accept(schema(modulo=modulo), request) for request in asked]
+    assert kjt.check(accepted).values.tolist() == [id_ for each in found_in for id_ in each]
+    for request, kept, expected in zip(asked, before, found_in, strict=True):
+        np.testing.assert_array_equal(request.values, kept)  # the caller's own
+        changed_by_policies, counts = kjt.apply_id_policies(kjt.accept(schema(modulo=modulo), request))
+        assert kjt.check([changed_by_policies]).values.tolist() == expected
+        assert counts == {}
+
+
+def test_policy_modulo_beside_an_id_that_is_refused_or_dropped() -> None:
+    policies = schema(modulo=(True, False, False), zero=(False, False, True))
+    with pytest.raises(IdsOutside, match=r"feature 'b': expected an id in \[0, 5\), got 5") as caught:
+        checked(policies, tensors(ints(10, 5), lens(1, 1, 0)))
+    assert caught.value.counts == {"tb": 1}
+    found = checked(policies, tensors(ints(-1, 4, 100, 7), lens(1, 1, 2)))
+    assert found.values.tolist() == [9, 4, 7]
+
+
 def test_policy_zero_does_not_excuse_another_table() -> None:
     with pytest.raises(IdsOutside, match="feature 'b'") as caught:
         checked(schema(zero=(True, False, True)), tensors(ints(10, 5), lens(1, 1, 0)))
