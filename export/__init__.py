@@ -9,6 +9,7 @@ from export.errors import ExportError  # noqa: E402
 from export.hosts.machines import complete_hosts, export_hosts  # noqa: E402
 from export.pipeline import export_model  # noqa: E402
 from export.plan.sharding import Sharding  # noqa: E402
+from serving.bundle.hosts import IdDtype  # noqa: E402
 from serving.bundle.rows import WeightDtype  # noqa: E402
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype  # noqa: E402
 
@@ -16,6 +17,7 @@ __all__ = [
     "DefaultRow",
     "ExportConfig",
     "ExportError",
+    "IdDtype",
     "IdPolicy",
     "OutputDtype",
     "Sharding",

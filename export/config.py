@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from export.patterns import check_patterns, last_match
 from export.plan.sharding import Sharding
 from serving.arguments import check_argument, check_arguments
+from serving.bundle.hosts import IdDtype
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
@@ -26,6 +27,7 @@ class ExportConfig:
         max_error: largest allowed |float − stored| of an element, in the units of the weights. A table without one is
             still checked: no element may move further than rounding explains.
         output_dtype: dtype of the pooled embeddings.
+        id_dtype: dtype of the ids in a request on the wire. INT32 halves their bytes.
         sums_dtype: dtype of the partial sums that hosts answer a router with. FP16 halves what travels; answers are
             then not those of the same plan in one process.
         sharding: the ranks, and how tables are placed on them; one rank by default.
@@ -40,6 +42,7 @@ class ExportConfig:
     id_policy: Mapping[str, IdPolicy | DefaultRow] = field(default_factory=dict)
     max_error: Mapping[str, float] = field(default_factory=dict)
     output_dtype: OutputDtype = OutputDtype.FP32
+    id_dtype: IdDtype = IdDtype.INT64
     sums_dtype: OutputDtype = OutputDtype.FP32
     sharding: Sharding = field(default_factory=Sharding)
     serving: ServingSettings | None = None

@@ -10,11 +10,14 @@ from export.rows.quantize import check_dim
 from export.rows.smallest_dtype import smallest_dtype
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import TrainedTable
+from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import Manifest, format_version_of
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
 from serving.pins import installed
+
+_MOST_INT32_ROWS = 2**31
 
 
 def describe(
@@ -51,9 +54,13 @@ def describe(
     for table in tables:
         if table.policy_error is not None:
             raise ConfigurationError(f"table {table.name!r}: {table.policy_error}")
+        if config.id_dtype is IdDtype.INT32 and table.rows > _MOST_INT32_ROWS:
+            raise ConfigurationError(
+                f"id_dtype: table {table.name!r} has {table.rows} rows: requests cannot ask for all of them by INT32"
+            )
     features = tuple(_features(trained))
     return Manifest(
-        format_version=format_version_of(tables, on_hosts=config.sharding.hosts_as_models),
+        format_version=format_version_of(tables, config.id_dtype, on_hosts=config.sharding.hosts_as_models),
         features=features,
         tables=tables,
         output_dtype=config.output_dtype,
@@ -62,6 +69,7 @@ def describe(
         exported_at=time.time(),
         versions=installed(),
         files={},
+        id_dtype=config.id_dtype,
     )
 
 

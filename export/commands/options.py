@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from export.commands.values import id_policy, output_dtype, weight_dtype
+from export.commands.values import id_dtype, id_policy, output_dtype, weight_dtype
 from export.sizes import bytes_per_s, size_bytes
 from serving.bundle.plan import ShardingType
 from serving.bundle.rows import WeightDtype
@@ -108,6 +108,12 @@ OPTIONS = (
         "this is taken; with one, the export fails if it does not keep this.",
     ),
     ExportOption(name="output_dtype", typed=str, parse=output_dtype, help=f"{_names(OutputDtype)}; fp32 by default."),
+    ExportOption(
+        name="id_dtype",
+        typed=str,
+        parse=id_dtype,
+        help="Ids in a request on the wire: int64 (default), or int32, which halves their bytes.",
+    ),
     ExportOption(
         name="sums_dtype",
         typed=str,

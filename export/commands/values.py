@@ -3,6 +3,7 @@
 from enum import Enum
 from typing import TypeVar
 
+from serving.bundle.hosts import IdDtype
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
@@ -27,6 +28,15 @@ def output_dtype(setting: str, text: str) -> OutputDtype:
         ConfigurationError: there is no dtype of that name.
     """
     return _member(setting, OutputDtype, text)
+
+
+def id_dtype(setting: str, text: str) -> IdDtype:
+    """The dtype of ids that people call int32.
+
+    Raises:
+        ConfigurationError: there is no dtype of that name.
+    """
+    return _member(setting, IdDtype, text)
 
 
 def id_policy(setting: str, text: str) -> IdPolicy | DefaultRow:

@@ -17,7 +17,7 @@ def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings 
         settings: how the new version is to be served; None takes the model's settings.
 
     Raises:
-        PublishError: features, dims, weights, output dtype or settings differ.
+        PublishError: features, dims, weights, dtypes of ids or output, or settings differ.
         ConfigurationError: the model's config.pbtxt cannot be read.
     """
     config = read_config(model)
@@ -29,7 +29,8 @@ def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings 
             f"{model / CONFIG}: expected the contract of the versions already there (features "
             f"{parameters.get('features')}, dims {parameters.get('dims')}), "
             f"got features {features}, dims {','.join(str(t.dim) for t in manifest.feature_tables)}, "
-            f"{manifest.output_dtype.value} out, {'weighted' if manifest.weighted else 'unweighted'}: "
+            f"{manifest.id_dtype.value} ids, {manifest.output_dtype.value} out, "
+            f"{'weighted' if manifest.weighted else 'unweighted'}: "
             "clients would break; publish under another name"
         )
     if settings is not None and settings != served:

@@ -26,7 +26,7 @@ from serving.files.strict import Strict
 FORMAT_VERSION = 4
 # Of bundles on several hosts: a router's, and those of its hosts.
 HOSTS_FORMAT_VERSION = 5
-# Of bundles with the id policy `modulo`, on several hosts or not.
+# Of bundles with the id policy `modulo`, or with INT32 ids that are not on hosts; whether on several hosts or not.
 NEWEST_FORMAT_VERSION = 6
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
@@ -149,8 +149,8 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     def contract(self) -> str:
         """SHA-256, in hex, of all that a client can see.
 
-        This is features, dims, whether ids carry weights, and the output's dtype. A version can replace another with
-        the same contract while clients run.
+        This is features, dims, whether ids carry weights, and the dtypes of ids and output. A version can replace
+        another with the same contract while clients run.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
         features = [
@@ -167,14 +167,16 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
 
 
-def format_version_of(tables: Iterable[Table], *, on_hosts: bool) -> int:
+def format_version_of(tables: Iterable[Table], id_dtype: IdDtype, *, on_hosts: bool) -> int:
     """The lowest format that can say what a bundle holds. Readers that know no later one can go on.
 
     Args:
         tables: of the bundle.
+        id_dtype: of its requests.
         on_hosts: whether it is a router's, or a host's.
     """
-    if any(table.id_policy is IdPolicy.MODULO for table in tables):
+    is_narrow = id_dtype is IdDtype.INT32 and not on_hosts
+    if is_narrow or any(table.id_policy is IdPolicy.MODULO for table in tables):
         return NEWEST_FORMAT_VERSION
     return HOSTS_FORMAT_VERSION if on_hosts else FORMAT_VERSION
 
