@@ -1,7 +1,6 @@
 """Calls to hosts without a router around them: all hosts at once, or one alone."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from msgspec import structs
 
@@ -11,7 +10,9 @@ from serving.client.connection import Connection
 from serving.client.retries import Retries
 from serving.closing import Closing
 from serving.engine import Engine
-from serving.ranks.fan_out import LoopThread, ask_all
+from serving.errors import ServingError
+from serving.ranks.direct import DirectHost, wait_all
+from serving.ranks.fan_out import LoopThread
 from serving.ranks.host import Host
 from serving.ranks.partial import PartialRequest
 from serving.ranks.routed import Routed
@@ -46,21 +47,26 @@ class FanOut(Closing):
         ranks = enumerate(manifest.plan.ranks)
         asked = {number: by_host[rank.host] for number, rank in ranks if rank.host in by_host}
         self._loop = LoopThread()
-        self._hosts = self._loop.start(_connect(asked, addresses)).result()
+        hosts = self._loop.start(_connect(asked, addresses)).result()
+        self._hosts = {rank: DirectHost(host, self._loop) for rank, host in hosts.items()}
 
     @property
     def ranks(self) -> list[int]:
         """Of the hosts."""
         return list(self._hosts)
 
-    def __call__(self, asked: Asked) -> Any:
+    def __call__(self, asked: Asked) -> None:
         """Ask all at once that `asked` names."""
-        return self._loop.start(ask_all(self._hosts, asked)).result()
+        found = wait_all({rank: self._hosts[rank].ask(request) for rank, request in asked.items()})
+        for each in found.values():
+            if isinstance(each, ServingError):
+                raise each
 
     def close(self) -> None:
         """Close the channels, and end the thread."""
-        for host in self._hosts.values():
-            self._loop.start(host.close()).result()
+        for direct in self._hosts.values():
+            direct.close()
+            self._loop.start(direct.host.close()).result()
         self._loop.close()
 
 

@@ -103,7 +103,7 @@ def _run_case(case: Case, one: Engine, folder: Path) -> Iterator[Result]:
                     _candidates(case, engine, client, requests, nothing) | _alone(engine, requests, hosts), rounds
                 )
             yield from results(case, samples, times)
-            yield from apart(case, samples, times, _processor_time(engine, requests, rounds))
+            yield from apart(case, samples, times, _processor_time(engine, hosts, requests, rounds))
         yield from _bytes(case, engine)
 
 
@@ -149,22 +149,27 @@ class ProcessorTime:
     """Of an engine with hosts, for one request, in seconds.
 
     Attributes:
-        own: checks, split, own rank, merge: of the thread that calls the engine.
-        calls: encoding, sending and reading calls: of all other threads.
+        own: checks, split, own rank, merge.
+        calls: encoding, sending and reading calls.
     """
 
     own: float
     calls: float
 
 
-def _processor_time(engine: Engine, requests: list[Arrays], rounds: int) -> ProcessorTime:
+def _processor_time(engine: Engine, hosts: FanOut, requests: list[Arrays], rounds: int) -> ProcessorTime:
     """Without the hosts, which are other processes."""
-    asked = cycle(requests)
-    all_, own = time.process_time(), time.thread_time()
+    whole, calls = cycle(requests), cycle([asked_of(engine, request) for request in requests])
+    together = _used(lambda: lookup(engine, next(whole)), rounds)
+    calls_s = _used(lambda: hosts(next(calls)), rounds)
+    return ProcessorTime(together - calls_s, calls_s)
+
+
+def _used(call: Callable[[], Any], rounds: int) -> float:
+    started = time.process_time()
     for _ in range(rounds):
-        lookup(engine, next(asked))
-    own = (time.thread_time() - own) / rounds
-    return ProcessorTime(own, (time.process_time() - all_) / rounds - own)
+        call()
+    return (time.process_time() - started) / rounds
 
 
 def apart(case: Case, samples: int, times: Times, processor: ProcessorTime) -> Iterator[Result]:
