@@ -1,15 +1,19 @@
 """A router and its hosts on this machine: a tritonserver for each host, and the router's own repository."""
 
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from serving.bundle.opening import Bundle, open_bundle
 from serving.model.config_file import apply_settings, read_config, settings_of, write_config
-from serving.server import Ports, run_server
+from serving.server import Ports, Server, run_server
+from serving.server.memory import process_memory
 
 FREE = Ports(grpc=0, http=0, metrics=0)
 
@@ -43,3 +47,13 @@ def name_hosts(router: Bundle, addresses: Mapping[int, str]) -> None:
     hosts = {str(host): address for host, address in addresses.items()}
     apply_settings(config, replace(settings_of(config), hosts=hosts, shard_timeout_ms=20_000))
     write_config(model, config)
+
+
+def memory_bytes(server: Server, model: str) -> int:
+    """What tritonserver and the instances of one of its models use, shared pages by their share (PSS)."""
+    named = re.compile(rf"{re.escape(model)}_\d+_\d+")  # how Triton calls an instance
+    stubs = psutil.Process(server.process.pid).children()
+    instances = [stub.pid for stub in stubs if any(map(named.fullmatch, stub.cmdline()))]
+    found = [process_memory(pid) for pid in (server.process.pid, *instances)]
+    assert len(found) > 1
+    return sum(each.share for each in found if each is not None)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import tritonclient.grpc as triton
 
 from benchmarks.fan_out import Asked, FanOut, asked_of
-from benchmarks.fleet import FREE, name_hosts, start_hosts
+from benchmarks.fleet import FREE, memory_bytes, name_hosts, start_hosts
 from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.served import do_nothing_name, inputs_of, publish_do_nothing
@@ -105,6 +105,7 @@ def _run_case(case: Case, one: Engine, folder: Path) -> Iterator[Result]:
             yield from results(case, samples, times)
             yield from apart(case, samples, times, _processor_time(engine, hosts, requests, rounds))
         yield from _bytes(case, engine)
+        yield Result(f"router_pss_{case.name}_bytes", memory_bytes(router, case.name), unit="B")
 
 
 def _candidates(
