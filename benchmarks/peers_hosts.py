@@ -44,9 +44,9 @@ def run(folder: Path) -> Iterator[Result]:
         server = stack.enter_context(run_server(router.path.parent.parent, FREE, models=[MODEL]))
         ours = {"protocol": "ours", "address": server.grpc, "tolerance": TOLERANCE["int8"]}
         with ExitStack() as started:
-            yield from _beside(workload, folder, ours, "redis_hosts", partial(_start_redis, started, folder))
+            yield from beside(workload, folder, ours, "redis_hosts", partial(_start_redis, started, folder))
         # Apart: Ray is busy when idle. Its actors are the load generator's.
-        yield from _beside(workload, folder, ours, "ray_ranks", lambda: "")
+        yield from beside(workload, folder, ours, "ray_ranks", lambda: "")
         with Engine(router, Hosts(addresses=addresses, timeout_s=20.0)) as engine:
             yield from _in_process(workload, engine)
     shutil.rmtree(folder)
@@ -60,7 +60,7 @@ def features_by_host(router: Bundle) -> list[list[int]]:
     return [[number for number, at in features if at == host.host] for host in manifest.hosts]
 
 
-def _beside(
+def beside(
     workload: PeerWorkload, folder: Path, ours: dict[str, Any], name: str, start: Callable[[], str]
 ) -> Iterator[Result]:
     """Figures of a peer, and of ours that were taken in turn with it; or why it is absent.

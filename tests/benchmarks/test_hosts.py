@@ -151,6 +151,14 @@ def test_the_page_says_who_is_ahead_of_a_router() -> None:
     assert "not first" not in section(run_with(measured(Case("table_wise", 4)), peers(redis=1.2, ray=2.0)))
 
 
+def test_a_peer_that_cannot_be_started_is_absent(tmp_path: Path, ragged: PeerWorkload) -> None:
+    def start() -> str:
+        raise FileNotFoundError(".bench/peers could not be installed")
+
+    (found,) = peers_hosts.beside(ragged, tmp_path, {}, "redis_hosts", start)
+    assert (found.name, found.note) == ("redis_hosts_absent", ".bench/peers could not be installed")
+
+
 def test_the_page_says_why_a_peer_is_absent() -> None:
     found = peers(redis=0.2, ray=2.0)
     found["ratios"] = {name: value for name, value in found["ratios"].items() if "ray" not in name}
