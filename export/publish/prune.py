@@ -1,5 +1,6 @@
 """Remove old versions of a model, but none that is in use."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import PublishError
+from serving.bundle.hosts import is_host_model
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import open_bundle, versions
 from serving.bundle.release import read_release
@@ -27,7 +29,8 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
     """Remove old versions of a model.
 
     These stay: the newest `keep`, those that a process has open, those that config.pbtxt or the model's release say
-    to serve, and those that a router's bundle in the same repository names.
+    to serve, and those that a router's bundle in the same repository names. All stay while a bundle of the router
+    cannot be read.
 
     Args:
         model: `<repository>/<name>`.
@@ -44,8 +47,9 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
     """
     if keep < 1:
         raise ConfigurationError(f"keep: expected 1 or more, got {keep}")
+    model = Path(os.path.abspath(model))  # its name counts, whatever the path, such as ".."
     configured = settings_of(read_config(model)).version
-    routed = _named_by_routers(model)
+    routed, unread = _named_by_routers(model)
     released = read_release(model)
     for position, version in enumerate(reversed(versions(model))):
         path = model / str(version)
@@ -55,6 +59,8 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
             yield Fate(version, "config.pbtxt says to serve it")
         elif version in routed:
             yield Fate(version, f"{routed[version]} names it")
+        elif unread is not None:
+            yield Fate(version, f"{unread} may name it, and cannot be read")
         elif released is not None and version in released.versions:
             yield Fate(version, "its release says to serve it")
         elif dry_run:
@@ -64,18 +70,27 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
             yield Fate(version, None if _remove(path) else "in use")
 
 
-def _named_by_routers(model: Path) -> dict[int, str]:
-    """The versions of a host's model that routers need: the number of each, and which router's bundle names it."""
+def _named_by_routers(model: Path) -> tuple[dict[int, str], str | None]:
+    """The versions of a host's model that routers need.
+
+    Returns:
+        By their numbers which router's bundle names them; and a bundle of this host's router that cannot be read,
+        such as one of a newer tbe-serving. None: there is none.
+    """
     named: dict[int, str] = {}
-    for manifest in sorted(model.absolute().parent.glob(f"*/*/{MANIFEST}")):
+    unread = None
+    for manifest in sorted(model.parent.glob(f"*/*/{MANIFEST}")):
+        router, version = manifest.parent.parent.name, manifest.parent.name
         try:
             hosts = open_bundle(manifest.parent).manifest.hosts
         except BundleError:
-            continue  # not a bundle that could be served
+            if is_host_model(model.name, router):
+                unread = f"{router} version {version}"
+            continue
         for host in hosts:
-            if host.model == model.absolute().name:
-                named[host.version] = f"{manifest.parent.parent.name} version {manifest.parent.name}"
-    return named
+            if host.model == model.name:
+                named[host.version] = f"{router} version {version}"
+    return named, unread
 
 
 def _remove(version: Path) -> bool:
@@ -84,7 +99,7 @@ def _remove(version: Path) -> bool:
     Returns:
         Whether it was removed.
     """
-    repository = version.parent.parent.absolute()
+    repository = version.parent.parent
     with in_use(version) as used:
         if used:
             return False

@@ -85,6 +85,11 @@ def host_model(router: str, host: int) -> str:
     return f"{router}-host-{host}"
 
 
+def is_host_model(name: str, router: str) -> bool:
+    """Whether `host_model` gives this name to a host of a router."""
+    return re.fullmatch(f"{re.escape(router)}-host-[0-9]+", name) is not None
+
+
 def path_of(router: Path, host: HostBundle) -> Path:
     """Where the bundle of a host lies if it is in the router's repository.
 

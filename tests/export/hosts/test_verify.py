@@ -1,6 +1,7 @@
 """A router is verified with the bundles of its hosts; versions that a router names are not pruned."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,38 @@ def test_versions_of_hosts_that_a_router_names_stay(router: Path) -> None:
     fates = {fate.version: fate.kept for fate in prune(of_host, 1)}
     assert fates == {3: "among the newest 1", 2: "movies version 2 names it", 1: None}
     assert sorted(path.name for path in of_host.iterdir()) == ["2", "3", "config.pbtxt"]
+
+
+def test_versions_of_hosts_that_a_router_names_stay_whatever_the_path(
+    router: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_model(mixed(), router.parent.parent, MODEL, CONFIG)
+    of_host = router.parent.parent / f"{MODEL}-host-1"
+    monkeypatch.chdir(of_host / "2")
+    assert [fate.kept for fate in prune(Path(".."), 1)] == ["among the newest 1", "movies version 1 names it"]
+    assert sorted(path.name for path in of_host.iterdir()) == ["1", "2", "config.pbtxt"]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda manifest: manifest.write_text(
+            manifest.read_text().replace('"format_version": 5', '"format_version": 6')
+        ),
+        lambda manifest: manifest.write_text(""),
+    ],
+    ids=["of a newer tbe-serving", "damaged"],
+)
+def test_versions_of_hosts_stay_that_a_router_may_name_which_cannot_be_read(
+    router: Path, harm: Callable[[Path], object]
+) -> None:
+    export_model(mixed(), router.parent.parent, MODEL, CONFIG)
+    harm(router / "manifest.json")
+    of_host = router.parent.parent / f"{MODEL}-host-1"
+    fates = [fate.kept for fate in prune(of_host, 1)]
+    assert fates == ["among the newest 1", "movies version 1 may name it, and cannot be read"]
+    shutil.rmtree(router)
+    assert [fate.kept for fate in prune(of_host, 1)] == ["among the newest 1", None]
 
 
 def test_inspect_says_who_belongs_to_whom(router: Path) -> None:
