@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from export.config import ExportConfig
+from export.errors import ModelError
 from export.plan.planner import plan_shards
 from export.progress import Progress, float_bytes
 from export.rows.quantize import check_dim
@@ -13,6 +14,7 @@ from export.trained.tables import TrainedTable
 from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import Manifest, format_version_of
 from serving.bundle.rows import WeightDtype
+from serving.bundle.segments import name_twice
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
 from serving.pins import installed
@@ -35,6 +37,7 @@ def describe(
         progress: called as rows are read.
 
     Raises:
+        ModelError: two features or tables would have one name in the bundle of a host.
         ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
     config.check_patterns(table.name for table in trained)
@@ -59,7 +62,7 @@ def describe(
                 f"id_dtype: table {table.name!r} has {table.rows} rows: requests cannot ask for all of them by INT32"
             )
     features = tuple(_features(trained))
-    return Manifest(
+    manifest = Manifest(
         format_version=format_version_of(tables, config.id_dtype, on_hosts=config.sharding.hosts_as_models),
         features=features,
         tables=tables,
@@ -71,6 +74,9 @@ def describe(
         files={},
         id_dtype=config.id_dtype,
     )
+    if (wrong := name_twice(manifest)) is not None:
+        raise ModelError(f"{wrong}: rename one, or have them on different hosts")
+    return manifest
 
 
 def _features(trained: Sequence[TrainedTable]) -> Iterator[Feature]:

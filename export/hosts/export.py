@@ -81,7 +81,7 @@ class HostsExport:
         Raises:
             ConfigurationError: the plan has no such host.
         """
-        rank_of = {self._manifest.plan.ranks[rank].host: rank for rank in self._elsewhere}
+        rank_of = self._manifest.plan.rank_of_host
         hosts = sorted({*hosts})
         if unknown := sorted({*hosts} - rank_of.keys()):
             raise ConfigurationError(f"only_hosts: expected hosts of the plan, 0 to {max(rank_of)}, got {unknown[0]}")

@@ -39,6 +39,22 @@ def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:
     return by_rank
 
 
+def name_twice(manifest: Manifest) -> str | None:
+    """A name that two segments, or two shards, of a router's host would have, in words. None: there is none."""
+    for host, rank in manifest.plan.rank_of_host.items():
+        features: dict[str, str] = {}
+        tables: dict[str, Shard] = {}
+        for segment in segments_by_rank(manifest)[rank]:
+            feature = manifest.features[segment.feature].name
+            if (other := features.setdefault(segment.name, feature)) != feature:
+                return f"host {host}: features {other!r} and {feature!r} would both have a segment {segment.name!r}"
+            first = tables.setdefault(segment.table, segment.shard)
+            if first != segment.shard:
+                both = f"tables {first.table!r} and {segment.shard.table!r}"
+                return f"host {host}: {both} would both have a shard {segment.table!r}"
+    return None
+
+
 def takes_weights(manifest: Manifest, segments: Iterable[FeatureShard]) -> bool:
     """Whether a host of a router's plan takes a weight for each row: one of its tables is weighted."""
     weighted = {table.name for table in manifest.tables if table.weighted}

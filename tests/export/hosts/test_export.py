@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import export.hosts.export
 from export import ExportConfig, Sharding, complete_hosts, export_hosts, export_model
 from export.__main__ import app
-from export.errors import PublishError
+from export.errors import ModelError, PublishError
+from export.pipeline import plan_model
 from export.trained.checkpoint import Checkpoint, module_weights
 from export.trained.tables import TrainedTable, collect_tables
 from serving.bundle.hosts import ROUTER, IdDtype
@@ -28,7 +29,7 @@ from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import ServingSettings
 from tests.support.hosts import MODEL, edit_manifest, in_one_process
-from tests.support.models import MIXED, collection
+from tests.support.models import MIXED, Spec, collection
 from tests.support.oracle import exported_table
 from tests.support.sharded import DTYPES
 
@@ -215,6 +216,30 @@ def test_what_fails_publishes_no_router(tmp_path: Path, monkeypatch: pytest.Monk
 def test_hosts_that_the_plan_does_not_have_are_refused(tmp_path: Path, hosts: Sequence[int], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         export_hosts(mixed(), tmp_path / "r", MODEL, hosts, CONFIG, 1)
+
+
+@pytest.mark.parametrize(
+    ("specs", "types", "message"),
+    [
+        (
+            (Spec("a", 100, 8, "SUM", ("x",)), Spec("b", 60, 8, "SUM", ("x#0", "x#1"))),
+            {"*": "table_wise", "a": "row_wise"},
+            r"host (\d): features 'x' and 'x#\1' would both have a segment 'x#\1'",
+        ),
+        (
+            (Spec("a", 100, 8, "SUM", ("x",)), Spec("a[0:50]", 160, 8, "SUM", ("y",))),
+            {"a": "row_wise", "a[[]0:50]": "table_wise"},
+            r"host 0: tables 'a' and 'a\[0:50\]' would both have a shard 'a\[0:50\]'",
+        ),
+    ],
+    ids=["features", "tables"],
+)
+def test_names_that_would_be_one_on_a_host_are_refused_before_a_row_is_read(
+    specs: tuple[Spec, ...], types: dict[str, str], message: str
+) -> None:
+    sharding = Sharding(ranks=2, ranks_per_host=1, memory_bytes=1 << 20, types=types, hosts_as_models=True)
+    with pytest.raises(ModelError, match=f"^{message}: rename one"):
+        plan_model(collection(specs), ExportConfig(sharding=sharding))
 
 
 def test_hosts_that_are_no_models_are_refused(tmp_path: Path) -> None:
