@@ -5,6 +5,7 @@ parameter in config.pbtxt and the option of `tbe-serve configure`.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, get_args, get_origin
@@ -43,6 +44,8 @@ def _between(least: int, most: int) -> Allowed:
 
 
 _FINITE = Allowed(lambda value: 0 < value < math.inf, "a finite number > 0")
+# Of a host: written in one way, so that no host is named twice.
+_HOST_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _ABSOLUTE = Allowed(lambda value: value.startswith("/") and is_utf8(value), "an absolute path in UTF-8")
 
 
@@ -148,7 +151,7 @@ class ServingSettings:
         None,
         Allowed(
             lambda value: all(
-                number.isdecimal() and all(map(is_address, addresses.split(",")))
+                _HOST_NUMBER.fullmatch(number) and all(map(is_address, addresses.split(",")))
                 for number, addresses in value.items()
             ),
             "NUMBER=HOST:PORT[,HOST:PORT]",

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from serving.client.connection import Tls
 from serving.client.metadata import MetadataFile
-from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
 from serving.ranks.hosts import DEFAULT_TIMEOUT_S, Hosts, OnLost
 
@@ -13,11 +12,9 @@ def hosts_of(settings: ServingSettings) -> Hosts:
     """Where the hosts are, and how they are asked.
 
     Raises:
-        ConfigurationError: a number or an address cannot be used.
+        ConfigurationError: as `Hosts`.
     """
     given = settings.hosts or {}
-    if wrong := [number for number in given if not number.isdecimal()]:
-        raise ConfigurationError(f"hosts: expected NUMBER=ADDRESSES, got {wrong[0]!r} for a number")
     return Hosts(
         addresses={int(number): addresses.split(",") for number, addresses in given.items()},
         timeout_s=DEFAULT_TIMEOUT_S if settings.shard_timeout_ms is None else settings.shard_timeout_ms / 1000,
