@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
+
 from export.config import ExportConfig
 from export.errors import ModelError
 from export.plan.planner import plan_shards
@@ -28,7 +30,8 @@ def describe(
     weights: Callable[[], Checkpoint],
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Describe a bundle of `trained` as far as it is known now: without parity, files, and modules left out.
+    """Describe a bundle of `trained` as far as it is known now: without parity, files, position weights, and modules
+    left out.
 
     Args:
         trained: the tables.
@@ -63,7 +66,7 @@ def describe(
             )
     features = tuple(_features(trained))
     manifest = Manifest(
-        format_version=format_version_of(tables, config.id_dtype, on_hosts=config.sharding.hosts_as_models),
+        format_version=format_version_of(tables, features, config.id_dtype, on_hosts=config.sharding.hosts_as_models),
         features=features,
         tables=tables,
         output_dtype=config.output_dtype,
@@ -82,12 +85,36 @@ def describe(
 def _features(trained: Sequence[TrainedTable]) -> Iterator[Feature]:
     """All features, in the order in which their keys appear first: features of one key are side by side."""
     named = [
-        Feature(name=name, table=table.name, shared_key=None if key == name else key)
+        Feature(
+            name=name,
+            table=table.name,
+            shared_key=None if key == name else key,
+            position_weights=None if table.position_weights is None else (),
+        )
         for table in trained
         for key, name in zip(table.keys, table.features, strict=True)
     ]
     keys = list(dict.fromkeys(feature.key for feature in named))
     yield from sorted(named, key=lambda feature: keys.index(feature.key))
+
+
+def with_position_weights(manifest: Manifest, trained: Sequence[TrainedTable], weights: Checkpoint) -> Manifest:
+    """`manifest` with the position weights of its features.
+
+    Raises:
+        CheckpointError: some are missing, of another number, or not finite.
+    """
+    found: dict[str, tuple[float, ...]] = {}
+    for table in trained:
+        for name, each in zip(table.features, table.position_weights or (), strict=False):
+            if each.key is not None:
+                what = f"position weights of feature {name!r}"
+                found[name] = tuple(weights.vector(what, each.key, each.count).tolist())
+    features = tuple(
+        msgspec.structs.replace(feature, position_weights=found.get(feature.name, feature.position_weights))
+        for feature in manifest.features
+    )
+    return msgspec.structs.replace(manifest, features=features)
 
 
 def _dtypes(

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from export.config import ExportConfig
-from export.manifest import describe
+from export.manifest import describe, with_position_weights
 from export.progress import Progress
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, collect_tables
@@ -55,6 +55,7 @@ def prepare(
     for table in trained.tables:
         weights.check(table)
     manifest = describe(trained.tables, config, lambda: weights, progress)
+    manifest = with_position_weights(manifest, trained.tables, weights)
     manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
     # With a checkpoint, the weights are not in the module: it cannot answer.
     return Prepared(config, trained, weights, manifest, trained if checkpoint is None else None, key, progress)

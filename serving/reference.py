@@ -19,7 +19,7 @@ from serving.bundle.rows import (
     dequantize,
     scales_and_biases_of,
 )
-from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, Pooling, Table
+from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
 from serving.bundle.weights import weights_path
 from serving.request.tensors import Ids, Tensors
 
@@ -108,13 +108,28 @@ def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
         ids: Ids = request.values[here].astype(np.int64, copy=False)
         for feature in features:
             table = tables[feature.table]
-            weights = None if request.weights is None or not table.weighted else request.weights[here]
-            bags = _Bags(ids, weights, lengths)
+            bags = _Bags(ids, _weights_of(feature, table, request, here, lengths), lengths)
             answer, bound = _answer_feature(directory, manifest, pieces[table.name], table, bags)
             names.append(feature.name)
             answers.append(answer)
             bounds.append(bound)
     return Pooled(names, answers, bounds)
+
+
+def _weights_of(
+    feature: Feature, table: Table, request: Tensors, here: slice, lengths: npt.NDArray[Any]
+) -> npt.NDArray[Any] | None:
+    """The weight of each id of a feature, whose ids are `here` in the request: [n]; None where each counts once."""
+    if feature.position_weights:
+        by_position = np.array(feature.position_weights, np.float32)
+        taken: npt.NDArray[Any] = np.concatenate(
+            [by_position[:0], *(by_position[:size] for size in lengths.tolist())]
+        )
+        return taken
+    if feature.position_weights is not None or request.weights is None or not table.weighted:
+        return None
+    sent: npt.NDArray[Any] = request.weights[here]
+    return sent
 
 
 def read_rows(

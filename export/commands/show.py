@@ -13,6 +13,8 @@ from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.terminal.program import out
 
+_WEIGHTED = {"·w": "its ids carry weights", "·p": "its ids are weighted by their position in the bag"}
+
 
 def show_tables(manifest: Manifest) -> None:
     """Print each table: its features, shape, pooling, dtype, id policy, and its bytes before and after."""
@@ -20,21 +22,29 @@ def show_tables(manifest: Manifest) -> None:
     table.columns[1].no_wrap = False
     table.columns[1].overflow = "fold"
     table.columns[1].min_width = 12
+    marks = _weighted_marks(manifest)
     for spec in manifest.tables:
         features = ", ".join(feature.name for feature in manifest.features if feature.table == spec.name)
         table.add_row(
             spec.name,
             features,
             f"{spec.rows:,} × {spec.dim}",
-            spec.pooling.value + ("·w" if spec.weighted else ""),
+            spec.pooling.value + marks[spec.name],
             spec.dtype.value,
             spec.id_policy.value,
             size_text(4 * spec.rows * spec.dim),
             size_text(spec.rows * spec.row_bytes),
         )
-    if manifest.weighted:
-        table.caption = "·w: its ids carry weights"
+    table.caption = (
+        "; ".join(f"{mark}: {meaning}" for mark, meaning in _WEIGHTED.items() if mark in marks.values()) or None
+    )
     out.print(table)
+
+
+def _weighted_marks(manifest: Manifest) -> dict[str, str]:
+    """The mark of each table, by name; "" where its ids are not weighted."""
+    by_position = {each.table for each in manifest.features if each.position_weights is not None}
+    return {each.name: ("·p" if each.name in by_position else "·w") * each.weighted for each in manifest.tables}
 
 
 def show_placement(report: PlanReport) -> None:

@@ -23,7 +23,7 @@ def assembled_manifest(router: Manifest) -> Manifest:
     )
     return msgspec.structs.replace(
         router,
-        format_version=format_version_of(router.tables, router.id_dtype, on_hosts=False),
+        format_version=format_version_of(router.tables, router.features, router.id_dtype, on_hosts=False),
         plan=msgspec.structs.replace(router.plan, ranks=ranks),
         hosts=(),
         files={},

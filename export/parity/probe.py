@@ -25,16 +25,21 @@ Arguments = tuple[Tensor, Tensor, Tensor | None]
 
 
 def make_probe(manifest: Manifest) -> Tensors:
-    """A seeded request: for each key bags of 0 to 8 ids, an empty one, and one of 100 with the first and last id."""
+    """A seeded request: for each key bags of 0 to 8 ids, an empty one, and one of 100 with the first and last id.
+
+    No bag is longer than its position weights.
+    """
     random = np.random.default_rng(_SEED)
     rows = manifest.rows_of_keys
     lengths = random.integers(0, 9, (len(rows), _SAMPLES)).astype(np.int32)
     lengths[:, 0] = _LONGEST_BAG
     lengths[:, 1] = 0
+    longest = manifest.longest_bags
+    lengths = np.minimum(lengths, [[longest.get(key, _LONGEST_BAG)] for key in rows]).astype(np.int32)
     columns = []
     for height, bags in zip(rows.values(), lengths, strict=True):
         ids = random.integers(0, height, bags.sum())
-        ids[:2] = 0, height - 1
+        ids[:2] = (0, height - 1)[: ids.size]
         columns.append(ids)
     values = np.concatenate(columns)
     weights = random.normal(size=values.size).astype(np.float32) if manifest.weighted else None

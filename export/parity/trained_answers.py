@@ -124,7 +124,7 @@ def compare_trained(
             continue
         ours, theirs = finite(served[feature.name].astype(np.float64), expected.numbers.astype(np.float64))
         moved = np.abs(ours - theirs)
-        counts = 1.0 if table.pooling is Pooling.MEAN else ids[feature.key]
+        counts = 1.0 if table.pooling is Pooling.MEAN else ids[feature.name]
         bound = bounds[feature.name] * (1 + expected.unit / FP32_UNIT)
         bound += counts * errors[table.name].tally.largest * (1 + 1e-6)
         if not ((moved <= bound) | np.isinf(bound)).all():
@@ -139,12 +139,20 @@ def compare_trained(
 
 
 def _ids_in_bags(manifest: Manifest, probe: Tensors) -> dict[str, npt.NDArray[np.float64]]:
-    """The number of ids in each bag, or the sum of |weight| over them: by key, float64 [B, 1]."""
+    """The number of ids in each bag, or the sum of |weight| over them: by feature, float64 [B, 1]."""
     bags = probe.lengths.reshape(len(manifest.keys), -1)
     weights = np.ones(probe.values.size) if probe.weights is None else np.abs(probe.weights.astype(np.float64))
     sums = np.concatenate([[0], np.cumsum(weights)])[np.concatenate([[0], np.cumsum(bags)])]
     by_bag = np.diff(sums).reshape(bags.shape)
-    return {key: counts[:, np.newaxis] for key, counts in zip(manifest.keys, by_bag, strict=True)}
+    found = {}
+    for lengths, sent, features in zip(bags, by_bag, manifest.keys.values(), strict=True):
+        for feature in features:
+            counts = sent
+            if feature.position_weights is not None:
+                by_position = np.abs(feature.position_weights or np.ones(lengths.max(initial=0)))
+                counts = np.concatenate([[0.0], np.cumsum(by_position)])[lengths]
+            found[feature.name] = counts[:, np.newaxis]
+    return found
 
 
 def _kjt(manifest: Manifest, probe: Tensors, module: nn.Module) -> KeyedJaggedTensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from export.errors import ModelError
+from export.manifest import with_position_weights
 from export.parity.answers import Answers, answer_probe
 from export.parity.copies import differing_copies
 from export.parity.recorded import recorded_parity
@@ -95,6 +96,13 @@ def compare(
         for name, agreement in quantized.items()
         if not agreement.largest <= limits[name]
     ]
+    if trained is not None and weights is not None:
+        expected = with_position_weights(manifest, trained, weights)
+        failures += [
+            f"feature {feature.name!r}: its position weights are not those given: is this what it was exported from?"
+            for feature, given in zip(manifest.features, expected.features, strict=True)
+            if feature != given
+        ]
     parity = tuple(
         answers.parity(manifest, table, quantized[table.name], limits[table.name]) for table in manifest.tables
     )

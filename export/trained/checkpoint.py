@@ -16,6 +16,7 @@ from export.trained.tables import TrainedTable
 
 # Hugging Face's tools write it beside the files of a sharded set: {"weight_map": {key: file name}}.
 _SAFETENSORS_INDEX = "*.safetensors.index.json"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 # Float bytes of a block of rows. It is large enough that threads rarely wait for one another's Python, and small
@@ -43,6 +44,28 @@ class Checkpoint:
         rows = self._find(table).read(start, stop)
         return rows.float() if rows.dtype is torch.bfloat16 else rows
 
+    def vector(self, what: str, key: str, size: int) -> Tensor:
+        """The numbers under a key of the state dict: float32 [size].
+
+        Args:
+            what: what they are, for messages.
+            key: the key.
+            size: how many there are.
+
+        Raises:
+            CheckpointError: they are missing, ambiguous, of another number or dtype, or not finite.
+        """
+        where = f"{self._source}: {what}"
+        stored = self._at(what, key)
+        if stored.shape not in ((size,), (size, 1)):
+            raise CheckpointError(f"{where}: expected shape {[size]}, got {list(stored.shape)}")
+        if stored.dtype not in _DTYPES:
+            raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
+        numbers = stored.read(0, size).float().reshape(size)
+        if not torch.isfinite(numbers).all():
+            raise CheckpointError(f"{where}: holds NaN or infinity: find out how the training made it")
+        return numbers
+
     def check(self, table: TrainedTable) -> None:
         """Refuse a table that is not here as its config describes it.
 
@@ -54,19 +77,20 @@ class Checkpoint:
         stored = self._find(table)
         if stored.shape != (table.rows, table.dim):
             raise CheckpointError(f"{where}: expected shape {[table.rows, table.dim]}, got {list(stored.shape)}")
-        if stored.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
 
     def _find(self, table: TrainedTable) -> StoredTable:
-        """The tensor under the key of `table`, or under the only key that ends in it: wrappers add a prefix."""
-        if table.key in self._stored:
-            return self._stored[table.key]
-        matches = [key for key in self._stored if key.endswith("." + table.key)]
+        return self._at(f"table {table.name!r}", table.key)
+
+    def _at(self, what: str, key: str) -> StoredTable:
+        """The tensor under `key`, or under the only key that ends in it: wrappers add a prefix."""
+        if key in self._stored:
+            return self._stored[key]
+        matches = [each for each in self._stored if each.endswith("." + key)]
         if len(matches) != 1:
             found = ", ".join(matches or sorted(self._stored)[:8]) or "nothing"
-            raise CheckpointError(
-                f"{self._source}: table {table.name!r}: expected one key {table.key!r}, found {found}"
-            )
+            raise CheckpointError(f"{self._source}: {what}: expected one key {key!r}, found {found}")
         return self._stored[matches[0]]
 
 
@@ -108,6 +132,9 @@ def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpo
                 f"{source}: table {table.name!r}: is on the meta device and has no weights: give a checkpoint"
             )
         stored[table.key] = InMemory(tensor)
+        for weights in table.position_weights or ():
+            if weights.key is not None:
+                stored[weights.key] = InMemory(state[weights.key])
     return Checkpoint(source, stored)
 
 

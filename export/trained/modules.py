@@ -20,13 +20,20 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
 )
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from export.errors import ModelError
 from export.quiet import quiet
+from export.trained.processors import bags_of, unknown_processors
 
-SERVED = (EmbeddingBagCollection, FusedEmbeddingBagCollection)
-_COLLECTIONS = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, ShardedModule)
+SERVED = (EmbeddingBagCollection, FusedEmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection)
+_COLLECTIONS = (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+    FeatureProcessedEmbeddingBagCollection,
+    ShardedModule,
+)
 # What may be done to an input on the way: choose parts of it, or move it to a device. The ids stay the same.
 _SELECTING_METHODS = ("split", "permute", "to")
 _SELECTING_FUNCTIONS = (operator.getitem, getattr)
@@ -105,14 +112,28 @@ def _check_collection(where: str, collection: nn.Module) -> None:
     if not served or type(collection).forward is not served[0].forward:
         names = " or ".join(kind.__name__ for kind in SERVED)
         raise ModelError(f"{where}: expected {names}: other kinds are not served yet: export a module without it")
+    if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
+        _check_processed(where, collection)
     for path, part in collection.named_modules():
-        _check_untouched(dotted(where, path), part)
+        if type(part) is not nn.ParameterDict:  # it is never called: its __call__ raises
+            _check_untouched(dotted(where, path), part)
         if isinstance(part, nn.EmbeddingBag) and (
             type(part) is not nn.EmbeddingBag or part.max_norm is not None or part.padding_idx is not None
         ):
             raise ModelError(
                 f"{where}: {path}: expected a plain nn.EmbeddingBag, without max_norm and padding_idx: {_INSTEAD}"
             )
+
+
+def _check_processed(where: str, collection: FeatureProcessedEmbeddingBagCollection) -> None:
+    """Refuse feature processors that do anything but weigh ids by position, and a collection behind them."""
+    for path, module, why in unknown_processors(collection):
+        raise ModelError(
+            f"{where}: {_named(path, module)}: {why}: other feature processors are not served: export a module "
+            "without them"
+        )
+    path, bags = bags_of(collection)
+    _check_collection(f"{where}: {path}", bags)
 
 
 def _check_untouched(where: str, module: nn.Module) -> None:

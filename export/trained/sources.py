@@ -1,6 +1,7 @@
 """Where the rows of a table can be: in memory, in a file, in a safetensors file. Reading keeps nothing in memory."""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +15,7 @@ _READ_AS = {torch.bfloat16: torch.int16}
 
 
 class StoredTable(Protocol):
-    """A matrix [rows, dim] in a module or a file."""
+    """A matrix [rows, dim] in a module or a file; or a vector [rows]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,13 +64,13 @@ class InFile:
         """Rows [start, stop): a copy [stop − start, dim]. Nothing of the file stays in memory."""
         kind = torch.empty(0, dtype=_READ_AS.get(self.dtype, self.dtype)).numpy().dtype
         begin = self.offset + start * self.strides[0]
-        shape = (stop - start, self.shape[1])
-        if self.strides == (self.shape[1] * kind.itemsize, kind.itemsize):
-            numbers = np.fromfile(self.path, kind, shape[0] * shape[1], offset=begin)
+        shape = (stop - start, *self.shape[1:])
+        if self.strides == (prod(self.shape[1:]) * kind.itemsize, kind.itemsize)[-len(shape) :]:
+            numbers = np.fromfile(self.path, kind, prod(shape), offset=begin)
             return torch.from_numpy(numbers.reshape(shape)).view(self.dtype)
         # The table is a view of a larger tensor: the file is mapped while its rows are copied.
         mapped = np.memmap(self.path, np.uint8, mode="r")
-        rows: np.ndarray[tuple[int, int], np.dtype[np.generic]] = np.ndarray(shape, kind, mapped, begin, self.strides)
+        rows: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = np.ndarray(shape, kind, mapped, begin, self.strides)
         return torch.from_numpy(rows.copy()).view(self.dtype)
 
 

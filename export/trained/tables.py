@@ -6,12 +6,27 @@ from typing import Any
 
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export.errors import ModelError
 from export.trained.modules import Found, dotted, find_collections
+from export.trained.processors import bags_of, position_weights_of
 from serving.bundle.tables import Pooling, is_name
 
 _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN}
+
+
+@dataclass(frozen=True, slots=True)
+class PositionWeights:
+    """What a feature processor weighs the ids of a feature by.
+
+    Attributes:
+        key: the key of the weights in the module's state dict; None: each id has the weight 1.
+        count: how many.
+    """
+
+    key: str | None = None
+    count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +43,7 @@ class TrainedTable:
         features: the names of its answers. A feature is named as the KJT key that it reads, or `key@name` where
             several tables read that key; TorchRec names its answers so, too.
         keys: the KJT key of each feature.
+        position_weights: of each feature. None: no feature processor is before the collection.
     """
 
     name: str
@@ -38,6 +54,7 @@ class TrainedTable:
     weighted: bool
     features: tuple[str, ...]
     keys: tuple[str, ...]
+    position_weights: tuple[PositionWeights, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,7 @@ class Trained:
 
 
 def collect_tables(module: nn.Module) -> Trained:
-    """Find the tables of every (Fused)EmbeddingBagCollection in `module`.
+    """Find the tables of every (Fused, FeatureProcessed)EmbeddingBagCollection in `module`.
 
     Raises:
         ModelError: there is no collection, or one that is not served (`export.trained.modules`); a table is pruned,
@@ -74,8 +91,7 @@ def collect_tables(module: nn.Module) -> Trained:
     readers = Counter(key for config in every for key in config.feature_names)
     by_collection = {
         path: tuple(
-            _trained_table(path, config, _is_weighted(found.collections[path]), tables[config.name] > 1, readers)
-            for config in each
+            _trained_table(path, config, found.collections[path], tables[config.name] > 1, readers) for config in each
         )
         for path, each in configs.items()
     }
@@ -89,29 +105,36 @@ def collect_tables(module: nn.Module) -> Trained:
 
 
 def _configs(collection: Any) -> list[EmbeddingBagConfig]:
-    return [_servable(config) for config in collection.embedding_bag_configs()]
-
-
-def _is_weighted(collection: Any) -> bool:
-    weighted: bool = collection.is_weighted()
-    return weighted
+    return [_servable(config) for config in bags_of(collection)[1].embedding_bag_configs()]
 
 
 def _trained_table(
-    path: str, config: EmbeddingBagConfig, weighted: bool, qualified: bool, readers: Counter[str]
+    path: str, config: EmbeddingBagConfig, collection: Any, qualified: bool, readers: Counter[str]
 ) -> TrainedTable:
     name = dotted(path, config.name) if qualified else config.name
     keys = tuple(_checked("feature", key) for key in config.feature_names)
     return TrainedTable(
         name=_checked("table", name),
-        key=dotted(path, "embedding_bags", config.name, "weight"),
+        key=dotted(path, bags_of(collection)[0], "embedding_bags", config.name, "weight"),
         rows=config.num_embeddings,
         dim=config.embedding_dim,
         pooling=_POOLING[config.pooling],
-        weighted=weighted,
+        weighted=collection.is_weighted(),
         features=tuple(f"{key}@{name}" if readers[key] > 1 else key for key in keys),
         keys=keys,
+        position_weights=_position_weights(path, collection, keys),
     )
+
+
+def _position_weights(path: str, collection: Any, keys: tuple[str, ...]) -> tuple[PositionWeights, ...] | None:
+    """What a feature processor weighs the ids of each key by; None where there is no feature processor."""
+    if not isinstance(collection, FeatureProcessedEmbeddingBagCollection):
+        return None
+    found = {
+        key: PositionWeights(dotted(path, name), weights.numel())
+        for key, (name, weights) in position_weights_of(collection).items()
+    }
+    return tuple(found.get(key, PositionWeights()) for key in keys)
 
 
 def _servable(config: EmbeddingBagConfig) -> EmbeddingBagConfig:

@@ -79,10 +79,14 @@ def random_requests(
     random = np.random.default_rng(seed)
     rows = manifest.rows_of_keys
     factors = np.array([pooling_factors[key] for key in rows])
+    longest = manifest.longest_bags
     expected = max(1, int(factors.sum() * samples))
     requests = []
     for _ in range(min(_COUNT, max(4, _IDS_IN_ALL // expected))):
         lengths = np.floor(factors[:, np.newaxis] + random.random((factors.size, samples))).astype(np.int32)
+        for bags, key in zip(lengths, rows, strict=True):
+            if key in longest:
+                np.minimum(bags, longest[key], out=bags)
         values = np.concatenate(
             [ids.draw(random, height, bags.sum()) for height, bags in zip(rows.values(), lengths, strict=True)]
         )

@@ -26,7 +26,8 @@ from serving.files.strict import Strict
 FORMAT_VERSION = 4
 # Of bundles on several hosts: a router's, and those of its hosts.
 HOSTS_FORMAT_VERSION = 5
-# Of bundles with the id policy `modulo`, or with INT32 ids that are not on hosts; whether on several hosts or not.
+# Of bundles with the id policy `modulo`, with position weights, or with INT32 ids that are not on hosts; whether on
+# several hosts or not.
 NEWEST_FORMAT_VERSION = 6
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
@@ -119,9 +120,25 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def weighted_keys(self) -> tuple[str, ...]:
-        """The keys that a weighted table reads: their ids carry weights."""
+        """The keys whose ids carry weights: a weighted table reads them, and not by position."""
+        sends = self.sends_weights
+        return tuple(key for key, read in self.keys.items() if any(sends[each.name] for each in read))
+
+    @property
+    def sends_weights(self) -> dict[str, bool]:
+        """Whether a request has a weight for each id of a feature, by the feature's name."""
         weighted = {table.name for table in self.tables if table.weighted}
-        return tuple(key for key, read in self.keys.items() if any(each.table in weighted for each in read))
+        return {each.name: each.table in weighted and each.position_weights is None for each in self.features}
+
+    @property
+    def longest_bags(self) -> dict[str, int]:
+        """The most ids in a bag of each key that is read by position."""
+        longest: dict[str, int] = {}
+        for feature in self.features:
+            if feature.position_weights:
+                most = len(feature.position_weights)
+                longest[feature.key] = min(most, longest.get(feature.key, most))
+        return longest
 
     @property
     def rows_of_keys(self) -> dict[str, int]:
@@ -138,7 +155,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     @property
     def weighted(self) -> bool:
         """Whether a request carries a weight for each id."""
-        return any(table.weighted for table in self.tables)
+        return any(self.sends_weights.values())
 
     @property
     def weights_files(self) -> frozenset[str]:
@@ -153,8 +170,14 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         another with the same contract while clients run.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
+        sends = self.sends_weights
         features = [
-            [feature.name, table.dim, table.weighted, *([] if feature.shared_key is None else [feature.shared_key])]
+            [
+                feature.name,
+                table.dim,
+                sends[feature.name],
+                *([] if feature.shared_key is None else [feature.shared_key]),
+            ]
             for feature, table in tables
         ]
         ids = [] if self.id_dtype is IdDtype.INT64 else [self.id_dtype.value]
@@ -167,16 +190,20 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
 
 
-def format_version_of(tables: Iterable[Table], id_dtype: IdDtype, *, on_hosts: bool) -> int:
+def format_version_of(
+    tables: Iterable[Table], features: Iterable[Feature], id_dtype: IdDtype, *, on_hosts: bool
+) -> int:
     """The lowest format that can say what a bundle holds. Readers that know no later one can go on.
 
     Args:
         tables: of the bundle.
+        features: of the bundle.
         id_dtype: of its requests.
         on_hosts: whether it is a router's, or a host's.
     """
     is_narrow = id_dtype is IdDtype.INT32 and not on_hosts
-    if is_narrow or any(table.id_policy is IdPolicy.MODULO for table in tables):
+    by_position = any(feature.position_weights is not None for feature in features)
+    if is_narrow or by_position or any(table.id_policy is IdPolicy.MODULO for table in tables):
         return NEWEST_FORMAT_VERSION
     return HOSTS_FORMAT_VERSION if on_hosts else FORMAT_VERSION
 

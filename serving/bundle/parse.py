@@ -27,6 +27,7 @@ from serving.files.strict import UNREADABLE, json_tree
 _READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION, NEWEST_FORMAT_VERSION)
 # The names of a bundle's other files.
 _RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM)
+_LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 _EXPECTED_NAME = "expected a name without commas and control characters"
 
 
@@ -69,6 +70,10 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
         (HOSTS_FORMAT_VERSION, "$", document, ("hosts", "part_of", "id_dtype")),
         (FORMAT_VERSION, "$", document, ("left_out", "notes")),
         *((FORMAT_VERSION, f"$.features[{n}]", feature, ("shared_key",)) for n, feature in enumerate(features)),
+        *(
+            (NEWEST_FORMAT_VERSION, f"$.features[{n}]", feature, ("position_weights",))
+            for n, feature in enumerate(features)
+        ),
         *((FORMAT_VERSION, f"$.parity[{n}]", parity, ("trained",)) for n, parity in enumerate(parities)),
     ]
     for since, place, found, keys in places:
@@ -78,6 +83,8 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
     for feature in features:
         if "shared_key" in feature and feature["shared_key"] is None:
             yield f"feature {feature['name']!r}: shared_key: expected a name, or no such key, got null"
+        if "position_weights" in feature and feature["position_weights"] is None:
+            yield f"feature {feature['name']!r}: position_weights: expected numbers, or no such key, got null"
 
 
 def _check_consistency(path: Path, manifest: Manifest) -> None:
@@ -111,7 +118,7 @@ def _in_features(manifest: Manifest) -> Iterator[str]:
     if not manifest.features:
         yield "features: expected at least one"
     yield from _twice("feature", (feature.name for feature in manifest.features))
-    tables = {table.name for table in manifest.tables}
+    tables = {table.name: table for table in manifest.tables}
     for feature in manifest.features:
         where = f"feature {feature.name!r}"
         if not is_name(feature.name):
@@ -120,6 +127,10 @@ def _in_features(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: shared_key {feature.key!r}: {_EXPECTED_NAME}"
         if feature.table not in tables:
             yield f"{where}: no table {feature.table!r}"
+        elif feature.position_weights is not None and not tables[feature.table].weighted:
+            yield f"{where}: position_weights: expected them for a weighted table alone"
+        if any(not abs(weight) <= _LARGEST_FP32 for weight in feature.position_weights or ()):
+            yield f"{where}: position_weights: expected finite numbers of FP32"
     side_by_side = [feature for features in manifest.keys.values() for feature in features]
     for feature, expected in zip(manifest.features, side_by_side, strict=True):
         if feature != expected:

@@ -60,11 +60,15 @@ class Feature(Strict, frozen=True, omit_defaults=True):
         name: of the feature.
         table: name of the table that it reads.
         shared_key: its key in a request, where several tables read that key. None: the key has the feature's name.
+        position_weights: FP32. The n-th id of a bag has the n-th weight, whatever the request sends, and a bag has no
+            more ids than these. Where empty, each id has the weight 1, and a bag any number of ids. None: the ids of
+            a weighted table carry their weights.
     """
 
     name: str
     table: str
     shared_key: str | None = None
+    position_weights: tuple[float, ...] | None = None
 
     @property
     def key(self) -> str:

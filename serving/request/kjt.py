@@ -10,7 +10,8 @@ together take each step together, so that the cost of a numpy call is paid once 
                             └─────────────┴─ apply_id_policies to each: it is changed, or refused
 
     accept              The tensors of one request have the right dtypes, shapes and sizes.
-    check               The lengths and ids of all requests are right. Policy `modulo` is applied here.
+    check               The lengths and ids of all requests are right. Policy `modulo` is applied here, and position
+                        weights are made.
     apply_id_policies   Where check fails: what the tables' id policies say is done to one request.
     merge               The requests become the batch that one TBE call answers.
     split               The answer to the batch becomes the answers to the requests.
@@ -30,6 +31,7 @@ import numpy.typing as npt
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.request.jagged import bounds_of, joined, offsets_of, ranges
 from serving.request.limits import Limits, check_size
+from serving.request.positions import expect_short_bags, positions_of, weights_by_position
 from serving.request.schema import Schema, Selection, listed
 from serving.request.tensors import Array, Batch, Checked, Embeddings, Ids, KjtRequest, Tensors, Weights
 
@@ -100,7 +102,11 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
         if not joined([request.selection.modulo for request in requests])[outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
         values = _modulo(values, id_bounds, rows, outside)
-    return Checked(requests, values, _counted_weights(requests, id_bounds), lengths, offsets, bag_bounds, id_bounds)
+    weights = _counted_weights(requests, id_bounds)
+    if (position_weights := requests[0].selection.position_weights) is not None:
+        counted = np.ones(values.size, np.float32) if weights is None else weights
+        weights = weights_by_position(requests, position_weights, lengths, offsets, id_bounds, counted)
+    return Checked(requests, values, weights, lengths, offsets, bag_bounds, id_bounds)
 
 
 def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
@@ -118,6 +124,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     """
     selection = request.selection
     ids = np.diff(_id_bounds(selection.names, request))  # of each feature, int64 [F]
+    expect_short_bags(request)
     feature_of = np.repeat(np.arange(len(ids)), ids)  # of each id, int64 [N]
     bag_of = np.repeat(np.arange(request.lengths.size), request.lengths)  # of each id, int64 [N]
     outside = (request.values.view(np.uint64) >= np.repeat(selection.rows, ids)) & ~selection.modulo[feature_of]
@@ -135,6 +142,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
         values=values[~dropped],
         lengths=request.lengths - lost,
         weights=None if request.weights is None else request.weights[~dropped],
+        positions=None if selection.position_weights is None else positions_of(request)[~dropped],
     )
     return changed, counts
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from serving.errors import InvalidRequest, Reason
 # Most requests that name features name the same ones. Selections are kept for so many different lists of names.
 _KEPT_SELECTIONS = 1024
 _NO_ROW = -1
+_ANY_LENGTH = 2**63 - 1
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -26,10 +28,13 @@ class Selection:
         positions: where the features are in the schema; int64 [F].
         rows: rows of their tables; uint64 [F].
         dims: columns of each feature in an answer; int64 [F].
-        weighted: whether their ids carry weights; bool [F].
+        weighted: whether a request has weights for their ids; bool [F].
         zero: whether the id policy is `zero`: an id outside the table contributes nothing; bool [F].
         default_rows: the row that is read in place of an id outside the table; -1 where there is none; int64 [F].
         modulo: whether the id policy is `modulo`: an id outside the table reads the row id mod rows; bool [F].
+        position_weights: of all features of the model that weigh ids by position; float32 [n]. None: there are none.
+        first_weights: where the feature's are among them; -1 where it does not weigh by position; int64 [F].
+        longest_bags: the most ids in a bag; int64 [F].
         default: whether these are all features, in the schema's order.
         keys: the distinct `key_of`, in order: what a request brings ids for.
         reads: for each feature, the position of its key in `keys`; int64 [F]. None where each reads its own.
@@ -47,6 +52,9 @@ class Selection:
     zero: npt.NDArray[np.bool_]
     default_rows: npt.NDArray[np.int64]
     modulo: npt.NDArray[np.bool_]
+    position_weights: npt.NDArray[np.float32] | None
+    first_weights: npt.NDArray[np.int64]
+    longest_bags: npt.NDArray[np.int64]
     default: bool
     keys: tuple[str, ...] = field(init=False)
     reads: npt.NDArray[np.int64] | None = field(init=False)
@@ -74,6 +82,9 @@ class Selection:
             zero=self.zero[chosen],
             default_rows=self.default_rows[chosen],
             modulo=self.modulo[chosen],
+            position_weights=self.position_weights,
+            first_weights=self.first_weights[chosen],
+            longest_bags=self.longest_bags[chosen],
             default=self.default and np.array_equal(chosen, self.index[:-1]),
         )
 
@@ -117,10 +128,11 @@ class Schema:
             positions=np.arange(len(tables)),
             rows=np.array([table.rows for table in tables], np.uint64),
             dims=np.array([table.dim for table in tables], np.int64),
-            weighted=np.array([table.weighted for table in tables]),
+            weighted=np.array(list(manifest.sends_weights.values())),
             zero=np.array([policy is IdPolicy.ZERO for policy in policies]),
             default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
             modulo=np.array([policy is IdPolicy.MODULO for policy in policies]),
+            **_by_position([feature.position_weights for feature in manifest.features]),
             default=True,
         )
         return cls(every, manifest.weighted)
@@ -158,6 +170,19 @@ class Schema:
             twice = next(name for name in names if names.count(name) > 1)
             raise refuse(f"feature {twice!r}: expected each feature once, got it twice")
         return [position for name in names for position in self._positions[name]]
+
+
+def _by_position(weights: Sequence[tuple[float, ...] | None]) -> dict[str, Any]:
+    """What a selection of all features says of their position weights."""
+    counts = np.array([len(each or ()) for each in weights], np.int64)
+    is_there = any(each is not None for each in weights)
+    return {
+        "position_weights": np.array([weight for each in weights for weight in each or ()], np.float32)
+        if is_there
+        else None,
+        "first_weights": np.where(counts > 0, np.cumsum(counts) - counts, -1),
+        "longest_bags": np.where(counts > 0, counts, _ANY_LENGTH),
+    }
 
 
 def listed(names: Sequence[str]) -> str:

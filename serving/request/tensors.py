@@ -51,6 +51,7 @@ class KjtRequest:
         lengths: bag sizes, feature-major; int32 [F·B].
         weights: a weight for each id; float32 [N]. None for models that are not weighted.
         samples: B.
+        positions: the place of each id in the bag that was sent, int64 [N]; None: as the ids lie.
     """
 
     selection: Selection
@@ -58,6 +59,7 @@ class KjtRequest:
     lengths: Lengths
     weights: Weights | None
     samples: int
+    positions: Ids | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.bundle import DefaultRow
@@ -56,7 +58,10 @@ class Reader:
         """`contract` or `layout` of the manifest [7]."""
         features, tables = self.manifest["features"], self.tables
         shared = [[feature["shared_key"]] if "shared_key" in feature else [] for feature in features]
-        of_table = [[tables[each["table"]]["dim"], tables[each["table"]]["weighted"]] for each in features]
+        of_table = [
+            [tables[each["table"]]["dim"], tables[each["table"]]["weighted"] and "position_weights" not in each]
+            for each in features
+        ]
         contract = [
             [[each["name"], *of, *key] for each, of, key in zip(features, of_table, shared, strict=True)],
             self.manifest["output_dtype"],
@@ -72,13 +77,25 @@ class Reader:
         return {
             feature["name"]: np.stack(
                 [
-                    self.pool(self.tables[feature["table"]], bag, weights[key][sample] if weights else None)
+                    self.pool(
+                        self.tables[feature["table"]],
+                        bag,
+                        self.weights_of(feature, bag, weights[key][sample] if weights else None),
+                    )
                     for sample, bag in enumerate(bags)
                 ]
             )
             for key, bags in request.items()
             for feature in self.keys[key]
         }
+
+    def weights_of(self, feature: Any, bag: Bags | Any, sent: Any) -> Any:
+        """The weights of a bag for one feature, where a request sends some or none [5]."""
+        by_position = feature.get("position_weights")
+        if by_position is None:
+            return sent
+        assert not by_position or len(bag) <= len(by_position)
+        return by_position[: len(bag)] if by_position else [1.0] * len(bag)
 
     def pool(self, table: Any, bag: Sequence[int], weights: Sequence[float] | None) -> npt.NDArray[Any]:
         """One bag [5]."""
@@ -140,6 +157,16 @@ def collection(*, weighted: bool = False) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables, is_weighted=weighted)
 
 
+def positioned() -> FeatureProcessedEmbeddingBagCollection:
+    """The weighted collection, behind position weights of some keys."""
+    bags = collection(weighted=True)
+    keys = [key for config in bags.embedding_bag_configs() for key in config.feature_names]
+    processors = PositionWeightedModuleCollection({key: 13 for key in keys if "INT8" not in key})
+    for weights in processors.parameters():
+        weights.data.normal_()
+    return FeatureProcessedEmbeddingBagCollection(bags, processors)
+
+
 MIXED = {"*": "row_wise", "INT*_SUM": "column_wise", "FP16*": "data_parallel"}
 
 
@@ -154,10 +181,11 @@ MIXED = {"*": "row_wise", "INT*_SUM": "column_wise", "FP16*": "data_parallel"}
         pytest.param(MIXED, "FP32", False, id="mixed"),
         pytest.param(MIXED, "FP16", False, id="mixed, FP16 out"),
         pytest.param(MIXED, "FP32", True, id="mixed, weighted"),
+        pytest.param(MIXED, "FP32", None, id="mixed, position weights"),
     ],
 )
 def test_a_reader_written_from_the_specification_answers_as_the_engine(
-    types: dict[str, str], output_dtype: str, weighted: bool, tmp_path: Path
+    types: dict[str, str], output_dtype: str, weighted: bool | None, tmp_path: Path
 ) -> None:
     config = ExportConfig(
         dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
@@ -165,7 +193,8 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
         output_dtype=OutputDtype(output_dtype),
         sharding=Sharding(ranks=4, ranks_per_host=2, types=types),
     )
-    bundle = export_model(collection(weighted=weighted), tmp_path / "repository", "all", config)
+    module = positioned() if weighted is None else collection(weighted=weighted)
+    bundle = export_model(module, tmp_path / "repository", "all", config)
     reader = Reader(bundle)
 
     random = np.random.default_rng(3)

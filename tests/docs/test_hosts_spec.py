@@ -18,7 +18,7 @@ import pytest
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
 from serving.bundle import DefaultRow
 from serving.engine import Engine
-from tests.docs.test_bundle_spec import DTYPES, FLOATS, Bags, Reader, collection
+from tests.docs.test_bundle_spec import DTYPES, FLOATS, Bags, Reader, collection, positioned
 from tests.support.hosts import export_hosts, in_one_process
 from tests.support.quick_reload import quick_reload
 
@@ -92,7 +92,11 @@ class Router(Reader):
         """{feature: [B, dim]} for {key: bags}, as section 10 says a router answers."""
         bags = {
             feature["name"]: [
-                self.inside(self.tables[feature["table"]], bag, weights[key][sample] if weights else [1.0] * len(bag))
+                self.inside(
+                    self.tables[feature["table"]],
+                    bag,
+                    self.weights_of(feature, bag, weights[key][sample] if weights else [1.0] * len(bag)),
+                )
                 for sample, bag in enumerate(found)
             ]
             for key, found in request.items()
@@ -105,7 +109,7 @@ class Router(Reader):
                 for feature, shard, name in self.segments()
                 if shard["rank"] == rank and feature["name"] in bags
             }
-            answers = self.own(asked) if rank == OWN else self.ask(rank, asked, weighted=weights is not None)
+            answers = self.own(asked) if rank == OWN else self.ask(rank, asked)
             for name, (feature, shard, _) in asked.items():
                 sums[feature][:, slice(*shard["columns"])] += answers[name]
         for feature in self.manifest["features"]:
@@ -150,10 +154,11 @@ class Router(Reader):
             for name, (_, shard, bags) in asked.items()
         }
 
-    def ask(self, rank: int, asked: Mapping[str, Any], *, weighted: bool) -> dict[str, npt.NDArray[Any]]:
+    def ask(self, rank: int, asked: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
         """The sums of a host: its bundle is an ordinary one."""
         request = {name: [[row for row, _ in bag] for bag in bags] for name, (_, _, bags) in asked.items()}
         weights = {name: [[weight for _, weight in bag] for bag in bags] for name, (_, _, bags) in asked.items()}
+        weighted = any(table["weighted"] for table in self.hosts[rank].tables.values())
         return self.hosts[rank].lookup(request, weights if weighted else None)
 
 
@@ -184,12 +189,14 @@ TYPES = {
         pytest.param("FP32", "FP32", False, id="FP32"),
         pytest.param("FP32", "FP32", True, id="weighted"),
         pytest.param("FP16", "FP16", False, id="FP16"),
+        pytest.param("FP32", "FP32", None, id="position weights"),
     ],
 )
 def test_a_router_is_answered_for_by_the_page_alone(
-    output_dtype: str, sums_dtype: str, weighted: bool, tmp_path: Path
+    output_dtype: str, sums_dtype: str, weighted: bool | None, tmp_path: Path
 ) -> None:
-    module = collection(weighted=weighted)
+    module = positioned() if weighted is None else collection(weighted=weighted)
+    has_weights = weighted is not False
     config = ExportConfig(
         dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
         id_policy={"INT4_*": IdPolicy.ZERO, "INT2_*": IdPolicy.MODULO, "FP32_*": DefaultRow(default_row=7)},
@@ -198,7 +205,7 @@ def test_a_router_is_answered_for_by_the_page_alone(
         sharding=Sharding(
             ranks=4,
             ranks_per_host=2,
-            types={name: kind for name, kind in TYPES.items() if not weighted or name != "FP16_MEAN"},
+            types={name: kind for name, kind in TYPES.items() if not has_weights or name != "FP16_MEAN"},
         ),
     )
     with quick_reload():
@@ -211,7 +218,7 @@ def test_a_router_is_answered_for_by_the_page_alone(
         repositories[each["host"]].mkdir()
         (bundle.parent.parent / each["model"]).rename(repositories[each["host"]] / each["model"])
     router = Router(bundle, repositories)
-    assert {shard["rank"] for shard in router.plan["shards"]} == {0, 1, 2} - ({0} if weighted else set())
+    assert {shard["rank"] for shard in router.plan["shards"]} == {0, 1, 2} - ({0} if has_weights else set())
 
     random = np.random.default_rng(3)
     request: dict[str, list[list[int]]] = {}

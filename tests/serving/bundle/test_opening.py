@@ -40,6 +40,10 @@ def test_a_bundle_of_the_format_before_is_read(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        pytest.param(lambda m: m["features"][1].update(position_weights=[1.0]), r"format_version 4 has no key `position_weights`, got it at `\$.features\[1\]`", id="position weights in format 4"),
+        pytest.param(lambda m: (m.update(format_version=6), m["features"][1].update(position_weights=[1.0])), "feature 'item_id': position_weights: expected them for a weighted table alone", id="position weights without weights"),
+        pytest.param(lambda m: (m.update(format_version=6), m["features"][1].update(position_weights=None)), "feature 'item_id': position_weights: expected numbers, or no such key, got null", id="position weights null"),
+        pytest.param(lambda m: (m.update(format_version=6), m["tables"][1].update(weighted=True), m["features"][1].update(position_weights=[1e39])), "feature 'item_id': position_weights: expected finite numbers of FP32", id="position weights beyond FP32"),
         pytest.param(lambda m: m["tables"][1].update(id_policy="modulo"), "table 'item': format_version 4 has no id_policy `modulo`", id="modulo in format 4"),
         pytest.param(lambda m: m.update(format_version=7), r"format_version: expected one of \(3, 4, 5, 6\), got 7", id="newer format"),
         pytest.param(lambda m: m.update(format_version=7, more={}), r"format_version: expected one of \(3, 4, 5, 6\), got 7", id="newer format, new key"),

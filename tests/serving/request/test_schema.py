@@ -20,7 +20,10 @@ def test_the_same_names_are_the_same_selection() -> None:
 def test_endless_orders_of_features_take_no_endless_memory() -> None:
     names = tuple("abcdefgh")
     none: Any = np.zeros(8, np.int64)
-    many = Schema(Selection(names, names, names, np.arange(8), none, none, none, none, none, none, True), False)
+    many = Schema(
+        Selection(names, names, names, np.arange(8), none, none, none, none, none, none, None, none, none, True),
+        False,
+    )
     for order in itertools.islice(itertools.permutations(names), 5000):
         assert many.select(order).names == order
     assert len(many._selections) <= 1024

@@ -1,0 +1,91 @@
+"""Position weights: the n-th id of a bag, as it was sent, has the n-th weight of its feature.
+
+They are made before anything is looked up, as TorchRec's PositionWeightedModule does. A bag with more ids than its
+feature has weights is refused, where that module raises.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from serving.errors import InvalidRequest, Reason
+from serving.request.jagged import joined, offsets_of
+from serving.request.tensors import Ids, KjtRequest, Lengths, Weights
+
+
+def positions_in_bags(lengths: Lengths, offsets: Ids) -> Ids:
+    """The place of each id in its bag: 0, 1, and so on.
+
+    Args:
+        lengths: bag sizes; int32 [n].
+        offsets: their bounds; int64 [n + 1].
+
+    Returns:
+        int64 [sum of lengths].
+    """
+    positions: Ids = np.arange(offsets[-1])
+    positions -= offsets[:-1].repeat(lengths)
+    return positions
+
+
+def positions_of(request: KjtRequest) -> Ids:
+    """The place of each id of a request in the bag that was sent; int64 [N]. Its lengths are right."""
+    if request.positions is not None:
+        return request.positions
+    return positions_in_bags(request.lengths, offsets_of(request.lengths))
+
+
+def weights_by_position(
+    requests: Sequence[KjtRequest],
+    position_weights: Weights,
+    lengths: Lengths,
+    offsets: Ids,
+    id_bounds: Ids,
+    weights: Weights,
+) -> Weights:
+    """The weights of the ids of all requests, of a model with position weights.
+
+    Args:
+        requests: the requests [R].
+        position_weights: of all features of the model; float32 [n].
+        lengths: their bag sizes, one behind the other; int32 [bags].
+        offsets: the bounds of the bags; int64 [bags + 1].
+        id_bounds: the bounds of the segments, each a feature of a request; int64 [S + 1].
+        weights: of ids that are not weighted by position; float32 [N].
+
+    Returns:
+        float32 [N]: by position for features that have such weights, and otherwise `weights`.
+
+    Raises:
+        InvalidRequest: a bag is too long. `expect_short_bags` names it.
+    """
+    sizes = np.diff(id_bounds)
+    if all(request.positions is None for request in requests):
+        positions = positions_in_bags(lengths, offsets)
+    else:
+        positions = joined([positions_of(request) for request in requests])
+    if (positions >= joined([request.selection.longest_bags for request in requests]).repeat(sizes)).any():
+        raise InvalidRequest("lengths: expected bags as long as their position weights", Reason.LENGTHS)
+    first = joined([request.selection.first_weights for request in requests]).repeat(sizes)
+    by_position = first >= 0
+    counted: Weights = weights.copy()
+    counted[by_position] = position_weights[(first + positions)[by_position]]
+    return counted
+
+
+def expect_short_bags(request: KjtRequest) -> None:
+    """Refuse a request with a bag that has more ids than its feature has position weights.
+
+    Raises:
+        InvalidRequest: naming the feature and the sample.
+    """
+    selection = request.selection
+    lengths = request.lengths.reshape(len(selection.names), -1)
+    too_long = lengths > selection.longest_bags[:, np.newaxis]
+    if too_long.any():
+        feature, sample = np.argwhere(too_long)[0]
+        raise InvalidRequest(
+            f"feature {selection.names[feature]!r}: expected at most {selection.longest_bags[feature]} ids in a bag, "
+            f"one for each of its position weights, got {lengths[feature, sample]} for sample {sample}",
+            Reason.LENGTHS,
+        )
