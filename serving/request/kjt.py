@@ -101,7 +101,8 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
     if outside.any():
         if not joined([request.selection.modulo for request in requests])[outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
-        values = _modulo(values, id_bounds, rows, outside)
+        # In [0, rows) for negative ids too. It changes no id that is there already.
+        values = np.remainder(values, rows.astype(np.int64).repeat(np.diff(id_bounds)))
     weights = _counted_weights(requests, id_bounds)
     if (position_weights := requests[0].selection.position_weights) is not None:
         counted = np.ones(values.size, np.float32) if weights is None else weights
@@ -271,22 +272,6 @@ def _wrong_sum(names: Sequence[str], bounds: Ids, found: int) -> InvalidRequest:
         f"[{bounds[at]}, {bounds[at + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
         Reason.LENGTHS,
     )
-
-
-def _modulo(values: Ids, id_bounds: Ids, rows: npt.NDArray[np.uint64], chosen: npt.NDArray[np.bool_]) -> Ids:
-    """A copy of `values` with ids mod rows in some segments: in [0, rows), for negative ids too.
-
-    Args:
-        values: int64 [N].
-        id_bounds: where the ids of each segment start, then N; int64 [S + 1].
-        rows: of each segment's table; uint64 [S].
-        chosen: which segments; bool [S].
-    """
-    sizes = np.diff(id_bounds)
-    divisors = rows.astype(np.int64).repeat(sizes)
-    if chosen.all():
-        return np.remainder(values, divisors)
-    return np.remainder(values, divisors, out=values.copy(), where=chosen.repeat(sizes))
 
 
 def _bag_bounds(requests: Sequence[KjtRequest]) -> Ids:
