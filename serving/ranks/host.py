@@ -169,7 +169,10 @@ class Host:
                     if running:
                         continue
                     self.counts.add(timeouts=isinstance(error, DeadlineExceeded))
-                    raise error
+                    try:
+                        raise error
+                    finally:
+                        del first, error  # they lead here again, and would keep the call and its channel for a while
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_SHARE * self.connection.timeout_s)
             else:

@@ -120,7 +120,11 @@ class Routed:
     async def open_async(cls, bundle: Bundle, hosts: Hosts, patience_s: float | None) -> Self:
         """Connect to the hosts from the event loop that runs; for `answer_async`. As `open`."""
         routed = cls(bundle, hosts, None)
-        await routed._connect(patience_s)
+        try:
+            await routed._connect(patience_s)
+        except BaseException:
+            await routed.close_async()
+            raise
         return routed
 
     @property
