@@ -20,6 +20,7 @@ from tests.support.host_faults import (
     by_asyncio,
     by_engine,
     by_router,
+    hosts,
     load,
     outcome,
     refusal,
@@ -122,13 +123,13 @@ def test_a_replica_without_the_version_or_with_another_bundle_is_passed_over(ser
             for _ in range(100):
                 assert same(ask(request), one.lookup(request))
     with pytest.raises(HostUnavailable) as refused_:
-        Engine.open(served.versions[1].bundle, served.at("c"))
-    hosts = open_bundle(served.versions[1].bundle).manifest.hosts
+        Engine.open(served.versions[1].bundle, hosts(served.at("c")))
+    parts = open_bundle(served.versions[1].bundle).manifest.hosts
     said = str(refused_.value).split("; ")
     assert len(said) == 2
-    for host, text in zip(hosts, said, strict=True):
+    for host, text in zip(parts, said, strict=True):
         assert text.startswith(f"host {host.host} ({host.model} version 1 at {served.relays['c'].address}): ")
-    assert f"expected the bundle with SHA-256 {hosts[0].manifest} of its manifest" in said[0]
+    assert f"expected the bundle with SHA-256 {parts[0].manifest} of its manifest" in said[0]
     assert "has no available versions" not in said[1]
 
 
