@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import document
+from benchmarks import document, peers_hosts
 from benchmarks.peer_workload import PeerWorkload, movielens
 from benchmarks.peers_served import HERE, PEERS
 from serving.engine import Engine
@@ -57,6 +57,8 @@ def test_the_last_run_has_every_server_or_says_why_not() -> None:
         for samples in (1, 128):
             assert run["ratios"][f"best_peer_over_ours_p50_{workload}_b{samples}"] > 0
             assert run["ratios"][f"ours_over_best_peer_rps_{workload}_b{samples}"] > 0
+    for peer in peers_hosts.PEERS:
+        assert f"{peer}_p50_b1_s" in run["results"] or run["absent"][f"{peer}_absent"]
 
 
 def test_results_are_named_by_date_and_machine() -> None:

@@ -45,9 +45,10 @@ def measured(case: Case, seconds: float = 1e-3) -> dict[str, Any]:
 
 
 def run_with(*added: dict[str, Any]) -> dict[str, Any]:
-    """The last run, its routers' results replaced by these."""
+    """The last run, its results of routers and of peers on hosts replaced by these."""
     run: dict[str, Any] = json.loads(LATEST.read_text())
-    run["results"] = {name: value for name, value in run["results"].items() if not name.startswith("routed_")}
+    ours = ("routed_", "hosts_engine_")
+    run["results"] = {name: value for name, value in run["results"].items() if not name.startswith(ours)}
     for each in added:
         for kind, found in each.items():
             run[kind] = run[kind] | found
