@@ -170,6 +170,32 @@ def positioned() -> FeatureProcessedEmbeddingBagCollection:
 MIXED = {"*": "row_wise", "INT*_SUM": "column_wise", "FP16*": "data_parallel"}
 
 
+def some_request(reader: Reader) -> tuple[dict[str, Bags], dict[str, list[Any]], dict[str, tuple[Any, Any, Any]]]:
+    """Four bags of each key, in another order than the manifest's, with ids outside where a policy takes them.
+
+    Returns:
+        Ids and weights, as readers take them; and both as an engine takes them.
+    """
+    random = np.random.default_rng(3)
+    request: dict[str, Bags] = {}
+    for key, features in list(reader.keys.items())[::-1]:
+        rows = min(reader.tables[each["table"]]["rows"] for each in features)
+        bags = [random.integers(0, rows, size).tolist() for size in (4, 0, 1, 9)]
+        if reader.tables[features[0]["table"]]["id_policy"] != "error":
+            bags[0] += [-1, 10**9, -(2**63), 2**63 - 1]
+        request[key] = bags
+    weights = {key: [random.uniform(-1, 1, len(bag)) for bag in bags] for key, bags in request.items()}
+    jagged = {
+        key: (
+            np.concatenate([np.array(bag, np.int64) for bag in bags]),
+            np.array([len(bag) for bag in bags]),
+            np.concatenate(weights[key]),
+        )
+        for key, bags in request.items()
+    }
+    return request, weights, jagged
+
+
 @pytest.mark.parametrize(
     ("types", "output_dtype", "weighted"),
     [
@@ -197,23 +223,7 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
     bundle = export_model(module, tmp_path / "repository", "all", config)
     reader = Reader(bundle)
 
-    random = np.random.default_rng(3)
-    request: dict[str, list[list[int]]] = {}
-    for key, features in list(reader.keys.items())[::-1]:  # any order
-        rows = min(reader.tables[each["table"]]["rows"] for each in features)
-        request[key] = [random.integers(0, rows, size).tolist() for size in (4, 0, 1, 9)]
-        if reader.tables[features[0]["table"]]["id_policy"] != "error":
-            request[key][0] += [-1, 10**9, -(2**63), 2**63 - 1]
-    weights = {key: [random.uniform(-1, 1, len(bag)) for bag in bags] for key, bags in request.items()}
-    jagged = {
-        key: (
-            np.concatenate([np.array(bag, np.int64) for bag in bags]),
-            np.array([len(bag) for bag in bags]),
-            np.concatenate(weights[key]),
-        )
-        for key, bags in request.items()
-    }
-
+    request, weights, jagged = some_request(reader)
     found = reader.lookup(request, weights if weighted else None)
     expected = Engine.open(bundle).lookup(jagged if weighted else request)
     assert found.keys() == expected.keys()

@@ -18,7 +18,7 @@ import pytest
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
 from serving.bundle import DefaultRow
 from serving.engine import Engine
-from tests.docs.test_bundle_spec import DTYPES, FLOATS, Bags, Reader, collection, positioned
+from tests.docs.test_bundle_spec import DTYPES, FLOATS, Bags, Reader, collection, positioned, some_request
 from tests.support.hosts import export_hosts, in_one_process
 from tests.support.quick_reload import quick_reload
 
@@ -220,22 +220,7 @@ def test_a_router_is_answered_for_by_the_page_alone(
     router = Router(bundle, repositories)
     assert {shard["rank"] for shard in router.plan["shards"]} == {0, 1, 2} - ({0} if has_weights else set())
 
-    random = np.random.default_rng(3)
-    request: dict[str, list[list[int]]] = {}
-    for key, features in list(router.keys.items())[::-1]:
-        rows = min(router.tables[each["table"]]["rows"] for each in features)
-        request[key] = [random.integers(0, rows, size).tolist() for size in (4, 0, 1, 9)]
-        if router.tables[features[0]["table"]]["id_policy"] != "error":
-            request[key][0] += [-1, 10**9, -(2**63), 2**63 - 1]
-    weights = {key: [random.uniform(-1, 1, len(bag)) for bag in bags] for key, bags in request.items()}
-    jagged = {
-        key: (
-            np.concatenate([np.array(bag, np.int64) for bag in bags]),
-            np.array([len(bag) for bag in bags]),
-            np.concatenate(weights[key]),
-        )
-        for key, bags in request.items()
-    }
+    request, weights, jagged = some_request(router)
     found = router.lookup(request, weights if weighted else None)
     expected = one.lookup(jagged if weighted else request)
     assert found.keys() == expected.keys()

@@ -12,6 +12,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
+from serving.bundle.tables import Pooling, Table
 from serving.model.settings import ServingSettings
 
 Bags = list[list[int]]
@@ -104,3 +105,16 @@ def exported(folder: Path, weighted: bool = False, **settings: Any) -> Path:
     """`SUM` published as `m` in the repository `folder`/r, to be served with these settings."""
     config = ExportConfig(serving=ServingSettings(**settings))
     return export_model(collection(SUM, weighted=weighted), folder / "r", "m", config)
+
+
+def int8_table(name: str, rows: int, dim: int) -> Table:
+    """A table of a manifest."""
+    return Table(
+        name=name,
+        rows=rows,
+        dim=dim,
+        pooling=Pooling.SUM,
+        weighted=False,
+        dtype=WeightDtype.INT8,
+        id_policy=IdPolicy.ERROR,
+    )

@@ -8,6 +8,7 @@ from export.compare.recommend import recommend
 from export.compare.study import DtypeReport
 from export.plan.sharding import Sharding
 from serving.bundle.tables import Table
+from tests.support.models import int8_table
 
 
 def advised(rows: int, dim: int, others: int, **asked: Any) -> tuple[str, str]:
@@ -24,21 +25,7 @@ def advised(rows: int, dim: int, others: int, **asked: Any) -> tuple[str, str]:
 
 
 def tables_of(shapes: list[tuple[str, int, int]]) -> tuple[list[Table], dict[str, int]]:
-    from serving.bundle.rows import WeightDtype
-    from serving.bundle.tables import IdPolicy, Pooling
-
-    tables = [
-        Table(
-            name=name,
-            rows=rows,
-            dim=dim,
-            pooling=Pooling.SUM,
-            weighted=False,
-            dtype=WeightDtype.INT8,
-            id_policy=IdPolicy.ERROR,
-        )
-        for name, rows, dim in shapes
-    ]
+    tables = [int8_table(name, rows, dim) for name, rows, dim in shapes]
     return tables, {name: 1 for name, _, _ in shapes}
 
 

@@ -12,23 +12,15 @@ from hypothesis import strategies as st
 from export.plan.hosts import Placement, fold_hosts, hosts_of, side_by_side
 from serving.bundle.hosts import ROUTER
 from serving.bundle.plan import Block, Shard, ShardingType, tiling_error
-from serving.bundle.rows import WeightDtype
-from serving.bundle.tables import IdPolicy, Pooling, Table
+from serving.bundle.tables import Table
+from tests.support.models import int8_table
 
 ROWS, DIM = 100, 16
 TWO_HOSTS = [0, 0, 1, 1]
 
 
 def table(name: str = "t", rows: int = ROWS, dim: int = DIM) -> Table:
-    return Table(
-        name=name,
-        rows=rows,
-        dim=dim,
-        pooling=Pooling.SUM,
-        weighted=False,
-        dtype=WeightDtype.INT8,
-        id_policy=IdPolicy.ERROR,
-    )
+    return int8_table(name, rows, dim)
 
 
 def placed(host_of: list[int], kind: ShardingType, shards: Iterable[tuple[int, Block, Block]]) -> Placement:

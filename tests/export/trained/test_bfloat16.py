@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
@@ -19,8 +16,8 @@ from serving.engine import Engine
 from tests.support.commands import tbe_export
 from tests.support.models import MIXED, MIXED_CONFIG, collection, flat, random_bags
 from tests.support.quick_reload import quick_reload
+from tests.support.saved import State, save_dcp, save_safetensors
 
-State = dict[str, Tensor]
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
 
 
@@ -33,16 +30,6 @@ def save_views(state: State, path: Path) -> Path:
     """Tensors that are transposed views of wider ones."""
     wide = {key: torch.cat([torch.ones(3, len(rows)).bfloat16(), rows.T]) for key, rows in state.items()}
     return save_state({key: columns[3:].T for key, columns in wide.items()}, path)
-
-
-def save_safetensors(state: State, path: Path) -> Path:
-    save_file(state, path / "w.safetensors")
-    return path / "w.safetensors"
-
-
-def save_dcp(state: State, path: Path) -> Path:
-    save({"model": dict(state)}, checkpoint_id=path / "dcp")
-    return path / "dcp"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

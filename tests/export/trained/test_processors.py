@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec import JaggedTensor
 from torchrec.modules.feature_processor_ import FeatureProcessor, PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection, FeatureProcessorDictWrapper
@@ -24,10 +22,9 @@ from export.trained.tables import collect_tables
 from serving.bundle.opening import open_bundle
 from tests.support.commands import tbe_export
 from tests.support.positioned import LONGEST, positioned
+from tests.support.saved import State, save_dcp, save_safetensors
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
-
-State = dict[str, Tensor]
 
 
 def save_state(state: State, path: Path) -> Path:
@@ -43,16 +40,6 @@ def save_strided(state: State, path: Path) -> Path:
 
 def save_bfloat16(state: State, path: Path) -> Path:
     return save_state({key: tensor.bfloat16() for key, tensor in state.items()}, path)
-
-
-def save_safetensors(state: State, path: Path) -> Path:
-    save_file(state, path / "w.safetensors")
-    return path / "w.safetensors"
-
-
-def save_dcp(state: State, path: Path) -> Path:
-    save({"model": dict(state)}, checkpoint_id=path / "dcp")
-    return path / "dcp"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
