@@ -95,18 +95,16 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
     id_bounds = offsets[bag_bounds]
     starts = id_bounds[:-1]
     filled = starts < id_bounds[1:]  # for an empty segment, reduceat would give the id behind it
-    outside = np.zeros(starts.size, np.bool_)
     # As an unsigned number, a negative id is larger than any table.
-    outside[filled] = np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]
+    outside = np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]
     if outside.any():
-        if not joined([request.selection.modulo for request in requests])[outside].all():
+        if not joined([request.selection.modulo for request in requests])[filled][outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
         # In [0, rows) for negative ids too. It changes no id that is there already.
         values = np.remainder(values, rows.astype(np.int64).repeat(np.diff(id_bounds)))
     weights = _counted_weights(requests, id_bounds)
     if (position_weights := requests[0].selection.position_weights) is not None:
-        counted = np.ones(values.size, np.float32) if weights is None else weights
-        weights = weights_by_position(requests, position_weights, lengths, offsets, id_bounds, counted)
+        weights = weights_by_position(requests, position_weights, lengths, offsets, id_bounds, weights)
     return Checked(requests, values, weights, lengths, offsets, bag_bounds, id_bounds)
 
 

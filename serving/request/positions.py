@@ -41,7 +41,7 @@ def weights_by_position(
     lengths: Lengths,
     offsets: Ids,
     id_bounds: Ids,
-    weights: Weights,
+    weights: Weights | None,
 ) -> Weights:
     """The weights of the ids of all requests, of a model with position weights.
 
@@ -51,7 +51,7 @@ def weights_by_position(
         lengths: their bag sizes, one behind the other; int32 [bags].
         offsets: the bounds of the bags; int64 [bags + 1].
         id_bounds: the bounds of the segments, each a feature of a request; int64 [S + 1].
-        weights: of ids that are not weighted by position; float32 [N].
+        weights: of ids that are not weighted by position; float32 [N]. None: each has the weight 1.
 
     Returns:
         float32 [N]: by position for features that have such weights, and otherwise `weights`.
@@ -68,7 +68,7 @@ def weights_by_position(
         raise InvalidRequest("lengths: expected bags as long as their position weights", Reason.LENGTHS)
     first = joined([request.selection.first_weights for request in requests]).repeat(sizes)
     by_position = first >= 0
-    counted: Weights = weights.copy()
+    counted: Weights = np.ones(positions.size, np.float32) if weights is None else weights.copy()
     counted[by_position] = position_weights[(first + positions)[by_position]]
     return counted
 
