@@ -11,7 +11,7 @@ from serving.client.retries import Retries
 from serving.closing import Closing
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.ranks.direct import DirectHost, wait_all
+from serving.ranks.direct import DirectHosts, wait_all
 from serving.ranks.fan_out import LoopThread
 from serving.ranks.host import Host
 from serving.ranks.partial import PartialRequest
@@ -48,24 +48,24 @@ class FanOut(Closing):
         asked = {number: by_host[rank.host] for number, rank in ranks if rank.host in by_host}
         self._loop = LoopThread()
         hosts = self._loop.start(_connect(asked, addresses)).result()
-        self._hosts = {rank: DirectHost(host, self._loop) for rank, host in hosts.items()}
+        self._direct = DirectHosts(hosts, self._loop)
 
     @property
     def ranks(self) -> list[int]:
         """Of the hosts."""
-        return list(self._hosts)
+        return list(self._direct.by_rank)
 
     def __call__(self, asked: Asked) -> None:
         """Ask all at once that `asked` names."""
-        found = wait_all({rank: self._hosts[rank].ask(request) for rank, request in asked.items()})
+        found = wait_all(self._direct.ask(asked))
         for each in found.values():
             if isinstance(each, ServingError):
                 raise each
 
     def close(self) -> None:
         """Close the channels, and end the thread."""
-        for direct in self._hosts.values():
-            direct.close()
+        self._direct.close()
+        for direct in self._direct.by_rank.values():
             self._loop.start(direct.host.close()).result()
         self._loop.close()
 

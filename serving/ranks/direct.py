@@ -3,12 +3,14 @@
 That takes half the processor time of a call on an event loop. gRPC has it for calls whose answers are a stream, and a
 call with one answer is the same on the wire: https://grpc.github.io/grpc/python/grpc.html, SingleThreadedUnaryStream.
 An attempt is all that is made here. Others, after an error and when an answer is late, are the host's own.
+gRPC drops an answer that is not read by its deadline: while the thread waits for a late host, others read the rest.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -22,7 +24,7 @@ from serving.ranks.partial import PartialRequest, PartialSums
 from serving.triton.sayings import error_of
 
 _ON_ONE_THREAD = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
-# Where another replica may be reached, it is asked after this share of the time. That is looked for this often.
+# After this share of the time an answer is late. That is looked for this often.
 _LATE, _LOOKS = 0.5, 20
 # A thread that was not on a processor for so long waited for the answer.
 _WAITED_S = 20e-6
@@ -30,36 +32,67 @@ _WAITED_S = 20e-6
 _EARLIER = 0.9
 
 
-class DirectHost:
-    """The channel to a host. One thread at a time calls it.
+class DirectHosts:
+    """The channels to all hosts. One thread at a time calls them.
 
     Args:
-        host: makes the other attempts.
-        loop: where the host was made.
+        hosts: they make the other attempts; by rank, with the same time for calls.
+        loop: where the hosts were made.
 
     Attributes:
-        host: as given.
-        expected_s: when the next answer is expected, in seconds from the call.
-        asked: the call that is waited for, if any.
+        by_rank: each channel.
 
     Raises:
         As `Host`.
     """
 
+    def __init__(self, hosts: Mapping[int, Host], loop: LoopThread) -> None:
+        self.by_rank = {rank: DirectHost(host, loop) for rank, host in hosts.items()}
+        self._readers = ThreadPoolExecutor(len(hosts), "late hosts")
+        self._watch = loop.start(self._look())
+
+    def close(self) -> None:
+        """Close the channels."""
+        self._watch.cancel()
+        for host in self.by_rank.values():
+            host.close()
+        self._readers.shutdown()
+
+    def ask(self, requests: Mapping[int, PartialRequest]) -> "dict[int, DirectCall]":
+        """Send requests, by rank, and do not wait."""
+        return {rank: self.by_rank[rank].ask(request) for rank, request in requests.items()}
+
+    async def _look(self) -> None:
+        """See to answers that are late."""
+        timeout_s = min(host.timeout_s for host in self.by_rank.values())
+        while True:
+            await asyncio.sleep(timeout_s / _LOOKS)
+            for host in self.by_rank.values():
+                host.look(self._readers)
+
+
+class DirectHost:
+    """The channel to a host; as `DirectHosts`.
+
+    Attributes:
+        host: makes the other attempts.
+        timeout_s: for a call.
+        expected_s: when the next answer is expected, in seconds from the call.
+        asked: the call that is waited for, if any.
+    """
+
     def __init__(self, host: Host, loop: LoopThread) -> None:
         self.host = host
+        self.timeout_s = host.connection.timeout_s
         self.expected_s = 0.0
         self._loop = loop
         self._known_s = float("inf")
         self._channel = host.connection.channel(grpc, [_ON_ONE_THREAD])
         self._call = self._channel.unary_stream(METHOD, response_deserializer=Response.FromString)
         self.asked: DirectCall | None = None
-        self._watch = loop.start(self._look_elsewhere()) if host.connection.elsewhere else None
 
     def close(self) -> None:
         """Close the channel."""
-        if self._watch is not None:
-            self._watch.cancel()
         self._channel.close()
 
     def ask(self, request: PartialRequest) -> "DirectCall":
@@ -67,7 +100,7 @@ class DirectHost:
         message = self.host.messages.encode(request)
         metadata = self.host.connection.call_metadata(None)
         self.host.counts.add(bytes_out=len(message))
-        attempt = self._call(message, timeout=self.host.connection.timeout_s, metadata=metadata)
+        attempt = self._call(message, timeout=self.timeout_s, metadata=metadata)
         self.asked = DirectCall(self, request, message, attempt)
         return self.asked
 
@@ -92,15 +125,16 @@ class DirectHost:
             self.expected_s = _EARLIER * min(self.expected_s, seconds)
         self.host.counts.took(min(self._known_s, seconds))
 
-    async def _look_elsewhere(self) -> None:
-        """Ask another replica when an answer is late. The first attempt goes on: it may be answered yet."""
-        timeout_s = self.host.connection.timeout_s
-        while True:
-            await asyncio.sleep(timeout_s / _LOOKS)
-            asked = self.asked
-            if asked is not None and time.monotonic() - asked.started >= _LATE * timeout_s:
-                self.asked = None
-                asked.hurry()
+    def look(self, readers: ThreadPoolExecutor) -> None:
+        """Have an answer that is late read by another thread. If it has not come, ask another replica."""
+        asked = self.asked
+        if asked is None or time.monotonic() - asked.started < _LATE * self.timeout_s:
+            return
+        if not asked.is_read:
+            asked.read_by(readers)
+        elif self.host.connection.elsewhere:
+            self.asked = None
+            asked.hurry()
 
 
 class DirectCall:
@@ -118,19 +152,39 @@ class DirectCall:
         self._message = message
         self._attempt = attempt
         self._elsewhere: Future[Any] | None = None
+        # Who has it reads the response. Where that is another thread, the response will be in `_response`.
+        self._reads = threading.Lock()
+        self._response: Future[Any] | None = None
 
     def sums(self) -> PartialSums:
         """Wait for the host's partial sums; returns and raises as `Host.sums`."""
         host = self.direct.host
-        begun_s, busy_s = time.perf_counter(), time.thread_time()
         try:
-            return host.received(self._response(), self._request)
+            if self._reads.acquire(blocking=False):
+                response = self._read()
+            else:
+                assert self._response is not None  # noqa: S101  made before the other thread had it
+                response = self._response.result()
+            return host.received(response, self._request)
         except ServingError as error:
             raise host.lost(error) from None
-        finally:
-            self.direct.asked = None
-            waited_s = (time.perf_counter() - begun_s) - (time.thread_time() - busy_s)
-            self.direct.took(time.monotonic() - self.started, waited_s > _WAITED_S)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a thread reads the response, or has read it."""
+        return self._reads.locked()
+
+    def read_by(self, readers: ThreadPoolExecutor) -> None:
+        """Have another thread read the response, if none does."""
+        response = self._response = Future[Any]()
+        if self._reads.acquire(blocking=False):
+            readers.submit(self._read_into, response)
+
+    def _read_into(self, response: "Future[Any]") -> None:
+        try:
+            response.set_result(self._read())
+        except BaseException as error:
+            response.set_exception(error)
 
     def hurry(self) -> None:
         """The answer is late: ask another replica. The first that answers wins. Called on the event loop."""
@@ -144,9 +198,18 @@ class DirectCall:
 
     @property
     def _deadline(self) -> float:
-        return self.started + self.direct.host.connection.timeout_s
+        return self.started + self.direct.timeout_s
 
-    def _response(self) -> Any:
+    def _read(self) -> Any:
+        begun_s, busy_s = time.perf_counter(), time.thread_time()
+        try:
+            return self._answer()
+        finally:
+            self.direct.asked = None
+            waited_s = (time.perf_counter() - begun_s) - (time.thread_time() - busy_s)
+            self.direct.took(time.monotonic() - self.started, waited_s > _WAITED_S)
+
+    def _answer(self) -> Any:
         try:
             # The status behind the answer is not read: it came with it, and to get at it takes a third of a call.
             return next(self._attempt)

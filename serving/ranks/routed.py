@@ -16,7 +16,7 @@ from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weight
 from serving.errors import ServingError
 from serving.ranks.answered import Answered
 from serving.ranks.counts import HostCounts
-from serving.ranks.direct import DirectHost, wait_all
+from serving.ranks.direct import DirectHosts, wait_all
 from serving.ranks.fan_out import LoopThread, ask_all, check_all
 from serving.ranks.here import arguments
 from serving.ranks.host import Host, host_of
@@ -89,7 +89,7 @@ class Routed:
         self.replicas: tuple[HostReplicas, ...] = ()
         self._loop = loop
         self._hosts: dict[int, Host] = {}
-        self._direct: dict[int, DirectHost] = {}
+        self._direct: DirectHosts | None = None
         self._kept: dict[bytes, list[_Asked]] = {}
 
     @classmethod
@@ -110,7 +110,7 @@ class Routed:
         try:
             assert routed._loop is not None  # noqa: S101
             routed._loop.start(routed._connect(patience_s)).result()
-            routed._direct = {rank: DirectHost(host, routed._loop) for rank, host in routed._hosts.items()}
+            routed._direct = DirectHosts(routed._hosts, routed._loop)
         except BaseException:
             routed.close()
             raise
@@ -163,8 +163,8 @@ class Routed:
     def close(self) -> None:
         """Close the channels, and end the thread."""
         if self._loop is not None:
-            for direct in self._direct.values():
-                direct.close()
+            if self._direct is not None:
+                self._direct.close()
             self._loop.start(self.close_async()).result()
             self._loop.close()
 
@@ -175,7 +175,8 @@ class Routed:
     def answer(self, batch: Batch) -> Answered:
         """Ask all hosts at once, and look the router's own rank up meanwhile."""
         split = self.split(batch)
-        calls = {rank: self._direct[rank].ask(request) for rank, request in split.to_send.items()}
+        assert self._direct is not None  # noqa: S101  `open` made it
+        calls = self._direct.ask(split.to_send)
         own = self._own_sums(split)
         return self._merge(batch, split, own, wait_all(calls))
 

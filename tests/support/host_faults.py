@@ -262,18 +262,6 @@ def outcome(ask: Ask, features: Mapping[str, Any]) -> Any:
         return error
 
 
-def until_answered(ask: Ask, features: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The answer, as soon as there is one."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return ask(features)
-        except ServingError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.1)
-
-
 def until_right_in_a_row(ask: Ask, request: Mapping[str, Any], expected: Mapping[str, Any], times: int) -> int:
     """How many requests fail until so many in a row are answered, and right."""
     deadline = time.monotonic() + PATIENCE_S

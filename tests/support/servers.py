@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,8 @@ from serving.client import LookupClient
 from serving.errors import ServingError
 from serving.server import Ports, Server
 
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 FREE = Ports(grpc=0, http=0, metrics=0)
 FREE_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
 DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
@@ -209,15 +211,19 @@ def read_only(folder: Path) -> tuple[str, ...]:
 
 def wait_for_answer(client: LookupClient) -> None:
     """Until the model answers again."""
+    until_answered(client.lookup, {"x": [[1]]})
+
+
+def until_answered(ask: Callable[[Asked], Answer], asked: Asked) -> Answer:
+    """The answer, as soon as there is one."""
     deadline = time.monotonic() + 60
     while True:
         try:
-            client.lookup({"x": [[1]]})
+            return ask(asked)
         except ServingError:
-            assert time.monotonic() < deadline, "it does not serve again"
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.1)
-        else:
-            return
 
 
 @dataclass(frozen=True)

@@ -54,13 +54,6 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
         assert "One run of 0.4 s" in done.stdout
         assert "±" not in done.stdout
 
-        # Next to nothing is answered within so little, on any machine.
-        late = (*once[:-2], "--rate", "50", "--timeout-s", "0.00001")
-        done = tbe_serve("bench", "m", "--url", server.grpc, *late)
-        assert done.returncode == 1
-        assert "% of the requests failed, more than the 1.0% of --max-errors: " in done.stderr
-        assert " DeadlineExceeded" in done.stderr.splitlines()[-1]
-
         wider = export_model(collection(), tmp_path / "wider", "m")
         for arguments, why in (
             (("--bundle", str(wider)), "expected a version of the model that is served, 'm': features differ"),
@@ -79,6 +72,13 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
             done = tbe_serve("bench", "m", "--url", server.grpc, *arguments)
             assert done.returncode == 1
             assert why in done.stderr
+
+        # Next to nothing is answered within so little, on any machine. Triton 2.51 may die of it.
+        late = (*once[:-2], "--rate", "50", "--timeout-s", "0.00001")
+        done = tbe_serve("bench", "m", "--url", server.grpc, *late)
+        assert done.returncode == 1
+        assert "% of the requests failed, more than the 1.0% of --max-errors: " in done.stderr
+        assert " DeadlineExceeded" in done.stderr.splitlines()[-1]
 
 
 def test_what_was_captured_is_replayed(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from serving.bundle.hosts import HostBundle, IdDtype
 from serving.client.connection import Connection
 from serving.client.retries import Retries
 from serving.errors import HostUnavailable, InternalError
-from serving.ranks.direct import DirectHost, wait_all
+from serving.ranks.direct import DirectHost, DirectHosts, wait_all
 from serving.ranks.fan_out import LoopThread
 from serving.ranks.host import Host
 from serving.ranks.partial import PartialRequest
@@ -42,28 +42,44 @@ def waits_for(event: threading.Event) -> Does:
 
 
 @contextmanager
-def host(*does: Does, timeout_s: float = 5.0, replicas: int = 2) -> Iterator[tuple[DirectHost, list[Fake]]]:
-    """A host whose replicas do as told, each call as the next says; the last goes on."""
-    calls = itertools.count()
-    fakes = [Fake() for _ in range(replicas)]
-    for fake in fakes:
-        fake.fail = lambda context: does[min(next(calls), len(does) - 1)](context)
+def hosts(
+    *each: Sequence[Does], timeout_s: float = 5.0, replicas: int = 2
+) -> Iterator[tuple[DirectHosts, list[list[Fake]]]]:
+    """Hosts of the ranks 1, 2, …, whose replicas do as told, each call as the next says; the last goes on."""
     with ExitStack() as stack:
-        addresses = [stack.enter_context(serving(fake)) for fake in fakes]
-        connection = Connection(addresses=addresses, timeout_s=timeout_s, retries=Retries(attempts=1))
-        loop = LoopThread()
+        loop = stack.enter_context(closing(LoopThread()))
+        fakes = [replicas_that(does, replicas) for does in each]
+        found = {}
+        for rank, some in enumerate(fakes, start=1):
+            addresses = [stack.enter_context(serving(fake)) for fake in some]
+            connection = Connection(addresses=addresses, timeout_s=timeout_s, retries=Retries(attempts=1))
 
-        async def made() -> Host:
-            return Host(HostBundle(0, "m", 1, "f" * 64), IdDtype.INT32, False, connection)
+            async def made(connection: Connection = connection) -> Host:
+                return Host(HostBundle(0, "m", 1, "f" * 64), IdDtype.INT32, False, connection)
 
-        behind = loop.start(made()).result()
-        direct = DirectHost(behind, loop)
+            found[rank] = loop.start(made()).result()
+        direct = DirectHosts(found, loop)
         try:
             yield direct, fakes
         finally:
             direct.close()
-            loop.start(behind.close()).result()
-            loop.close()
+            for behind in found.values():
+                loop.start(behind.close()).result()
+
+
+def replicas_that(does: Sequence[Does], replicas: int) -> list[Fake]:
+    calls = itertools.count()
+    fakes = [Fake() for _ in range(replicas)]
+    for fake in fakes:
+        fake.fail = lambda context: does[min(next(calls), len(does) - 1)](context)
+    return fakes
+
+
+@contextmanager
+def host(*does: Does, timeout_s: float = 5.0, replicas: int = 2) -> Iterator[tuple[DirectHost, list[Fake]]]:
+    """As `hosts`, one."""
+    with hosts(does, timeout_s=timeout_s, replicas=replicas) as (direct, (fakes,)):
+        yield direct.by_rank[1], fakes
 
 
 def asked(fakes: list[Fake]) -> int:
@@ -141,11 +157,11 @@ def test_hosts_are_called_again_after_one_was_lost() -> None:
 
 
 def test_a_lost_host_does_not_take_the_answers_of_others() -> None:
-    with host(answers) as (one, _), host(fails(grpc.StatusCode.INTERNAL)) as (two, _):
-        found = wait_all({3: two.ask(REQUEST), 1: one.ask(REQUEST)})
+    with hosts([answers], [fails(grpc.StatusCode.INTERNAL)]) as (direct, _):
+        found = wait_all(direct.ask({2: REQUEST, 1: REQUEST}))
     assert isinstance(found[1], np.ndarray)
     assert found[1].tolist() == [[1, 1]]
-    assert isinstance(found[3], InternalError)
+    assert isinstance(found[2], InternalError)
 
 
 def test_hosts_are_waited_for_in_the_order_of_their_last_answers() -> None:
@@ -172,3 +188,18 @@ def test_an_answer_that_was_there_already_counts_as_the_last_that_was_waited_for
         assert direct.expected_s < 0.001
         direct.took(0.2, waited=True)
         assert (direct.expected_s, direct.host.counts.seconds) == pytest.approx((0.2, 0.209))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_answer_counts_whoever_is_waited_for_before(replicas: int) -> None:
+    """Else one host that falls silent would take all others along that were expected later."""
+    never = threading.Event()
+    silent = [waits_for(never)]
+    with hosts(silent, silent, [answers], timeout_s=0.4, replicas=replicas) as (direct, fakes):
+        found = wait_all(direct.ask(dict.fromkeys((1, 2, 3), REQUEST)))
+        never.set()
+    assert [type(found[rank]) for rank in (1, 2)] == [HostUnavailable] * 2
+    assert isinstance(found[3], np.ndarray)
+    assert found[3].tolist() == [[1, 1]]
+    assert asked(fakes[2]) == 1
+    assert direct.by_rank[3].host.counts.timeouts == 0

@@ -30,10 +30,9 @@ from tests.support.host_faults import (
     silent,
     stopped,
     until,
-    until_answered,
 )
 from tests.support.hosts import MODEL
-from tests.support.servers import at_once, metric, stubs, tbe_serve
+from tests.support.servers import at_once, metric, stubs, tbe_serve, until_answered
 
 
 def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:

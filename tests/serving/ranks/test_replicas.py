@@ -28,12 +28,11 @@ from tests.support.host_faults import (
     silent,
     stopped,
     until,
-    until_answered,
     until_right_in_a_row,
 )
 from tests.support.hosts import MODEL
 from tests.support.relay import Relay
-from tests.support.servers import Running, metric
+from tests.support.servers import Running, metric, until_answered
 
 
 @contextmanager
