@@ -28,7 +28,7 @@ from serving.errors import (
 from serving.model.settings import LARGEST_HANDOVER
 from serving.request import kjt
 from serving.request.limits import Limits, grouped
-from serving.request.tensors import Embeddings, KjtRequest, Tensors
+from serving.request.tensors import EMBEDDINGS, Embeddings, KjtRequest, Outputs, Tensors
 
 # To learn from Triton whether a request is cancelled takes as long as a small lookup. Where requests may have waited
 # for longer than this, about so many of each group are looked at, and the whole group if one of them is cancelled.
@@ -38,7 +38,7 @@ _LOOKED_AT = 4
 _INFINITY, _MINUS_INFINITY = 0x7C00, 0xFC00
 
 T = TypeVar("T")
-Outcome = Embeddings | ServingError
+Outcome = Outputs | ServingError
 
 
 class Answerer:
@@ -72,7 +72,7 @@ class Answerer:
     def answer(
         self, requests: Sequence[T], decode: Callable[[T], Tensors], is_cancelled: Callable[[T], bool]
     ) -> list[Outcome]:
-        """The outcome of each request: its embeddings, float32 or float16 [B, D], or its own error.
+        """The outcome of each request: its outputs by name, or its own error.
 
         Args:
             requests: a handover; the requests may have any form.
@@ -163,7 +163,7 @@ class Answerer:
             if _overflows(embeddings):
                 self._metrics.count_overflows(sum(map(_overflows, answers)))
             for index, (position, answer) in enumerate(zip(group, answers, strict=True)):
-                handover.outcomes[position] = failed.get(index, answer)
+                handover.outcomes[position] = failed.get(index, {EMBEDDINGS: answer})
             self._metrics.count_lost(len(failed), zeroed)
             times.append(perf_counter())
             self._metrics.count_call(checked, times)

@@ -1,4 +1,4 @@
-"""Triton's Python backend: requests in, embeddings or errors out.
+"""Triton's Python backend: requests in, outputs or errors out.
 
 `model.py` of every exported version imports `TritonPythonModel` from here. This is the only file that imports
 `triton_python_backend_utils`, which exists inside the backend alone.
@@ -81,7 +81,7 @@ class TritonPythonModel:
         self._publisher.stop()
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer a handover: each request with its embeddings [1, B, D], or its own error."""
+        """Answer a handover: each request with its outputs [1, B, …], or its own error."""
         show(BUSY)
         try:
             return [_response(outcome) for outcome in self._answerer.answer(requests, _decode, _is_cancelled)]
@@ -153,6 +153,7 @@ def _decode(request: Any) -> Tensors:
         parameters.get("traceparent"),
         parameters.get(BUNDLE),
         parameters.get(EVERY_HOST) is True,
+        request.requested_output_names(),
     )
 
 
@@ -179,4 +180,4 @@ def _response(outcome: Outcome) -> Any:
     if isinstance(outcome, ServingError):
         status = getattr(pb_utils.TritonError, _STATUS.get(type(outcome), "INTERNAL"))
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), status))
-    return pb_utils.InferenceResponse([pb_utils.Tensor("embeddings", outcome[np.newaxis])])
+    return pb_utils.InferenceResponse([pb_utils.Tensor(name, each[np.newaxis]) for name, each in outcome.items()])

@@ -1,6 +1,6 @@
 """Requests as arrays: a class for each step of their way through `serving.request.kjt`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +10,16 @@ from serving.request.schema import Selection
 
 # The request parameter of `Tensors.every_host`.
 EVERY_HOST = "every_host"
+# The output with the pooled embeddings.
+EMBEDDINGS = "embeddings"
 
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 Array = npt.NDArray[np.generic]
+# What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …].
+Outputs = Mapping[str, Array]
 
 
 @dataclass(eq=False, slots=True)
@@ -30,6 +34,7 @@ class Tensors:
         trace: the W3C `traceparent` that came with the request.
         bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
         every_host: whether to answer only if every host of a router does, also those of which no row is needed.
+        outputs: the outputs that are asked for.
     """
 
     features: Sequence[str] | None
@@ -39,6 +44,7 @@ class Tensors:
     trace: str | None = None
     bundle: str | None = None
     every_host: bool = False
+    outputs: Collection[str] = (EMBEDDINGS,)
 
 
 @dataclass(eq=False, slots=True)
