@@ -9,6 +9,7 @@ from export.plan.sharding import Sharding
 from serving.arguments import check_argument, check_arguments
 from serving.bundle.hosts import IdDtype
 from serving.bundle.rows import WeightDtype
+from serving.bundle.scores import DenseDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
@@ -30,6 +31,10 @@ class ExportConfig:
         id_dtype: dtype of the ids in a request on the wire. INT32 halves their bytes.
         sums_dtype: dtype of the partial sums that hosts answer a router with. FP16 halves what travels; answers are
             then not those of the same plan in one process.
+        scores: whether what follows the collections is served, too: the model's own answers, from its ids and dense
+            inputs.
+        dense_dtype: how the weights of that part are kept.
+        dense_widths: the columns of dense inputs that no nn.Linear takes, by name.
         sharding: the ranks, and how tables are placed on them; one rank by default.
         serving: how all versions of the model are served. None gives a new model the defaults, and leaves the
             settings of an existing model as they are.
@@ -44,6 +49,9 @@ class ExportConfig:
     output_dtype: OutputDtype = OutputDtype.FP32
     id_dtype: IdDtype = IdDtype.INT64
     sums_dtype: OutputDtype = OutputDtype.FP32
+    scores: bool = False
+    dense_dtype: DenseDtype = DenseDtype.FP32
+    dense_widths: Mapping[str, int] = field(default_factory=dict)
     sharding: Sharding = field(default_factory=Sharding)
     serving: ServingSettings | None = None
 
@@ -55,6 +63,13 @@ class ExportConfig:
         for pattern, limit in self.max_error.items():
             if not (limit > 0 and math.isfinite(limit)):
                 raise ConfigurationError(f"max_error {pattern!r}: expected a finite number > 0, got {limit}")
+        for name, width in self.dense_widths.items():
+            if width < 1:
+                raise ConfigurationError(f"dense_widths (--dense-width) {name!r}: expected > 0, got {width}")
+        if self.dense_widths and not self.scores:
+            raise ConfigurationError("dense_widths (--dense-width): expected --scores beside it")
+        if self.dense_dtype is not DenseDtype.FP32 and not self.scores:
+            raise ConfigurationError("dense_dtype (--dense-dtype): expected --scores beside it")
 
     def dtype_of(self, table: str) -> WeightDtype | None:
         """The dtype set for `table`; None where none is."""

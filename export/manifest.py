@@ -14,8 +14,9 @@ from export.rows.smallest_dtype import smallest_dtype
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import TrainedTable
 from serving.bundle.hosts import IdDtype
-from serving.bundle.manifest import Manifest, format_version_of
+from serving.bundle.manifest import NEWEST_FORMAT_VERSION, Manifest, format_version_of
 from serving.bundle.rows import WeightDtype
+from serving.bundle.scores import DensePart
 from serving.bundle.segments import name_twice
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
@@ -109,12 +110,17 @@ def with_position_weights(manifest: Manifest, trained: Sequence[TrainedTable], w
         for name, each in zip(table.features, table.position_weights or (), strict=False):
             if each.key is not None:
                 what = f"position weights of feature {name!r}"
-                found[name] = tuple(weights.vector(what, each.key, each.count).tolist())
+                found[name] = tuple(weights.numbers(what, each.key, (each.count,)).tolist())
     features = tuple(
         msgspec.structs.replace(feature, position_weights=found.get(feature.name, feature.position_weights))
         for feature in manifest.features
     )
     return msgspec.structs.replace(manifest, features=features)
+
+
+def with_dense_part(manifest: Manifest, part: DensePart) -> Manifest:
+    """`manifest` with a dense part. Nothing of the model is left out then."""
+    return msgspec.structs.replace(manifest, dense_part=part, left_out=(), format_version=NEWEST_FORMAT_VERSION)
 
 
 def _dtypes(

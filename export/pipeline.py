@@ -15,7 +15,7 @@ from export.prepare import prepare
 from export.program.compile import compile_program
 from export.progress import Progress, float_bytes
 from export.publish.draft import draft
-from export.steps import limits_of, parity_of, read_back, store, write_program
+from export.steps import limits_of, parity_of, read_back, scores_of, store, write_program
 from export.trained.checkpoint import WeightSource, open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.manifest import Manifest, write_manifest
@@ -40,7 +40,8 @@ def export_model(
     Args:
         module: holds one or more EmbeddingBagCollections, perhaps behind position weights. Every module around them
             must hand on its ids unchanged.
-            What it does with pooled embeddings is left out of the bundle (`Manifest.left_out`).
+            What it does with pooled embeddings is left out of the bundle (`Manifest.left_out`), unless
+            `config.scores` is set.
         repository: Triton's model repository; made if it is missing.
         name: the model's name in the repository.
         config: dtypes, id policies and limits by table; INT8 and `error` for all where None.
@@ -55,7 +56,8 @@ def export_model(
         The bundle's path, `<repository>/<name>/<version>`.
 
     Raises:
-        ModelError: the module's tables cannot be served, or a module around them changes ids or weights.
+        ModelError: the module's tables cannot be served, or a module around them changes ids or weights; what
+            follows the collections cannot be followed or compiled.
         ConfigurationError: a setting, or the signing key, cannot be used.
         CheckpointError: the checkpoint does not hold the tables.
         QuantizeError: a row does not fit its dtype.
@@ -72,11 +74,12 @@ def export_model(
         errors = store(weights_paths(new.path, manifest), trained, manifest, prepared.weights, progress)
         progress(Progress("parity", total := float_bytes(*trained), total))
         with new.syncing():
-            manifest = write_program(new.path, manifest, program)
+            manifest = write_program(new.path, manifest, program, scored=prepared.scored)
             answers = answer_probe(new.path, manifest, program)
             parity = parity_of(manifest, errors, limits_of(manifest, config), answers, prepared.runnable)
             notes = tuple(overflow_notes(manifest, errors, config.sharding))
-            write_manifest(new.path, msgspec.structs.replace(manifest, parity=parity, notes=notes))
+            part = scores_of(prepared.scored, answers)
+            write_manifest(new.path, msgspec.structs.replace(manifest, parity=parity, notes=notes, dense_part=part))
         read_back(new.path)
         return new.publish()
 

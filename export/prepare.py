@@ -9,8 +9,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from export.config import ExportConfig
-from export.manifest import describe, with_position_weights
+from export.manifest import describe, with_dense_part, with_position_weights
 from export.progress import Progress
+from export.scores.dense_part import Scored, dense_part
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, collect_tables
 from serving.bundle.manifest import Manifest
@@ -27,6 +28,7 @@ class Prepared:
         weights: the checkpoint with their rows. It has all of them.
         manifest: of the bundle, without parity and files; of a router where `config.sharding` has hosts as models.
         runnable: the trained module; None where it cannot be run.
+        scored: the dense part; None: embeddings alone are served.
         signing_key: signs bundles, and the settings of new models; None signs nothing.
         progress: called as rows are stored.
     """
@@ -36,6 +38,7 @@ class Prepared:
     weights: Checkpoint
     manifest: Manifest
     runnable: Trained | None
+    scored: Scored | None
     signing_key: Ed25519PrivateKey | None
     progress: Callable[[Progress], None]
 
@@ -57,5 +60,12 @@ def prepare(
     manifest = describe(trained.tables, config, lambda: weights, progress)
     manifest = with_position_weights(manifest, trained.tables, weights)
     manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
+    scored = None
+    if config.scores:
+        scored = dense_part(
+            trained, manifest, config.dense_widths, config.dense_dtype, None if checkpoint is None else weights
+        )
+        manifest = with_dense_part(manifest, scored.part)
     # With a checkpoint, the weights are not in the module: it cannot answer.
-    return Prepared(config, trained, weights, manifest, trained if checkpoint is None else None, key, progress)
+    runnable = trained if checkpoint is None else None
+    return Prepared(config, trained, weights, manifest, runnable, scored, key, progress)

@@ -16,11 +16,13 @@ from export.program.compile import save_program
 from export.progress import Progress, float_bytes
 from export.rows.store_blocks import store_rows
 from export.rows.table_error import TableError
+from export.scores.dense_part import Scored, compare_scores, save_scores
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.digests import FileDigest, digest_file
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest, Parity, write_manifest
 from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.scores import SCORES, DensePart
 from serving.errors import BundleError
 from serving.model.template import model_py
 
@@ -59,20 +61,24 @@ def write_program(
     manifest: Manifest,
     program: torch.jit.ScriptModule,
     known: Mapping[str, FileDigest] = MappingProxyType({}),
+    scored: Scored | None = None,
 ) -> Manifest:
-    """Complete a draft: what Triton starts, the program, and a manifest with the digests of all files.
+    """Complete a draft: what Triton starts, the programs, and a manifest with the digests of all files.
 
     Args:
         directory: of the draft. Its weights are there.
         manifest: of the draft.
         program: the compiled program.
         known: digests of files that need not be read again, by name.
+        scored: the dense part, if there is one.
 
     Returns:
         That manifest.
     """
     (directory / MODEL).write_text(model_py())
     save_program(program, directory / PROGRAM)
+    if scored is not None:
+        save_scores(scored.program, directory / SCORES)
     names = sorted(path.name for path in directory.iterdir() if path.name != MANIFEST)
     files = {name: known.get(name) or digest_file(directory / name) for name in names}
     manifest = msgspec.structs.replace(manifest, files=files)
@@ -103,6 +109,11 @@ def parity_of(
     own = {} if runnable is None else trained_answers(runnable, manifest, answers.probe)
     agreements = compare_trained(own, manifest, answers, errors)
     return tuple(msgspec.structs.replace(each, trained=agreements.get(each.table)) for each in parity)
+
+
+def scores_of(scored: Scored | None, answers: Answers) -> DensePart | None:
+    """The dense part for the manifest: how far scores from stored rows are from those of the trained model."""
+    return None if scored is None else compare_scores(scored, answers.reloaded)
 
 
 def limits_of(manifest: Manifest, config: ExportConfig) -> dict[str, float | None]:

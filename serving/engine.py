@@ -3,21 +3,26 @@
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.use import hold
 from serving.closing import AsyncClosing, Closing
+from serving.dense_part import DenseProgram
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.ranks.answered import Answered
 from serving.ranks.here import Here
 from serving.ranks.hosts import Hosts
 from serving.ranks.routed import Routed
 from serving.request import kjt
+from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
 from serving.request.encoding import Features, decode, encode
 from serving.request.schema import Schema
-from serving.request.tensors import Batch, Embeddings, Tensors
+from serving.request.tensors import Batch, Embeddings, Outputs, Tensors
 
 # Addresses of each host of a router's plan, by its number; see `Hosts`.
 Addresses = Mapping[int, str | Sequence[str]]
@@ -39,6 +44,8 @@ class _Engine:
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.weights_files}
         for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:
             weakref.finalize(self, os.close, hold(folder))
+        part = bundle.manifest.dense_part
+        self._dense = None if part is None else DenseProgram(bundle, part)
         self.schema = Schema.of(bundle.manifest)
         self._weighted = bundle.manifest.weighted_keys
 
@@ -58,6 +65,36 @@ class _Engine:
             request, _ = kjt.apply_id_policies(request)
             checked = kjt.check([request])
         return kjt.merge(self.schema, checked)
+
+    def score_batch(self, batch: Batch, embeddings: Embeddings) -> dict[int, Outputs]:
+        """The scores of those requests of a batch that ask for some.
+
+        Args:
+            batch: the requests.
+            embeddings: what the ranks say to the batch, float32 or float16 [B, D].
+
+        Returns:
+            By the position of the request in the batch: its outputs by name, float32 [B_r, …].
+        """
+        asking = [number for number, request in enumerate(batch.requests) if request.dense is not None]
+        if not asking:
+            return {}
+        assert self._dense is not None  # noqa: S101  else no request has dense inputs
+        if len(asking) < len(batch.requests):
+            of_request = np.repeat(np.arange(len(batch.requests)), [request.samples for request in batch.requests])
+            embeddings = embeddings[np.isin(of_request, asking)]
+        requests = [batch.requests[number] for number in asking]
+        dense = [request.dense for request in requests if request.dense is not None]
+        return dict(
+            zip(asking, self._dense.score(embeddings, dense, [each.samples for each in requests]), strict=True)
+        )
+
+    def _for_scores(self, features: Features, dense: DenseFeatures) -> Tensors:
+        part = self.bundle.manifest.dense_part
+        if part is None:
+            raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
+        names = [each.name for each in part.outputs]
+        return replace(self._encoded(features), outputs=names, dense=encode_dense(dense))
 
     def _by_feature(self, tensors: Tensors, embeddings: Embeddings) -> dict[str, Embeddings]:
         selection = self.schema.select(tensors.features)
@@ -125,6 +162,23 @@ class Engine(_Engine, Closing):
         tensors = self._encoded(features)
         return self._by_feature(tensors, self.answer(tensors))
 
+    def score(self, features: Features, dense: DenseFeatures = NO_DENSE) -> Outputs:
+        """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
+
+        Args:
+            features: ids of all features, as `lookup` takes them.
+            dense: the dense inputs of the model's forward by name, [B, width] each.
+
+        Returns:
+            {output: float32 [B, …]}.
+
+        Raises:
+            InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
+            HostUnavailable: as `lookup`.
+        """
+        batch = self._batch_of(self._for_scores(features, dense))
+        return self.score_batch(batch, _only(self.run(batch)))[0]
+
     def answer(self, tensors: Tensors) -> Embeddings:
         """Answer one request.
 
@@ -155,6 +209,11 @@ class AsyncEngine(_Engine, AsyncClosing):
         """As `Engine.lookup`."""
         tensors = self._encoded(features)
         return self._by_feature(tensors, await self.answer(tensors))
+
+    async def score(self, features: Features, dense: DenseFeatures = NO_DENSE) -> Outputs:
+        """As `Engine.score`."""
+        batch = self._batch_of(self._for_scores(features, dense))
+        return self.score_batch(batch, _only(await self.ranks.answer_async(batch)))[0]
 
     async def answer(self, tensors: Tensors) -> Embeddings:
         """As `Engine.answer`."""

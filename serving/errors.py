@@ -50,10 +50,11 @@ class Reason(enum.Enum):
     WEIGHTS = "weights"
     IDS = "ids"
     SIZE = "size"
+    DENSE = "dense"
 
 
 class InvalidRequest(ServingError):
-    """The caller of a lookup sent ids, lengths, weights or feature names that the model cannot answer.
+    """The caller of a lookup sent ids, lengths, weights, dense inputs or feature names that the model cannot answer.
 
     Attributes:
         reason: what is wrong with the request.

@@ -30,6 +30,7 @@ EXPORT_MAY_IMPORT = {
 FEW_IMPORT = {
     "torch": {
         "serving.backend.triton",
+        "serving.dense_part",
         "serving.ranks.fbgemm",
         "serving.ranks.here",
         "serving.ranks.program",

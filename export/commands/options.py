@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from export.commands.values import id_dtype, id_policy, output_dtype, weight_dtype
+from export.commands.values import dense_dtype, id_dtype, id_policy, output_dtype, weight_dtype
 from export.sizes import bytes_per_s, size_bytes
 from serving.bundle.plan import ShardingType
 from serving.bundle.rows import WeightDtype
+from serving.bundle.scores import DenseDtype
 from serving.bundle.tables import OutputDtype
 from serving.terminal.numbers import integer, real
 
@@ -38,6 +39,7 @@ class ExportOption:
         flag: the option, where it is not `--name`.
         each: the metavariable of an option that is set by table: `[TABLE=]EACH`. It may be given again, and `parse`
             gets one value at a time, as text.
+        by: what such an option is set by, where not by table.
     """
 
     name: str
@@ -49,6 +51,7 @@ class ExportOption:
     field: str | None = None
     flag: str | None = None
     each: str | None = None
+    by: str = "TABLE"
 
     @property
     def file_type(self) -> Any:
@@ -58,7 +61,7 @@ class ExportOption:
     @property
     def terminal_type(self) -> Any:
         """The annotation that typer makes an option of."""
-        metavar = f"[TABLE=]{self.each}" if self.each else None
+        metavar = f"[{self.by}=]{self.each}" if self.each else None
         return Annotated[self.typed | None, typer.Option(*filter(None, [self.flag]), metavar=metavar, help=self.help)]
 
     def value_of(self, given: Any) -> Any:
@@ -119,6 +122,25 @@ OPTIONS = (
         typed=str,
         parse=output_dtype,
         help="Partial sums that hosts answer a router with: fp32 (default), or fp16, which halves what travels.",
+    ),
+    ExportOption(
+        name="scores",
+        typed=bool,
+        help="Serve the whole model: what follows its collections is compiled, too, and answers scores.",
+    ),
+    ExportOption(
+        name="dense_dtype",
+        typed=str,
+        parse=dense_dtype,
+        help=f"With --scores: weights of what follows the collections, {_names(DenseDtype)}; fp32 by default.",
+    ),
+    ExportOption(
+        name="dense_widths",
+        flag="--dense-width",
+        each="N",
+        by="INPUT",
+        parse=integer,
+        help="With --scores: columns of a dense input that no nn.Linear takes.",
     ),
     ExportOption(
         section="sharding", name="ranks", typed=int, help="How many ranks, on all hosts together; 1 by default."

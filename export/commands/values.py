@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from serving.bundle.hosts import IdDtype
 from serving.bundle.rows import WeightDtype
+from serving.bundle.scores import DenseDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
 from serving.terminal.numbers import integer
@@ -19,6 +20,15 @@ def weight_dtype(setting: str, text: str) -> WeightDtype:
         ConfigurationError: there is no dtype of that name.
     """
     return _member(setting, WeightDtype, text)
+
+
+def dense_dtype(setting: str, text: str) -> DenseDtype:
+    """The dtype of a dense part that people call bf16.
+
+    Raises:
+        ConfigurationError: there is no dtype of that name.
+    """
+    return _member(setting, DenseDtype, text)
 
 
 def output_dtype(setting: str, text: str) -> OutputDtype:

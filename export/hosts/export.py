@@ -14,16 +14,16 @@ import torch
 from export.hosts.assembled import answer_assembled, assembled_manifest
 from export.hosts.part import part_manifest, part_models, table_of_part
 from export.hosts.published import open_parts, recorded_errors
-from export.parity.answers import answer_probe
+from export.parity.answers import Answers, answer_probe
 from export.parity.overflow import overflow_notes
 from export.prepare import Prepared
 from export.program.compile import compile_program
 from export.progress import Progress, float_bytes
 from export.publish.draft import Draft, draft, next_version
 from export.rows.table_error import TableError
-from export.steps import limits_of, parity_of, read_back, store, write_program
+from export.steps import limits_of, parity_of, read_back, scores_of, store, write_program
 from serving.bundle.hosts import FIRST_WEIGHTS, HostBundle
-from serving.bundle.manifest import Manifest, Parity, write_manifest
+from serving.bundle.manifest import Manifest, write_manifest
 from serving.bundle.opening import Bundle
 from serving.bundle.weights import weights_path
 from serving.errors import ConfigurationError
@@ -171,8 +171,11 @@ class HostsExport:
         """
         self._prepared.progress(Progress("parity", total := float_bytes(*self._prepared.trained.tables), total))
         program = compile_program(self._manifest)
-        manifest = write_program(router.path, self._manifest, program)
-        parity = self._parity_in_one_process(router, manifest, program, errors, parts)
+        scored = self._prepared.scored
+        manifest = write_program(router.path, self._manifest, program, scored=scored)
+        answers = self._answers_in_one_process(router, manifest, program, parts)
+        whole = assembled_manifest(manifest)
+        parity = parity_of(whole, errors, limits_of(whole, self._config), answers, self._prepared.runnable)
         notes = dict.fromkeys(overflow_notes(self._manifest, errors, self._config.sharding))
         notes |= dict.fromkeys(note for part in parts.values() for note in part.manifest.notes)
         models = part_models(self._manifest, self._name)
@@ -182,18 +185,16 @@ class HostsExport:
             )
             for rank, part in parts.items()
         )
-        write_manifest(router.path, msgspec.structs.replace(manifest, parity=parity, notes=tuple(notes), hosts=hosts))
+        finished = msgspec.structs.replace(
+            manifest, parity=parity, notes=tuple(notes), hosts=hosts, dense_part=scores_of(scored, answers)
+        )
+        write_manifest(router.path, finished)
         read_back(router.path)
 
-    def _parity_in_one_process(
-        self,
-        router: Draft,
-        manifest: Manifest,
-        program: torch.jit.ScriptModule,
-        errors: Mapping[str, TableError],
-        parts: Mapping[int, Bundle],
-    ) -> tuple[Parity, ...]:
-        """The parity of every table, with all bundles in one process; arguments as `_finish_router`.
+    def _answers_in_one_process(
+        self, router: Draft, manifest: Manifest, program: torch.jit.ScriptModule, parts: Mapping[int, Bundle]
+    ) -> Answers:
+        """The answers to a probe, with all bundles in one process; arguments as `_finish_router`.
 
         Args:
             manifest: the router's, with the digests of its files.
@@ -204,6 +205,4 @@ class HostsExport:
         files = {0: router.path / own} | {rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()}
         digests = {0: manifest.files[own]}
         digests |= {rank: part.manifest.files[FIRST_WEIGHTS] for rank, part in parts.items()}
-        answers = answer_assembled(manifest, program, files, digests)
-        whole = assembled_manifest(manifest)
-        return parity_of(whole, errors, limits_of(whole, self._config), answers, self._prepared.runnable)
+        return answer_assembled(manifest, program, files, digests)

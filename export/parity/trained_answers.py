@@ -78,14 +78,14 @@ def _hear(
 ) -> dict[nn.Module, Any]:
     """The KeyedTensor that each of `collections` answers the probe with."""
     heard: dict[nn.Module, Any] = {}
-    with torch.no_grad(), evaluating(trained.module), quiet(), _listening(collections, heard):
+    with torch.no_grad(), evaluating(trained.module), quiet(), listening(collections, heard):
         for entry in trained.found.entries:
             if entry.inputs == 1 and not {*entry.module.modules()}.isdisjoint(collections):
                 with suppress(Exception):  # the user's own code may not take a KJT
-                    entry.module(_kjt(manifest, probe, entry.module))
+                    entry.module(kjt_of(manifest, probe, entry.module))
         for collection in collections:
             if collection not in heard:
-                collection(_kjt(manifest, probe, collection))
+                collection(kjt_of(manifest, probe, collection))
     return heard
 
 
@@ -155,7 +155,7 @@ def _ids_in_bags(manifest: Manifest, probe: Tensors) -> dict[str, npt.NDArray[np
     return found
 
 
-def _kjt(manifest: Manifest, probe: Tensors, module: nn.Module) -> KeyedJaggedTensor:
+def kjt_of(manifest: Manifest, probe: Tensors, module: nn.Module) -> KeyedJaggedTensor:
     """A copy of the probe on the device of `module`, which may write to it."""
     return KeyedJaggedTensor(
         keys=list(manifest.keys),
@@ -166,7 +166,7 @@ def _kjt(manifest: Manifest, probe: Tensors, module: nn.Module) -> KeyedJaggedTe
 
 
 @contextmanager
-def _listening(modules: Iterable[nn.Module], heard: dict[nn.Module, Any]) -> Iterator[None]:
+def listening(modules: Iterable[nn.Module], heard: dict[nn.Module, Any]) -> Iterator[None]:
     """Put each answer of `modules` into `heard`."""
     with ExitStack() as stack:
         for module in modules:

@@ -44,24 +44,24 @@ class Checkpoint:
         rows = self._find(table).read(start, stop)
         return rows.float() if rows.dtype is torch.bfloat16 else rows
 
-    def vector(self, what: str, key: str, size: int) -> Tensor:
-        """The numbers under a key of the state dict: float32 [size].
+    def numbers(self, what: str, key: str, shape: tuple[int, ...]) -> Tensor:
+        """The numbers under a key of the state dict: float32, of that shape.
 
         Args:
             what: what they are, for messages.
             key: the key.
-            size: how many there are.
+            shape: their shape. A vector [n] may be stored as [n, 1], and a number as [1].
 
         Raises:
-            CheckpointError: they are missing, ambiguous, of another number or dtype, or not finite.
+            CheckpointError: they are missing, ambiguous, of another shape or dtype, or not finite.
         """
         where = f"{self._source}: {what}"
         stored = self._at(what, key)
-        if stored.shape not in ((size,), (size, 1)):
-            raise CheckpointError(f"{where}: expected shape {[size]}, got {list(stored.shape)}")
+        if stored.shape not in (shape, (*shape, 1), (*shape, 1, 1)[:2]):
+            raise CheckpointError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)}")
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
-        numbers = stored.read(0, size).float().reshape(size)
+        numbers = stored.read(0, stored.shape[0] if stored.shape else 1).float().reshape(shape)
         if not torch.isfinite(numbers).all():
             raise CheckpointError(f"{where}: holds NaN or infinity: find out how the training made it")
         return numbers

@@ -159,11 +159,17 @@ class Answerer:
             times.append(perf_counter())
             embeddings, failed, zeroed = self._engine.run(batch)
             times.append(perf_counter())
+            scores = self._engine.score_batch(batch, embeddings)
+            times.append(perf_counter())
             answers = kjt.split(embeddings, batch)
             if _overflows(embeddings):
                 self._metrics.count_overflows(sum(map(_overflows, answers)))
             for index, (position, answer) in enumerate(zip(group, answers, strict=True)):
-                handover.outcomes[position] = failed.get(index, {EMBEDDINGS: answer})
+                outputs = {EMBEDDINGS: answer, **scores.get(index, {})}
+                asked = handover.tensors[position].outputs
+                handover.outcomes[position] = failed.get(
+                    index, {name: each for name, each in outputs.items() if name in asked}
+                )
             self._metrics.count_lost(len(failed), zeroed)
             times.append(perf_counter())
             self._metrics.count_call(checked, times)

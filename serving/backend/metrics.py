@@ -11,7 +11,7 @@ from serving.backend.families import Families, Family, Histogram, Kind, Total
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.request.tensors import Checked
 
-STAGES = ("check", "merge", "lookup", "split")
+STAGES = ("check", "merge", "lookup", "score", "split")
 # Upper bounds of the buckets of the histogram of requests in a TBE call.
 MERGED = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 

@@ -37,7 +37,7 @@ from serving.model.settings import RECOVERED, ServingSettings, parsed
 from serving.ranks.message import BUNDLE
 from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
-from serving.request.tensors import EVERY_HOST, Array, Tensors
+from serving.request.tensors import EVERY_HOST, IDS, Array, Tensors
 from serving.triton.presence import BUSY, IDLE, show
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
@@ -96,6 +96,8 @@ def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
     parameters = {key: value.get("string_value", "") for key, value in config.items()}
     settings = ServingSettings(**parsed(parameters))
     bundle = open_bundle(model / args["model_version"], TrustedKeys.of_environment())
+    if settings.score_threads is not None:
+        torch.set_num_threads(settings.score_threads)
     recovered = parameters.get(RECOVERED)
     is_verified = recovered is not None and not weights_changed_since(bundle, float(recovered))
     # Every instance verifies. Where one fails and another does not, Triton 2.51 may hang and lose the version that
@@ -154,6 +156,7 @@ def _decode(request: Any) -> Tensors:
         parameters.get(BUNDLE),
         parameters.get(EVERY_HOST) is True,
         request.requested_output_names(),
+        {name: _matrix(name, each) for name, each in inputs.items() if name not in IDS},
     )
 
 
@@ -164,6 +167,15 @@ def _row(name: str, tensor: Any) -> Array:
         raise InvalidRequest(f"{name}: expected shape [1, n], got {list(array.shape)}", Reason.SHAPE)
     row: Array = array[0]
     return row
+
+
+def _matrix(name: str, tensor: Any) -> Array:
+    """The rows [B, n] of an input [1, B, n]."""
+    array: Array = tensor.as_numpy()
+    if array.ndim != 3 or array.shape[0] != 1:
+        raise InvalidRequest(f"{name}: expected shape [1, B, n], got {list(array.shape)}", Reason.DENSE)
+    rows: Array = array[0]
+    return rows
 
 
 def _features(parameters: Mapping[str, Any]) -> list[str] | None:

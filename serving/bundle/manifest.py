@@ -5,6 +5,7 @@ A bundle is one Triton model version::
     model.py             from serving.backend import TritonPythonModel
     manifest.json        the types below, as JSON
     program.pt           TorchScript, without weights
+    scores.pt            the dense part, if there is one: TorchScript with its weights
     weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
     manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
 
@@ -20,6 +21,7 @@ import msgspec
 from serving.bundle.digests import FileDigest
 from serving.bundle.hosts import HostBundle, IdDtype, Part
 from serving.bundle.plan import Plan
+from serving.bundle.scores import DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
 from serving.files.strict import Strict
 
@@ -28,7 +30,9 @@ FORMAT_VERSION = 4
 HOSTS_FORMAT_VERSION = 5
 # Of bundles with the id policy `modulo`, with position weights, or with INT32 ids that are not on hosts; whether on
 # several hosts or not.
-NEWEST_FORMAT_VERSION = 6
+IDS_FORMAT_VERSION = 6
+# Of bundles with a dense part.
+NEWEST_FORMAT_VERSION = 7
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
@@ -93,6 +97,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         hosts: of a router, the bundles that answer for the ranks without a file of weights, by number of the host.
         part_of: of a host's bundle, what it is a part of.
         id_dtype: the dtype of `values` in a request.
+        dense_part: what turns pooled embeddings into scores. None: embeddings are all that is served.
     """
 
     format_version: int
@@ -109,6 +114,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     hosts: tuple[HostBundle, ...] = ()
     part_of: Part | None = None
     id_dtype: IdDtype = IdDtype.INT64
+    dense_part: DensePart | None = None
 
     @property
     def keys(self) -> dict[str, tuple[Feature, ...]]:
@@ -166,8 +172,8 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     def contract(self) -> str:
         """SHA-256, in hex, of all that a client can see.
 
-        This is features, dims, whether ids carry weights, and the dtypes of ids and output. A version can replace
-        another with the same contract while clients run.
+        This is features, dims, whether ids carry weights, the dtypes of ids and output, and the names and shapes of
+        dense inputs and scores. A version can replace another with the same contract while clients run.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
         sends = self.sends_weights
@@ -181,7 +187,8 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
             for feature, table in tables
         ]
         ids = [] if self.id_dtype is IdDtype.INT64 else [self.id_dtype.value]
-        return hashlib.sha256(msgspec.json.encode([features, self.output_dtype.value, *ids])).hexdigest()
+        scores = [] if self.dense_part is None else [self.dense_part.contract]
+        return hashlib.sha256(msgspec.json.encode([features, self.output_dtype.value, *ids, *scores])).hexdigest()
 
     @property
     def layout(self) -> str:
@@ -193,7 +200,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 def format_version_of(
     tables: Iterable[Table], features: Iterable[Feature], id_dtype: IdDtype, *, on_hosts: bool
 ) -> int:
-    """The lowest format that can say what a bundle holds. Readers that know no later one can go on.
+    """The lowest format that can say what a bundle without a dense part holds. Older readers can go on.
 
     Args:
         tables: of the bundle.
@@ -204,7 +211,7 @@ def format_version_of(
     is_narrow = id_dtype is IdDtype.INT32 and not on_hosts
     by_position = any(feature.position_weights is not None for feature in features)
     if is_narrow or by_position or any(table.id_policy is IdPolicy.MODULO for table in tables):
-        return NEWEST_FORMAT_VERSION
+        return IDS_FORMAT_VERSION
     return HOSTS_FORMAT_VERSION if on_hosts else FORMAT_VERSION
 
 

@@ -11,6 +11,7 @@ from serving.bundle.manifest import (
     DEVICE,
     FORMAT_VERSION,
     HOSTS_FORMAT_VERSION,
+    IDS_FORMAT_VERSION,
     MANIFEST,
     MODEL,
     NEWEST_FORMAT_VERSION,
@@ -19,14 +20,15 @@ from serving.bundle.manifest import (
     Manifest,
 )
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, tiling_error
+from serving.bundle.scores import SCORES, wrong_names
 from serving.bundle.tables import IdPolicy, is_name
 from serving.errors import BundleError
 from serving.files.strict import UNREADABLE, json_tree
 
 # In version 3 each feature is its own key. It lacks left_out, notes, and the parity with the trained module.
-_READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION, NEWEST_FORMAT_VERSION)
+_READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION, IDS_FORMAT_VERSION, NEWEST_FORMAT_VERSION)
 # The names of a bundle's other files.
-_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM)
+_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, SCORES)
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 _EXPECTED_NAME = "expected a name without commas and control characters"
 
@@ -69,9 +71,10 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
     places: list[tuple[int, str, Any, tuple[str, ...]]] = [
         (HOSTS_FORMAT_VERSION, "$", document, ("hosts", "part_of", "id_dtype")),
         (FORMAT_VERSION, "$", document, ("left_out", "notes")),
+        (NEWEST_FORMAT_VERSION, "$", document, ("dense_part",)),
         *((FORMAT_VERSION, f"$.features[{n}]", feature, ("shared_key",)) for n, feature in enumerate(features)),
         *(
-            (NEWEST_FORMAT_VERSION, f"$.features[{n}]", feature, ("position_weights",))
+            (IDS_FORMAT_VERSION, f"$.features[{n}]", feature, ("position_weights",))
             for n, feature in enumerate(features)
         ),
         *((FORMAT_VERSION, f"$.parity[{n}]", parity, ("trained",)) for n, parity in enumerate(parities)),
@@ -90,7 +93,16 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
 def _check_consistency(path: Path, manifest: Manifest) -> None:
     """Refuse a manifest that contradicts itself. Code that reads it later can then index by every name in it."""
     # Each looks only at what those before it found right.
-    for contradictions in (_in_tables, _in_features, _in_plan, _in_hosts, _in_files, _in_shards, _in_offsets):
+    for contradictions in (
+        _in_tables,
+        _in_features,
+        _in_dense_part,
+        _in_plan,
+        _in_hosts,
+        _in_files,
+        _in_shards,
+        _in_offsets,
+    ):
         for contradiction in contradictions(manifest):
             raise BundleError(f"{path}: {contradiction}")
 
@@ -110,7 +122,7 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: expected a dim that is a multiple of {multiple} for {table.dtype.value}, got {table.dim}"
         if table.policy_error is not None:
             yield f"{where}: {table.policy_error}"
-        if table.id_policy is IdPolicy.MODULO and manifest.format_version < NEWEST_FORMAT_VERSION:
+        if table.id_policy is IdPolicy.MODULO and manifest.format_version < IDS_FORMAT_VERSION:
             yield f"{where}: format_version {manifest.format_version} has no id_policy `modulo`"
 
 
@@ -137,6 +149,23 @@ def _in_features(manifest: Manifest) -> Iterator[str]:
             yield f"feature {expected.name!r}: expected it beside the others of its key {expected.key!r}"
 
 
+def _in_dense_part(manifest: Manifest) -> Iterator[str]:
+    part = manifest.dense_part
+    if part is None:
+        return
+    if manifest.part_of is not None:
+        yield "dense_part: expected none in a host's bundle: its answers are partial sums"
+    if not part.outputs:
+        yield "dense_part: outputs: expected at least one"
+    yield from wrong_names([each.name for each in part.inputs], [each.name for each in part.outputs])
+    for each in part.inputs:
+        if each.width < 1:
+            yield f"dense input {each.name!r}: expected a width > 0, got {each.width}"
+    for output in part.outputs:
+        if any(size < 1 for size in output.shape):
+            yield f"dense output {output.name!r}: expected sizes > 0, got {list(output.shape)}"
+
+
 def _in_plan(manifest: Manifest) -> Iterator[str]:
     plan, tables = manifest.plan, {table.name for table in manifest.tables}
     if not plan.ranks:
@@ -157,7 +186,7 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
         yield f"hosts: expected one entry for each rank without a file of weights, hosts {elsewhere}"
     is_of_hosts = bool(manifest.hosts) or manifest.part_of is not None
     is_for_hosts = manifest.format_version == HOSTS_FORMAT_VERSION
-    if is_of_hosts != is_for_hosts and manifest.format_version != NEWEST_FORMAT_VERSION:
+    if is_of_hosts != is_for_hosts and manifest.format_version < IDS_FORMAT_VERSION:
         yield f"format_version: expected {HOSTS_FORMAT_VERSION} with `hosts` or `part_of`, and only there"
     own = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
     if manifest.hosts and (manifest.part_of is not None or own != [0]):
@@ -190,6 +219,8 @@ def _in_files(manifest: Manifest) -> Iterator[str]:
             yield f"rank {number}: files: {name!r} leaves the bundle"
         rank_of[name] = number
     used = {MODEL, PROGRAM, *manifest.weights_files}
+    if manifest.dense_part is not None:
+        used.add(SCORES)
     for name in sorted(used ^ manifest.files.keys()):
         there = "no" if name in used else "another"
         yield f"files: expected each file of the bundle but its manifest and signature, got {there} {name!r}"

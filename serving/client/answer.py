@@ -1,12 +1,13 @@
 """What a client gets: embeddings, and a description of the model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from serving.request.tensors import Embeddings
+from serving.bundle.scores import DenseInput
+from serving.request.tensors import Array, Embeddings
 
 
 class Answer(dict[str, Embeddings]):
@@ -23,6 +24,18 @@ class Answer(dict[str, Embeddings]):
         self.version = version
 
 
+class Scores(dict[str, Array]):
+    """What a whole model answers, {output: [B, …]}, float32. The arrays are read-only views of the response's bytes.
+
+    Attributes:
+        version: the version of the model that gave the whole answer.
+    """
+
+    def __init__(self, scores: Mapping[str, Array], version: int) -> None:
+        super().__init__(scores)
+        self.version = version
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a client needs to know of a served model.
@@ -34,6 +47,8 @@ class ModelInfo:
         output_dtype: float32 or float16.
         contract: a digest. It is equal for versions that answer the same features with the same dims and dtype.
         ids_dtype: of ids as they travel, int64 or int32.
+        dense: the inputs that scores need beside ids.
+        scores: the shape of each score of a sample, by the name of the output.
     """
 
     dims: dict[str, int]
@@ -42,21 +57,5 @@ class ModelInfo:
     output_dtype: np.dtype[Any]
     contract: str
     ids_dtype: np.dtype[Any]
-
-    @classmethod
-    def of(
-        cls, parameters: Mapping[str, str], output_dtype: "np.dtype[Any]", ids_dtype: "np.dtype[Any]"
-    ) -> "ModelInfo":
-        """The model whose config has these `parameters`."""
-        features, dims = parameters["features"].split(","), map(int, parameters["dims"].split(","))
-        keys: dict[str, tuple[str, ...]] = {}
-        for key, feature in zip(parameters.get("keys", parameters["features"]).split(","), features, strict=True):
-            keys[key] = (*keys.get(key, ()), feature)
-        return cls(
-            dims=dict(zip(features, dims, strict=True)),
-            keys=keys,
-            weighted=tuple(filter(None, parameters.get("weighted", "").split(","))),
-            output_dtype=output_dtype,
-            contract=parameters["contract"],
-            ids_dtype=ids_dtype,
-        )
+    dense: tuple[DenseInput, ...] = ()
+    scores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

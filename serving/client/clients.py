@@ -5,7 +5,7 @@ What they share is written as coroutines. Those of LookupClient block where othe
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -15,13 +15,14 @@ import grpc.aio
 from tritonclient.grpc import service_pb2_grpc
 
 from serving.arguments import check_argument
-from serving.client.answer import Answer, ModelInfo
+from serving.client.answer import Answer, ModelInfo, Scores
 from serving.client.connection import DEFAULT_TIMEOUT_S, Connection, Tls
 from serving.client.exchange import Ask, Call, Exchange
 from serving.client.metadata import Metadata
 from serving.client.retries import Retries, with_retries
 from serving.closing import AsyncClosing, Closing
 from serving.errors import ConfigurationError, RequestCancelled, ServingError
+from serving.request.dense import NO_DENSE, DenseFeatures
 from serving.request.encoding import Features
 from serving.timeouts import check_timeout
 from serving.triton.sayings import error_of
@@ -165,6 +166,33 @@ class LookupClient(_Client, Closing):
         """
         return _result(self._exchange.lookup(self._ask(timeout_s, trace), features, every_host))
 
+    def score(
+        self,
+        features: Features,
+        dense: DenseFeatures = NO_DENSE,
+        *,
+        outputs: Collection[str] | None = None,
+        timeout_s: float | None = None,
+        trace: str | None = None,
+    ) -> Scores:
+        """What the whole model answers for B samples. It was exported with scores.
+
+        Args:
+            features: ids of all features, as `lookup` takes them.
+            dense: the dense inputs of the model's forward by name, numbers [B, width] each.
+            outputs: the names of those that are wanted; all where None.
+            timeout_s: deadline in seconds. None: the client's.
+            trace: a W3C `traceparent`, which the server keeps with this request.
+
+        Returns:
+            {output: float32 [B, …]}, in the order of the model or of `outputs`. The arrays are read-only.
+
+        Raises:
+            InvalidRequest: ids, dense inputs or names cannot be answered, or the model has no scores.
+            ServingError: as `lookup`.
+        """
+        return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs))
+
     def close(self) -> None:
         """Close the channel."""
         if not self._closed:
@@ -200,6 +228,18 @@ class AsyncLookupClient(_Client, AsyncClosing):
     ) -> Answer:
         """As `LookupClient.lookup`."""
         return await self._exchange.lookup(self._ask(timeout_s, trace), features, every_host)
+
+    async def score(
+        self,
+        features: Features,
+        dense: DenseFeatures = NO_DENSE,
+        *,
+        outputs: Collection[str] | None = None,
+        timeout_s: float | None = None,
+        trace: str | None = None,
+    ) -> Scores:
+        """As `LookupClient.score`."""
+        return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs)
 
     async def close(self) -> None:
         """As `LookupClient.close`."""

@@ -4,7 +4,7 @@ It does no I/O itself. Whoever uses it passes a function that makes a call. So b
 AsyncLookupClient that function waits in the event loop; for LookupClient it blocks, and never waits.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ import numpy as np
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.client.answer import Answer, ModelInfo
+from serving.bundle.scores import DenseInput
+from serving.client.answer import Answer, ModelInfo, Scores
 from serving.client.regions import Region, Regions
 from serving.errors import (
     ConfigurationError,
@@ -25,8 +26,9 @@ from serving.errors import (
     from_status,
 )
 from serving.files.strict import is_utf8
+from serving.request.dense import DenseFeatures, accept_dense, encode_dense
 from serving.request.encoding import Features, decode, encode
-from serving.request.tensors import EVERY_HOST, Embeddings, Tensors
+from serving.request.tensors import EMBEDDINGS, EVERY_HOST, IDS, Array, Embeddings, Tensors
 
 _TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
 _INT32 = np.iinfo(np.int32)
@@ -69,16 +71,9 @@ class Exchange:
         """The model's features and dims. They are asked for once."""
         if self._info is None:
             response = await ask(Call("ModelConfig", pb.ModelConfigRequest(name=self._model)))
-            parameters = {key: value.string_value for key, value in response.config.parameters.items()}
-            data_type = response.config.output[0].data_type if response.config.output else None
-            if not parameters.keys() >= _PARAMETERS:
+            if not response.config.parameters.keys() >= _PARAMETERS:
                 raise InternalError(f"{self._where} was not made by tbe-export: its config names no features")
-            by_int32 = any(each.name == "values" and each.data_type == _TYPE_INT32 for each in response.config.input)
-            self._info = ModelInfo.of(
-                parameters,
-                np.dtype(np.float16 if data_type == _TYPE_FP16 else np.float32),
-                np.dtype(np.int32 if by_int32 else np.int64),
-            )
+            self._info = _info_of(response.config)
         return self._info
 
     async def lookup(self, ask: Ask, features: Features, every_host: bool = False) -> Answer:
@@ -95,11 +90,8 @@ class Exchange:
             ServingError: as `ask`.
         """
         info = await self.info(ask)
-        tensors = replace(encode(features, info.weighted), every_host=every_host)
+        tensors = replace(_encoded(info, features), every_host=every_host)
         keys = tensors.features or ()
-        for name in keys:
-            if name not in info.keys:
-                raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")
         dims = {name: info.dims[name] for key in keys for name in info.keys[key]}
         shape = (tensors.lengths.size // len(keys), sum(dims.values()))
         request = infer_request(self._model, tensors, info)
@@ -110,6 +102,40 @@ class Exchange:
         else:
             response, embeddings = await self._through_region(ask, self._regions, request, info, shape)
         return Answer(decode(embeddings, dims), int(response.model_version))
+
+    async def score(
+        self, ask: Ask, features: Features, dense: DenseFeatures, outputs: Collection[str] | None
+    ) -> Scores:
+        """What the whole model answers for B samples, {output: float32 [B, …]}.
+
+        Args:
+            ask: makes calls.
+            features: ids of all features.
+            dense: dense inputs by name.
+            outputs: which are wanted; all where None.
+
+        Raises:
+            InvalidRequest: the model has no scores, or not these, or the request cannot be encoded.
+            InternalError: the answer is not what the model's config promised.
+            ServingError: as `ask`.
+        """
+        info = await self.info(ask)
+        wanted = list(info.scores if outputs is None else outputs)
+        if unknown := [name for name in wanted if name not in info.scores]:
+            raise InvalidRequest(f"output {unknown[0]!r}: expected one of {', '.join(map(repr, info.scores))}")
+        if not wanted:
+            raise InvalidRequest(f"{self._where}: has no scores: export the model with --scores")
+        tensors = replace(_encoded(info, features), outputs=wanted, dense=encode_dense(dense))
+        samples = tensors.lengths.size // len(tensors.features or info.keys)
+        accept_dense(info.dense, tensors.dense, samples)
+        response = await ask(Call("ModelInfer", infer_request(self._model, tensors, info)))
+        found: dict[str, Array] = {}
+        for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
+            shape = (samples, *info.scores.get(output.name, ()))
+            if list(output.shape) != [1, *shape] or output.name not in wanted:
+                raise self._other_model(output, shape)
+            found[output.name] = np.frombuffer(content, np.float32).reshape(shape)
+        return Scores({name: found[name] for name in wanted}, int(response.model_version))
 
     async def close(self, ask: Ask) -> None:
         """Remove the shared memory, here and from the server."""
@@ -128,7 +154,7 @@ class Exchange:
         try:
             if not region.registered:
                 await _register(ask, region)
-            output = request.outputs.add(name="embeddings")
+            output = request.outputs[0] if request.outputs else request.outputs.add(name=EMBEDDINGS)
             output.parameters["shared_memory_region"].string_param = region.name
             output.parameters["shared_memory_byte_size"].int64_param = size_bytes
             try:
@@ -151,12 +177,14 @@ class Exchange:
         return response, array
 
     def _check_shape(self, response: Any, shape: tuple[int, int]) -> None:
-        found = list(response.outputs[0].shape)
-        if found != [1, *shape]:
-            raise InternalError(
-                f"{self._where}: expected embeddings of shape {[1, *shape]}, got {found}: another model took this "
-                "one's name: make a new client"
-            )
+        if list(response.outputs[0].shape) != [1, *shape]:
+            raise self._other_model(response.outputs[0], shape)
+
+    def _other_model(self, output: Any, shape: tuple[int, ...]) -> InternalError:
+        return InternalError(
+            f"{self._where}: expected {output.name} of shape {[1, *shape]}, got {list(output.shape)}: another model "
+            "took this one's name: make a new client"
+        )
 
 
 async def _register(ask: Ask, region: Region) -> None:
@@ -172,6 +200,39 @@ async def _register(ask: Ask, region: Region) -> None:
             "shared-memory): make the client without",
         ) from None
     region.registered = True
+
+
+def _info_of(config: Any) -> ModelInfo:
+    """The model with this config, a ModelConfig of Triton's. tbe-export made it."""
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    features, dims = parameters["features"].split(","), map(int, parameters["dims"].split(","))
+    keys: dict[str, tuple[str, ...]] = {}
+    for key, feature in zip(parameters.get("keys", parameters["features"]).split(","), features, strict=True):
+        keys[key] = (*keys.get(key, ()), feature)
+    types = {each.name: each.data_type for each in (*config.input, *config.output)}
+    return ModelInfo(
+        dims=dict(zip(features, dims, strict=True)),
+        keys=keys,
+        weighted=tuple(filter(None, parameters.get("weighted", "").split(","))),
+        output_dtype=np.dtype(np.float16 if types.get(EMBEDDINGS) == _TYPE_FP16 else np.float32),
+        contract=parameters["contract"],
+        ids_dtype=np.dtype(np.int32 if types.get("values") == _TYPE_INT32 else np.int64),
+        dense=tuple(DenseInput(each.name, each.dims[1]) for each in config.input if each.name not in IDS),
+        scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name != EMBEDDINGS},
+    )
+
+
+def _encoded(info: ModelInfo, features: Features) -> Tensors:
+    """The tensors of a request.
+
+    Raises:
+        InvalidRequest: the model has no such feature, or the request cannot be encoded.
+    """
+    tensors = encode(features, info.weighted)
+    for name in tensors.features or ():
+        if name not in info.keys:
+            raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")
+    return tensors
 
 
 def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
@@ -194,6 +255,12 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
         if array is not None:
             request.inputs.add(name=name, datatype=datatype, shape=[1, array.size])
             request.raw_input_contents.append(array.tobytes())
+    for name, rows in tensors.dense.items():
+        request.inputs.add(name=name, datatype="FP32", shape=[1, *rows.shape])
+        request.raw_input_contents.append(rows.tobytes())
+    if info.scores:  # else all are answered
+        for name in tensors.outputs:
+            request.outputs.add(name=name)
     if tensors.features is not None and list(tensors.features) != list(info.keys):
         request.parameters["features"].string_param = ",".join(tensors.features)
     if tensors.every_host:

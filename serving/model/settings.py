@@ -147,6 +147,12 @@ class ServingSettings:
         unset="Capture no request for being slow.",
     )
     capture_max_bytes: int = _setting(64 << 20, _between(1, _INT64), "Largest size of the captured file.")
+    score_threads: int | None = _setting(
+        None,
+        _between(1, 1024),
+        "Of a model with scores: threads that each instance uses for what follows the embeddings; 1 by default.",
+        unset="Take the default.",
+    )
     hosts: Mapping[str, str] | None = _setting(
         None,
         Allowed(

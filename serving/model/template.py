@@ -30,6 +30,17 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
         config.input.add(name="weights", data_type=model_config_pb2.TYPE_FP32, dims=[-1], allow_ragged_batch=True)
     config.input[0].data_type = _ID_TYPE[manifest.id_dtype]
     config.output[0].data_type = _DATA_TYPE[manifest.output_dtype]
+    if (part := manifest.dense_part) is not None:
+        for each in part.inputs:
+            config.input.add(
+                name=each.name,
+                data_type=model_config_pb2.TYPE_FP32,
+                dims=[-1, each.width],
+                allow_ragged_batch=True,
+                optional=True,
+            )
+        for output in part.outputs:
+            config.output.add(name=output.name, data_type=model_config_pb2.TYPE_FP32, dims=[-1, *output.shape])
     keys = [feature.key for feature in manifest.features]
     parameters = {
         "features": ",".join(feature.name for feature in manifest.features),

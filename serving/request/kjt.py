@@ -20,7 +20,7 @@ Letters: R requests, S segments, F features, B samples, N ids, D columns of an a
 is a feature of a request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import IdsOutside, InvalidRequest, Reason
+from serving.request.dense import accept_dense, wants_scores
 from serving.request.jagged import bounds_of, joined, offsets_of, ranges
 from serving.request.limits import Limits, check_size
 from serving.request.positions import expect_short_bags, positions_of, weights_by_position
@@ -68,7 +69,11 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
         check_size(values.size, samples, limits)
     _expect_weights(schema.weighted, weights, values.size)
     request = KjtRequest(selection, values, lengths, weights, samples)  # type: ignore[arg-type]
-    return request if selection.reads is None else _by_feature(request, selection.reads)
+    if selection.reads is not None:
+        request = _reordered(request, selection.keys, selection.reads, selection)
+    if not wants_scores(schema.dense_part, tensors.outputs):
+        return request
+    return _with_dense(schema, request, tensors.dense)
 
 
 def check(requests: Sequence[KjtRequest]) -> Checked:
@@ -222,22 +227,44 @@ def _expect_weights(weighted: bool, weights: Array | None, ids: int) -> None:
             raise InvalidRequest(f"weights: expected {ids}, one for each id, got {weights.size}", Reason.WEIGHTS)
 
 
-def _by_feature(request: KjtRequest, reads: npt.NDArray[np.int64]) -> KjtRequest:
-    """Make a request by key one by feature: each feature gets a copy of the bags and ids of its key.
+def _with_dense(schema: Schema, request: KjtRequest, dense: Mapping[str, Array]) -> KjtRequest:
+    """A request for scores: with all features in the schema's order, and with its dense inputs.
+
+    Raises:
+        InvalidRequest: a feature or a dense input is missing or wrong.
+    """
+    assert schema.dense_part is not None  # noqa: S101  scores are asked for
+    selection = request.selection
+    if len(selection.names) < len(schema.every.names):
+        missing = next(name for name in schema.every.names if name not in selection.names)
+        raise InvalidRequest(f"feature {missing!r}: expected all features, which scores need", Reason.FEATURES)
+    if not selection.default:
+        request = _reordered(request, selection.names, selection.positions.argsort(), schema.every)
+    return replace(request, dense=accept_dense(schema.dense_part.inputs, dense, request.samples))
+
+
+def _reordered(
+    request: KjtRequest, names: Sequence[str], chosen: npt.NDArray[np.int64], selection: Selection
+) -> KjtRequest:
+    """Take the bags and ids of some names, in another order. A name may be taken several times, as features of one
+    key each get a copy of its ids.
 
     Args:
-        request: its arrays are by key.
-        reads: for each feature, the position of its key; int64 [F].
+        request: its arrays are by name.
+        names: the names.
+        chosen: positions among them; int64 [F].
+        selection: of the request that is made.
 
     Raises:
         InvalidRequest: the lengths are wrong, so that nobody can tell which ids are whose.
     """
-    bounds = _id_bounds(request.selection.keys, request)
-    ids = ranges(bounds[reads], np.diff(bounds)[reads])
+    bounds = _id_bounds(names, request)
+    ids = ranges(bounds[chosen], np.diff(bounds)[chosen])
     return replace(
         request,
+        selection=selection,
         values=request.values[ids],
-        lengths=request.lengths.reshape(len(request.selection.keys), request.samples)[reads].ravel(),
+        lengths=request.lengths.reshape(len(names), request.samples)[chosen].ravel(),
         weights=None if request.weights is None else request.weights[ids],
     )
 

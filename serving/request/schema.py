@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.manifest import Manifest
+from serving.bundle.scores import DensePart
 from serving.bundle.tables import DefaultRow, IdPolicy
 from serving.errors import InvalidRequest, Reason
 
@@ -104,10 +105,12 @@ class Schema:
     Attributes:
         every: all features, in the manifest's order.
         weighted: whether a request carries a weight for each id.
+        dense_part: what scores are made by; None: there are no scores.
     """
 
     every: Selection
     weighted: bool
+    dense_part: DensePart | None = None
     _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
     _selections: dict[tuple[str, ...] | None, Selection] = field(init=False, default_factory=dict)
 
@@ -135,7 +138,7 @@ class Schema:
             **_by_position([feature.position_weights for feature in manifest.features]),
             default=True,
         )
-        return cls(every, manifest.weighted)
+        return cls(every, manifest.weighted, manifest.dense_part)
 
     def select(self, keys: Sequence[str] | None) -> Selection:
         """The features that read `keys`, in that order; all features where it is None.

@@ -1,7 +1,7 @@
 """Requests as arrays: a class for each step of their way through `serving.request.kjt`."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,8 @@ from serving.request.schema import Selection
 
 # The request parameter of `Tensors.every_host`.
 EVERY_HOST = "every_host"
+# The inputs of a lookup. Others are dense.
+IDS = ("values", "lengths", "weights")
 # The output with the pooled embeddings.
 EMBEDDINGS = "embeddings"
 
@@ -18,6 +20,8 @@ Lengths = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 Array = npt.NDArray[np.generic]
+# Dense inputs in the manifest's order, float32 [B, width] each.
+Dense = Sequence[Array]
 # What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …].
 Outputs = Mapping[str, Array]
 
@@ -35,6 +39,7 @@ class Tensors:
         bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
         every_host: whether to answer only if every host of a router does, also those of which no row is needed.
         outputs: the outputs that are asked for.
+        dense: dense inputs by name; float32 [B, width].
     """
 
     features: Sequence[str] | None
@@ -45,6 +50,7 @@ class Tensors:
     bundle: str | None = None
     every_host: bool = False
     outputs: Collection[str] = (EMBEDDINGS,)
+    dense: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +64,7 @@ class KjtRequest:
         weights: a weight for each id; float32 [N]. None for models that are not weighted.
         samples: B.
         positions: the place of each id in the bag that was sent, int64 [N]; None: as the ids lie.
+        dense: what its scores need beside ids; None: no scores are asked for.
     """
 
     selection: Selection
@@ -66,6 +73,7 @@ class KjtRequest:
     weights: Weights | None
     samples: int
     positions: Ids | None = None
+    dense: Dense | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -59,7 +59,7 @@ def test_every_kind_of_checkpoint_has_position_weights(
         for weights in table.position_weights:
             assert weights.key is not None
             expected = state[weights.key].bfloat16().float() if saved is save_bfloat16 else state[weights.key]
-            assert torch.equal(checkpoint.vector("x", weights.key, weights.count), expected)
+            assert torch.equal(checkpoint.numbers("x", weights.key, (weights.count,)), expected)
 
 
 def test_a_checkpoint_is_exported_and_verified_as_the_module_is(tmp_path: Path) -> None:

@@ -33,8 +33,9 @@ parameters { key: "max_request_samples" value { string_value: "2" } }
 parameters { key: "merged_requests" value { string_value: "6" } }
 parameters { key: "verify_weights" value { string_value: "false" } }
 """
-# Settings of routers, which a config of that release does not have.
-OF_ROUTERS: dict[str, Any] = {
+# Settings that a config of that release does not have.
+LATER: dict[str, Any] = {
+    "score_threads": 2,
     "hosts": {"0": "a:8001,b:8001", "1": "dns:///c:8001"},
     "shard_timeout_ms": 50,
     "on_lost": {"*": "zero", "item": "error"},
@@ -69,14 +70,14 @@ def old_config() -> Any:
 def test_a_config_of_an_earlier_release_is_read_and_written_as_it_was() -> None:
     config = old_config()
     settings = settings_of(config)
-    assert list(asdict(settings).items()) == [*SAID.items(), *dict.fromkeys(OF_ROUTERS).items()]
+    assert list(asdict(settings).items()) == [*SAID.items(), *dict.fromkeys(LATER).items()]
     apply_settings(config, settings)
     assert config == old_config()
 
 
-@pytest.mark.parametrize("name", SAID | OF_ROUTERS)
+@pytest.mark.parametrize("name", SAID | LATER)
 def test_a_setting_that_was_changed_comes_back_from_config_pbtxt(name: str) -> None:
-    changed = replace(ServingSettings(), **{name: (SAID | OF_ROUTERS)[name]})
+    changed = replace(ServingSettings(), **{name: (SAID | LATER)[name]})
     config = old_config()
     apply_settings(config, changed)
     assert settings_of(config) == changed != ServingSettings()
@@ -94,7 +95,7 @@ def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None
         assert options[each.name].opts == [setting.flag or f"--{each.name.replace('_', '-')}"]
         assert options[each.name].help == setting.help
     assert options["verify_weights"].secondary_opts == ["--no-verify-weights"]
-    unset = {"no_capture", "no_capture_slow_ms", "no_warm_up", *(f"no_{name}" for name in OF_ROUTERS)}
+    unset = {"no_capture", "no_capture_slow_ms", "no_warm_up", *(f"no_{name}" for name in LATER)}
     assert {name for name in options if name.startswith("no_")} == unset
 
 

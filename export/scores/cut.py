@@ -1,0 +1,162 @@
+"""Cut a model behind its collections: what is left takes the pooled embeddings in their place."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torchrec import KeyedTensor
+
+from export.errors import ModelError
+from export.scores.trace import WAY_OUT, line_of, traced
+from serving.bundle.scores import wrong_names
+
+EMBEDDINGS = "embeddings"
+# The name of a model's only output; several without names are numbered.
+_SCORES = "scores"
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The answers of a collection within those of all collections side by side.
+
+    Attributes:
+        names: as TorchRec names them.
+        spans: the columns of each, [first, last).
+    """
+
+    names: Sequence[str]
+    spans: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What follows the collections of a model.
+
+    Attributes:
+        module: takes the embeddings, float32 or float16 [B, D], and the dense inputs, float32 [B, n]; returns a tuple
+            of tensors.
+        ids: the model's arguments with ids.
+        inputs: the model's other arguments.
+        outputs: a name for each tensor.
+    """
+
+    module: fx.GraphModule
+    ids: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def cut(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> Cut:
+    """Cut `entry` behind its collections.
+
+    Args:
+        entry: the model.
+        collections: where the embeddings of each are.
+
+    Raises:
+        ModelError: its forward cannot be followed; it uses ids otherwise than in its collections; or it has an
+            argument or answers that cannot be served.
+    """
+    module = traced(entry, collections)
+    graph = module.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_before(next(iter(graph.nodes))):
+        given = graph.placeholder(EMBEDDINGS)
+        embeddings = graph.call_method("float", (given,))
+    ids = _replace_calls(module, collections, embeddings)
+    graph.eliminate_dead_code()
+    for node in placeholders:
+        if node.name in ids:
+            _check_unused(entry, node)
+            graph.erase_node(node)
+        elif node.args:
+            raise ModelError(
+                f"{type(entry).__name__}: argument {node.target!r} has a default: requests have all dense inputs or "
+                f"none: {WAY_OUT}"
+            )
+    inputs = tuple(str(node.target) for node in placeholders if node.name not in ids)
+    outputs = _name_outputs(entry, graph)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.type = torch.Tensor
+    for wrong in wrong_names(inputs, outputs):
+        raise ModelError(f"{type(entry).__name__}: {wrong}")
+    module.delete_all_unused_submodules()
+    graph.lint()
+    module.recompile()
+    return Cut(module, tuple(ids), inputs, outputs)
+
+
+def _replace_calls(
+    module: fx.GraphModule, collections: Mapping[nn.Module, Columns], embeddings: fx.Node
+) -> list[str]:
+    """Put a KeyedTensor of embeddings in the place of each call of a collection; the arguments that ids came from."""
+    graph, ids = module.graph, list[str]()
+    for node in list(graph.nodes):
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if called is None or (columns := collections.get(called)) is None:
+            continue
+        ids.append(_root(node).name)
+        with graph.inserting_before(node):
+            pieces = [
+                graph.call_function(operator.getitem, (embeddings, (slice(None), slice(first, last))))
+                for first, last in _joined(columns.spans)
+            ]
+            pooled = pieces[0] if len(pieces) == 1 else graph.call_function(torch.cat, (pieces, 1))
+            widths = [last - first for first, last in columns.spans]
+            keyed = graph.call_function(KeyedTensor, (list(columns.names), widths, pooled))
+        node.replace_all_uses_with(keyed)
+        graph.erase_node(node)
+    return list(dict.fromkeys(ids))
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring columns as one span."""
+    joined: list[tuple[int, int]] = []
+    for first, last in spans:
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The argument of the model that a collection's ids are selected from. It was checked that they are."""
+    while node.op != "placeholder":
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _check_unused(entry: nn.Module, ids: fx.Node) -> None:
+    """Refuse a model that uses ids for more than lookups."""
+    for user in ids.users:
+        raise ModelError(
+            f"{type(entry).__name__}: uses {ids.target!r} beside its collections, too{line_of(user)}: {WAY_OUT}"
+        )
+
+
+def _name_outputs(entry: nn.Module, graph: fx.Graph) -> tuple[str, ...]:
+    """Make the answers of a graph a tuple of tensors."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    given: Any = output.args[0]
+    if isinstance(given, fx.Node):
+        named = {_SCORES: given}
+    elif isinstance(given, Mapping):
+        named = dict(given)
+    elif hasattr(given, "_fields"):
+        named = dict(zip(given._fields, given, strict=True))
+    else:
+        named = {f"{_SCORES}_{number}": each for number, each in enumerate(given or ())}
+    if not named or not all(isinstance(name, str) and isinstance(each, fx.Node) for name, each in named.items()):
+        raise ModelError(
+            f"{type(entry).__name__}: expected a tensor, or tensors as a tuple or by name, as its answer, got "
+            f"{given!r}: {WAY_OUT}"
+        )
+    with graph.inserting_before(output):
+        output.type = None
+        output.args = (tuple(graph.call_method("float", (each,)) for each in named.values()),)
+    return tuple(named)

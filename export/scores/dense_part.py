@@ -1,0 +1,286 @@
+"""The dense part of a trained model: cut out, given its weights, compiled, and compared with the model itself."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, fx, nn
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+from export.errors import CheckpointError, ModelError, ParityError
+from export.parity.probe import make_probe
+from export.parity.trained_answers import kjt_of, listening
+from export.quiet import quiet
+from export.scores.cut import Columns, Cut, cut
+from export.scores.dtype import with_dtype
+from export.scores.trace import WAY_OUT
+from export.scores.widths import inputs_of
+from export.trained.checkpoint import Checkpoint
+from export.trained.modules import dotted, evaluating
+from export.trained.processors import bags_of
+from export.trained.tables import Trained
+from serving.bundle.manifest import Manifest
+from serving.bundle.scores import DenseDtype, DensePart, ScoreOutput, ScoreParity
+from serving.ranks.program import torchscript
+from serving.request.tensors import Tensors
+
+# Scores of the same numbers may differ by this, relative to their mean size: a product of matrices is rounded in
+# another order where there are more samples, and where it is compiled.
+_ROUNDING = 1e-5
+_ROUNDING_OF = {DenseDtype.FP32: _ROUNDING, DenseDtype.BF16: 2**-6, DenseDtype.INT8: _ROUNDING}
+# Samples of the pieces that a probe is answered in, to see whether samples are mixed.
+_PIECES = (1, 3)
+
+Numbers = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A dense part that is ready to be written.
+
+    Attributes:
+        program: compiled, for the dtype that serves.
+        part: for the manifest. Its parity lacks `trained`.
+        probe: dense inputs, float32 [B, width] each, for the samples of `make_probe`.
+        trained: what the trained model answers that probe with, by output; None where it could not be run.
+    """
+
+    program: torch.jit.ScriptModule
+    part: DensePart
+    probe: tuple[Tensor, ...]
+    trained: Mapping[str, Numbers] | None
+
+
+def dense_part(
+    trained: Trained, manifest: Manifest, widths: Mapping[str, int], dtype: DenseDtype, checkpoint: Checkpoint | None
+) -> Scored:
+    """Cut the dense part out of a trained model, compile it, and compare it with the model.
+
+    Args:
+        trained: the model and its collections.
+        manifest: features and tables of the bundle.
+        widths: of dense inputs that no nn.Linear takes, by name.
+        dtype: of its weights.
+        checkpoint: has its weights; None: the model itself has them.
+
+    Raises:
+        ModelError: the model cannot be cut or compiled, or answers otherwise than with tensors [B, …].
+        ConfigurationError: the width of an input is not known.
+        CheckpointError: a weight is missing.
+        ParityError: what was cut out answers otherwise than the model.
+    """
+    path, entry = _entry(trained)
+    columns = _columns(trained, manifest)
+    found = cut(entry, {trained.found.collections[each]: these for each, these in columns.items()})
+    inputs = inputs_of(found, widths)
+    request = make_probe(manifest)
+    samples = request.lengths.size // len(manifest.keys)
+    generator = torch.Generator().manual_seed(0)
+    dense = tuple(torch.rand(samples, each.width, generator=generator) for each in inputs)
+    is_whole = not any(each.is_meta for each in entry.parameters())
+    answered: Mapping[str, Numbers] | None = None
+    if is_whole:
+        pooled, answered = _answers_of_model(entry, found, trained, columns, manifest, request, dense)
+        _check_cut(entry, answered, _run(entry, found.module, found.outputs, pooled, dense))
+    else:
+        width = sum(table.dim for table in manifest.feature_tables)
+        pooled = torch.randn(samples, width, generator=generator)
+    module = _with_weights(found, path, checkpoint)
+    program = _compiled(entry, module, dtype)
+    exact = _run(entry, module, found.outputs, pooled, dense)
+    served = _run(entry, program, found.outputs, pooled, dense)
+    alone = _in_pieces(entry, program, found.outputs, pooled, dense)
+    outputs = tuple(
+        ScoreOutput(
+            name,
+            numbers.shape[1:],
+            ScoreParity(
+                scale=float(np.abs(numbers).mean()),
+                scripted=_largest(served[name], numbers),
+                merged=_largest(served[name], alone[name]),
+            ),
+        )
+        for name, numbers in exact.items()
+    )
+    for each in outputs:
+        if dtype is DenseDtype.FP32 and each.parity.scripted > _allowed(each.parity, dtype):
+            raise ParityError(
+                f"{type(entry).__name__}: output {each.name!r}: compiled, it is off by {each.parity.scripted:.3g}"
+            )
+    mixes = any(each.parity.merged > _allowed(each.parity, dtype) for each in outputs)
+    part = DensePart(inputs=inputs, outputs=outputs, dtype=dtype, mixes_samples=mixes)
+    return Scored(program, part, dense, answered if checkpoint is None else None)
+
+
+def compare_scores(scored: Scored, answer: npt.NDArray[Any]) -> DensePart:
+    """The dense part with how far served scores are from those of the trained model.
+
+    Args:
+        scored: what was compiled.
+        answer: of the published files to `make_probe`, float32 or float16 [B, D].
+    """
+    if scored.trained is None:
+        return scored.part
+    names = [each.name for each in scored.part.outputs]
+    with torch.no_grad():
+        found = scored.program(torch.from_numpy(answer), *scored.probe)
+    served = {name: each.numpy() for name, each in zip(names, found, strict=True)}
+    outputs = []
+    for each in scored.part.outputs:
+        moved = np.abs(served[each.name] - scored.trained[each.name])
+        parity = msgspec.structs.replace(each.parity, trained=float(moved.max()), trained_mean=float(moved.mean()))
+        outputs.append(msgspec.structs.replace(each, parity=parity))
+    return msgspec.structs.replace(scored.part, outputs=tuple(outputs))
+
+
+def save_scores(program: torch.jit.ScriptModule, path: Path) -> None:
+    """Write a dense part to `path`."""
+    path.write_bytes(program.save_to_buffer())
+
+
+def _entry(trained: Trained) -> tuple[str, nn.Module]:
+    """The model around the collections, and its path in the module that was given."""
+    entries = [each.module for each in trained.found.entries]
+    if len(entries) != 1 or entries[0] in trained.found.collections.values():
+        found = ", ".join(type(each).__name__ for each in entries)
+        raise ModelError(
+            f"{type(trained.module).__name__}: expected one module around all collections, with scores, found "
+            f"{found}: give that module, or export without --scores"
+        )
+    (path,) = (name for name, each in trained.module.named_modules() if each is entries[0])
+    return path, entries[0]
+
+
+def _columns(trained: Trained, manifest: Manifest) -> dict[str, Columns]:
+    """Where the answers of each collection are in those of the bundle, by the collection's path."""
+    ends = np.cumsum([table.dim for table in manifest.feature_tables]).tolist()
+    tables = {table.name: table for table in manifest.tables}
+    spans = {
+        feature.name: (end - tables[feature.table].dim, end)
+        for feature, end in zip(manifest.features, ends, strict=True)
+    }
+    found = {}
+    for path, own in trained.by_collection.items():
+        _, bags = bags_of(trained.found.collections[path])
+        names = [name for each in get_embedding_names_by_table(bags.embedding_bag_configs()) for name in each]
+        found[path] = Columns(names, [spans[name] for table in own for name in table.features])
+    return found
+
+
+def _answers_of_model(
+    entry: nn.Module,
+    found: Cut,
+    trained: Trained,
+    columns: Mapping[str, Columns],
+    manifest: Manifest,
+    request: Tensors,
+    dense: Sequence[Tensor],
+) -> tuple[Tensor, dict[str, Numbers]]:
+    """What the model's collections answer, float32 [B, D], and what the model answers, by output."""
+    heard: dict[nn.Module, Any] = {}
+    with torch.no_grad(), evaluating(entry), quiet(), listening(trained.found.collections.values(), heard):
+        ids = kjt_of(manifest, request, entry)
+        inputs = {name: each.to(ids.device()) for name, each in zip(found.inputs, dense, strict=True)}
+        answer = entry(**dict.fromkeys(found.ids, ids), **inputs)
+    width = sum(table.dim for table in manifest.feature_tables)
+    pooled = torch.empty(request.lengths.size // len(manifest.keys), width)
+    for path, these in columns.items():
+        answered = heard[trained.found.collections[path]]
+        pieces = answered.values().split(answered.length_per_key(), dim=1)
+        for (first, last), piece in zip(these.spans, pieces, strict=True):
+            pooled[:, first:last] = piece
+    if isinstance(answer, Tensor):
+        tensors = [answer]
+    else:
+        tensors = list(answer.values() if isinstance(answer, Mapping) else answer)
+    return pooled, {name: each.float().cpu().numpy() for name, each in zip(found.outputs, tensors, strict=True)}
+
+
+def _check_cut(entry: nn.Module, model: Mapping[str, Numbers], cut_out: Mapping[str, Numbers]) -> None:
+    for name, numbers in model.items():
+        if cut_out[name].shape != numbers.shape or _largest(cut_out[name], numbers) > _ROUNDING * _scale(numbers):
+            raise ParityError(
+                f"{type(entry).__name__}: output {name!r}: what follows the collections answers otherwise than the "
+                f"model, by {_largest(cut_out[name], numbers):.3g}: a hook, or something that is not in the graph, "
+                f"changes it: {WAY_OUT}"
+            )
+
+
+def _run(
+    entry: nn.Module, module: nn.Module, outputs: Sequence[str], pooled: Tensor, dense: Sequence[Tensor]
+) -> dict[str, Numbers]:
+    """The outputs of a dense part, by name."""
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    try:
+        with torch.no_grad(), quiet():
+            answer = module(pooled.to(device), *(each.to(device) for each in dense))
+    except Exception as error:
+        why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"{type(entry).__name__}: its forward cannot be run for {len(pooled)} samples behind its collections: "
+            f"{why}: {WAY_OUT}"
+        ) from error
+    for name, each in zip(outputs, answer, strict=True):
+        if each.ndim == 0 or len(each) != len(pooled):
+            raise ModelError(
+                f"{type(entry).__name__}: output {name!r}: expected shape [{len(pooled)}, …] for {len(pooled)} "
+                f"samples, got {list(each.shape)}: {WAY_OUT}"
+            )
+    return {name: each.cpu().numpy() for name, each in zip(outputs, answer, strict=True)}
+
+
+def _with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.GraphModule:
+    """A copy of what was cut out, on the CPU, with the weights that serve."""
+    module: fx.GraphModule = copy.deepcopy(found.module).eval()
+    if checkpoint is None:
+        return module.cpu()
+    state = module.state_dict()
+    if any(each.is_meta for each in module.buffers() if id(each) not in {*map(id, state.values())}):
+        raise CheckpointError("a buffer of the dense part is on the meta device, and in no checkpoint")
+    module = module.to_empty(device="cpu") if any(each.is_meta for each in state.values()) else module.cpu()
+    weights = {
+        name: checkpoint.numbers(f"weights {name!r}", dotted(path, name), tuple(each.shape))
+        for name, each in state.items()
+        if each.is_floating_point()
+    }
+    module.load_state_dict(weights, strict=False)
+    return module
+
+
+def _compiled(entry: nn.Module, module: fx.GraphModule, dtype: DenseDtype) -> torch.jit.ScriptModule:
+    """A dense part as it serves: in TorchScript, frozen, with weights of `dtype`."""
+    try:
+        with torchscript(), quiet():
+            program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(with_dtype(module, dtype)).eval())
+    except Exception as error:
+        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(f"{type(entry).__name__}: its forward cannot be compiled: {why}: {WAY_OUT}") from error
+    return program
+
+
+def _in_pieces(
+    entry: nn.Module, program: nn.Module, outputs: Sequence[str], pooled: Tensor, dense: Sequence[Tensor]
+) -> dict[str, Numbers]:
+    """The outputs for a few samples at a time, one behind the other."""
+    sizes = [*_PIECES, len(pooled) - sum(_PIECES)]
+    cuts = [torch.split(each, sizes) for each in (pooled, *dense)]
+    pieces = [_run(entry, program, outputs, each, rest) for each, *rest in zip(*cuts, strict=True)]
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in outputs}
+
+
+def _scale(numbers: Numbers) -> float:
+    return float(np.abs(numbers).mean())
+
+
+def _allowed(parity: ScoreParity, dtype: DenseDtype) -> float:
+    return _ROUNDING_OF[dtype] * parity.scale
+
+
+def _largest(one: Numbers, other: Numbers) -> float:
+    return float(np.abs(one - other).max()) if one.shape == other.shape else float("inf")

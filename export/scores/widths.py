@@ -1,0 +1,44 @@
+"""How wide the dense inputs of a model are: told, or read off the layers that take them."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx, nn
+
+from export.scores.cut import Cut
+from export.scores.trace import line_of
+from serving.bundle.scores import DenseInput
+from serving.errors import ConfigurationError
+
+
+def inputs_of(cut: Cut, told: Mapping[str, int]) -> tuple[DenseInput, ...]:
+    """The dense inputs, with their widths.
+
+    Args:
+        cut: what takes them.
+        told: widths by name. Those of other inputs are of the nn.Linear that they go into.
+
+    Raises:
+        ConfigurationError: a width is not known, or one is told for something else.
+    """
+    if unknown := told.keys() - {*cut.inputs}:
+        expected = ", ".join(map(repr, cut.inputs)) or "none"
+        raise ConfigurationError(f"dense_widths (--dense-width) {min(unknown)!r}: expected one of {expected}")
+    arguments = {str(node.target): node for node in cut.module.graph.nodes if node.op == "placeholder"}
+    return tuple(DenseInput(name, told.get(name) or _width(cut.module, arguments[name])) for name in cut.inputs)
+
+
+def _width(module: fx.GraphModule, argument: fx.Node) -> int:
+    widths = {layer.in_features for layer in _layers(module, argument)}
+    if len(widths) == 1:
+        return widths.pop()
+    where = "".join(line_of(user) for user in list(argument.users)[:1])
+    raise ConfigurationError(
+        f"dense input {argument.target!r}: its width cannot be read off an nn.Linear that takes it{where}: tell it: "
+        f"--dense-width {argument.target}=N, dense_widths={{{str(argument.target)!r}: N}}"
+    )
+
+
+def _layers(module: fx.GraphModule, argument: fx.Node) -> Iterator[nn.Linear]:
+    for user in argument.users:
+        if user.op == "call_module" and isinstance(layer := module.get_submodule(str(user.target)), nn.Linear):
+            yield layer

@@ -1,0 +1,66 @@
+"""The dense part of a bundle, loaded: pooled embeddings and dense inputs in, scores out."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from serving.bundle.digests import read_checked
+from serving.bundle.opening import Bundle
+from serving.bundle.scores import SCORES, DensePart
+from serving.errors import BundleError
+from serving.ranks.program import torchscript
+from serving.request.tensors import Array, Dense, Embeddings, Outputs
+
+
+class DenseProgram:
+    """The second program of a bundle, `scores.pt`.
+
+    Attributes:
+        part: what the manifest says of it.
+
+    Raises:
+        BundleError: the program changed after the export, or torch cannot load it.
+    """
+
+    def __init__(self, bundle: Bundle, part: DensePart) -> None:
+        self.part = part
+        path = bundle.path / SCORES
+        # TorchScript is code: the bytes that are loaded are those that were compared with their digest.
+        code = io.BytesIO(read_checked(path, bundle.manifest.files[SCORES]))
+        try:
+            with torchscript():
+                self._forward = torch.jit.load(code, map_location="cpu").forward  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
+
+    def score(self, embeddings: Embeddings, dense: Sequence[Dense], samples: Sequence[int]) -> list[Outputs]:
+        """The scores of R requests, together unless the dense part mixes samples.
+
+        Args:
+            embeddings: all features in the manifest's order, of one request behind the other; float32 or float16
+                [B, D].
+            dense: the dense inputs of each request.
+            samples: of each request; their sum is B.
+
+        Returns:
+            The outputs of each request by name, float32 [B_r, *shape].
+        """
+        ends = np.cumsum(samples).tolist()
+        rows = [slice(end - count, end) for end, count in zip(ends, samples, strict=True)]
+        if self.part.mixes_samples:
+            return [self._run(embeddings[each], inputs) for each, inputs in zip(rows, dense, strict=True)]
+        found = self._run(embeddings, [_joined(each) for each in zip(*dense, strict=True)])
+        return [{name: numbers[each] for name, numbers in found.items()} for each in rows]
+
+    def _run(self, embeddings: Embeddings, dense: Dense) -> Outputs:
+        if not len(embeddings):
+            return {each.name: np.empty((0, *each.shape), np.float32) for each in self.part.outputs}
+        with torch.inference_mode():
+            found = self._forward(*map(torch.from_numpy, (embeddings, *dense)))
+        return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

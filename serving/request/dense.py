@@ -1,0 +1,72 @@
+"""The dense inputs of a request: what its scores need beside ids."""
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.bundle.scores import DenseInput, DensePart
+from serving.errors import InvalidRequest, Reason
+from serving.request.tensors import Array, Dense
+
+# By the name of the input, [B, width].
+DenseFeatures = Mapping[str, npt.ArrayLike]
+NO_DENSE: DenseFeatures = MappingProxyType({})
+
+
+def encode_dense(dense: DenseFeatures) -> dict[str, Array]:
+    """Dense inputs as float32 arrays.
+
+    Raises:
+        InvalidRequest: naming the input that is no array of numbers.
+    """
+    if not isinstance(dense, Mapping):
+        raise InvalidRequest(
+            f"dense: expected arrays by name, {{name: [B, width]}}, got {type(dense).__name__}", Reason.DENSE
+        )
+    found: dict[str, Array] = {}
+    for name, given in dense.items():
+        try:
+            found[name] = np.ascontiguousarray(given, np.float32)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"dense input {name!r}: expected numbers: {error}", Reason.DENSE) from error
+    return found
+
+
+def wants_scores(part: DensePart | None, outputs: Collection[str]) -> bool:
+    """Whether one of `outputs` is a score."""
+    return part is not None and any(each.name in outputs for each in part.outputs)
+
+
+def accept_dense(inputs: Sequence[DenseInput], given: Mapping[str, Array], samples: int) -> Dense:
+    """Take the dense inputs of one request, if they are of the right kind and size.
+
+    Args:
+        inputs: those that are expected.
+        given: by name. Anything may be in it.
+        samples: of the request.
+
+    Returns:
+        In the manifest's order, float32 [B, width] each.
+
+    Raises:
+        InvalidRequest: naming the input, what was expected and what came.
+    """
+    for name in given:
+        if all(name != each.name for each in inputs):
+            expected = ", ".join(repr(each.name) for each in inputs) or "none"
+            raise InvalidRequest(f"dense input {name!r}: expected one of {expected}", Reason.DENSE)
+    found = []
+    for each in inputs:
+        array, shape = given.get(each.name), (samples, each.width)
+        expected = f"dense input {each.name!r}: expected float32 {list(shape)}, a row for each sample"
+        if array is None:
+            raise InvalidRequest(
+                f"{expected}, got none: scores need it; ask for the output `embeddings` alone to look up without",
+                Reason.DENSE,
+            )
+        if array.dtype != np.float32 or array.shape != shape:
+            raise InvalidRequest(f"{expected}, got {array.dtype} {list(array.shape)}", Reason.DENSE)
+        found.append(array)
+    return found
