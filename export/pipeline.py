@@ -30,6 +30,7 @@ def export_model(
     version: int | None = None,
     *,
     checkpoint: WeightSource = None,
+    dense: nn.Module | None = None,
     signing_key: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
@@ -48,6 +49,10 @@ def export_model(
         version: the version's number; the next free one where None.
         checkpoint: the weights: a file, a folder, or a Checkpoint of tables that you read yourself. None takes those
             in `module` itself.
+        dense: with `config.scores`, takes the place of what follows the collections, where that cannot be followed.
+            Its forward takes the pooled embeddings by feature, `dict[str, Tensor]` [B, dim] each, and dense inputs
+            [B, width] by name, and answers scores [B, …]. TorchScript compiles it with its own weights. Nothing
+            compares its scores with those of `module`.
         signing_key: a PEM file with an Ed25519 private key. It signs the bundle, and the settings of a new model
             (`serving.bundle.signature`). None signs nothing.
         progress: called as rows are stored.
@@ -65,7 +70,7 @@ def export_model(
         ParityError: a table's answers move further than its limit, or the module itself answers otherwise.
         PublishError: the repository cannot take the bundle.
     """
-    prepared = prepare(module, config, checkpoint, signing_key, progress)
+    prepared = prepare(module, config, checkpoint, signing_key, progress, dense)
     if prepared.config.sharding.hosts_as_models:
         return HostsExport(prepared, Path(repository), name).publish(version)
     config, trained, manifest = prepared.config, prepared.trained.tables, prepared.manifest

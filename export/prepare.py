@@ -16,6 +16,7 @@ from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, collect_tables
 from serving.bundle.manifest import Manifest
 from serving.bundle.signature import read_signing_key
+from serving.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,12 @@ def prepare(
     checkpoint: WeightSource,
     signing_key: Path | None,
     progress: Callable[[Progress], None],
+    dense: nn.Module | None = None,
 ) -> Prepared:
     """Collect the tables of `module`, and decide how they are stored and where; arguments as `export_model`."""
     config = config or ExportConfig()
+    if dense is not None and not config.scores:
+        raise ConfigurationError("dense: expected scores beside it: ExportConfig(scores=True)")
     key = None if signing_key is None else read_signing_key(signing_key)
     trained = collect_tables(module)
     weights = open_weights(module, trained.tables, checkpoint)
@@ -62,9 +66,8 @@ def prepare(
     manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
     scored = None
     if config.scores:
-        scored = dense_part(
-            trained, manifest, config.dense_widths, config.dense_dtype, None if checkpoint is None else weights
-        )
+        given = None if checkpoint is None else weights
+        scored = dense_part(trained, manifest, config.dense_widths, config.dense_dtype, given, dense)
         manifest = with_dense_part(manifest, scored.part)
     # With a checkpoint, the weights are not in the module: it cannot answer.
     runnable = trained if checkpoint is None else None

@@ -10,12 +10,11 @@ from torch import fx, nn
 from torchrec import KeyedTensor
 
 from export.errors import ModelError
+from export.scores.outputs import not_tensors, tensors_of
 from export.scores.trace import WAY_OUT, line_of, traced
 from serving.bundle.scores import wrong_names
 
 EMBEDDINGS = "embeddings"
-# The name of a model's only output; several without names are numbered.
-_SCORES = "scores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +71,40 @@ def cut(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> Cut:
         if node.name in ids:
             _check_unused(entry, node)
             graph.erase_node(node)
-        elif node.args:
+        elif node.args and not node.users:  # it has its default
+            graph.erase_node(node)
+        elif node.args or str(node.target).startswith("*"):
             raise ModelError(
-                f"{type(entry).__name__}: argument {node.target!r} has a default: requests have all dense inputs or "
-                f"none: {WAY_OUT}"
+                f"{type(entry).__name__}: argument {node.target!r} has a default, or stands for several: requests "
+                f"have all dense inputs, by name: {WAY_OUT}"
             )
-    inputs = tuple(str(node.target) for node in placeholders if node.name not in ids)
-    outputs = _name_outputs(entry, graph)
-    for node in graph.nodes:
+    left = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
+    inputs = tuple(name for name in left if name != EMBEDDINGS)
+    return finished(entry, module, tuple(ids), inputs)
+
+
+def finished(model: nn.Module, module: fx.GraphModule, ids: tuple[str, ...], inputs: tuple[str, ...]) -> Cut:
+    """What follows collections, ready to be compiled.
+
+    Args:
+        model: that it was made of.
+        module: takes the embeddings and `inputs`; answers as the model does.
+        ids: the model's arguments with ids.
+        inputs: its other arguments.
+
+    Raises:
+        ModelError: its answers are no tensors, or a name cannot be served.
+    """
+    outputs = _name_outputs(model, module.graph)
+    for node in module.graph.nodes:
         if node.op == "placeholder":
             node.type = torch.Tensor
     for wrong in wrong_names(inputs, outputs):
-        raise ModelError(f"{type(entry).__name__}: {wrong}")
+        raise ModelError(f"{type(model).__name__}: {wrong}")
     module.delete_all_unused_submodules()
-    graph.lint()
+    module.graph.lint()
     module.recompile()
-    return Cut(module, tuple(ids), inputs, outputs)
+    return Cut(module, ids, inputs, outputs)
 
 
 def _replace_calls(
@@ -142,21 +159,15 @@ def _check_unused(entry: nn.Module, ids: fx.Node) -> None:
 def _name_outputs(entry: nn.Module, graph: fx.Graph) -> tuple[str, ...]:
     """Make the answers of a graph a tuple of tensors."""
     (output,) = (node for node in graph.nodes if node.op == "output")
-    given: Any = output.args[0]
-    if isinstance(given, fx.Node):
-        named = {_SCORES: given}
-    elif isinstance(given, Mapping):
-        named = dict(given)
-    elif hasattr(given, "_fields"):
-        named = dict(zip(given._fields, given, strict=True))
-    else:
-        named = {f"{_SCORES}_{number}": each for number, each in enumerate(given or ())}
-    if not named or not all(isinstance(name, str) and isinstance(each, fx.Node) for name, each in named.items()):
-        raise ModelError(
-            f"{type(entry).__name__}: expected a tensor, or tensors as a tuple or by name, as its answer, got "
-            f"{given!r}: {WAY_OUT}"
-        )
+    answer: Any = output.args[0]
+    if isinstance(answer, fx.Node) and hasattr(answer.target, "_fields"):  # how torch.fx keeps a named tuple
+        kind: Any = answer.target
+        answer = kind(*answer.args, **answer.kwargs)
+    named = tensors_of(answer, fx.Node)
+    if not named:
+        raise not_tensors(entry, repr(answer))
     with graph.inserting_before(output):
         output.type = None
         output.args = (tuple(graph.call_method("float", (each,)) for each in named.values()),)
+    graph.eliminate_dead_code()
     return tuple(named)

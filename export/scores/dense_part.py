@@ -17,8 +17,11 @@ from export.errors import CheckpointError, ModelError, ParityError
 from export.parity.probe import make_probe
 from export.parity.trained_answers import kjt_of, listening
 from export.quiet import quiet
+from export.rows.tally import finite
 from export.scores.cut import Columns, Cut, cut
 from export.scores.dtype import with_dtype
+from export.scores.outputs import not_tensors, tensors_of
+from export.scores.own import around
 from export.scores.trace import WAY_OUT
 from export.scores.widths import inputs_of
 from export.trained.checkpoint import Checkpoint
@@ -58,7 +61,12 @@ class Scored:
 
 
 def dense_part(
-    trained: Trained, manifest: Manifest, widths: Mapping[str, int], dtype: DenseDtype, checkpoint: Checkpoint | None
+    trained: Trained,
+    manifest: Manifest,
+    widths: Mapping[str, int],
+    dtype: DenseDtype,
+    checkpoint: Checkpoint | None,
+    own: nn.Module | None = None,
 ) -> Scored:
     """Cut the dense part out of a trained model, compile it, and compare it with the model.
 
@@ -68,6 +76,7 @@ def dense_part(
         widths: of dense inputs that no nn.Linear takes, by name.
         dtype: of its weights.
         checkpoint: has its weights; None: the model itself has them.
+        own: takes the place of what follows the collections, with its own weights. It is not compared with the model.
 
     Raises:
         ModelError: the model cannot be cut or compiled, or answers otherwise than with tensors [B, …].
@@ -75,15 +84,19 @@ def dense_part(
         CheckpointError: a weight is missing.
         ParityError: what was cut out answers otherwise than the model.
     """
-    path, entry = _entry(trained)
     columns = _columns(trained, manifest)
-    found = cut(entry, {trained.found.collections[each]: these for each, these in columns.items()})
+    if own is None:
+        path, entry = _entry(trained)
+        found = cut(entry, {trained.found.collections[each]: these for each, these in columns.items()})
+    else:
+        path, entry, checkpoint = "", own, None
+        found = around(own, _spans(manifest), widths)
     inputs = inputs_of(found, widths)
     request = make_probe(manifest)
     samples = request.lengths.size // len(manifest.keys)
     generator = torch.Generator().manual_seed(0)
     dense = tuple(torch.rand(samples, each.width, generator=generator) for each in inputs)
-    is_whole = not any(each.is_meta for each in entry.parameters())
+    is_whole = own is None and not any(each.is_meta for each in entry.parameters())
     answered: Mapping[str, Numbers] | None = None
     if is_whole:
         pooled, answered = _answers_of_model(entry, found, trained, columns, manifest, request, dense)
@@ -101,7 +114,7 @@ def dense_part(
             name,
             numbers.shape[1:],
             ScoreParity(
-                scale=float(np.abs(numbers).mean()),
+                scale=_scale(numbers),
                 scripted=_largest(served[name], numbers),
                 merged=_largest(served[name], alone[name]),
             ),
@@ -109,9 +122,11 @@ def dense_part(
         for name, numbers in exact.items()
     )
     for each in outputs:
-        if dtype is DenseDtype.FP32 and each.parity.scripted > _allowed(each.parity, dtype):
+        allowed = _allowed(each.parity, dtype) if dtype is DenseDtype.FP32 else np.finfo(np.float32).max
+        if each.parity.scripted > allowed or np.isinf(each.parity.merged):
             raise ParityError(
-                f"{type(entry).__name__}: output {each.name!r}: compiled, it is off by {each.parity.scripted:.3g}"
+                f"{type(entry).__name__}: output {each.name!r}: compiled, it is off by {each.parity.scripted:.3g}, "
+                f"and for other numbers of samples by {each.parity.merged:.3g}"
             )
     mixes = any(each.parity.merged > _allowed(each.parity, dtype) for each in outputs)
     part = DensePart(inputs=inputs, outputs=outputs, dtype=dtype, mixes_samples=mixes)
@@ -133,7 +148,8 @@ def compare_scores(scored: Scored, answer: npt.NDArray[Any]) -> DensePart:
     served = {name: each.numpy() for name, each in zip(names, found, strict=True)}
     outputs = []
     for each in scored.part.outputs:
-        moved = np.abs(served[each.name] - scored.trained[each.name])
+        ours, theirs = finite(served[each.name], scored.trained[each.name])
+        moved = np.abs(ours - theirs)
         parity = msgspec.structs.replace(each.parity, trained=float(moved.max()), trained_mean=float(moved.mean()))
         outputs.append(msgspec.structs.replace(each, parity=parity))
     return msgspec.structs.replace(scored.part, outputs=tuple(outputs))
@@ -159,18 +175,20 @@ def _entry(trained: Trained) -> tuple[str, nn.Module]:
 
 def _columns(trained: Trained, manifest: Manifest) -> dict[str, Columns]:
     """Where the answers of each collection are in those of the bundle, by the collection's path."""
-    ends = np.cumsum([table.dim for table in manifest.feature_tables]).tolist()
-    tables = {table.name: table for table in manifest.tables}
-    spans = {
-        feature.name: (end - tables[feature.table].dim, end)
-        for feature, end in zip(manifest.features, ends, strict=True)
-    }
+    spans = _spans(manifest)
     found = {}
     for path, own in trained.by_collection.items():
         _, bags = bags_of(trained.found.collections[path])
         names = [name for each in get_embedding_names_by_table(bags.embedding_bag_configs()) for name in each]
         found[path] = Columns(names, [spans[name] for table in own for name in table.features])
     return found
+
+
+def _spans(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """The columns of each feature in the answers of a bundle, [first, last)."""
+    dims = [table.dim for table in manifest.feature_tables]
+    ends = np.cumsum(dims).tolist()
+    return {feature.name: (end - dim, end) for feature, dim, end in zip(manifest.features, dims, ends, strict=True)}
 
 
 def _answers_of_model(
@@ -187,7 +205,13 @@ def _answers_of_model(
     with torch.no_grad(), evaluating(entry), quiet(), listening(trained.found.collections.values(), heard):
         ids = kjt_of(manifest, request, entry)
         inputs = {name: each.to(ids.device()) for name, each in zip(found.inputs, dense, strict=True)}
-        answer = entry(**dict.fromkeys(found.ids, ids), **inputs)
+        try:
+            answer = entry(**dict.fromkeys(found.ids, ids), **inputs)
+        except Exception as error:  # the user's own code
+            raise ModelError(
+                f"{type(entry).__name__}: its forward fails for ids of all features, and dense inputs in [0, 1): "
+                f"{next(iter(str(error).splitlines()), '') or type(error).__name__}"
+            ) from error
     width = sum(table.dim for table in manifest.feature_tables)
     pooled = torch.empty(request.lengths.size // len(manifest.keys), width)
     for path, these in columns.items():
@@ -195,11 +219,10 @@ def _answers_of_model(
         pieces = answered.values().split(answered.length_per_key(), dim=1)
         for (first, last), piece in zip(these.spans, pieces, strict=True):
             pooled[:, first:last] = piece
-    if isinstance(answer, Tensor):
-        tensors = [answer]
-    else:
-        tensors = list(answer.values() if isinstance(answer, Mapping) else answer)
-    return pooled, {name: each.float().cpu().numpy() for name, each in zip(found.outputs, tensors, strict=True)}
+    tensors = tensors_of(answer)
+    if list(tensors) != list(found.outputs):
+        raise not_tensors(entry, type(answer).__name__)
+    return pooled, {name: each.float().cpu().numpy() for name, each in tensors.items()}
 
 
 def _check_cut(entry: nn.Module, model: Mapping[str, Numbers], cut_out: Mapping[str, Numbers]) -> None:
@@ -275,7 +298,9 @@ def _in_pieces(
 
 
 def _scale(numbers: Numbers) -> float:
-    return float(np.abs(numbers).mean())
+    """The mean of |number|, of those that are finite."""
+    finite = np.abs(numbers[np.isfinite(numbers)])
+    return float(finite.mean()) if finite.size else 0.0
 
 
 def _allowed(parity: ScoreParity, dtype: DenseDtype) -> float:
@@ -283,4 +308,8 @@ def _allowed(parity: ScoreParity, dtype: DenseDtype) -> float:
 
 
 def _largest(one: Numbers, other: Numbers) -> float:
-    return float(np.abs(one - other).max()) if one.shape == other.shape else float("inf")
+    """The largest |difference|; infinity where shapes differ, or one number is finite and the other is not."""
+    if one.shape != other.shape:
+        return float("inf")
+    moved = np.abs(np.subtract(*finite(one, other)))
+    return float(np.nan_to_num(moved, nan=np.inf).max(initial=0))

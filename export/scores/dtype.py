@@ -1,6 +1,7 @@
 """The dtype of a dense part's weights."""
 
 import copy
+import warnings
 
 import torch
 from torch import fx, nn
@@ -21,7 +22,12 @@ def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
         return module
     module = copy.deepcopy(module)
     if dtype is DenseDtype.INT8:
-        quantized: nn.Module = quantize_dynamic(module, {nn.Linear}, torch.qint8, inplace=True)  # type: ignore[no-untyped-call]
+        with warnings.catch_warnings():
+            # torch 2.13 still has it, and torchao, which is to follow, cannot be scripted.
+            warnings.filterwarnings(
+                "ignore", message="torch.ao.quantization is deprecated", category=DeprecationWarning
+            )
+            quantized: nn.Module = quantize_dynamic(module, {nn.Linear}, torch.qint8, inplace=True)  # type: ignore[no-untyped-call]
         return quantized
     arguments = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in arguments:

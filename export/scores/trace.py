@@ -17,7 +17,7 @@ from export.trained.modules import evaluating
 _NOT_THE_USERS = (Path(torch.__file__).parent, Path(torchrec.fx.__file__).parent, Path(__file__).parent)
 # A line of a stack trace as torch.fx keeps it.
 _FRAME = re.compile(r'File "(.+)", line ([0-9]+), in ')
-WAY_OUT = "give `dense`, a module of your own that takes the pooled embeddings, or export without --scores"
+WAY_OUT = "give export_model(dense=…), a module of your own that takes pooled embeddings, or export without --scores"
 
 
 def traced(entry: nn.Module, collections: Collection[nn.Module]) -> fx.GraphModule:

@@ -56,8 +56,8 @@ def _locate(path: Path, start: int, tensor: Tensor) -> InFile:
     return InFile(
         path=path,
         offset=start + archived + int(tensor.storage_offset()) * size,
-        shape=tuple(tensor.shape),
-        strides=tuple(stride * size for stride in tensor.stride()),
+        shape=tuple(tensor.shape) or (1,),
+        strides=tuple(stride * size for stride in tensor.stride()) or (size,),
         dtype=tensor.dtype,
     )
 

@@ -57,11 +57,11 @@ class Checkpoint:
         """
         where = f"{self._source}: {what}"
         stored = self._at(what, key)
-        if stored.shape not in (shape, (*shape, 1), (*shape, 1, 1)[:2]):
+        if stored.shape not in (shape, (*shape, 1), (*shape, 1, 1)[:2]):  # a number is [1], or in DCP [1, 1]
             raise CheckpointError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)}")
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
-        numbers = stored.read(0, stored.shape[0] if stored.shape else 1).float().reshape(shape)
+        numbers = stored.read(0, stored.shape[0]).float().reshape(shape)
         if not torch.isfinite(numbers).all():
             raise CheckpointError(f"{where}: holds NaN or infinity: find out how the training made it")
         return numbers
@@ -194,7 +194,7 @@ def _open_safetensors(path: Path) -> dict[str, InSafetensors]:
             for key in file.keys():  # noqa: SIM118
                 slice_ = file.get_slice(key)
                 dtype = _SAFETENSORS_DTYPES.get(slice_.get_dtype(), torch.uint8)
-                stored[key] = InSafetensors(path, key, tuple(slice_.get_shape()), dtype)
+                stored[key] = InSafetensors(path, key, tuple(slice_.get_shape()) or (1,), dtype)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: expected a safetensors file: {error}") from error
     return stored

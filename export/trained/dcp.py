@@ -86,7 +86,8 @@ Places = Mapping[tuple[str, tuple[int, ...]], _Place]
 
 
 def open_folder(path: Path) -> dict[str, InChunks]:
-    """The matrices of the checkpoint in the folder `path`, by state-dict key; a vector [n] is a matrix [n, 1].
+    """The matrices of the checkpoint in the folder `path`, by state-dict key; a vector [n] is a matrix [n, 1], and a
+    number [1, 1].
     Anything else in it is left alone.
 
     Raises:
@@ -112,7 +113,7 @@ def _matrices(metadata: _Metadata) -> Iterator[tuple[str, _Stored]]:
     for key, part in metadata.state_dict_metadata.items():
         if isinstance(part, TensorPart):
             stored = msgspec.convert(part, _Stored, from_attributes=True)
-            if len(stored.size) in (1, 2):
+            if len(stored.size) <= 2:
                 yield key, stored
 
 
@@ -126,18 +127,19 @@ def _table(path: Path, key: str, stored: _Stored, places: Places) -> InChunks:
         if place is None or place.transform_descriptors or Path(place.relative_path).name != place.relative_path:
             raise CheckpointError(f"{path}: {key}: expected a plain chunk at {chunk.offsets}, found {place}")
         tensor = locate_tensors(path / place.relative_path, place.offset, place.length).get("")
-        if tensor is None or tensor.shape != chunk.sizes or tensor.dtype != dtype or len(chunk.offsets) != dimensions:
+        sizes = chunk.sizes or (1,)
+        if tensor is None or tensor.shape != sizes or tensor.dtype != dtype or len(chunk.offsets) != dimensions:
             raise CheckpointError(
                 f"{path / place.relative_path}: {key}: expected {dtype} {list(chunk.sizes)} "
                 f"at byte {place.offset}, found {tensor}"
             )
-        if dimensions == 1:
+        if dimensions < 2:
             tensor = replace(tensor, shape=(*tensor.shape, 1), strides=2 * tensor.strides)
-        row, column = (*chunk.offsets, 0)[:2]
+        row, column = (*chunk.offsets, 0, 0)[:2]
         chunks.append(Chunk(row, column, tensor))
     # Chunks of one tensor never overlap, so the sum of their areas shows whether one is missing.
     area = sum(chunk.numbers.shape[0] * chunk.numbers.shape[1] for chunk in chunks)
-    rows, columns = (*stored.size, 1)[:2]
+    rows, columns = (*stored.size, 1, 1)[:2]
     if area != rows * columns:
         raise CheckpointError(f"{path}: {key}: expected chunks of {rows * columns} elements in all, found {area}")
     return InChunks((rows, columns), dtype, tuple(chunks))

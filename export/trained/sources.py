@@ -15,7 +15,7 @@ _READ_AS = {torch.bfloat16: torch.int16}
 
 
 class StoredTable(Protocol):
-    """A matrix [rows, dim] in a module or a file; or a vector [rows]."""
+    """A matrix [rows, dim] in a module or a file; or a vector [rows]. A single number is a vector of one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class InMemory:
     @property
     def shape(self) -> tuple[int, ...]:
         """(rows, dim)."""
-        return tuple(self.tensor.shape)
+        return tuple(self.tensor.shape) or (1,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,7 +47,7 @@ class InMemory:
 
     def read(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop): a view [stop − start, dim], or a copy where the tensor is not on the CPU."""
-        return self.tensor[start:stop].detach().cpu()
+        return self.tensor.reshape(self.shape)[start:stop].detach().cpu()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,5 +86,6 @@ class InSafetensors:
     def read(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop): a copy [stop − start, dim]. The file is opened each time: closing unmaps the rows."""
         with safe_open(self.path, framework="pt") as file:
-            rows: Tensor = file.get_slice(self.key)[start:stop]
+            # A slice of a single number cannot be taken.
+            rows: Tensor = file.get_slice(self.key)[start:stop] if self.shape != (1,) else file.get_tensor(self.key)
         return rows

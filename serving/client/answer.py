@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from serving.bundle.scores import DenseInput
-from serving.request.tensors import Array, Embeddings
+from serving.request.tensors import Embeddings
 
 
 class Answer(dict[str, Embeddings]):
@@ -24,14 +24,14 @@ class Answer(dict[str, Embeddings]):
         self.version = version
 
 
-class Scores(dict[str, Array]):
+class Scores(dict[str, Embeddings]):
     """What a whole model answers, {output: [B, …]}, float32. The arrays are read-only views of the response's bytes.
 
     Attributes:
         version: the version of the model that gave the whole answer.
     """
 
-    def __init__(self, scores: Mapping[str, Array], version: int) -> None:
+    def __init__(self, scores: Mapping[str, Embeddings], version: int) -> None:
         super().__init__(scores)
         self.version = version
 

@@ -28,7 +28,7 @@ from serving.errors import (
 from serving.files.strict import is_utf8
 from serving.request.dense import DenseFeatures, accept_dense, encode_dense
 from serving.request.encoding import Features, decode, encode
-from serving.request.tensors import EMBEDDINGS, EVERY_HOST, IDS, Array, Embeddings, Tensors
+from serving.request.tensors import EMBEDDINGS, EVERY_HOST, IDS, Embeddings, Tensors
 
 _TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
 _INT32 = np.iinfo(np.int32)
@@ -129,7 +129,7 @@ class Exchange:
         samples = tensors.lengths.size // len(tensors.features or info.keys)
         accept_dense(info.dense, tensors.dense, samples)
         response = await ask(Call("ModelInfer", infer_request(self._model, tensors, info)))
-        found: dict[str, Array] = {}
+        found: dict[str, Embeddings] = {}
         for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
             shape = (samples, *info.scores.get(output.name, ()))
             if list(output.shape) != [1, *shape] or output.name not in wanted:

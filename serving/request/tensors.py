@@ -23,7 +23,7 @@ Array = npt.NDArray[np.generic]
 # Dense inputs in the manifest's order, float32 [B, width] each.
 Dense = Sequence[Array]
 # What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …].
-Outputs = Mapping[str, Array]
+Outputs = Mapping[str, Embeddings]
 
 
 @dataclass(eq=False, slots=True)

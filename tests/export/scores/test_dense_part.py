@@ -1,0 +1,147 @@
+"""The dense parts of real models: cut out and compiled, they answer as the model does."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+from export import ExportConfig, export_model
+from export.errors import CheckpointError, ModelError, ParityError
+from serving.bundle.opening import open_bundle
+from serving.bundle.scores import SCORES, DenseDtype, DensePart
+from serving.engine import Engine
+from tests.support.scored import (
+    EXACT,
+    MODELS,
+    WIDTHS,
+    Centred,
+    by_position,
+    dlrm,
+    own_scores,
+    random_request,
+    trained,
+    two_tower,
+)
+
+
+def part_of(bundle: Path) -> DensePart:
+    part = open_bundle(bundle).manifest.dense_part
+    assert part is not None
+    return part
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda each: each.__name__)
+def test_a_trained_model_s_scores_are_its_own(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
+    """With FP32 tables to 1e-6 of their size; with INT8 tables as far as the manifest says, or little more."""
+    module, random = trained(model()), np.random.default_rng(1)
+    widths = WIDTHS if model is by_position else {}
+    exact = Engine.open(export_model(module, tmp_path, "exact", replace(EXACT, dense_widths=widths)))
+    bundle = export_model(module, tmp_path, "int8", ExportConfig(scores=True, dense_widths=widths))
+    rounded = Engine.open(bundle)
+    parity = {each.name: each.parity for each in part_of(bundle).outputs}
+    for samples in (1, 2, 33):
+        bags, dense = random_request(module, random, samples)
+        bags = dict(reversed(bags.items()))
+        expected, found = own_scores(module, bags, dense), exact.score(bags, dense)
+        assert list(found) == list(expected)
+        for name, numbers in expected.items():
+            assert found[name].shape == numbers.shape
+            np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+            assert parity[name].trained is not None
+            moved = np.abs(rounded.score(bags, dense)[name] - numbers).max()
+            assert moved <= 4 * (parity[name].trained or 0) + 1e-6
+
+
+def test_embeddings_of_a_model_with_scores_are_those_without(tmp_path: Path) -> None:
+    module = trained(two_tower())
+    bags, _ = random_request(module, np.random.default_rng(0), 5)
+    with_scores = Engine.open(export_model(module, tmp_path, "a", EXACT)).lookup(bags)
+    without = Engine.open(export_model(module, tmp_path, "b", ExportConfig(dtype=EXACT.dtype))).lookup(bags)
+    assert list(with_scores) == list(without)
+    for name, rows in without.items():
+        np.testing.assert_array_equal(with_scores[name], rows)
+
+
+def test_samples_that_are_mixed_are_found_out(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    assert part_of(export_model(Centred(), tmp_path, "m", EXACT)).mixes_samples
+    assert not part_of(export_model(dlrm(), tmp_path, "n", EXACT)).mixes_samples
+
+
+@pytest.mark.parametrize("dtype", [DenseDtype.BF16, DenseDtype.INT8])
+def test_narrow_weights_answer_as_near_as_the_manifest_says(tmp_path: Path, dtype: DenseDtype) -> None:
+    module = trained(dlrm())
+    config = ExportConfig(scores=True, dense_dtype=dtype, dtype=EXACT.dtype)
+    bundle = export_model(module, tmp_path, "m", config)
+    (output,) = part_of(bundle).outputs
+    assert part_of(bundle).dtype is dtype
+    assert 0 < output.parity.scripted < output.parity.scale
+    bags, dense = random_request(module, np.random.default_rng(0), 64)
+    found = Engine.open(bundle).score(bags, dense)["scores"]
+    moved = np.abs(found - own_scores(module, bags, dense)["scores"])
+    assert 0 < moved.max() <= 4 * output.parity.scripted
+
+
+@pytest.mark.parametrize("saved", ["state dict", "dcp", "safetensors"])
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_weights_come_from_the_checkpoint(tmp_path: Path, saved: str, on_meta: bool) -> None:
+    module = trained(two_tower())
+    state = {f"module.{key}": each for key, each in module.state_dict().items()}
+    path = tmp_path / "saved"
+    if saved == "state dict":
+        torch.save({"model": state}, path)
+    elif saved == "dcp":
+        save_dcp(state, checkpoint_id=path, no_dist=True)
+    else:
+        path = path.with_suffix(".safetensors")
+        save_file(state, path)
+    with torch.device("meta" if on_meta else "cpu"):
+        untrained = type(module)()
+    bundle = export_model(untrained, tmp_path / "r", "m", EXACT, checkpoint=path)
+    bags, dense = random_request(module, np.random.default_rng(0), 9)
+    found, expected = Engine.open(bundle).score(bags, dense), own_scores(module, bags, dense)
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6)
+    assert part_of(bundle).outputs[0].parity.trained is None
+
+
+def test_a_weight_that_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    module = two_tower()
+    torch.save({key: each for key, each in module.state_dict().items() if key != "item_tower.bias"}, tmp_path / "s")
+    with pytest.raises(CheckpointError, match=r"weights 'item_tower.bias': expected one key 'item_tower.bias'"):
+        export_model(module, tmp_path / "r", "m", EXACT, checkpoint=tmp_path / "s")
+    assert not (tmp_path / "r").exists()
+
+
+def test_hooks_are_followed_or_found_out(tmp_path: Path) -> None:
+    """Those of modules that are one step of the graph cannot be followed."""
+    module = dlrm()
+    module.over_arch.register_forward_hook(lambda _, __, answer: answer + 1)
+    bags, dense = random_request(module, np.random.default_rng(0), 5)
+    found = Engine.open(export_model(module, tmp_path, "m", EXACT)).score(bags, dense)
+    np.testing.assert_allclose(found["scores"], own_scores(module, bags, dense)["scores"], rtol=0, atol=1e-5)
+    layer = next(each for each in module.over_arch.modules() if isinstance(each, nn.Linear))
+    layer.register_forward_hook(lambda _, __, answer: answer + 1)
+    with pytest.raises((ParityError, ModelError), match=r"compiled"):
+        export_model(module, tmp_path, "n", EXACT)
+
+
+def test_the_file_of_scores_is_what_it_says(tmp_path: Path) -> None:
+    """It loads without torchrec, and depends on nothing else."""
+    bundle = export_model(two_tower(), tmp_path, "m", EXACT)
+    code = (
+        "import sys, torch; program = torch.jit.load(sys.argv[1]); "
+        "print([tuple(each.shape) for each in program(torch.zeros(5, 88))], 'torchrec' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(bundle / SCORES)], capture_output=True, text=True
+    )
+    assert done.stdout == "[(5,), (5, 8)] False\n", done.stderr

@@ -1,0 +1,173 @@
+"""Models whose scores cannot be served right: refused by name, with the line of the model's code that is to blame."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+from torchrec.models.dlrm import DLRMTrain
+
+from export import ExportConfig, export_model
+from export.errors import ExportError
+from serving.bundle.opening import open_bundle
+from serving.bundle.scores import DenseDtype
+from serving.errors import ConfigurationError
+from tests.support.scored import EXACT, dlrm, even
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = even()
+        self.over = nn.Linear(64, 1)
+
+    def logits(self, ids: KeyedJaggedTensor) -> Tensor:
+        logits: Tensor = self.over(self.bags(ids).values())
+        return logits
+
+
+class Branches(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        logits = self.logits(ids)
+        if logits.sum() > 0:  # to blame
+            return logits
+        return -logits
+
+
+class CountsIds(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        logits = self.logits(ids)
+        return logits.add(ids.lengths().sum())  # to blame
+
+
+class ReadsNumbers(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        logits = self.logits(ids)
+        return logits.mul(float(logits.max()))  # to blame
+
+
+class HasDefault(_Model):
+    def forward(self, ids: KeyedJaggedTensor, price: Tensor | None = None) -> Tensor:
+        return self.logits(ids).add(price)  # type: ignore[arg-type]
+
+
+class TakesMany(_Model):
+    def forward(self, ids: KeyedJaggedTensor, *more: Tensor) -> Tensor:
+        return self.logits(ids) + more[0]
+
+
+class TakesValues(_Model):
+    def forward(self, ids: KeyedJaggedTensor, values: Tensor) -> Tensor:
+        return self.over(values).add(self.logits(ids))  # type: ignore[no-any-return]
+
+
+class AnswersTwice(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Any:
+        return self.logits(ids), {"again": self.logits(ids)}
+
+
+class AnswersTables(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Any:
+        return self.bags(ids)
+
+
+class AnswersOnce(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.logits(ids).sum()
+
+
+class FixedSize(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.logits(ids) + torch.zeros(64, 1)
+
+
+class OutOfReach(_Model):
+    def forward(self, ids: KeyedJaggedTensor, price: Tensor) -> Tensor:
+        return self.logits(ids) + price.log()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Branches, "Branches: its forward cannot be followed{line}: symbolically traced variables"),
+        (CountsIds, "CountsIds: uses 'ids' beside its collections, too{line}"),
+        (ReadsNumbers, "ReadsNumbers: its forward cannot be followed{line}"),
+        (HasDefault, "HasDefault: argument 'price' has a default"),
+        (TakesMany, "TakesMany: argument '*more' has a default, or stands for several"),
+        (TakesValues, "TakesValues: dense input 'values': expected a name of its own"),
+        (AnswersTwice, "AnswersTwice: expected a tensor, or tensors as a tuple or by name, as its answer"),
+        (
+            AnswersTables,
+            "AnswersTables: expected a tensor, or tensors as a tuple or by name, as its answer, got KeyedTensor",
+        ),
+        (AnswersOnce, "AnswersOnce: output 'scores': expected shape [64, …] for 64 samples, got []"),
+        (FixedSize, "FixedSize: output 'scores': expected shape [1, …] for 1 samples, got [64, 1]"),
+        (OutOfReach, "dense input 'price': its width cannot be read off an nn.Linear that takes it"),
+        (lambda: DLRMTrain(dlrm()), "DLRMTrain: uses 'batch' beside its collections, too"),
+        (even, "expected one module around all collections, with scores, found EmbeddingBagCollection"),
+        (lambda: nn.ModuleDict({"a": dlrm()}), None),
+        (lambda: nn.ModuleDict({"a": Branches(), "b": nn.Sequential(even())}), "ModuleDict: "),
+    ],
+)
+def test_what_is_not_known_to_be_served_right_is_refused(
+    tmp_path: Path, model: Callable[[], nn.Module], why: str | None
+) -> None:
+    module = model()
+    if why is None:
+        assert export_model(module, tmp_path / "r", "m", EXACT).exists()
+        return
+    with pytest.raises((ExportError, ConfigurationError)) as refused:
+        export_model(module, tmp_path / "r", "m", EXACT)
+    message = str(refused.value)
+    assert why.split("{line}")[0] in message
+    if "{line}" in why:
+        lines, first = inspect.getsourcelines(type(module))
+        (blamed,) = (number for number, line in enumerate(lines) if "# to blame" in line)
+        assert f" at {Path(__file__)}, line {first + blamed}: `{lines[blamed].strip()}`" in message
+    assert "--scores" in message or "rename it" in message or "--dense-width" in message
+    assert not (tmp_path / "r").exists()
+
+
+def test_arguments_that_are_not_used_keep_their_defaults(tmp_path: Path) -> None:
+    class Unused(_Model):
+        def forward(self, ids: KeyedJaggedTensor, labels: Tensor | None = None) -> Tensor:  # noqa: ARG002
+            return self.logits(ids)
+
+    export_model(Unused(), tmp_path, "m", EXACT)
+
+
+def test_names_of_a_named_tuple_are_those_of_the_scores(tmp_path: Path) -> None:
+    class Named(NamedTuple):
+        click: Tensor
+        buy: Tensor
+
+    class Names(_Model):
+        def forward(self, ids: KeyedJaggedTensor) -> Named:
+            return Named(self.logits(ids), self.logits(ids) * 2)
+
+    bundle = export_model(Names(), tmp_path, "m", EXACT)
+    assert [each.name for each in open_bundle(bundle).manifest.dense_part.outputs] == ["click", "buy"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"dense_dtype": DenseDtype.BF16}, "dense_dtype (--dense-dtype): expected --scores beside it"),
+        ({"dense_widths": {"a": 3}}, "dense_widths (--dense-width): expected --scores beside it"),
+        ({"scores": True, "dense_widths": {"a": 0}}, "dense_widths (--dense-width) 'a': expected > 0, got 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(why)):
+        ExportConfig(**settings)
+
+
+def test_widths_of_other_inputs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'prices': expected one of 'dense_features'"):
+        export_model(dlrm(), tmp_path, "m", replace(EXACT, dense_widths={"prices": 13}))

@@ -1,0 +1,144 @@
+"""Scores over gRPC: merged with others, and beside lookups and requests that are refused."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+from torch import nn
+
+from export import export_model
+from serving.client import LookupClient, Retries
+from serving.errors import InvalidRequest
+from serving.server import Server, run_server
+from tests.support.models import flat
+from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
+from tests.support.servers import FREE, at_once, metric
+
+MODELS: dict[str, nn.Module] = {}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("scores")
+    torch.manual_seed(0)
+    MODELS.update(dcn=trained(dlrm_dcn()), towers=trained(two_tower()), centred=Centred().eval())
+    for name, module in MODELS.items():
+        export_model(module, folder / "r", name, EXACT)
+    with run_server(folder / "r", FREE, log=folder / "log") as server:
+        yield server
+
+
+def asked(name: str, seed: int, samples: int = 7) -> tuple[Any, Any, Any]:
+    bags, dense = random_request(MODELS[name], np.random.default_rng(seed), samples)
+    return bags, dense, own_scores(MODELS[name], bags, dense)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert list(found) == list(expected)
+    for name, numbers in expected.items():
+        assert found[name].shape == numbers.shape
+        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+
+
+@pytest.mark.parametrize("name", ["dcn", "towers", "centred"])
+def test_64_requests_at_once_get_the_model_s_own_scores(server: Server, name: str) -> None:
+    """Of other sizes each; lookups of some features, and requests that are refused, go among them."""
+    sizes = np.random.default_rng(0).integers(1, 20, 64).tolist()
+    requests = [asked(name, seed, size) for seed, size in enumerate(sizes)]
+    with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
+        lookups = [partial(client.lookup, dict(list(bags.items())[-1:])) for bags, _, _ in requests[:16]]
+        bad = [
+            partial(client.score, {key: [[-1]] for key in bags}, {key: each[:1] for key, each in dense.items()})
+            for bags, dense, _ in requests[:8]
+        ]
+        scores = [partial(client.score, bags, dense) for bags, dense, _ in requests]
+        before = metric(server, "tbe_calls_total", model=name)
+        found = at_once([*scores, *lookups, *bad])
+        assert metric(server, "tbe_calls_total", model=name) - before < 88
+        alone = [client.lookup(dict(list(bags.items())[-1:])) for bags, _, _ in requests[:16]]
+    for answer, (_, _, expected) in zip(found, requests, strict=False):
+        assert_same(answer, expected)
+    for answer, expected in zip(found[64:], alone, strict=False):
+        assert list(answer) == list(expected)
+        for key, rows in expected.items():
+            np.testing.assert_array_equal(answer[key], rows)
+    assert [type(each) for each in found[80:]] == [InvalidRequest] * 8
+
+
+DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32", "float64": "FP64"}
+
+
+def infer(server: Server, name: str, arrays: dict[str, Any], outputs: list[str] | None, **parameters: str) -> Any:
+    """By a client that shares nothing with ours."""
+    inputs = []
+    for key, array in arrays.items():
+        inputs.append(triton.InferInput(key, [1, *array.shape], DTYPES[str(array.dtype)]))
+        inputs[-1].set_data_from_numpy(array[np.newaxis])
+    wanted = None if outputs is None else [triton.InferRequestedOutput(each) for each in outputs]
+    with triton.InferenceServerClient(server.grpc) as client:
+        return client.infer(name, inputs, outputs=wanted, parameters=parameters)
+
+
+def test_a_kserve_client_gets_the_outputs_that_it_asks_for(server: Server) -> None:
+    bags, dense, expected = asked("dcn", 3)
+    values, lengths = flat(bags)
+    arrays = {"values": values, "lengths": lengths, **dense}
+    features = ",".join(bags)
+    only = infer(server, "dcn", arrays, ["scores"], features=features)
+    assert [each.name for each in only.get_response().outputs] == ["scores"]
+    assert only.as_numpy("scores").shape == (1, 7, 1)
+    assert_same({"scores": only.as_numpy("scores")[0]}, expected)
+    every = infer(server, "dcn", arrays, None, features=features)
+    assert {each.name for each in every.get_response().outputs} == {"embeddings", "scores"}
+    del arrays["dense_features"]
+    looked_up = infer(server, "dcn", arrays, ["embeddings"], features=features)
+    np.testing.assert_array_equal(looked_up.as_numpy("embeddings"), every.as_numpy("embeddings"))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dense_features": None}, r"'dense_features': expected float32 \[7, 13\], a row for each sample, got none"),
+        ({"dense_features": np.zeros((6, 13), np.float32)}, r"a row for each sample, got float32 \[6, 13\]"),
+        ({"dense_features": np.zeros((7, 12), np.float32)}, "dense_features"),
+        ({"dense_features": np.zeros((7, 13))}, "dense_features"),
+        ({"other": np.zeros((7, 13), np.float32)}, "other"),
+    ],
+    ids=["none", "samples", "width", "dtype", "another"],
+)
+def test_dense_inputs_that_are_wrong_are_refused_by_name(server: Server, change: dict[str, Any], why: str) -> None:
+    bags, dense, expected = asked("dcn", 3)
+    values, lengths = flat(bags)
+    arrays = {"values": values, "lengths": lengths, **dense} | change
+    arrays = {name: each for name, each in arrays.items() if each is not None}
+    with pytest.raises(triton.InferenceServerException, match=why):
+        infer(server, "dcn", arrays, ["scores"], features=",".join(bags))
+    with LookupClient(server.grpc, "dcn") as client:
+        assert_same(client.score(bags, dense), expected)
+
+
+def test_scores_need_all_features(server: Server) -> None:
+    bags, dense, _ = asked("dcn", 3)
+    del bags["f2"]
+    with (
+        LookupClient(server.grpc, "dcn") as client,
+        pytest.raises(InvalidRequest, match=r"feature 'f2': expected all"),
+    ):
+        client.score(bags, dense)
+
+
+def test_some_outputs_in_the_order_asked(server: Server) -> None:
+    bags, dense, expected = asked("towers", 4)
+    with LookupClient(server.grpc, "towers") as client:
+        assert client.info().scores == {"match": (), "queries": (8,)}
+        found = client.score(bags, dense, outputs=["queries", "match"])
+        assert list(found) == ["queries", "match"]
+        assert_same(found, {name: expected[name] for name in found})
+        assert_same(client.score(bags, dense, outputs=["match"]), {"match": expected["match"]})
+        with pytest.raises(InvalidRequest, match=r"output 'scores': expected one of 'match', 'queries'"):
+            client.score(bags, dense, outputs=["scores"])
+        assert not client.score({key: [] for key in bags})["match"].size
