@@ -22,6 +22,7 @@ from benchmarks import (
     peers_all,
     peers_hosts,
     routed,
+    scores,
     served,
     sharding,
     throughput,
@@ -42,6 +43,7 @@ QUICK: tuple[Part, ...] = (
 ALL: tuple[Part, ...] = (
     *QUICK[:2],
     ("ranks on other hosts", routed.run),
+    ("whole models", scores.run),
     ("many clients at once", throughput.run),
     ("tables cut over ranks, beside TorchRec's", sharding.run),
     ("load time, 2 MB against 2 GB", lambda _, folder: loading.run(folder)),
@@ -57,19 +59,22 @@ def main() -> None:
     """Run everything in a temporary folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer workloads; nothing is written")
-    quick = parser.parse_args().quick
+    parser.add_argument("--only", metavar="PART", help="this part alone, such as 'whole models'; nothing is written")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    parts = [part for part in (QUICK if quick else ALL) if arguments.only in (None, part[0])]
     console = Console(highlight=False)
     results: list[Result] = []
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tbe-bench-") as folder:
         console.print("exporting 26 tables with the multi-hot sizes of MLPerf DLRM-v2, dim 64, int8 …")
         workload = Workload.export(Path(folder) / "dlrm" / "repository")
-        for number, (name, run) in enumerate(QUICK if quick else ALL):
+        for number, (name, run) in enumerate(parts):
             console.print(f"{name} … ({time.monotonic() - started:.0f} s so far)")
             results += run(workload, Path(folder) / str(number))
     console.print(_table(results))
     console.print(f"took {time.monotonic() - started:.0f} s")
-    if not quick:
+    if not quick and arguments.only is None:
         console.print(f"written {_write(results).relative_to(Path.cwd())}")
         console.print(f"written {document.write(RESULTS / 'latest.json').relative_to(Path.cwd())}")
 

@@ -1,6 +1,7 @@
 """The dense part of a bundle, loaded: pooled embeddings and dense inputs in, scores out."""
 
 import io
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -57,7 +58,8 @@ class DenseProgram:
     def _run(self, embeddings: Embeddings, dense: Dense) -> Outputs:
         if not len(embeddings):
             return {each.name: np.empty((0, *each.shape), np.float32) for each in self.part.outputs}
-        with torch.inference_mode():
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch has no read-only tensors
             found = self._forward(*map(torch.from_numpy, (embeddings, *dense)))
         return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
 

@@ -176,7 +176,11 @@ class Engine(_Engine, Closing):
             InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
             HostUnavailable: as `lookup`.
         """
-        batch = self._batch_of(self._for_scores(features, dense))
+        return self.scores(self._for_scores(features, dense))
+
+    def scores(self, tensors: Tensors) -> Outputs:
+        """Answer one request for scores; returns and raises as `score`."""
+        batch = self._batch_of(tensors)
         return self.score_batch(batch, _only(self.run(batch)))[0]
 
     def answer(self, tensors: Tensors) -> Embeddings:

@@ -33,8 +33,8 @@ from serving.bundle.scores import DenseDtype, DensePart, ScoreOutput, ScoreParit
 from serving.ranks.program import torchscript
 from serving.request.tensors import Tensors
 
-# Scores of the same numbers may differ by this, relative to their mean size: a product of matrices is rounded in
-# another order where there are more samples, and where it is compiled.
+# Scores of the same numbers may differ by this, relative to the largest: a product of matrices is rounded in another
+# order where there are more samples, and where it is compiled.
 _ROUNDING = 1e-5
 _ROUNDING_OF = {DenseDtype.FP32: _ROUNDING, DenseDtype.BF16: 2**-6, DenseDtype.INT8: _ROUNDING}
 # Samples of the pieces that a probe is answered in, to see whether samples are mixed.
@@ -298,9 +298,8 @@ def _in_pieces(
 
 
 def _scale(numbers: Numbers) -> float:
-    """The mean of |number|, of those that are finite."""
-    finite = np.abs(numbers[np.isfinite(numbers)])
-    return float(finite.mean()) if finite.size else 0.0
+    """The largest |number|, of those that are finite."""
+    return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
 
 
 def _allowed(parity: ScoreParity, dtype: DenseDtype) -> float:

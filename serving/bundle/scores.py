@@ -35,7 +35,7 @@ class ScoreParity(Strict, frozen=True, omit_defaults=True):
     """How far the numbers of one output moved, on a probe.
 
     Attributes:
-        scale: the mean of |score| that the dense part answers with, before it is compiled.
+        scale: the largest |score| that the dense part answers with, before it is compiled.
         scripted: the largest |difference| between the dense part before it is compiled, FP32, and what serves.
         merged: the largest |difference| between requests answered together and each answered alone.
         trained: the largest |difference| between the trained model as it is, and what serves, from the stored rows.

@@ -1,0 +1,145 @@
+"""Whole models made at random, against themselves as TorchRec runs them."""
+
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+from export import export_model
+from export.manifest import describe
+from export.scores.dense_part import dense_part
+from export.trained.checkpoint import Checkpoint, module_weights
+from export.trained.tables import collect_tables
+from serving.bundle.scores import DenseDtype
+from serving.client import LookupClient, Retries
+from serving.engine import Engine
+from serving.server import run_server
+from tests.support.models import Spec, collection, flat, random_bags
+from tests.support.scored import EXACT, own_scores
+from tests.support.servers import FREE, at_once
+
+KEYS = ("a", "b", "c", "d", "e")
+# Real Tritons are slow to start: so many models are served, all by one.
+SERVED = 6
+
+
+class Random(nn.Module):
+    """One to three collections, whose tables share keys; what is behind them is drawn, too."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        random = np.random.default_rng(seed)
+        self.specs: list[tuple[Spec, ...]] = []
+        for number in range(random.integers(1, 4)):
+            specs = []
+            for table in range(random.integers(1, 4)):
+                keys = tuple(random.choice(KEYS, size=random.integers(1, 4), replace=False).tolist())
+                dim = 4 * int(random.integers(1, 9))
+                pooling = str(random.choice(["SUM", "MEAN"]))
+                specs.append(Spec(f"t{number}{table}", int(random.integers(5, 60)), dim, pooling, keys))
+            self.specs.append(tuple(specs))
+        parts = [collection(specs, seed=seed + n) for n, specs in enumerate(self.specs)]
+        self.parts = nn.ModuleList(parts)
+        by_table = [get_embedding_names_by_table(part.embedding_bag_configs()) for part in parts]
+        self.names = [list(chain.from_iterable(each)) for each in by_table]
+        widths = [sum(spec.dim * len(spec.features) for spec in specs) for specs in self.specs]
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(width, 6), nn.ReLU()) for width in widths)
+        self.kind = int(random.integers(4))
+        self.dense = nn.Linear(int(random.integers(1, 5)), 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.over = nn.Linear(6, 3)
+
+    def forward(self, ids: KeyedJaggedTensor, numbers: Tensor) -> Any:
+        out = self.dense(numbers)
+        for part, tower, names in zip(self.parts, self.towers, self.names, strict=True):
+            pooled = part(ids)
+            rows = pooled.values() if self.kind % 2 else torch.cat([pooled[name] for name in names], dim=1)
+            out = out + tower(rows)
+        logits = self.over(self.norm(out))
+        if self.kind == 0:
+            return logits
+        if self.kind == 1:
+            return logits[:, 0], logits[:, 1:].sigmoid()
+        if self.kind == 2:
+            return {"click": logits[:, :1], "buy": logits[:, 1], "all": logits.reshape(-1, 3, 1)}
+        return torch.einsum("bi,bj->bij", logits, out)
+
+    def request(self, random: np.random.Generator, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        bags: dict[str, Any] = {}
+        rows: dict[str, Spec] = {}
+        for specs in self.specs:
+            for spec in specs:
+                for key in spec.features:
+                    if key not in rows or spec.rows < rows[key].rows:
+                        rows[key] = spec
+        for key, spec in rows.items():
+            bags |= random_bags(random, [Spec("t", spec.rows, 4, "SUM", (key,))], samples)
+        return bags, {"numbers": random.random((samples, self.dense.in_features), np.float32)}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert list(found) == list(expected)
+    for name, numbers in expected.items():
+        assert found[name].shape == numbers.shape
+        scale = max(1, float(np.abs(numbers).max(initial=0)))
+        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=2e-6 * scale)
+
+
+def test_random_models_are_served_as_they_answer_by_themselves(tmp_path: Path) -> None:
+    """In process, and over gRPC, all requests at once, so that they are merged."""
+    random = np.random.default_rng(0)
+    models = {f"m{seed}": Random(seed).eval() for seed in range(SERVED)}
+    asked = []
+    for name, module in models.items():
+        engine = Engine.open(export_model(module, tmp_path / "r", name, EXACT))
+        for samples in (1, 3, 17):
+            bags, dense = module.request(random, samples)
+            asked.append((name, bags, dense, own_scores(module, bags, dense)))
+            assert_same(engine.score(bags, dense), asked[-1][-1])
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        clients = {name: LookupClient(server.grpc, name, 60, retries=Retries(attempts=1)) for name in models}
+        for client in clients.values():
+            client.info()
+        found = at_once([partial(clients[name].score, bags, dense) for name, bags, dense, _ in 3 * asked])
+        for client in clients.values():
+            client.close()
+    for answer, (_, _, _, expected) in zip(found, 3 * asked, strict=True):
+        assert_same(answer, expected)
+
+
+def checkpoint(weights: Checkpoint) -> Checkpoint:
+    return weights
+
+
+@pytest.mark.parametrize("first", range(SERVED, 206, 20))
+def test_random_dense_parts_answer_as_the_model_does(first: int) -> None:
+    """Given the embeddings that the model itself makes."""
+    random = np.random.default_rng(first)
+    for seed in range(first, first + 20):
+        module = Random(seed).eval()
+        trained = collect_tables(module)
+        weights = module_weights(module, trained.tables)
+        manifest = describe(trained.tables, EXACT, partial(checkpoint, weights))
+        scored = dense_part(trained, manifest, {}, DenseDtype.FP32, None)
+        bags, dense = module.request(random, 9)
+        values, lengths = flat(bags)
+        ids = KeyedJaggedTensor(list(bags), torch.from_numpy(values), lengths=torch.from_numpy(lengths))
+        rows: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for path, tables in trained.by_collection.items():
+                names = [name for table in tables for name in table.features]
+                answered = module.get_submodule(path)(ids)
+                rows |= dict(zip(names, answered.values().split(answered.length_per_key(), dim=1), strict=True))
+            together = torch.cat([rows[feature.name] for feature in manifest.features], dim=1)
+            found = scored.program(together, torch.from_numpy(dense["numbers"]))
+        served = {each.name: each_found.numpy() for each, each_found in zip(scored.part.outputs, found, strict=True)}
+        assert_same(served, own_scores(module, bags, dense))
+        assert not scored.part.mixes_samples
