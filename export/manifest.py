@@ -18,7 +18,7 @@ from serving.bundle.manifest import NEWEST_FORMAT_VERSION, Manifest, format_vers
 from serving.bundle.rows import WeightDtype
 from serving.bundle.scores import DensePart
 from serving.bundle.segments import name_twice
-from serving.bundle.tables import Feature, Table
+from serving.bundle.tables import DefaultRow, Feature, IdPolicy, Table
 from serving.errors import ConfigurationError
 from serving.pins import installed
 
@@ -31,8 +31,8 @@ def describe(
     weights: Callable[[], Checkpoint],
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Describe a bundle of `trained` as far as it is known now: without parity, files, position weights, and modules
-    left out.
+    """Describe a bundle of `trained` as far as it is known now: without parity, files, position weights, maps of ids,
+    and modules left out.
 
     Args:
         trained: the tables.
@@ -54,7 +54,7 @@ def describe(
             pooling=table.pooling,
             weighted=table.weighted,
             dtype=dtypes[table.name],
-            id_policy=config.id_policy_of(table.name),
+            id_policy=_id_policy(table, config),
         )
         for table in trained
     )
@@ -65,6 +65,11 @@ def describe(
             raise ConfigurationError(
                 f"id_dtype: table {table.name!r} has {table.rows} rows: requests cannot ask for all of them by INT32"
             )
+    if config.id_dtype is IdDtype.INT32 and (raw := next((t.name for t in trained if t.id_map is not None), None)):
+        raise ConfigurationError(
+            f"id_dtype: expected int64: the ids of table {raw!r} are remapped by a managed collision module, so that "
+            "any int64 is one"
+        )
     features = tuple(_features(trained))
     manifest = Manifest(
         format_version=format_version_of(tables, features, config.id_dtype, on_hosts=config.sharding.hosts_as_models),
@@ -81,6 +86,21 @@ def describe(
     if (wrong := name_twice(manifest)) is not None:
         raise ModelError(f"{wrong}: rename one, or have them on different hosts")
     return manifest
+
+
+def _id_policy(table: TrainedTable, config: ExportConfig) -> IdPolicy | DefaultRow:
+    """The policy for ids outside a table. A table with a map has no such ids, and none may be set for it.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    policy = config.id_policy_of(table.name)
+    if table.id_map is not None and policy is not IdPolicy.ERROR:
+        raise ConfigurationError(
+            f"id_policy: table {table.name!r}: its ids are remapped by a managed collision module, so that any int64 "
+            f"is one: expected no policy, got {policy.value}: name the other tables"
+        )
+    return policy
 
 
 def _features(trained: Sequence[TrainedTable]) -> Iterator[Feature]:

@@ -39,8 +39,8 @@ def export_model(
     After an error nothing is published, and no earlier version has changed.
 
     Args:
-        module: holds one or more EmbeddingBagCollections, perhaps behind position weights. Every module around them
-            must hand on its ids unchanged.
+        module: holds one or more EmbeddingBagCollections, perhaps behind position weights or managed collision
+            modules. Every module around them must hand on its ids unchanged.
             What it does with pooled embeddings is left out of the bundle (`Manifest.left_out`), unless
             `config.scores` is set.
         repository: Triton's model repository; made if it is missing.
@@ -76,6 +76,7 @@ def export_model(
     config, trained, manifest = prepared.config, prepared.trained.tables, prepared.manifest
     program = compile_program(manifest)
     with draft(Path(repository), name, version, manifest, config.serving, prepared.signing_key) as new:
+        prepared.maps.write(new.path)
         errors = store(weights_paths(new.path, manifest), trained, manifest, prepared.weights, progress)
         progress(Progress("parity", total := float_bytes(*trained), total))
         with new.syncing():

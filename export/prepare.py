@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from export.config import ExportConfig
+from export.ids.file import BuiltMaps, build_maps
 from export.manifest import describe, with_dense_part, with_position_weights
 from export.progress import Progress
 from export.scores.dense_part import Scored, dense_part
@@ -17,6 +18,7 @@ from export.trained.tables import Trained, collect_tables
 from serving.bundle.manifest import Manifest
 from serving.bundle.signature import read_signing_key
 from serving.errors import ConfigurationError
+from serving.request.id_maps import known_of_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Prepared:
         trained: the tables.
         weights: the checkpoint with their rows. It has all of them.
         manifest: of the bundle, without parity and files; of a router where `config.sharding` has hosts as models.
+        maps: of the ids of its tables.
         runnable: the trained module; None where it cannot be run.
         scored: the dense part; None: embeddings alone are served.
         signing_key: signs bundles, and the settings of new models; None signs nothing.
@@ -38,6 +41,7 @@ class Prepared:
     trained: Trained
     weights: Checkpoint
     manifest: Manifest
+    maps: BuiltMaps
     runnable: Trained | None
     scored: Scored | None
     signing_key: Ed25519PrivateKey | None
@@ -63,12 +67,14 @@ def prepare(
         weights.check(table)
     manifest = describe(trained.tables, config, lambda: weights, progress)
     manifest = with_position_weights(manifest, trained.tables, weights)
-    manifest = msgspec.structs.replace(manifest, left_out=trained.found.left_out)
+    maps = build_maps(trained.tables, weights)
+    manifest = msgspec.structs.replace(maps.described(manifest), left_out=trained.found.left_out)
     scored = None
     if config.scores:
         given = None if checkpoint is None else weights
-        scored = dense_part(trained, manifest, config.dense_widths, config.dense_dtype, given, dense)
+        known = known_of_keys(maps.known, manifest)
+        scored = dense_part(trained, manifest, known, config.dense_widths, config.dense_dtype, given, dense)
         manifest = with_dense_part(manifest, scored.part)
     # With a checkpoint, the weights are not in the module: it cannot answer.
     runnable = trained if checkpoint is None else None
-    return Prepared(config, trained, weights, manifest, runnable, scored, key, progress)
+    return Prepared(config, trained, weights, manifest, maps, runnable, scored, key, progress)

@@ -21,6 +21,7 @@ from serving.ranks.routed import Routed
 from serving.request import kjt
 from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
 from serving.request.encoding import Features, decode, encode
+from serving.request.id_maps import IdMaps
 from serving.request.schema import Schema
 from serving.request.tensors import Batch, Embeddings, Outputs, Tensors
 
@@ -41,12 +42,12 @@ class _Engine:
         self.bundle = bundle
         self.ranks = ranks
         # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
-        linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.weights_files}
+        linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
         for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:
             weakref.finalize(self, os.close, hold(folder))
         part = bundle.manifest.dense_part
         self._dense = None if part is None else DenseProgram(bundle, part)
-        self.schema = Schema.of(bundle.manifest)
+        self.schema = Schema.of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
         self._weighted = bundle.manifest.weighted_keys
 
     def _encoded(self, features: Features) -> Tensors:

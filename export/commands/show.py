@@ -13,7 +13,11 @@ from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.terminal.program import out
 
-_WEIGHTED = {"·w": "its ids carry weights", "·p": "its ids are weighted by their position in the bag"}
+_MARKS = {
+    "·w": "its ids carry weights",
+    "·p": "its ids are weighted by their position in the bag",
+    "·m": "any int64 is an id, which a map gives a row; it knows so many ids",
+}
 
 
 def show_tables(manifest: Manifest) -> None:
@@ -31,13 +35,12 @@ def show_tables(manifest: Manifest) -> None:
             f"{spec.rows:,} × {spec.dim}",
             spec.pooling.value + marks[spec.name],
             spec.dtype.value,
-            spec.id_policy.value,
+            spec.id_policy.value if spec.id_map is None else f"{spec.id_map.known:,} known·m",
             size_text(4 * spec.rows * spec.dim),
             size_text(spec.rows * spec.row_bytes),
         )
-    table.caption = (
-        "; ".join(f"{mark}: {meaning}" for mark, meaning in _WEIGHTED.items() if mark in marks.values()) or None
-    )
+    found = [*marks.values(), *("·m" for spec in manifest.tables if spec.id_map is not None)]
+    table.caption = "; ".join(f"{mark}: {meaning}" for mark, meaning in _MARKS.items() if mark in found) or None
     out.print(table)
 
 

@@ -137,7 +137,7 @@ def _requests(manifest: Manifest, tables: ComparedTables, batch_size: int) -> li
     """Requests of `batch_size` samples with uniform ids, as programs take them."""
     factors = {feature.key: tables.pooling_factor_of(feature.table) for feature in manifest.features}
     requests = random_requests(manifest, batch_size, Distribution(), factors)
-    return [as_arguments(manifest, request) for request in requests]
+    return [as_arguments(manifest, request, None) for request in requests]
 
 
 def _checked_program(directory: Path, manifest: Manifest) -> torch.jit.ScriptModule:
@@ -148,8 +148,8 @@ def _checked_program(directory: Path, manifest: Manifest) -> torch.jit.ScriptMod
     """
     program = compile_program(manifest)
     program.weights_host = map_weights(directory, manifest.plan)
-    probe = make_probe(manifest)
-    answer = run_program(program, manifest, probe)
+    probe = make_probe(manifest, {})
+    answer = run_program(program, as_arguments(manifest, probe, None))
     for feature, error in pool(directory, manifest, probe).misses(answer):
         raise ParityError(f"feature {feature!r}: the placement answers otherwise than its rows say, by {error:.3g}")
     return program

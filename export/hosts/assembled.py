@@ -11,6 +11,7 @@ import torch
 from export.parity.answers import Answers, answer_probe
 from export.steps import write_program
 from serving.bundle.digests import FileDigest
+from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import Manifest, format_version_of
 from serving.bundle.weights import weights_paths
 
@@ -33,11 +34,16 @@ def assembled_manifest(router: Manifest) -> Manifest:
 
 
 def answer_assembled(
-    router: Manifest, program: torch.jit.ScriptModule, weights: Mapping[int, Path], digests: Mapping[int, FileDigest]
+    directory: Path,
+    router: Manifest,
+    program: torch.jit.ScriptModule,
+    weights: Mapping[int, Path],
+    digests: Mapping[int, FileDigest],
 ) -> Answers:
     """Answer a probe with all ranks in one process.
 
     Args:
+        directory: of the router's bundle, which has the maps of ids.
         router: the router's manifest.
         program: the router's, compiled.
         weights: the file of each rank, by its number.
@@ -52,6 +58,9 @@ def answer_assembled(
         for rank, link in links.items():
             link.symlink_to(weights[rank].absolute())
         known = {link.name: digests[rank] for rank, link in links.items()}
+        if IDS in whole.mapped_files:
+            (Path(folder) / IDS).symlink_to((directory / IDS).absolute())
+            known[IDS] = router.files[IDS]
         return answer_probe(Path(folder), write_program(Path(folder), whole, program, known), program)
 
 

@@ -169,6 +169,7 @@ class HostsExport:
             errors: of every table.
             parts: the bundle of each rank that is on another host.
         """
+        self._prepared.maps.write(router.path)
         self._prepared.progress(Progress("parity", total := float_bytes(*self._prepared.trained.tables), total))
         program = compile_program(self._manifest)
         scored = self._prepared.scored
@@ -205,4 +206,4 @@ class HostsExport:
         files = {0: router.path / own} | {rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()}
         digests = {0: manifest.files[own]}
         digests |= {rank: part.manifest.files[FIRST_WEIGHTS] for rank, part in parts.items()}
-        return answer_assembled(manifest, program, files, digests)
+        return answer_assembled(router.path, manifest, program, files, digests)

@@ -12,8 +12,8 @@ from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Pooling
 def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtype) -> Manifest:
     """The manifest of a host's bundle, as far as it is known before its rows are stored.
 
-    Ids are row numbers of the shards. The router has checked them, so that any other id is refused. All features are
-    sums: the router divides means, by the count of the whole bag.
+    Ids are row numbers of the shards. The router has remapped and checked them, so that any other id is refused. All
+    features are sums: the router divides means, by the count of the whole bag.
 
     Args:
         router: the router's manifest; its parity, files and hosts are not read.
@@ -36,6 +36,7 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
                 dim=shard.width,
                 pooling=Pooling.SUM,
                 id_policy=IdPolicy.ERROR,
+                id_map=None,
             )
             for shard, table in names.items()
         ),

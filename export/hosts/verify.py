@@ -52,7 +52,7 @@ def verify(
             raise BundleError(f"{part.path}: expected a manifest with SHA-256 {host.manifest}, got {part.digest}")
         verify_digests(part)
         digests[manifest.plan.rank_of_host[host.host]] = part.manifest.files[FIRST_WEIGHTS]
-    answers = answer_assembled(manifest, program, weights_paths(path, manifest), digests)
+    answers = answer_assembled(path, manifest, program, weights_paths(path, manifest), digests)
     return compare(bundle, answers, trained, weights)
 
 

@@ -182,7 +182,7 @@ def _versions(bundles: Sequence[Bundle]) -> tuple[int, ...]:
 
 
 def _weights_bytes(bundle: Bundle) -> int:
-    return sum(bundle.manifest.files[name].size_bytes for name in bundle.manifest.weights_files)
+    return sum(bundle.manifest.files[name].size_bytes for name in bundle.manifest.mapped_files)
 
 
 def _instances(model: Path, trusted: TrustedKeys | None) -> int:

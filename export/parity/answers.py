@@ -8,13 +8,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from export.parity.probe import make_probe, run_program, run_reloaded
+from export.parity.probe import as_arguments, make_probe, run_program, run_reloaded
 from export.program.compile import build_program
 from export.rows.tally import Tally, finite
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.tables import Table
 from serving.ranks.weights import map_weights
 from serving.reference import Pooled, pool
+from serving.request.id_maps import IdMaps, known_of_keys
 from serving.request.tensors import Tensors
 
 
@@ -94,15 +95,17 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module) -> Ans
     Raises:
         ParityError: a fresh process cannot answer from the directory.
     """
-    probe = make_probe(manifest)
+    maps = IdMaps.of(directory, manifest)
+    probe = make_probe(manifest, known_of_keys({} if maps is None else maps.known, manifest))
+    arguments = as_arguments(manifest, probe, maps)
     built = build_program(manifest)
     for each in (built, program):
         each.weights_host = map_weights(directory, manifest.plan)  # type: ignore[assignment]
     return Answers(
         probe=probe,
         pooled=pool(directory, manifest, probe),
-        sharded=run_program(built, manifest, probe),
-        scripted=run_program(program, manifest, probe),
+        sharded=run_program(built, arguments),
+        scripted=run_program(program, arguments),
         reloaded=run_reloaded(directory, probe),
     )
 

@@ -20,7 +20,9 @@ from export.parity.answers import Answers
 from export.quiet import quiet
 from export.rows.table_error import TableError
 from export.rows.tally import Tally, finite
+from export.trained.managed import looking_up
 from export.trained.modules import evaluating
+from export.trained.processors import bags_of
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import Agreement, Manifest
 from serving.bundle.rows import FP32_UNIT
@@ -66,7 +68,7 @@ def trained_answers(trained: Trained, manifest: Manifest, probe: Tensors) -> dic
         answered = heard[collection]
         columns = answered.values().split(answered.length_per_key(), dim=1)
         # torch's eps is the distance from 1 to the next number: rounding is off by half of it.
-        unit = max(torch.finfo(parameter.dtype).eps / 2 for parameter in collection.parameters())
+        unit = max(torch.finfo(parameter.dtype).eps / 2 for parameter in bags_of(collection)[1].parameters())
         answers |= {
             name: Answer(each.float().cpu().numpy(), unit) for name, each in zip(features, columns, strict=True)
         }
@@ -78,7 +80,8 @@ def _hear(
 ) -> dict[nn.Module, Any]:
     """The KeyedTensor that each of `collections` answers the probe with."""
     heard: dict[nn.Module, Any] = {}
-    with torch.no_grad(), evaluating(trained.module), quiet(), listening(collections, heard):
+    hearing = listening(collections, heard)
+    with torch.no_grad(), evaluating(trained.module), looking_up(trained.module), quiet(), hearing:
         for entry in trained.found.entries:
             if entry.inputs == 1 and not {*entry.module.modules()}.isdisjoint(collections):
                 with suppress(Exception):  # the user's own code may not take a KJT
@@ -91,7 +94,7 @@ def _hear(
 
 def _runs(collection: nn.Module, tables: Iterable[TrainedTable]) -> bool:
     """Whether torch can run a collection."""
-    parameters = list(collection.parameters())
+    parameters = list(bags_of(collection)[1].parameters())
     is_narrow = any(parameter.dtype is not torch.float32 for parameter in parameters)
     unsupported = any(table.pooling is Pooling.MEAN for table in tables) or is_narrow
     is_weighted = any(table.weighted for table in tables)
@@ -167,9 +170,13 @@ def kjt_of(manifest: Manifest, probe: Tensors, module: nn.Module) -> KeyedJagged
 
 @contextmanager
 def listening(modules: Iterable[nn.Module], heard: dict[nn.Module, Any]) -> Iterator[None]:
-    """Put each answer of `modules` into `heard`."""
+    """Put each answer of `modules` into `heard`. Those that remap ids answer with these, too."""
+
+    def hear(module: nn.Module, _: object, answer: Any) -> None:
+        heard[module] = answer[0] if isinstance(answer, tuple) else answer
+
     with ExitStack() as stack:
         for module in modules:
-            hook = module.register_forward_hook(lambda each, _, answer: heard.__setitem__(each, answer))
+            hook = module.register_forward_hook(hear)
             stack.callback(hook.remove)
         yield

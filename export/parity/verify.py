@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from export.errors import ModelError
+from export.ids.file import build_maps
 from export.manifest import with_position_weights
 from export.parity.answers import Answers, answer_probe
 from export.parity.copies import differing_copies
@@ -102,6 +103,10 @@ def compare(
             f"feature {feature.name!r}: its position weights are not those given: is this what it was exported from?"
             for feature, given in zip(manifest.features, expected.features, strict=True)
             if feature != given
+        ]
+        failures += [
+            f"table {name!r}: its map of ids is not the one given: is this what it was exported from?"
+            for name in build_maps(trained, weights).differing(bundle.path, manifest)
         ]
     parity = tuple(
         answers.parity(manifest, table, quantized[table.name], limits[table.name]) for table in manifest.tables

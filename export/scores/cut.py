@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torchrec import KeyedTensor
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.errors import ModelError
 from export.scores.outputs import not_tensors, tensors_of
@@ -125,9 +126,25 @@ def _replace_calls(
             pooled = pieces[0] if len(pieces) == 1 else graph.call_function(torch.cat, (pieces, 1))
             widths = [last - first for first, last in columns.spans]
             keyed = graph.call_function(KeyedTensor, (list(columns.names), widths, pooled))
+        if isinstance(called, BaseManagedCollisionEmbeddingCollection):
+            _take_embeddings(node)
         node.replace_all_uses_with(keyed)
         graph.erase_node(node)
     return list(dict.fromkeys(ids))
+
+
+def _take_embeddings(call: fx.Node) -> None:
+    """Make the users of a collection that answers (embeddings, remapped ids) those of the embeddings alone."""
+    for user in list(call.users):
+        is_element = user.op == "call_function" and user.target is operator.getitem
+        if is_element and (user.args[1] == 0 or not user.users):
+            user.replace_all_uses_with(call)
+            call.graph.erase_node(user)
+        else:
+            raise ModelError(
+                f"{call.target}: expected its embeddings alone to be used, [0] of its answer: remapped ids are not "
+                f"served{line_of(user)}: {WAY_OUT}"
+            )
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -25,13 +25,14 @@ from export.scores.own import around
 from export.scores.trace import WAY_OUT
 from export.scores.widths import inputs_of
 from export.trained.checkpoint import Checkpoint
+from export.trained.managed import looking_up
 from export.trained.modules import dotted, evaluating
 from export.trained.processors import bags_of
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DensePart, ScoreOutput, ScoreParity
 from serving.ranks.program import torchscript
-from serving.request.tensors import Tensors
+from serving.request.tensors import Ids, Tensors
 
 # Scores of the same numbers may differ by this, relative to the largest: a product of matrices is rounded in another
 # order where there are more samples, and where it is compiled.
@@ -63,6 +64,7 @@ class Scored:
 def dense_part(
     trained: Trained,
     manifest: Manifest,
+    known: Mapping[str, Ids],
     widths: Mapping[str, int],
     dtype: DenseDtype,
     checkpoint: Checkpoint | None,
@@ -73,6 +75,7 @@ def dense_part(
     Args:
         trained: the model and its collections.
         manifest: features and tables of the bundle.
+        known: ids of each key with a map.
         widths: of dense inputs that no nn.Linear takes, by name.
         dtype: of its weights.
         checkpoint: has its weights; None: the model itself has them.
@@ -92,7 +95,7 @@ def dense_part(
         path, entry, checkpoint = "", own, None
         found = around(own, _spans(manifest), widths)
     inputs = inputs_of(found, widths)
-    request = make_probe(manifest)
+    request = make_probe(manifest, known)
     samples = request.lengths.size // len(manifest.keys)
     generator = torch.Generator().manual_seed(0)
     dense = tuple(torch.rand(samples, each.width, generator=generator) for each in inputs)
@@ -202,7 +205,8 @@ def _answers_of_model(
 ) -> tuple[Tensor, dict[str, Numbers]]:
     """What the model's collections answer, float32 [B, D], and what the model answers, by output."""
     heard: dict[nn.Module, Any] = {}
-    with torch.no_grad(), evaluating(entry), quiet(), listening(trained.found.collections.values(), heard):
+    hearing = listening(trained.found.collections.values(), heard)
+    with torch.no_grad(), evaluating(entry), looking_up(entry), quiet(), hearing:
         ids = kjt_of(manifest, request, entry)
         inputs = {name: each.to(ids.device()) for name, each in zip(found.inputs, dense, strict=True)}
         try:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -17,7 +19,13 @@ from export.trained.tables import TrainedTable
 # Hugging Face's tools write it beside the files of a sharded set: {"weight_map": {key: file name}}.
 _SAFETENSORS_INDEX = "*.safetensors.index.json"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_SAFETENSORS_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+}
 
 # Float bytes of a block of rows. It is large enough that threads rarely wait for one another's Python, and small
 # enough that memory does not matter.
@@ -65,6 +73,26 @@ class Checkpoint:
         if not torch.isfinite(numbers).all():
             raise CheckpointError(f"{where}: holds NaN or infinity: find out how the training made it")
         return numbers
+
+    def integers(self, what: str, key: str, size: int) -> npt.NDArray[np.int64]:
+        """The integers under a key of the state dict: int64 [size].
+
+        Arguments as `vector`.
+
+        Raises:
+            CheckpointError: they are missing, ambiguous, of another number, or not int64.
+        """
+        where = f"{self._source}: {what}"
+        stored = self._at(what, key)
+        if stored.shape not in ((size,), (size, 1)):
+            raise CheckpointError(f"{where}: expected shape {[size]}, got {list(stored.shape)}")
+        if stored.dtype is not torch.int64:
+            raise CheckpointError(f"{where}: expected int64, got {stored.dtype}")
+        return stored.read(0, size).reshape(size).numpy()
+
+    def has(self, key: str) -> bool:
+        """Whether there is a tensor under `key`, with the prefix of a wrapper or without."""
+        return any(each == key or each.endswith("." + key) for each in self._stored)
 
     def check(self, table: TrainedTable) -> None:
         """Refuse a table that is not here as its config describes it.
@@ -135,6 +163,8 @@ def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpo
         for weights in table.position_weights or ():
             if weights.key is not None:
                 stored[weights.key] = InMemory(state[weights.key])
+        if table.id_map is not None:
+            stored |= {key: InMemory(state[key]) for key in table.id_map.keys if key in state}
     return Checkpoint(source, stored)
 
 

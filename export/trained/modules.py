@@ -22,16 +22,27 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection,
+)
 
 from export.errors import ModelError
 from export.quiet import quiet
+from export.trained.managed import unknown_managed
 from export.trained.processors import bags_of, unknown_processors
 
-SERVED = (EmbeddingBagCollection, FusedEmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection)
+SERVED = (
+    EmbeddingBagCollection,
+    FusedEmbeddingBagCollection,
+    FeatureProcessedEmbeddingBagCollection,
+    ManagedCollisionEmbeddingBagCollection,
+)
 _COLLECTIONS = (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
     FeatureProcessedEmbeddingBagCollection,
+    BaseManagedCollisionEmbeddingCollection,
     ShardedModule,
 )
 # What may be done to an input on the way: choose parts of it, or move it to a device. The ids stay the same.
@@ -114,6 +125,8 @@ def _check_collection(where: str, collection: nn.Module) -> None:
         raise ModelError(f"{where}: expected {names}: other kinds are not served yet: export a module without it")
     if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
         _check_processed(where, collection)
+    if isinstance(collection, ManagedCollisionEmbeddingBagCollection):
+        _check_managed(where, collection)
     for path, part in collection.named_modules():
         if type(part) is not nn.ParameterDict:  # it is never called: its __call__ raises
             _check_untouched(dotted(where, path), part)
@@ -131,6 +144,16 @@ def _check_processed(where: str, collection: FeatureProcessedEmbeddingBagCollect
         raise ModelError(
             f"{where}: {_named(path, module)}: {why}: other feature processors are not served: export a module "
             "without them"
+        )
+    path, bags = bags_of(collection)
+    _check_collection(f"{where}: {path}", bags)
+
+
+def _check_managed(where: str, collection: ManagedCollisionEmbeddingBagCollection) -> None:
+    """Refuse managed collision modules that are not known to be reproduced, and a collection behind them."""
+    for path, module, why in unknown_managed(collection):
+        raise ModelError(
+            f"{where}: {path} ({type(module).__name__}): {why}: it is not known to be served right: {_INSTEAD}"
         )
     path, bags = bags_of(collection)
     _check_collection(f"{where}: {path}", bags)

@@ -9,6 +9,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export.errors import ModelError
+from export.trained.managed import TrainedIdMap, id_maps_of
 from export.trained.modules import Found, dotted, find_collections
 from export.trained.processors import bags_of, position_weights_of
 from serving.bundle.tables import Pooling, is_name
@@ -44,6 +45,7 @@ class TrainedTable:
             several tables read that key; TorchRec names its answers so, too.
         keys: the KJT key of each feature.
         position_weights: of each feature. None: no feature processor is before the collection.
+        id_map: what remaps its ids. None: ids are row numbers.
     """
 
     name: str
@@ -55,6 +57,7 @@ class TrainedTable:
     features: tuple[str, ...]
     keys: tuple[str, ...]
     position_weights: tuple[PositionWeights, ...] | None = None
+    id_map: TrainedIdMap | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class Trained:
 
 
 def collect_tables(module: nn.Module) -> Trained:
-    """Find the tables of every (Fused, FeatureProcessed)EmbeddingBagCollection in `module`.
+    """Find the tables of every (Fused, FeatureProcessed, ManagedCollision)EmbeddingBagCollection in `module`.
 
     Raises:
         ModelError: there is no collection, or one that is not served (`export.trained.modules`); a table is pruned,
@@ -119,10 +122,11 @@ def _trained_table(
         rows=config.num_embeddings,
         dim=config.embedding_dim,
         pooling=_POOLING[config.pooling],
-        weighted=collection.is_weighted(),
+        weighted=bags_of(collection)[1].is_weighted(),
         features=tuple(f"{key}@{name}" if readers[key] > 1 else key for key in keys),
         keys=keys,
         position_weights=_position_weights(path, collection, keys),
+        id_map=id_maps_of(path, collection).get(config.name),
     )
 
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from serving.request.tensors import Ids, Tensors
 _COUNT = 64
 # The most ids in all of them.
 _IDS_IN_ALL = 1 << 22
+# Of the ids of a map that knows none, so many are drawn from.
+_MOST_DRAWN = 1 << 31
 # Ids that follow one another in popularity are this share of the table apart.
 _STRIDE = 0.618_033_988_75
 
@@ -66,6 +69,7 @@ def random_requests(
     ids: Distribution,
     pooling_factors: Mapping[str, float],
     seed: int = 0,
+    known: Mapping[str, Ids] = MappingProxyType({}),
 ) -> list[Tensors]:
     """Random requests for all keys of `manifest`.
 
@@ -75,6 +79,7 @@ def random_requests(
         ids: how often each id is asked for.
         pooling_factors: ids in a bag, by key. A bag of 2.3 has 2 or 3 ids, on average 2.3.
         seed: of the random numbers.
+        known: ids that are drawn from, by key, where ids are not row numbers.
     """
     random = np.random.default_rng(seed)
     rows = manifest.rows_of_keys
@@ -88,12 +93,23 @@ def random_requests(
             if key in longest:
                 np.minimum(bags, longest[key], out=bags)
         values = np.concatenate(
-            [ids.draw(random, height, bags.sum()) for height, bags in zip(rows.values(), lengths, strict=True)]
+            [
+                _drawn(random, ids, known.get(key), height, bags.sum())
+                for (key, height), bags in zip(rows.items(), lengths, strict=True)
+            ]
         )
         requests.append(
             Tensors(None, values, lengths.ravel(), np.ones(values.size, np.float32) if manifest.weighted else None)
         )
     return requests
+
+
+def _drawn(random: np.random.Generator, ids: Distribution, known: Ids | None, height: int, count: int) -> Ids:
+    """Ids in [0, height), or of those that are known: int64 [count]."""
+    if known is None or not known.size:
+        return ids.draw(random, min(height, _MOST_DRAWN), count)
+    drawn: Ids = known[ids.draw(random, known.size, count)]
+    return drawn
 
 
 def _coprime(rows: int) -> int:

@@ -7,6 +7,7 @@ A bundle is one Triton model version::
     program.pt           TorchScript, without weights
     scores.pt            the dense part, if there is one: TorchScript with its weights
     weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
+    ids.bin              which rows raw ids read, if they are remapped: serving/bundle/id_maps.py
     manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
 
 `serving.bundle.rows` has the format of a row.
@@ -20,6 +21,7 @@ import msgspec
 
 from serving.bundle.digests import FileDigest
 from serving.bundle.hosts import HostBundle, IdDtype, Part
+from serving.bundle.id_maps import IDS
 from serving.bundle.plan import Plan
 from serving.bundle.scores import DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
@@ -31,7 +33,7 @@ HOSTS_FORMAT_VERSION = 5
 # Of bundles with the id policy `modulo`, with position weights, or with INT32 ids that are not on hosts; whether on
 # several hosts or not.
 IDS_FORMAT_VERSION = 6
-# Of bundles with a dense part.
+# Of bundles with a dense part, or with maps of ids; whether on several hosts or not.
 NEWEST_FORMAT_VERSION = 7
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
@@ -148,8 +150,11 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def rows_of_keys(self) -> dict[str, int]:
-        """The number of ids that are valid for each key: in [0, rows) of every table that reads it."""
-        rows = {table.name: table.rows for table in self.tables}
+        """The number of ids that are valid for each key: in [0, rows) of every table that reads it.
+
+        It is 2⁶³ where all these tables have maps: any int64 is an id of theirs.
+        """
+        rows = {table.name: table.rows if table.id_map is None else 2**63 for table in self.tables}
         return {key: min(rows[each.table] for each in read) for key, read in self.keys.items()}
 
     @property
@@ -167,6 +172,11 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     def weights_files(self) -> frozenset[str]:
         """The names of the ranks' files. These may be symbolic links; no other file of a bundle may."""
         return frozenset(rank.weights_file for rank in self.plan.ranks if rank.weights_file is not None)
+
+    @property
+    def mapped_files(self) -> frozenset[str]:
+        """The names of the files that are mapped and not read: those of the ranks, and the maps of ids."""
+        return self.weights_files | {IDS for table in self.tables if table.id_map is not None}
 
     @property
     def contract(self) -> str:
@@ -210,6 +220,9 @@ def format_version_of(
     """
     is_narrow = id_dtype is IdDtype.INT32 and not on_hosts
     by_position = any(feature.position_weights is not None for feature in features)
+    tables = list(tables)
+    if any(table.id_map is not None for table in tables):
+        return NEWEST_FORMAT_VERSION
     if is_narrow or by_position or any(table.id_policy is IdPolicy.MODULO for table in tables):
         return IDS_FORMAT_VERSION
     return HOSTS_FORMAT_VERSION if on_hosts else FORMAT_VERSION

@@ -72,8 +72,8 @@ def check_published(model: Path, wanted: Iterable[int]) -> None:
 def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
     """Read the manifest of a bundle, and check its files without reading the weights.
 
-    Every file must be there with its size. All files but the weights must have their digests. The time taken does
-    not depend on the size of the tables. `verify_digests` reads the weights too.
+    Every file must be there with its size. All files but the weights and the maps of ids must have their digests. The
+    time taken does not depend on the size of the tables. `verify_digests` reads all files.
 
     Args:
         path: the bundle, <model>/<version>.
@@ -87,9 +87,9 @@ def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
     text = _read_anybodys(file) if trusted is None else trusted.read_version(file)
     manifest = parse_manifest(file, text)
     for name, digest in manifest.files.items():
-        is_weights = name in manifest.weights_files
-        check_size(path / name, digest, follow=is_weights)
-        if not is_weights:
+        is_mapped = name in manifest.mapped_files
+        check_size(path / name, digest, follow=is_mapped)
+        if not is_mapped:
             check_digest(path / name, digest)
     return Bundle(path, manifest, hashlib.sha256(text).hexdigest())
 
@@ -108,14 +108,14 @@ def verify_digests(bundle: Bundle) -> None:
         BundleError: naming the first file that differs.
     """
     for name, digest in bundle.manifest.files.items():
-        check_digest(bundle.path / name, digest, follow=name in bundle.manifest.weights_files)
+        check_digest(bundle.path / name, digest, follow=name in bundle.manifest.mapped_files)
 
 
 def weights_changed_since(bundle: Bundle, moment: float) -> bool:
-    """Whether a file of weights was changed, moved or replaced at `moment` or later.
+    """Whether a file of weights, or the maps of ids, were changed, moved or replaced at `moment` or later.
 
     Args:
         bundle: an open bundle.
         moment: seconds of Unix time, compared with the files' ctime.
     """
-    return any((bundle.path / name).stat().st_ctime >= moment for name in bundle.manifest.weights_files)
+    return any((bundle.path / name).stat().st_ctime >= moment for name in bundle.manifest.mapped_files)

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import (
     DEVICE,
     FORMAT_VERSION,
@@ -28,7 +29,7 @@ from serving.files.strict import UNREADABLE, json_tree
 # In version 3 each feature is its own key. It lacks left_out, notes, and the parity with the trained module.
 _READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION, IDS_FORMAT_VERSION, NEWEST_FORMAT_VERSION)
 # The names of a bundle's other files.
-_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, SCORES)
+_RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, SCORES, IDS)
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 _EXPECTED_NAME = "expected a name without commas and control characters"
 
@@ -77,6 +78,10 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
             (IDS_FORMAT_VERSION, f"$.features[{n}]", feature, ("position_weights",))
             for n, feature in enumerate(features)
         ),
+        *(
+            (NEWEST_FORMAT_VERSION, f"$.tables[{n}]", table, ("id_map",))
+            for n, table in enumerate(document["tables"])
+        ),
         *((FORMAT_VERSION, f"$.parity[{n}]", parity, ("trained",)) for n, parity in enumerate(parities)),
     ]
     for since, place, found, keys in places:
@@ -88,6 +93,9 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
             yield f"feature {feature['name']!r}: shared_key: expected a name, or no such key, got null"
         if "position_weights" in feature and feature["position_weights"] is None:
             yield f"feature {feature['name']!r}: position_weights: expected numbers, or no such key, got null"
+    for table in document["tables"]:
+        if "id_map" in table and (table["id_map"] is None or table["id_map"].get("hashed", table) is None):
+            yield f"table {table['name']!r}: id_map: expected a map, or no such key, got null"
 
 
 def _check_consistency(path: Path, manifest: Manifest) -> None:
@@ -102,6 +110,7 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
         _in_files,
         _in_shards,
         _in_offsets,
+        _in_id_maps,
     ):
         for contradiction in contradictions(manifest):
             raise BundleError(f"{path}: {contradiction}")
@@ -124,6 +133,10 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: {table.policy_error}"
         if table.id_policy is IdPolicy.MODULO and manifest.format_version < IDS_FORMAT_VERSION:
             yield f"{where}: format_version {manifest.format_version} has no id_policy `modulo`"
+        if table.id_map is not None and table.id_policy is not IdPolicy.ERROR:
+            yield f"{where}: expected id_policy `error` with an id_map, got {table.id_policy.value!r}"
+        if table.id_map is not None and (wrong := table.id_map.contradiction(table.rows)) is not None:
+            yield f"{where}: id_map: {wrong}"
 
 
 def _in_features(manifest: Manifest) -> Iterator[str]:
@@ -218,7 +231,7 @@ def _in_files(manifest: Manifest) -> Iterator[str]:
         if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
             yield f"rank {number}: files: {name!r} leaves the bundle"
         rank_of[name] = number
-    used = {MODEL, PROGRAM, *manifest.weights_files}
+    used = {MODEL, PROGRAM, *manifest.mapped_files}
     if manifest.dense_part is not None:
         used.add(SCORES)
     for name in sorted(used ^ manifest.files.keys()):
@@ -256,6 +269,26 @@ def _in_offsets(manifest: Manifest) -> Iterator[str]:
         if start < reached:
             yield f"{where}: expected bytes of its own in {file}, got {start}, inside {_described(before)}"
         last[shard.rank] = (end, shard)
+
+
+def _in_id_maps(manifest: Manifest) -> Iterator[str]:
+    """What is wrong with where maps lie in their file."""
+    regions = [
+        (region, table.name)
+        for table in manifest.tables
+        if table.id_map is not None
+        for region in table.id_map.regions
+    ]
+    reached = 0
+    for (start, stop), name in sorted(regions):
+        where = f"table {name!r}: id_map: bytes [{start}, {stop}) of {IDS}"
+        if start < 0 or stop > manifest.files[IDS].size_bytes:
+            yield f"{where} are outside of it: it has {manifest.files[IDS].size_bytes}"
+        if start % SHARD_ALIGNMENT:
+            yield f"{where}: expected them at a multiple of {SHARD_ALIGNMENT} bytes"
+        if start < reached:
+            yield f"{where}: expected bytes of their own"
+        reached = stop
 
 
 def _twice(what: str, names: Iterable[str]) -> Iterator[str]:

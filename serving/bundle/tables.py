@@ -3,6 +3,7 @@
 import enum
 import re
 
+from serving.bundle.id_maps import IdMap
 from serving.bundle.plan import Shard
 from serving.bundle.rows import WeightDtype
 from serving.files.strict import Strict
@@ -76,12 +77,14 @@ class Feature(Strict, frozen=True, omit_defaults=True):
         return self.name if self.shared_key is None else self.shared_key
 
 
-class Table(Strict, frozen=True):
+class Table(Strict, frozen=True, omit_defaults=True):
     """One embedding matrix.
 
     Attributes:
         weighted: whether its ids carry weights.
         dtype: how its rows are stored.
+        id_map: which rows raw ids read. Any int64 is an id then, and the id policy is `error`. None: ids are row
+            numbers.
     """
 
     name: str
@@ -91,6 +94,7 @@ class Table(Strict, frozen=True):
     weighted: bool
     dtype: WeightDtype
     id_policy: IdPolicy | DefaultRow
+    id_map: IdMap | None = None
 
     @property
     def row_bytes(self) -> int:

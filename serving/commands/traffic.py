@@ -14,6 +14,7 @@ from serving.bundle.opening import Bundle, open_bundle
 from serving.client import ModelInfo
 from serving.commands.connection import say
 from serving.errors import BundleError, ConfigurationError
+from serving.request.id_maps import IdMaps, known_of_keys
 from serving.request.tensors import Tensors
 from serving.terminal.numbers import real
 from serving.terminal.options import EVERY, as_given, by_name, shared_options
@@ -60,8 +61,11 @@ class Source:
         if self.bundle is None:
             raise ConfigurationError("expected --bundle, or --replay: where else are ids to come from?")
         manifest = self.bundle.manifest
+        maps = IdMaps.of(self.bundle.path, manifest)
+        known = known_of_keys({} if maps is None else maps.known, manifest)
         return [
-            (size, prepare(model, random_requests(manifest, size, self.ids, factors), info)) for size in self.samples
+            (size, prepare(model, random_requests(manifest, size, self.ids, factors, known=known), info))
+            for size in self.samples
         ]
 
     def _factors(self, info: ModelInfo) -> dict[str, float]:

@@ -10,8 +10,8 @@ together take each step together, so that the cost of a numpy call is paid once 
                             └─────────────┴─ apply_id_policies to each: it is changed, or refused
 
     accept              The tensors of one request have the right dtypes, shapes and sizes.
-    check               The lengths and ids of all requests are right. Policy `modulo` is applied here, and position
-                        weights are made.
+    check               The lengths and ids of all requests are right. Raw ids become row numbers here, policy
+                        `modulo` is applied, and position weights are made.
     apply_id_policies   Where check fails: what the tables' id policies say is done to one request.
     merge               The requests become the batch that one TBE call answers.
     split               The answer to the batch becomes the answers to the requests.
@@ -28,8 +28,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import IdsOutside, InvalidRequest, Reason
+from serving.bundle.id_maps import IDS
+from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason
 from serving.request.dense import accept_dense, wants_scores
+from serving.request.id_maps import IdMaps
 from serving.request.jagged import bounds_of, joined, offsets_of, ranges
 from serving.request.limits import Limits, check_size
 from serving.request.positions import expect_short_bags, positions_of, weights_by_position
@@ -79,7 +81,8 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
 def check(requests: Sequence[KjtRequest]) -> Checked:
     """Check the lengths and ids of all requests at once. Nothing that fails here reaches FBGEMM.
 
-    An id outside a table whose policy is `modulo` becomes id mod rows.
+    An id of a table with a map becomes the row that the map says. An id outside a table whose policy is `modulo`
+    becomes id mod rows.
 
     Returns:
         The requests, one behind the other. With R = 1 the arrays are the request's own: nothing is copied, unless
@@ -87,6 +90,7 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
 
     Raises:
         InvalidRequest: at least one request is wrong. `apply_id_policies` tells which one, and why.
+        InternalError: a map says another row than its table has: its file was damaged.
     """
     values = joined([request.values for request in requests])
     lengths = joined([request.lengths for request in requests])
@@ -98,11 +102,15 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
     rows = joined([request.selection.rows for request in requests])
     bag_bounds = _bag_bounds(requests)
     id_bounds = offsets[bag_bounds]
+    if (id_maps := requests[0].selection.id_maps) is not None:
+        values = _remapped(requests, id_maps, values, id_bounds)
     starts = id_bounds[:-1]
     filled = starts < id_bounds[1:]  # for an empty segment, reduceat would give the id behind it
     # As an unsigned number, a negative id is larger than any table.
     outside = np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]
     if outside.any():
+        if (joined([request.selection.maps for request in requests])[filled][outside] >= 0).any():
+            raise InternalError(f"{IDS}: expected rows of its tables, got others: publish the bundle again")
         if not joined([request.selection.modulo for request in requests])[filled][outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
         # In [0, rows) for negative ids too. It changes no id that is there already.
@@ -117,7 +125,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     """Do what the tables' id policies say to the ids of one request that are outside [0, rows).
 
     Policy `zero` leaves an id out of its bag; `default_row` reads that row in its place; `error` refuses the request.
-    For `modulo` no id is outside; `check` changes them.
+    For `modulo`, and for a table with a map, no id is outside; `check` changes them.
 
     Returns:
         A request that `check` takes, its arrays copied; and how many ids were outside, by table.
@@ -131,7 +139,8 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     expect_short_bags(request)
     feature_of = np.repeat(np.arange(len(ids)), ids)  # of each id, int64 [N]
     bag_of = np.repeat(np.arange(request.lengths.size), request.lengths)  # of each id, int64 [N]
-    outside = (request.values.view(np.uint64) >= np.repeat(selection.rows, ids)) & ~selection.modulo[feature_of]
+    outside = request.values.view(np.uint64) >= np.repeat(selection.rows, ids)
+    outside &= ~(selection.modulo | (selection.maps >= 0))[feature_of]
     counts = _counts_by_table(selection, feature_of[outside])
     refused = outside & ~(selection.zero | (selection.default_rows >= 0))[feature_of]
     if refused.any():
@@ -305,6 +314,17 @@ def _bag_bounds(requests: Sequence[KjtRequest]) -> Ids:
         return requests[0].selection.index * requests[0].samples
     features = [len(request.selection.names) for request in requests]
     return bounds_of(np.repeat([request.samples for request in requests], features))
+
+
+def _remapped(requests: Sequence[KjtRequest], maps: IdMaps, values: Ids, id_bounds: Ids) -> Ids:
+    """The ids of all requests, int64 [N], as row numbers where their tables have maps."""
+    of_ids = joined([request.selection.maps for request in requests]).repeat(np.diff(id_bounds))
+    here = np.flatnonzero(of_ids >= 0)
+    if here.size == values.size:
+        return maps.rows_of(values, of_ids)
+    rows = values.copy()
+    rows[here] = maps.rows_of(values[here], of_ids[here])
+    return rows
 
 
 def _counted_weights(requests: Sequence[KjtRequest], id_bounds: Ids) -> Weights | None:

@@ -11,6 +11,7 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DensePart
 from serving.bundle.tables import DefaultRow, IdPolicy
 from serving.errors import InvalidRequest, Reason
+from serving.request.id_maps import IdMaps
 
 # Most requests that name features name the same ones. Selections are kept for so many different lists of names.
 _KEPT_SELECTIONS = 1024
@@ -33,6 +34,8 @@ class Selection:
         zero: whether the id policy is `zero`: an id outside the table contributes nothing; bool [F].
         default_rows: the row that is read in place of an id outside the table; -1 where there is none; int64 [F].
         modulo: whether the id policy is `modulo`: an id outside the table reads the row id mod rows; bool [F].
+        id_maps: of all tables of the model whose ids are remapped. None: there are none.
+        maps: the number of the table's map; -1 where its ids are not remapped; int64 [F].
         position_weights: of all features of the model that weigh ids by position; float32 [n]. None: there are none.
         first_weights: where the feature's are among them; -1 where it does not weigh by position; int64 [F].
         longest_bags: the most ids in a bag; int64 [F].
@@ -53,6 +56,8 @@ class Selection:
     zero: npt.NDArray[np.bool_]
     default_rows: npt.NDArray[np.int64]
     modulo: npt.NDArray[np.bool_]
+    id_maps: IdMaps | None
+    maps: npt.NDArray[np.int64]
     position_weights: npt.NDArray[np.float32] | None
     first_weights: npt.NDArray[np.int64]
     longest_bags: npt.NDArray[np.int64]
@@ -83,6 +88,8 @@ class Selection:
             zero=self.zero[chosen],
             default_rows=self.default_rows[chosen],
             modulo=self.modulo[chosen],
+            id_maps=self.id_maps,
+            maps=self.maps[chosen],
             position_weights=self.position_weights,
             first_weights=self.first_weights[chosen],
             longest_bags=self.longest_bags[chosen],
@@ -120,8 +127,8 @@ class Schema:
         self._selections[None] = self.every
 
     @classmethod
-    def of(cls, manifest: Manifest) -> "Schema":
-        """The schema of a bundle."""
+    def of(cls, manifest: Manifest, id_maps: IdMaps | None) -> "Schema":
+        """The schema of a bundle, with the maps of its tables."""
         tables = manifest.feature_tables
         policies = [table.id_policy for table in tables]
         every = Selection(
@@ -135,6 +142,8 @@ class Schema:
             zero=np.array([policy is IdPolicy.ZERO for policy in policies]),
             default_rows=np.array([p.default_row if isinstance(p, DefaultRow) else _NO_ROW for p in policies]),
             modulo=np.array([policy is IdPolicy.MODULO for policy in policies]),
+            id_maps=id_maps,
+            maps=np.full(len(tables), -1) if id_maps is None else id_maps.numbers_of([each.name for each in tables]),
             **_by_position([feature.position_weights for feature in manifest.features]),
             default=True,
         )

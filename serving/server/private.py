@@ -150,7 +150,7 @@ class PrivateFolder(Strict, frozen=True):
             version.mkdir()
             (version / MODEL).write_bytes(_model_py(source, manifest))
             (version / PROGRAM).write_bytes(read_checked(source / PROGRAM, manifest.files[PROGRAM]))
-            for name in manifest.weights_files:
+            for name in manifest.mapped_files:
                 _take_weights(source / name, version / name, manifest.files[name], in_place=self.weights_in_place)
             (version / MANIFEST).write_bytes(text)
             signature = signature_of(source / MANIFEST)

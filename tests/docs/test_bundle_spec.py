@@ -22,6 +22,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.bundle import DefaultRow
 from serving.engine import Engine
+from tests.support.managed import bags_of, behind, mch, trained, zch
 
 Bags = Sequence[Sequence[int]]
 BITS = {"FP32": 32, "FP16": 16, "INT8": 8, "INT4": 4, "INT2": 2}
@@ -30,13 +31,36 @@ POOLINGS = ["SUM", "MEAN"]
 FLOATS = {"FP32": "<f4", "FP16": "<f2"}
 
 
+WORD = 2**64 - 1
+
+
+def finished(h: int) -> int:
+    h = (h ^ h >> 33) * 0xFF51AFD7ED558CCD & WORD
+    h = (h ^ h >> 33) * 0xC4CEB9FE1A85EC53 & WORD
+    return h ^ h >> 33
+
+
+def murmur(x: int) -> int:
+    def rotl(number: int, bits: int) -> int:
+        return (number << bits | number >> 64 - bits) & WORD
+
+    a = rotl(x * 0x87C37B91114253D5 & WORD, 31) * 0x4CF5AD432745937F & WORD
+    a = rotl(a, 27) * 5 + 0x52DCE729 & WORD
+    c = (a * 5 + 0x38495AB5 & WORD) ^ 16
+    a = (a ^ 16) + c & WORD
+    c = c + a & WORD
+    a, c = finished(a), finished(c)
+    a = a + c & WORD
+    return a ^ (c + a & WORD)
+
+
 class Reader:
     """The pooled embeddings of a bundle. The numbers in brackets are sections of docs/bundle.md."""
 
     def __init__(self, bundle: Path) -> None:
         text = (bundle / "manifest.json").read_bytes()
         self.manifest = json.loads(text)
-        assert self.manifest["format_version"] in (3, 4, 5, 6)  # [2]
+        assert self.manifest["format_version"] in (3, 4, 5, 6, 7)  # [2]
         self.plan = self.manifest["plan"]
         self.tables = {table["name"]: table for table in self.manifest["tables"]}
         self.files = {}
@@ -99,6 +123,8 @@ class Reader:
 
     def pool(self, table: Any, bag: Sequence[int], weights: Sequence[float] | None) -> npt.NDArray[Any]:
         """One bag [5]."""
+        if "id_map" in table:
+            bag = [self.row_of(table, id_) for id_ in bag]
         policy = table["id_policy"]
         if policy == "modulo":
             bag = [id_ % table["rows"] for id_ in bag]
@@ -114,6 +140,25 @@ class Reader:
         if table["pooling"] == "MEAN" and ids:
             answer /= np.float32(len(ids))
         return answer.astype(FLOATS[self.manifest["output_dtype"]])
+
+    def row_of(self, table: Any, id_: int) -> int:
+        """The row that a raw id reads [5, maps of ids]."""
+        map_, content = table["id_map"], self.files["ids.bin"]
+        h = (id_ & WORD) * 0xFF51AFD7ED558CCD & WORD
+        h = (h ^ h >> 32) * 0xC4CEB9FE1A85EC53 & WORD
+        seed = content[map_["seeds_offset"] + ((h >> 32) * map_["buckets"] >> 32)]
+        m = (h ^ seed * 0x9E3779B97F4A7C15 & WORD) * 0xD6E8FEB86659FD93 & WORD
+        at = map_["entries_offset"] + 16 * ((m >> 32) * map_["capacity"] >> 32)
+        found, row = (int.from_bytes(content[place : place + 8], "little", signed=True) for place in (at, at + 8))
+        if found == id_ and row >= 0:
+            return row
+        if "hashed" not in map_:
+            return int(table["rows"]) - 1
+        bounds = map_["hashed"]["bounds"]
+        buckets = len(bounds) - 1
+        b = id_ % buckets
+        x = id_ // buckets if map_["hashed"].get("divided", False) else id_
+        return int(bounds[b] + murmur(x & WORD) % (bounds[b + 1] - bounds[b]))
 
     def row(self, table: Any, id_: int) -> npt.NDArray[np.float32]:
         """One row of a table, put together from its blocks of columns [4]; of copies, the last one answers."""
@@ -235,6 +280,22 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
     said = re.search(r'"contract"\s+value \{\s+string_value: "(\w+)"', (bundle.parent / "config.pbtxt").read_text())
     assert said is not None
     assert said[1] == reader.digest("contract")
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_raw_ids_read_the_rows_that_the_specification_says(divided: bool, tmp_path: Path) -> None:
+    modules = {
+        "user": mch(48),
+        "item": zch(60, 3, max_probe=16, inference_dispatch_div_train_world_size=divided),
+        "word": zch(64),
+    }
+    bundle = export_model(trained(behind(modules)), tmp_path / "repository", "raw")
+    reader = Reader(bundle)
+    assert reader.manifest["format_version"] == 7
+    request = bags_of(np.random.default_rng(0), 30)
+    expected = Engine.open(bundle).lookup(request)
+    for name, answer in reader.lookup(request).items():
+        np.testing.assert_allclose(answer, expected[name], rtol=1e-6, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

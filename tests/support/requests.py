@@ -34,6 +34,8 @@ def schema(
         zero=np.array(zero),
         default_rows=np.array(default_rows),
         modulo=np.array(modulo),
+        id_maps=None,
+        maps=np.full(3, -1),
         position_weights=None,
         first_weights=np.full(3, -1),
         longest_bags=np.full(3, 2**63 - 1),

@@ -128,7 +128,7 @@ def test_random_dense_parts_answer_as_the_model_does(first: int) -> None:
         trained = collect_tables(module)
         weights = module_weights(module, trained.tables)
         manifest = describe(trained.tables, EXACT, partial(checkpoint, weights))
-        scored = dense_part(trained, manifest, {}, DenseDtype.FP32, None)
+        scored = dense_part(trained, manifest, {}, {}, DenseDtype.FP32, None)
         bags, dense = module.request(random, 9)
         values, lengths = flat(bags)
         ids = KeyedJaggedTensor(list(bags), torch.from_numpy(values), lengths=torch.from_numpy(lengths))

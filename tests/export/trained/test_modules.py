@@ -17,34 +17,12 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
 from torchrec.modules.itep_modules import GenericITEPModule
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
 
 from export import export_model
 from export.errors import ModelError
 from export.trained.modules import find_collections
 from serving.bundle.opening import open_bundle
 from tests.support.wrapped import Around, Hash, pooled
-
-
-def managed() -> Any:
-    collection = pooled()
-    configs = collection.embedding_bag_configs()
-    remaps: dict[str, Any] = {
-        config.name: MCHManagedCollisionModule(
-            zch_size=50,
-            device=torch.device("cpu"),
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-            eviction_interval=1,
-            input_hash_size=10**9,
-        )
-        for config in configs
-    }
-    return ManagedCollisionEmbeddingBagCollection(collection, ManagedCollisionCollection(remaps, configs))
 
 
 def position_weighted() -> Any:
@@ -131,9 +109,6 @@ GIVES_OTHERS = "gives the collection .* other ids or weights than it is given it
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        pytest.param(managed, f"ManagedCollisionEmbeddingBagCollection: {GIVES_OTHERS}", id="managed collision"),
-        pytest.param(lambda: nn.ModuleDict({"sparse": managed()}), f"sparse \\(ManagedCollision.*{GIVES_OTHERS}", id="managed collision inside"),
-        pytest.param(lambda: nn.Sequential(managed()), f"0 \\(ManagedCollision.*{GIVES_OTHERS}", id="managed collision in a sequence"),
         pytest.param(lambda: ITEPEmbeddingBagCollection(pooled(), GenericITEPModule({}, [])), f"ITEPEmbeddingBagCollection: {GIVES_OTHERS}", id="ITEP"),
         pytest.param(Hashes, f"Hashes: {GIVES_OTHERS}", id="ids made anew"),
         pytest.param(HashesInPlace, f"HashesInPlace: {GIVES_OTHERS}", id="ids changed in place"),

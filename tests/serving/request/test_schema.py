@@ -21,7 +21,9 @@ def test_endless_orders_of_features_take_no_endless_memory() -> None:
     names = tuple("abcdefgh")
     none: Any = np.zeros(8, np.int64)
     many = Schema(
-        Selection(names, names, names, np.arange(8), none, none, none, none, none, none, None, none, none, True),
+        Selection(
+            names, names, names, np.arange(8), none, none, none, none, none, none, None, none, None, none, none, True
+        ),
         False,
     )
     for order in itertools.islice(itertools.permutations(names), 5000):

@@ -1,0 +1,94 @@
+"""The known ids of a managed collision module, and the rows that they read in eval."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from export.errors import CheckpointError
+from export.trained.checkpoint import Checkpoint
+from export.trained.managed import HashZch, SortedIds
+from export.trained.tables import TrainedTable
+from serving.bundle.id_maps import HashedIds
+
+Numbers = npt.NDArray[np.int64]
+
+# MCHManagedCollisionModule's mark of a place without an id. As an id, it reads the row of the first such place.
+_NO_ID = 2**63 - 1
+# HashZch's mark of a row without an id. As an id, it is found there.
+_EMPTY = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownIds:
+    """Ids that do not read the row of unknown ones, or may not.
+
+    Attributes:
+        ids: different ones; int64 [n].
+        rows: of each; int64 [n].
+        count: how many of them training put there.
+        hashed: how other ids are hashed; None: they read the last row.
+    """
+
+    ids: Numbers
+    rows: Numbers
+    count: int
+    hashed: HashedIds | None = None
+
+
+def known_ids(table: TrainedTable, weights: Checkpoint) -> KnownIds:
+    """The known ids of a table that has them.
+
+    Raises:
+        CheckpointError: they are missing, ambiguous, of another number or dtype, or read rows that are not there.
+    """
+    if isinstance(table.id_map, SortedIds):
+        return _searched(table, table.id_map, weights)
+    assert table.id_map is not None  # noqa: S101  it has a map
+    return _probed(table, table.id_map, weights)
+
+
+def _searched(table: TrainedTable, state: SortedIds, weights: Checkpoint) -> KnownIds:
+    """As `_mch_remap` of torchrec 1.8 finds them: the first of equal ids counts."""
+    raw_ids = weights.integers(f"raw ids of table {table.name!r}", state.raw_ids, table.rows)
+    slots = weights.integers(f"rows of raw ids of table {table.name!r}", state.slots, table.rows)
+    if slots.min() < 0 or slots.max() >= table.rows:
+        raise CheckpointError(
+            f"rows of raw ids of table {table.name!r}: expected them in [0, {table.rows}), got {slots.min()} to "
+            f"{slots.max()}"
+        )
+    # Loading sorts the ids of a module, by a stable sort: shards of a checkpoint are sorted each.
+    order = np.argsort(raw_ids, kind="stable")
+    ids, firsts = np.unique(raw_ids[order], return_index=True)
+    return KnownIds(ids, slots[order][firsts], int((ids != _NO_ID).sum()))
+
+
+def _probed(table: TrainedTable, state: HashZch, weights: Checkpoint) -> KnownIds:
+    """As FBGEMM's `zero_collision_hash` finds them: asked for every id that it could find."""
+    identities = weights.integers(f"identities of table {table.name!r}", state.identities, table.rows)
+    buckets = len(state.bounds) - 1
+    if weights.has(state.bucket_count):
+        (trained_with,) = weights.integers(f"buckets of table {table.name!r}", state.bucket_count, 1).tolist()
+        if trained_with != buckets:
+            raise CheckpointError(
+                f"table {table.name!r}: expected a checkpoint of {buckets} buckets, as the module has, got one of "
+                f"{trained_with}: make the module with total_num_buckets={trained_with}"
+            )
+    bounds = np.array(state.bounds)
+    ids = identities
+    if state.divided:  # of what an id was divided, its bucket says the rest
+        ids = ids * buckets + np.repeat(np.arange(buckets), np.diff(bounds))
+    ids = np.unique(ids)
+    of = ids % buckets
+    rows, _ = torch.ops.fbgemm.zero_collision_hash(
+        input=torch.from_numpy(ids // buckets if state.divided else ids),
+        identities=torch.from_numpy(identities[:, np.newaxis]),
+        max_probe=state.max_probe,
+        circular_probe=True,
+        readonly=True,
+        local_sizes=torch.from_numpy(np.diff(bounds)[of]),
+        offsets=torch.from_numpy(bounds[of]),
+    )
+    count = int((identities != _EMPTY).sum())
+    return KnownIds(ids, rows.numpy(), count, HashedIds(bounds=state.bounds, divided=state.divided))

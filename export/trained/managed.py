@@ -1,0 +1,155 @@
+"""Managed collision modules: what turns raw ids into row numbers, before a collection looks them up.
+
+`ManagedCollisionEmbeddingBagCollection` holds an EmbeddingBagCollection and a module for each table (torchrec 1.8).
+In eval, MCHManagedCollisionModule searches its sorted raw ids, and gives ids that it does not find the last row.
+HashZchManagedCollisionModule calls FBGEMM's `zero_collision_hash`, which gives them the row of their hash. Both
+change nothing then.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
+
+_MANAGED, _MODULES = "_managed_collision_collection", "_managed_collision_modules"
+
+
+@dataclass(frozen=True, slots=True)
+class SortedIds:
+    """The state of an MCHManagedCollisionModule.
+
+    Attributes:
+        raw_ids: the key of its sorted raw ids in a state dict; int64 [rows].
+        slots: the key of their rows; int64 [rows].
+    """
+
+    raw_ids: str
+    slots: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of its state."""
+        return self.raw_ids, self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class HashZch:
+    """The state and settings of a HashZchManagedCollisionModule.
+
+    Attributes:
+        identities: the key of its ids in a state dict, by row, -1 where there is none; int64 [rows, 1].
+        bucket_count: the key of the number of buckets; int64 [1, 1]. Older checkpoints do not have it.
+        bounds: the rows of the buckets: bucket b has the rows [bounds[b], bounds[b + 1]).
+        divided: whether ids are divided by the number of buckets before they are hashed.
+        max_probe: how many rows are looked at for an id.
+    """
+
+    identities: str
+    bucket_count: str
+    bounds: tuple[int, ...]
+    divided: bool
+    max_probe: int
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of its state."""
+        return self.identities, self.bucket_count
+
+
+TrainedIdMap = SortedIds | HashZch
+
+
+def id_maps_of(path: str, collection: Any) -> dict[str, TrainedIdMap]:
+    """What remaps the ids of each table of the collection at `path`, by the table's name; empty: nothing does."""
+    if not isinstance(collection, BaseManagedCollisionEmbeddingCollection):
+        return {}
+    return {
+        table: _state_of(".".join(filter(None, [path, _MANAGED, _MODULES, table])), module)
+        for table, module in getattr(getattr(collection, _MANAGED), _MODULES).items()
+    }
+
+
+def _state_of(path: str, module: Any) -> TrainedIdMap:
+    if isinstance(module, MCHManagedCollisionModule):
+        return SortedIds(f"{path}._mch_sorted_raw_ids", f"{path}._mch_remapped_ids_mapping")
+    return HashZch(
+        f"{path}._hash_zch_identities",
+        f"{path}._hash_zch_bucket",
+        tuple(module._output_segments),
+        module.input_mapper._inference_dispatch_div_train_world_size,
+        module._max_probe,
+    )
+
+
+def unknown_managed(collection: BaseManagedCollisionEmbeddingCollection) -> Iterator[tuple[str, nn.Module, str]]:
+    """What remaps ids in a way that is not served: path in `collection`, module, and why."""
+    managed: Any = getattr(collection, _MANAGED)
+    if type(managed) is not ManagedCollisionCollection:
+        yield _MANAGED, managed, "expected a ManagedCollisionCollection"
+        return
+    modules = getattr(managed, _MODULES)
+    tables = [config.name for config in managed.embedding_configs()]
+    if list(modules) != tables:  # torchrec gives the n-th module the ids of the n-th table, whatever its name
+        yield _MANAGED, managed, f"expected modules in the order of its tables, {tables}, got {list(modules)}"
+    readers: dict[str, str] = {}
+    for config in managed.embedding_configs():
+        for key in config.feature_names:
+            if key in readers:  # torchrec gives both the ids that the last one remapped
+                both = f"{readers[key]!r} and {config.name!r}"
+                yield _MANAGED, managed, f"expected a table of its own for each feature, {key!r} is read by {both}"
+            readers[key] = config.name
+    for table, module in modules.items():
+        if (why := _unknown(module)) is not None:
+            yield f"{_MANAGED}.{_MODULES}.{table}", module, why
+
+
+def _unknown(module: Any) -> str | None:
+    """Why a module is not served; None: it is."""
+    if type(module) is MCHManagedCollisionModule:
+        refused: Mapping[str, bool] = {
+            "has an input_hash_func, which is code: apply it where requests are made": module._input_hash_func
+            is not None,
+            "is a shard of a module (output_global_offset)": module._output_global_offset != 0,
+        }
+    elif type(module) is HashZchManagedCollisionModule:
+        refused = {
+            "has an input_hash_size: expected 0, with which any int64 is an id": module._input_hash_size != 0,
+            "has disable_fallback: expected other ids to read the row of their hash": module._disable_fallback,
+            "has an opt_in_prob: FBGEMM cannot look such ids up on a CPU": module._opt_in_prob != -1,
+            "is a shard of a module (start_bucket, end_bucket)": module.is_sharded,
+            "has buckets without rows (output_segments)": any(
+                low >= high for low, high in pairwise(module._output_segments)
+            ),
+        }
+    else:
+        return "expected an MCHManagedCollisionModule or a HashZchManagedCollisionModule"
+    return next((why for why, is_so in refused.items() if is_so), None)
+
+
+@contextmanager
+def looking_up(module: nn.Module) -> Iterator[None]:
+    """Let the managed collision modules of `module`, in eval, take any KJT on a CPU; afterwards they are as before.
+
+    A ManagedCollisionCollection keeps the order of the keys that it saw first. HashZch with an eviction policy asks
+    FBGEMM for evictions, in eval too, which its CPU operator refuses.
+    """
+    restored: list[tuple[Any, str, Any]] = []
+    for part in module.modules():
+        if isinstance(part, ManagedCollisionCollection):
+            restored += [(part, "_features_order", part._features_order)]
+            restored += [(part, "_created_feature_order", part._created_feature_order)]
+            part._features_order, part._created_feature_order = [], [False]
+        if isinstance(part, HashZchManagedCollisionModule):
+            restored += [(part, name, getattr(part, name)) for name in ("_eviction_module", "_eviction_policy_name")]
+            part._eviction_module = part._eviction_policy_name = None
+    try:
+        yield
+    finally:
+        for part, name, value in restored:
+            setattr(part, name, value)

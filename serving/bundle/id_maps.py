@@ -1,0 +1,118 @@
+"""Maps of ids: which row a raw id reads, for tables whose ids TorchRec remaps before the lookup.
+
+All maps of a bundle are in one file, `ids.bin`, which processes map and share. A map is a perfect hash of its known
+ids: a byte for each bucket of ids, its *seed*, and the *entries*, an id and its row each. The bucket of an id says
+which seed chooses its entry. So one entry is read for an id, known or not. docs/bundle.md specifies the bytes.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.files.strict import Strict
+
+# The file. It has nothing but maps.
+IDS = "ids.bin"
+# An id and its row, int64 both. An entry without an id has the row -1.
+ENTRY_BYTES = 16
+_FIRST_MIX, _SECOND_MIX = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+_HALF = np.uint64(32)
+_SEED_STEP = np.uint64(0x9E3779B97F4A7C15)
+_SEED_MIX = np.uint64(0xD6E8FEB86659FD93)
+# So that the upper half of a hash, times a size, is below 2⁶⁴.
+_MOST = 2**32 - 1
+
+Hashes = npt.NDArray[np.uint64]
+Numbers = npt.NDArray[np.int64]
+
+
+class HashedIds(Strict, frozen=True, omit_defaults=True):
+    """Which row is read by an id that is not known, where it is hashed: TorchRec's HashZch.
+
+    Attributes:
+        bounds: the rows of training's buckets: bucket b has the rows [bounds[b], bounds[b + 1]).
+        divided: whether ids are divided by the number of buckets before they are hashed.
+    """
+
+    bounds: tuple[int, ...]
+    divided: bool = False
+
+
+class IdMap(Strict, frozen=True, omit_defaults=True):
+    """The map of one table.
+
+    Attributes:
+        known: how many ids are known.
+        buckets: how many seeds there are.
+        capacity: how many entries there are.
+        seeds_offset: where the seeds begin, in bytes of the file.
+        entries_offset: where the entries begin, in bytes of the file.
+        hashed: how other ids are hashed. None: they read the last row.
+    """
+
+    known: int
+    buckets: int
+    capacity: int
+    seeds_offset: int
+    entries_offset: int
+    hashed: HashedIds | None = None
+
+    @property
+    def regions(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The bytes of the seeds and of the entries: [start, stop) each."""
+        seeds, entries = self.seeds_offset, self.entries_offset
+        return (seeds, seeds + self.buckets), (entries, entries + ENTRY_BYTES * self.capacity)
+
+    def contradiction(self, rows: int) -> str | None:
+        """What is wrong with the map of a table with so many rows; None: nothing."""
+        if not 0 <= self.known <= self.capacity or not 0 < self.capacity <= _MOST or not 0 < self.buckets <= _MOST:
+            return (
+                f"expected up to {_MOST} entries and buckets, and no more known ids than entries, "
+                f"got {self.capacity}, {self.buckets} and {self.known}"
+            )
+        if self.hashed is not None:
+            bounds = self.hashed.bounds
+            is_rising = all(low < high for low, high in pairwise(bounds))
+            if len(bounds) < 2 or (bounds[0], bounds[-1]) != (0, rows) or not is_rising:
+                return f"hashed: expected bounds that rise from 0 to {rows}, got {list(bounds[:8])}"
+        return None
+
+
+def hashes_of(ids: Numbers) -> Hashes:
+    """The hash of each id, of which the upper half matters most; no two ids share one. int64 [n] → uint64 [n]."""
+    hashes = ids.view(np.uint64) * _FIRST_MIX
+    hashes ^= hashes >> _HALF
+    hashes *= _SECOND_MIX
+    return hashes
+
+
+def buckets_of(hashes: Hashes, buckets: Hashes) -> Numbers:
+    """The bucket of each hash, int64 [n].
+
+    Args:
+        hashes: uint64 [n].
+        buckets: how many buckets the map of each id has; uint64 [n], or [1] for all.
+    """
+    return _scaled(hashes, buckets)
+
+
+def entries_of(hashes: Hashes, seeds: npt.NDArray[np.uint8], capacity: Hashes) -> Numbers:
+    """The entry of each hash in its map, int64 [n].
+
+    Args:
+        hashes: uint64 [n].
+        seeds: of their buckets; uint8 [n], or [1] for all.
+        capacity: how many entries the map of each id has; uint64 [n], or [1] for all.
+    """
+    mixed = hashes ^ (seeds * _SEED_STEP)
+    mixed *= _SEED_MIX
+    return _scaled(mixed, capacity)
+
+
+def _scaled(hashes: Hashes, sizes: Hashes) -> Numbers:
+    """The upper half of each hash, scaled to [0, size)."""
+    scaled = hashes >> _HALF
+    scaled *= sizes
+    scaled >>= _HALF
+    return scaled.view(np.int64)

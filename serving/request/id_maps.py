@@ -1,0 +1,151 @@
+"""Raw ids become row numbers, as TorchRec's managed collision modules make them in eval: all of a call at once."""
+
+import mmap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.bundle.id_maps import IDS, HashedIds, buckets_of, entries_of, hashes_of
+from serving.bundle.manifest import Manifest
+from serving.bundle.tables import Table
+from serving.errors import BundleError
+
+Ids = npt.NDArray[np.int64]
+# Of MurmurHash3, as FBGEMM's `zero_collision_hash` has it.
+_C1, _C2 = np.uint64(0x87C37B91114253D5), np.uint64(0x4CF5AD432745937F)
+_FINISH = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
+
+
+class IdMaps:
+    """The maps of a bundle over its mapped file. Processes share the pages.
+
+    Args:
+        directory: of the bundle.
+        tables: those of its tables that have a map.
+
+    Raises:
+        BundleError: the file cannot be mapped.
+    """
+
+    def __init__(self, directory: Path, tables: Sequence[Table]) -> None:
+        maps = {table.name: table.id_map for table in tables if table.id_map is not None}
+        content = _mapped(directory / IDS)
+        self._seeds = content
+        # An entry is read as one number of 16 bytes.
+        self._entries = content[: content.size // 16 * 16].view(np.complex128)
+        self._index = {name: number for number, name in enumerate(maps)}
+        every = list(maps.values())
+        self._buckets = np.array([each.buckets for each in every], np.uint64)
+        self._capacity = np.array([each.capacity for each in every], np.uint64)
+        self._first_seed = np.array([each.seeds_offset for each in every])
+        self._first_entry = np.array([each.entries_offset // 16 for each in every])
+        self._last_row = np.array([table.rows - 1 for table in tables])
+        self._hashed = {number: each.hashed for number, each in enumerate(every) if each.hashed is not None}
+
+    @classmethod
+    def of(cls, directory: Path, manifest: Manifest) -> Self | None:
+        """The maps of a bundle; None where it has none. Raises as the class does."""
+        tables = [table for table in manifest.tables if table.id_map is not None]
+        return cls(directory, tables) if tables else None
+
+    def numbers_of(self, tables: Sequence[str]) -> npt.NDArray[np.int64]:
+        """The number of each table's map, -1 for a table without one: int64 [n]."""
+        return np.array([self._index.get(name, -1) for name in tables])
+
+    @property
+    def known(self) -> dict[str, Ids]:
+        """The ids that each map has, by table, in the order of its entries: int64 [n]. It reads all maps."""
+        found = {}
+        for name, number in self._index.items():
+            first = self._first_entry[number]
+            entries = self._entries[first : first + int(self._capacity[number])].view(np.int64)
+            found[name] = entries[::2][entries[1::2] >= 0]
+        return found
+
+    def rows_of(self, ids: Ids, maps: npt.NDArray[np.int64]) -> Ids:
+        """The row that each id reads.
+
+        Args:
+            ids: any numbers; int64 [n].
+            maps: the number of the map of each; int64 [n].
+
+        Returns:
+            int64 [n], each in [0, rows) of its table, unless the file was damaged.
+        """
+        # A single map is the same for all ids: numpy repeats it.
+        of = slice(None) if self._last_row.size == 1 else maps
+        hashes = hashes_of(ids)
+        places = buckets_of(hashes, self._buckets[of])
+        places += self._first_seed[of]
+        places = entries_of(hashes, self._seeds.take(places), self._capacity[of])
+        places += self._first_entry[of]
+        entries = self._entries.take(places).view(np.int64)
+        is_known = entries[::2] == ids
+        is_known &= entries[1::2] >= 0
+        rows: Ids = np.where(is_known, entries[1::2], self._last_row[of])
+        for number, hashed in self._hashed.items():
+            others = np.flatnonzero(~is_known & (maps == number))
+            rows[others] = _hashed_rows(ids[others], hashed)
+        return rows
+
+
+def known_of_keys(known: Mapping[str, Ids], manifest: Manifest) -> dict[str, Ids]:
+    """Ids for each key that is read by tables with maps alone: those that the map of the first one has, int64 [n].
+
+    Args:
+        known: of each table with a map.
+        manifest: of the bundle.
+    """
+    return {
+        key: known[features[0].table]
+        for key, features in manifest.keys.items()
+        if known.keys() >= {feature.table for feature in features}
+    }
+
+
+def _hashed_rows(ids: Ids, hashed: HashedIds) -> Ids:
+    """What `zero_collision_hash` answers for ids that it does not find: int64 [n]."""
+    bounds = np.array(hashed.bounds)
+    buckets = bounds.size - 1
+    of = ids % buckets
+    hashes = _murmur(ids // buckets if hashed.divided else ids)
+    rows: Ids = (hashes % np.diff(bounds).astype(np.uint64)[of]).astype(np.int64) + bounds[of]
+    return rows
+
+
+def _murmur(ids: Ids) -> npt.NDArray[np.uint64]:
+    """`murmur_hash3_2x64(id, 0, 0)` of FBGEMM: uint64 [n]."""
+    one = ids.view(np.uint64) * _C1
+    one = _rotated(one, 31) * _C2
+    one = _rotated(one, 27) * np.uint64(5) + np.uint64(0x52DCE729)
+    two = one * np.uint64(5) + np.uint64(0x38495AB5)
+    one ^= np.uint64(16)
+    two ^= np.uint64(16)
+    one += two
+    two += one
+    one, two = _finished(one), _finished(two)
+    one += two
+    two += one
+    one ^= two
+    return one
+
+
+def _finished(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    for factor in _FINISH:
+        hashes = (hashes ^ (hashes >> np.uint64(33))) * factor
+    return hashes ^ (hashes >> np.uint64(33))
+
+
+def _rotated(numbers: npt.NDArray[np.uint64], bits: int) -> npt.NDArray[np.uint64]:
+    return (numbers << np.uint64(bits)) | (numbers >> np.uint64(64 - bits))
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    try:
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise BundleError(f"{path}: cannot be mapped: {error}: publish the bundle again") from error

@@ -1,0 +1,209 @@
+"""Managed collision modules: maps are read from modules and every kind of checkpoint, others are refused by name."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
+
+from export import ExportConfig, IdDtype, IdPolicy, export_model
+from export.errors import CheckpointError, ModelError
+from export.trained.modules import find_collections
+from serving.bundle.id_maps import IDS
+from serving.bundle.opening import open_bundle
+from serving.errors import ConfigurationError
+from tests.support.commands import tbe_export
+from tests.support.managed import CPU, SPECS, behind, managed, mch, untrained, zch
+from tests.support.models import Spec
+from tests.support.saved import State, save_dcp, save_safetensors
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+MODULES = "_managed_collision_collection._managed_collision_modules"
+RAW_IDS = f"{MODULES}.user._mch_sorted_raw_ids"
+SLOTS = f"{MODULES}.user._mch_remapped_ids_mapping"
+IDENTITIES = f"{MODULES}.item._hash_zch_identities"
+BUCKETS = f"{MODULES}.item._hash_zch_bucket"
+
+
+def save_state(state: State, path: Path) -> Path:
+    torch.save({"model": {f"module.{key}": tensor for key, tensor in state.items()}}, path / "w.pt")
+    return path / "w.pt"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_model(managed(), tmp_path_factory.mktemp("module") / "r", "m")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("saved", [save_state, save_safetensors, save_dcp])
+def test_a_checkpoint_is_exported_as_the_module_is(
+    tmp_path: Path, saved: Callable[[State, Path], Path], expected: Path
+) -> None:
+    checkpoint = saved(managed().state_dict(), tmp_path)
+    found = export_model(untrained(), tmp_path / "r", "m", checkpoint=checkpoint)
+    assert open_bundle(found).manifest.tables == open_bundle(expected).manifest.tables
+    assert (found / IDS).read_bytes() == (expected / IDS).read_bytes()
+
+
+def test_the_order_of_ids_in_a_checkpoint_does_not_matter(tmp_path: Path, expected: Path) -> None:
+    """Shards of training are sorted each; loading a module sorts them all."""
+    state = managed().state_dict()
+    order = torch.randperm(48)
+    state |= {key: state[key][order] for key in (RAW_IDS, SLOTS)}
+    state.pop(BUCKETS)  # older checkpoints have none
+    found = export_model(untrained(), tmp_path / "r", "m", checkpoint=save_state(state, tmp_path))
+    assert open_bundle(found).manifest.tables[0].id_map == open_bundle(expected).manifest.tables[0].id_map
+    loaded = untrained()
+    loaded.load_state_dict(state, strict=False)
+    theirs = export_model(loaded, tmp_path / "r", "m", checkpoint=None)
+    assert (found / IDS).read_bytes() == (theirs / IDS).read_bytes()
+
+
+def test_verify_compares_maps(tmp_path: Path, expected: Path) -> None:
+    verify = ("verify", str(expected), "--model", "tests.support.managed:untrained", "--checkpoint")
+    state = managed().state_dict()
+    assert tbe_export(*verify, str(save_state(state, tmp_path))).exit_code == 0
+    state[SLOTS] = state[SLOTS].roll(1)
+    done = tbe_export(*verify, str(save_state(state, tmp_path)))
+    assert done.exit_code == 1
+    assert "table 'user': its map of ids is not the one given" in done.stderr
+    assert "table 'item'" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        pytest.param(RAW_IDS, None, f"raw ids of table 'user': expected one key '{RAW_IDS}', found", id="missing"),
+        pytest.param(RAW_IDS, lambda ids: ids[1:], "raw ids of table 'user': expected shape [48], got [47]", id="size"),
+        pytest.param(RAW_IDS, lambda ids: ids.int(), "raw ids of table 'user': expected int64, got torch.int32", id="dtype"),
+        pytest.param(SLOTS, lambda slots: slots + 1, "rows of raw ids of table 'user': expected them in [0, 48), got 1 to 48", id="rows"),
+        pytest.param(IDENTITIES, None, "identities of table 'item': expected one key", id="no identities"),
+        pytest.param(BUCKETS, lambda count: count + 1, "table 'item': expected a checkpoint of 3 buckets, as the module has, got one of 4", id="buckets"),
+    ],
+)  # fmt: skip
+def test_maps_that_cannot_be_used_are_refused_by_name(
+    tmp_path: Path, key: str, change: Callable[[Any], Any] | None, message: str
+) -> None:
+    state = managed().state_dict()
+    tensor = state.pop(key)
+    if change is not None:
+        state[key] = change(tensor)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        export_model(untrained(), tmp_path / "r", "m", checkpoint=save_state(state, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        pytest.param(ExportConfig(id_policy={"item": IdPolicy.ZERO}), "id_policy: table 'item': its ids are remapped", id="policy"),
+        pytest.param(ExportConfig(id_policy={"*": IdPolicy.MODULO}), "expected no policy, got modulo", id="policy of all"),
+        pytest.param(ExportConfig(id_dtype=IdDtype.INT32), "id_dtype: expected int64: the ids of table 'user'", id="int32"),
+    ],
+)  # fmt: skip
+def test_settings_that_mean_nothing_for_raw_ids_are_refused(
+    tmp_path: Path, config: ExportConfig, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        export_model(managed(), tmp_path / "r", "m", config)
+
+
+class Other(MCHManagedCollisionModule):  # type: ignore[misc]
+    pass
+
+
+class OtherHash(HashZchManagedCollisionModule):  # type: ignore[misc]
+    pass
+
+
+class OtherManaged(ManagedCollisionCollection):  # type: ignore[misc]
+    pass
+
+
+class Overrides(ManagedCollisionEmbeddingBagCollection):  # type: ignore[misc]
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
+def with_user(module: nn.Module) -> Any:
+    return behind({"user": module, "item": zch(60), "word": mch(64)})
+
+
+def of_class(part: Callable[[Any], Any], kind: type) -> Any:
+    module = untrained()
+    part(module).__class__ = kind
+    return module
+
+
+def in_another_order() -> Any:
+    return behind({"word": mch(64), "item": zch(60), "user": mch(48)})
+
+
+def shared_key() -> Any:
+    specs = [Spec("a", 40, 8, "SUM", ("x",)), Spec("b", 30, 8, "SUM", ("x",))]
+    return behind({"a": mch(40), "b": mch(30)}, specs)
+
+
+def hooked() -> Any:
+    module = untrained()
+    module._managed_collision_collection._managed_collision_modules["user"].register_forward_hook(lambda *_: None)
+    return module
+
+
+def sequences() -> Any:
+    configs = [EmbeddingConfig(name="t", num_embeddings=40, embedding_dim=8, feature_names=["x"])]
+    return ManagedCollisionEmbeddingCollection(
+        EmbeddingCollection(tables=configs), ManagedCollisionCollection({"t": mch(40)}, configs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        pytest.param(sequences, "ManagedCollisionEmbeddingCollection: expected EmbeddingBagCollection or ", id="sequences"),
+        pytest.param(lambda: nn.Sequential(sequences()), r"0 \(ManagedCollisionEmbeddingCollection\): expected", id="sequences inside"),
+        pytest.param(lambda: of_class(lambda m: m, Overrides), "Overrides: expected EmbeddingBagCollection or ", id="own forward"),
+        pytest.param(lambda: of_class(lambda m: m._managed_collision_collection, OtherManaged), r"\(OtherManaged\): expected a ManagedCollisionCollection", id="another collection"),
+        pytest.param(lambda: with_user(Other(48, CPU, mch(1)._eviction_policy, 1)), rf"{MODULES}\.user \(Other\): expected an MCHManagedCollisionModule or a HashZch", id="subclass of MCH"),
+        pytest.param(lambda: with_user(OtherHash(48, CPU, 1)), r"user \(OtherHash\): expected an MCHManagedCollisionModule or a HashZch", id="subclass of HashZch"),
+        pytest.param(lambda: with_user(mch(48, input_hash_func=lambda ids, size: ids % size)), r"user \(MCHManagedCollisionModule\): has an input_hash_func", id="hash function"),
+        pytest.param(lambda: with_user(mch(48, output_global_offset=48)), r"user .*: is a shard of a module \(output_global_offset\)", id="shard of MCH"),
+        pytest.param(lambda: with_user(zch(48, input_hash_size=100)), r"user \(HashZchManagedCollisionModule\): has an input_hash_size: expected 0", id="input_hash_size"),
+        pytest.param(lambda: with_user(zch(48, disable_fallback=True)), "has disable_fallback", id="disable_fallback"),
+        pytest.param(lambda: with_user(zch(48, opt_in_prob=20, percent_reserved_slots=10)), "has an opt_in_prob", id="opt_in_prob"),
+        pytest.param(lambda: with_user(zch(48, 4, start_bucket=0, end_bucket=2)), "is a shard of a module", id="shard of HashZch"),
+        pytest.param(lambda: with_user(zch(48, 2, output_segments=[0, 48, 48])), "has buckets without rows", id="empty bucket"),
+        pytest.param(in_another_order, r"expected modules in the order of its tables, \['user', 'item', 'word'\], got \['word'", id="order"),
+        pytest.param(shared_key, "expected a table of its own for each feature, 'x' is read by 'a' and 'b'", id="shared key"),
+        pytest.param(hooked, r"_managed_collision_modules\.user: has a hook", id="hook"),
+    ],
+)  # fmt: skip
+def test_what_remaps_otherwise_is_refused_by_name(build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        find_collections(build())
+
+
+def test_around_a_dense_part(tmp_path: Path) -> None:
+    class Ranker(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sparse = managed()
+            self.over = nn.Linear(16 + 32 + 32 + 24, 1)
+
+        def forward(self, features: Any) -> Any:
+            return self.over(self.sparse(features)[0].values())
+
+    bundle = export_model(Ranker(), tmp_path / "r", "m")
+    assert all(parity.trained is not None for parity in open_bundle(bundle).manifest.parity)
+    assert [spec.name for spec in SPECS] == [table.name for table in open_bundle(bundle).manifest.tables]

@@ -1,0 +1,111 @@
+"""Collections behind managed collision modules, with maps that training filled."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec import KeyedJaggedTensor
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+
+from tests.support.models import Bags, Spec, collection, flat
+
+CPU = torch.device("cpu")
+SPECS = (
+    Spec("user", 48, 16, "SUM", ("user_id",)),
+    Spec("item", 60, 32, "MEAN", ("item_id", "recent")),
+    Spec("word", 64, 24, "SUM", ("words",)),
+)
+KEYS = ("user_id", "item_id", "recent", "words")
+EXTREMES = (-(2**63), -1, 0, 2**63 - 1, 2**31, -(2**40))
+POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
+
+
+def mch(rows: int, policy: Any = LFU_EvictionPolicy, **options: Any) -> MCHManagedCollisionModule:
+    return MCHManagedCollisionModule(rows, CPU, policy(), eviction_interval=2, **options)
+
+
+def zch(rows: int, buckets: int = 1, **options: Any) -> HashZchManagedCollisionModule:
+    return HashZchManagedCollisionModule(rows, CPU, buckets, **options)
+
+
+def behind(
+    modules: Mapping[str, nn.Module], specs: Sequence[Spec] = SPECS, *, weighted: bool = False, seed: int = 0
+) -> ManagedCollisionEmbeddingBagCollection:
+    bags = collection(specs, weighted=weighted, seed=seed)
+    return ManagedCollisionEmbeddingBagCollection(
+        bags, ManagedCollisionCollection(dict(modules), bags.embedding_bag_configs())
+    )
+
+
+def untrained() -> ManagedCollisionEmbeddingBagCollection:
+    """A module of each kind; also for `--model`."""
+    return behind({"user": mch(48), "item": zch(60, 3, max_probe=16), "word": mch(64, LRU_EvictionPolicy)})
+
+
+def managed() -> ManagedCollisionEmbeddingBagCollection:
+    """As `untrained`, trained."""
+    return trained(untrained())
+
+
+def ids_of(random: np.random.Generator, count: int) -> list[int]:
+    """Ids that repeat, so that some become known, among others that do not."""
+    often = random.integers(-100, 200, count) * 1_000_003**2
+    seldom = random.integers(-(2**63), 2**63 - 1, count)
+    return np.where(random.random(count) < 0.8, often, seldom).tolist()  # type: ignore[no-any-return]
+
+
+def bags_of(random: np.random.Generator, samples: int, keys: Sequence[str] = KEYS) -> dict[str, Bags]:
+    found = {key: [ids_of(random, size) for size in random.integers(0, 7, samples)] for key in keys}
+    for bags in found.values():
+        if bags:
+            bags[0] = [*bags[0], *EXTREMES]
+    return found
+
+
+def kjt_of(bags: Mapping[str, Bags], *, weighted: bool = False) -> KeyedJaggedTensor:
+    values, lengths = flat(bags)
+    weights = torch.linspace(-1, 2, values.size) if weighted else None
+    return KeyedJaggedTensor.from_lengths_sync(
+        list(bags), torch.from_numpy(values), torch.from_numpy(lengths), weights
+    )
+
+
+def trained(module: Any, seed: int = 0, steps: int = 6, keys: Sequence[str] = KEYS) -> Any:
+    """`module` after some steps of training. FBGEMM trains HashZch on GPUs alone: its ids are placed by `fill`."""
+    random = np.random.default_rng(seed)
+    for part in module.modules():
+        if isinstance(part, HashZchManagedCollisionModule):
+            part.eval()
+            fill(part, ids_of(random, part._zch_size))
+    optimizer = torch.optim.SGD(module._embedding_module.parameters(), 0.1)
+    for _ in range(steps):
+        answer, _ = module(kjt_of(bags_of(random, 12, keys), weighted=module._embedding_module.is_weighted()))
+        answer.values().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.eval()
+
+
+def fill(module: HashZchManagedCollisionModule, ids: Sequence[int]) -> None:
+    """Put ids where training does: on the first free row from that of their hash on, around their bucket."""
+    identities = module._hash_zch_identities
+    for id_ in ids:
+        x, sizes, offsets = module.input_mapper(values=torch.tensor([id_]))
+        at, _ = torch.ops.fbgemm.zero_collision_hash(
+            x, identities, 0, circular_probe=True, readonly=True, local_sizes=sizes, offsets=offsets
+        )
+        for step in range(min(module._max_probe, int(sizes))):
+            row = int(offsets + (at - offsets + step) % sizes)
+            if identities[row, 0] in (-1, x):
+                identities[row, 0] = x
+                break
