@@ -17,12 +17,17 @@ _DTYPES = {"values": ("INT64", np.int64), "lengths": ("INT32", np.int32), "weigh
 @dataclass(frozen=True)
 class Feature:
     """A table's numbers [rows, dim], how bags are pooled, and what an id outside does: error, zero, modulo, or
-    a row.
+    a row. Or the rows of raw ids: any other reads the last row.
     """
 
     numbers: npt.NDArray[np.float32]
     mean: bool
-    outside: str | int
+    outside: str | int | Mapping[int, int]
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The ids that have rows: int64 [n]."""
+        return np.array([*self.outside] if isinstance(self.outside, Mapping) else range(len(self.numbers)), np.int64)
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,9 @@ def _answer(
         for sample, count in enumerate(bags.tolist()):
             ids = values[position : position + count]
             position += count
+            if isinstance(feature.outside, Mapping):
+                last = len(feature.numbers) - 1
+                ids = np.array([feature.outside.get(id_, last) for id_ in ids.tolist()], np.int64)
             outside = (ids < 0) | (ids >= len(feature.numbers))
             if outside.any() and feature.outside == "error":
                 return None
@@ -129,7 +137,7 @@ def _answer(
                 ids = ids % len(feature.numbers)
             elif feature.outside == "zero":
                 ids = ids[~outside]
-            elif feature.outside != "error":
+            elif isinstance(feature.outside, int):
                 ids = np.where(outside, feature.outside, ids)
             if ids.size:
                 rows = feature.numbers[ids.astype(np.int64)].astype(np.float64)

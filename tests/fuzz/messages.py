@@ -76,10 +76,7 @@ def _good(model: Model, random: Random) -> "pb.ModelInferRequest":
     asked = [names[n] for n in random.permutation(len(names))[: random.integers(1, len(names) + 1)]]
     samples = int(random.choice((0, 1, 2, 17)))
     lengths = random.integers(0, 5, (len(asked), samples)).astype(np.int32)
-    ids = [
-        random.integers(0, len(model.features[name].numbers), bags.sum())
-        for name, bags in zip(asked, lengths, strict=True)
-    ]
+    ids = [random.choice(model.features[name].ids, bags.sum()) for name, bags in zip(asked, lengths, strict=True)]
     request = pb.ModelInferRequest(model_name=model.name)
     _add(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
     _add(request, "lengths", "INT32", lengths.ravel())

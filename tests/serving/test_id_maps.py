@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
+from export.errors import ModelError
 from export.trained.managed import looking_up
 from serving.bundle.digests import digest_file
 from serving.bundle.id_maps import IDS
@@ -144,6 +145,37 @@ def test_beside_a_collection_of_row_numbers(tmp_path: Path) -> None:
         engine.lookup({"x": [[-1]], "words": [[-1]]})
 
 
+class Ranker(torch.nn.Module):
+    """A whole model: what follows the collection takes its embeddings, and a dense input."""
+
+    def __init__(self, *, remapped: bool = False) -> None:
+        super().__init__()
+        self.sparse = managed()
+        self.over = torch.nn.Linear(16 + 32 + 32 + 24 + 5, 1)
+        self.remapped = remapped
+
+    def forward(self, features: Any, dense: torch.Tensor) -> torch.Tensor:
+        pooled, ids = self.sparse(features)
+        scores: torch.Tensor = self.over(torch.cat([pooled.values(), dense], dim=1))
+        return scores + ids if self.remapped else scores
+
+
+def test_scores_of_raw_ids(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Ranker().eval()
+    config = ExportConfig(dtype=FP32.dtype, scores=True, dense_widths={"dense": 5})
+    engine = Engine.open(export_model(module, tmp_path / "r", "m", config))
+    bags, dense = bags_of(np.random.default_rng(2), 9), torch.randn(9, 5)
+    with torch.no_grad(), looking_up(module):
+        expected = module(kjt_of(bags), dense)
+    scores: Any = engine.score(bags, {"dense": dense.numpy()})["scores"]
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-4)
+    assert engine.bundle.manifest.dense_part is not None
+    assert all(each.parity.trained is not None for each in engine.bundle.manifest.dense_part.outputs)
+    with pytest.raises(ModelError, match=r"sparse: expected its embeddings alone to be used"):
+        export_model(Ranker(remapped=True), tmp_path / "none", "m", config)
+
+
 def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
     """Requests that come together; some of them are wrong, and hurt nobody."""
     asked = [bags_of(np.random.default_rng(seed), seed % 9) for seed in range(24)]
@@ -159,7 +191,7 @@ def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
 
 def test_served_and_merged(tmp_path: Path) -> None:
     module = managed()
-    bundle = export_model(module, tmp_path / "r", "m", FP32)
+    export_model(module, tmp_path / "r", "m", FP32)
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
         check_served(client.lookup, module)
         assert metric(server, "tbe_calls_total") < 26
@@ -171,7 +203,6 @@ def test_served_and_merged(tmp_path: Path) -> None:
                 assert_right(await other.lookup(bags), module, bags)
 
         asyncio.run(run())
-    assert bundle.exists()
 
 
 def test_over_hosts(tmp_path: Path) -> None:

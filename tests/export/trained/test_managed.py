@@ -1,13 +1,17 @@
 """Managed collision modules: maps are read from modules and every kind of checkpoint, others are refused by name."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
@@ -16,14 +20,16 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
 
-from export import ExportConfig, IdDtype, IdPolicy, export_model
+from export import ExportConfig, IdDtype, IdPolicy, WeightDtype, export_model
 from export.errors import CheckpointError, ModelError
 from export.trained.modules import find_collections
 from serving.bundle.id_maps import IDS
 from serving.bundle.opening import open_bundle
+from serving.engine import Engine
 from serving.errors import ConfigurationError
+from tests.support import sharded_managed
 from tests.support.commands import tbe_export
-from tests.support.managed import CPU, SPECS, behind, managed, mch, untrained, zch
+from tests.support.managed import CPU, SPECS, bags_of, behind, kjt_of, managed, mch, untrained, zch
 from tests.support.models import Spec
 from tests.support.saved import State, save_dcp, save_safetensors
 
@@ -207,3 +213,27 @@ def test_around_a_dense_part(tmp_path: Path) -> None:
     bundle = export_model(Ranker(), tmp_path / "r", "m")
     assert all(parity.trained is not None for parity in open_bundle(bundle).manifest.parity)
     assert [spec.name for spec in SPECS] == [table.name for table in open_bundle(bundle).manifest.tables]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_that_several_processes_saved(tmp_path: Path) -> None:
+    """Each has sorted its own raw ids. What TorchRec answers with that checkpoint in one process is the oracle."""
+    folder = tmp_path / "dcp"
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.sharded_managed", str(folder)], check=True, capture_output=True
+    )
+    config = ExportConfig(dtype={"*": WeightDtype.FP32})
+    engine = Engine.open(export_model(sharded_managed.whole(), tmp_path / "r", "m", config, checkpoint=folder))
+    module = sharded_managed.whole()
+    state = {"model": module.state_dict()}
+    load(state, checkpoint_id=folder)
+    raw_ids = state["model"][f"sparse.{RAW_IDS}"]
+    assert not torch.equal(raw_ids, raw_ids.sort().values)
+    module.load_state_dict(state["model"])
+    bags = bags_of(np.random.default_rng(0), 50, "x")
+    with torch.no_grad():
+        expected = module.eval()["sparse"](kjt_of(bags))[0].to_dict()["x"]
+    np.testing.assert_allclose(engine.lookup(bags)["x"], expected, rtol=1e-6, atol=1e-5)
+    (table,) = engine.bundle.manifest.tables
+    assert table.id_map is not None
+    assert table.id_map.known > 20
