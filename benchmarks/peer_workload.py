@@ -134,7 +134,8 @@ class PeerWorkload:
         padding = np.repeat([self.rows[table] for table, _ in self.features], [ids for _, ids in self.features])
         ids = np.where(self.requests[samples] == _PAD, padding, self.requests[samples])
         dims = {f"f{n}": self.dims[table] for n, (table, _) in enumerate(self.features)}
-        info = ModelInfo(dims, {name: (name,) for name in dims}, (), np.dtype(np.float32), "", np.dtype(np.int64))
+        keys: dict[str, tuple[str, ...]] = {name: (name,) for name in dims}
+        info = ModelInfo(dims, keys, (), np.dtype(np.float32), "", np.dtype(np.int64), frozenset(), {})
         ours = [infer_request(MODEL, each, info).SerializeToString() for each in self.tensors(samples)]
         np.savez(
             path,

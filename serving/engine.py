@@ -1,29 +1,34 @@
 """A loaded bundle that answers lookups in this process, no server needed."""
 
+import asyncio
 import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.use import hold
 from serving.closing import AsyncClosing, Closing
 from serving.dense_part import DenseProgram
-from serving.errors import ConfigurationError, InvalidRequest
+from serving.errors import ConfigurationError, InvalidRequest, Reason
 from serving.ranks.answered import Answered
 from serving.ranks.here import Here
 from serving.ranks.hosts import Hosts
 from serving.ranks.routed import Routed
 from serving.request import kjt
 from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
-from serving.request.encoding import Features, decode, encode
+from serving.request.encoding import Features, decode, encode, encode_rows
 from serving.request.id_maps import IdMaps
 from serving.request.schema import Schema
-from serving.request.tensors import Batch, Embeddings, Outputs, Tensors
+from serving.request.sequence import Sequence as RowSequence
+from serving.request.sequences import batches_of, outputs_of, rows_of
+from serving.request.tensors import EMBEDDINGS, Batch, Checked, Embeddings, Outputs, Tensors
 
 # Addresses of each host of a router's plan, by its number; see `Hosts`.
 Addresses = Mapping[int, str | Sequence[str]]
@@ -53,8 +58,11 @@ class _Engine:
     def _encoded(self, features: Features) -> Tensors:
         return encode(features, self._weighted)
 
-    def _batch_of(self, tensors: Tensors) -> Batch:
-        """One request as a batch.
+    def _encoded_rows(self, table: str, ids: npt.ArrayLike) -> Tensors:
+        return encode_rows(table, ids, weighted=self.schema.weighted)
+
+    def _checked(self, tensors: Tensors) -> Checked:
+        """One request, checked.
 
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
@@ -65,7 +73,7 @@ class _Engine:
         except InvalidRequest:
             request, _ = kjt.apply_id_policies(request)
             checked = kjt.check([request])
-        return kjt.merge(self.schema, checked)
+        return checked
 
     def score_batch(self, batch: Batch, embeddings: Embeddings) -> dict[int, Outputs]:
         """The scores of those requests of a batch that ask for some.
@@ -97,9 +105,23 @@ class _Engine:
         names = [each.name for each in part.outputs]
         return replace(self._encoded(features), outputs=names, dense=encode_dense(dense))
 
-    def _by_feature(self, tensors: Tensors, embeddings: Embeddings) -> dict[str, Embeddings]:
-        selection = self.schema.select(tensors.features)
-        return decode(embeddings, dict(zip(selection.names, selection.dims.tolist(), strict=True)))
+    def _by_feature(
+        self, tensors: Tensors, checked: Checked, batches: Sequence[Batch], answered: Sequence[Answered]
+    ) -> dict[str, Any]:
+        """The answer to one request, by feature: nothing is copied."""
+        answers = _only(answered)
+        selection = checked.requests[0].selection
+        pooled, rows = selection.pooled, rows_of(batches, answers)
+        found: dict[str, Any] = {}
+        if pooled.names:
+            found = dict(decode(answers[0], dict(zip(pooled.names, pooled.dims.tolist(), strict=True))))
+        if not rows:
+            return found
+        lengths = dict(zip(selection.keys, tensors.lengths.reshape(len(selection.keys), -1), strict=True))
+        for name, key, position in zip(selection.names, selection.key_of, selection.positions.tolist(), strict=True):
+            if (0, position) in rows:
+                found[name] = RowSequence(rows[0, position], lengths[key])
+        return {name: found[name] for name in selection.names}
 
 
 class Engine(_Engine, Closing):
@@ -146,22 +168,44 @@ class Engine(_Engine, Closing):
         """Close the connections to hosts. An engine without hosts need not be closed."""
         self.ranks.close()
 
-    def lookup(self, features: Features) -> dict[str, Embeddings]:
-        """Look up the pooled embeddings of some features.
+    def lookup(self, features: Features) -> dict[str, Any]:
+        """Look up the embeddings of some features.
 
         Args:
             features: ids by feature (TorchRec's KJT key), in any form that `serving.request.encoding.encode` takes.
 
         Returns:
-            {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16. Where
-            several tables read a key, their answers are called `key@table`, as TorchRec calls them.
+            {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16; for a
+            feature of an EmbeddingCollection a `serving.request.sequence.Sequence` of rows instead. Where several
+            tables read a key, their answers are called `key@table`, as TorchRec calls them.
 
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
             HostUnavailable: naming the host that does not answer, and the tables there.
         """
-        tensors = self._encoded(features)
-        return self._by_feature(tensors, self.answer(tensors))
+        return self._looked_up(self._encoded(features))
+
+    def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
+        """Rows of a table. Weights, also those by position, do not count.
+
+        Args:
+            table: its name.
+            ids: integers [n].
+
+        Returns:
+            [n, dim] in the bundle's output dtype, float32 or float16.
+
+        Raises:
+            InvalidRequest, HostUnavailable: as `lookup`. What happens to an id outside the table its id policy says:
+                `zero` gives a row of zeros.
+        """
+        found: Embeddings = self._looked_up(self._encoded_rows(table, ids))[table].values
+        return found
+
+    def _looked_up(self, tensors: Tensors) -> dict[str, Any]:
+        checked = self._checked(tensors)
+        batches = batches_of(self.schema, checked)
+        return self._by_feature(tensors, checked, batches, [self.run(batch) for batch in batches])
 
     def score(self, features: Features, dense: DenseFeatures = NO_DENSE) -> Outputs:
         """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
@@ -181,19 +225,32 @@ class Engine(_Engine, Closing):
 
     def scores(self, tensors: Tensors) -> Outputs:
         """Answer one request for scores; returns and raises as `score`."""
-        batch = self._batch_of(tensors)
-        return self.score_batch(batch, _only(self.run(batch)))[0]
+        batch = kjt.merge(self.schema, self._checked(tensors))
+        return self.score_batch(batch, _only([self.run(batch)])[0])[0]
 
     def answer(self, tensors: Tensors) -> Embeddings:
-        """Answer one request.
+        """Answer one request for features that are pooled.
 
         Returns:
             Its features side by side: [B, D] in the bundle's output dtype, float32 or float16.
 
         Raises:
+            InvalidRequest, HostUnavailable: as `lookup`; also: none of the features is pooled.
+        """
+        outputs = self.outputs(tensors)
+        if EMBEDDINGS not in outputs:
+            raise InvalidRequest("expected a feature that is pooled, got none", Reason.FEATURES)
+        return outputs[EMBEDDINGS]
+
+    def outputs(self, tensors: Tensors) -> Outputs:
+        """Answer one request: its outputs by name, as they travel, without the leading 1.
+
+        Raises:
             InvalidRequest, HostUnavailable: as `lookup`.
         """
-        return _only(self.run(self._batch_of(tensors)))
+        checked = self._checked(tensors)
+        batches = batches_of(self.schema, checked)
+        return outputs_of(checked, batches, _only([self.run(batch) for batch in batches]))[0]
 
     def run(self, batch: Batch) -> Answered:
         """Look a batch up: one TBE call for each rank."""
@@ -210,30 +267,38 @@ class AsyncEngine(_Engine, AsyncClosing):
         given = _hosts_of(bundle, _as_hosts(hosts))
         return cls(bundle, Here(bundle) if given is None else await Routed.open_async(bundle, given, 0.0))
 
-    async def lookup(self, features: Features) -> dict[str, Embeddings]:
+    async def lookup(self, features: Features) -> dict[str, Any]:
         """As `Engine.lookup`."""
-        tensors = self._encoded(features)
-        return self._by_feature(tensors, await self.answer(tensors))
+        return await self._looked_up(self._encoded(features))
 
     async def score(self, features: Features, dense: DenseFeatures = NO_DENSE) -> Outputs:
         """As `Engine.score`."""
-        batch = self._batch_of(self._for_scores(features, dense))
-        return self.score_batch(batch, _only(await self.ranks.answer_async(batch)))[0]
+        batch = kjt.merge(self.schema, self._checked(self._for_scores(features, dense)))
+        return self.score_batch(batch, _only([await self.ranks.answer_async(batch)])[0])[0]
 
-    async def answer(self, tensors: Tensors) -> Embeddings:
-        """As `Engine.answer`."""
-        return _only(await self.ranks.answer_async(self._batch_of(tensors)))
+    async def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
+        """As `Engine.rows`."""
+        found: Embeddings = (await self._looked_up(self._encoded_rows(table, ids)))[table].values
+        return found
+
+    async def _looked_up(self, tensors: Tensors) -> dict[str, Any]:
+        checked = self._checked(tensors)
+        batches = batches_of(self.schema, checked)
+        # Hosts are asked for all batches at once.
+        answered = await asyncio.gather(*map(self.ranks.answer_async, batches))
+        return self._by_feature(tensors, checked, batches, answered)
 
     async def close(self) -> None:
         """As `Engine.close`."""
         await self.ranks.close_async()
 
 
-def _only(answered: Answered) -> Embeddings:
-    """The answer to the only request of a batch."""
-    if answered.failed:
-        raise answered.failed[0]
-    return answered.embeddings
+def _only(answered: Sequence[Answered]) -> list[Embeddings]:
+    """The answers to the batches of one request."""
+    for each in answered:
+        if each.failed:
+            raise each.failed[0]
+    return [each.embeddings for each in answered]
 
 
 def _as_hosts(hosts: Hosts | Addresses | None) -> Hosts | None:

@@ -22,7 +22,7 @@ from serving.bundle.rows import (
 )
 from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
 from serving.bundle.weights import weights_path
-from serving.request.tensors import Ids, Tensors
+from serving.request.tensors import EMBEDDINGS, SEQUENCES, Ids, Outputs, Tensors
 
 Doubles = npt.NDArray[np.float64]
 # Numbers that are unpacked at a time, so that a large request takes no more memory than its answer.
@@ -38,38 +38,49 @@ class Pooled:
 
     Attributes:
         features: names, in the order of the answer.
-        answers: of each feature, float64 [B, dim].
-        bounds: of each feature, float64 [B, dim], the largest error that rounding explains. It is infinite where a
-            sum may leave the range of its dtype.
+        answers: of each feature, float64 [B, dim]; of one that is not pooled [n, dim].
+        bounds: of each feature likewise, the largest error that rounding explains. It is infinite where a sum may
+            leave the range of its dtype.
+        is_sequence: whether a feature is not pooled.
     """
 
     features: Sequence[str]
     answers: Sequence[Doubles]
     bounds: Sequence[Doubles]
+    is_sequence: Sequence[bool]
 
     @property
-    def answer(self) -> Doubles:
-        """The answers of all features side by side, float64 [B, D]."""
-        return np.concatenate(self.answers, axis=1)
+    def shapes(self) -> dict[str, list[int]]:
+        """The shape of each output, as it travels."""
+        pooled = [a.shape for a, is_row in zip(self.answers, self.is_sequence, strict=True) if not is_row]
+        numbers = [a.size for a, is_row in zip(self.answers, self.is_sequence, strict=True) if is_row]
+        shapes = {EMBEDDINGS: [1, pooled[0][0], sum(dim for _, dim in pooled)]} if pooled else {}
+        return shapes | ({SEQUENCES: [1, sum(numbers)]} if numbers else {})
 
-    @property
-    def bound(self) -> Doubles:
-        """The bounds of all features side by side, float64 [B, D]."""
-        return np.concatenate(self.bounds, axis=1)
+    def by_feature(self, outputs: Outputs) -> dict[str, npt.NDArray[Any]]:
+        """Cut outputs, `embeddings` [B, D] and `sequences` [M], into features: views [B, dim] or [n, dim]."""
+        found: dict[str, npt.NDArray[Any]] = {}
+        column = number = 0
+        for name, expected, is_row in zip(self.features, self.answers, self.is_sequence, strict=True):
+            if is_row:
+                found[name] = outputs[SEQUENCES][number : number + expected.size].reshape(expected.shape)
+                number += expected.size
+            else:
+                found[name] = outputs[EMBEDDINGS][:, column : column + expected.shape[1]]
+                column += expected.shape[1]
+        return found
 
-    def misses(self, answer: npt.NDArray[Any]) -> Iterator[tuple[str, float]]:
+    def misses(self, answers: Mapping[str, npt.NDArray[Any]]) -> Iterator[tuple[str, float]]:
         """The features that are further off than rounding explains.
 
         Args:
-            answer: float32 or float16 [B, D].
+            answers: by feature; float32 or float16 [B, dim] or [n, dim].
 
         Returns:
             The name of each such feature, and its largest error.
         """
-        end = 0
         for name, expected, bound in zip(self.features, self.answers, self.bounds, strict=True):
-            start, end = end, end + bound.shape[1]
-            error = np.abs(answer[:, start:end].astype(np.float64) - expected)
+            error = np.abs(answers[name].astype(np.float64) - expected)
             if not ((error <= bound) | np.isinf(bound)).all():
                 yield name, float(error.max(initial=0.0))
 
@@ -98,26 +109,37 @@ def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
         request: one that the bundle accepts.
     """
     tables = {table.name: table for table in manifest.tables}
-    keys = manifest.keys
-    if request.features is not None:
-        keys = {key: keys[key] for key in request.features}
+    keys = _asked(manifest, request)
     pieces = manifest.plan.pieces_by_table
     known = {name: _rows_of_known(directory, each.id_map, request) for name, each in tables.items() if each.id_map}
     lengths_by_key = request.lengths.reshape(len(keys), -1)
     ends = np.cumsum(lengths_by_key.sum(axis=1, dtype=np.int64))
-    names, answers, bounds = [], [], []
+    names, answers, bounds, sequences = [], [], [], []
     for features, lengths, end in zip(keys.values(), lengths_by_key, ends, strict=True):
         here = slice(end - int(lengths.sum(dtype=np.int64)), end)
         ids: Ids = request.values[here].astype(np.int64, copy=False)
         for feature in features:
             table = tables[feature.table]
             rows = ids if table.id_map is None else _remapped(table, table.id_map, known[table.name], ids)
-            bags = _Bags(rows, _weights_of(feature, table, request, here, lengths), lengths)
+            is_sequence = table.is_sequence or request.tables is not None
+            if is_sequence:
+                bags = _Bags(rows, None, np.ones(len(rows), np.int64))
+            else:
+                bags = _Bags(rows, _weights_of(feature, table, request, here, lengths), lengths)
             answer, bound = _answer_feature(directory, manifest, pieces[table.name], table, bags)
             names.append(feature.name)
             answers.append(answer)
             bounds.append(bound)
-    return Pooled(names, answers, bounds)
+            sequences.append(is_sequence)
+    return Pooled(names, answers, bounds, sequences)
+
+
+def _asked(manifest: Manifest, request: Tensors) -> dict[str, tuple[Feature, ...]]:
+    """The features of each key of a request; of a request for rows, each table, as a feature of its name."""
+    if request.tables is not None:
+        return {name: (Feature(name=name, table=name),) for name in request.tables}
+    keys = manifest.keys
+    return keys if request.features is None else {key: keys[key] for key in request.features}
 
 
 def _rows_of_known(directory: Path, id_map: IdMap, request: Tensors) -> dict[int, int]:

@@ -61,10 +61,9 @@ def _table(where: str, name: str, keys: _TableKeys) -> TrainedTable:
         raise ConfigurationError(
             f"{where}: pooling_factor: expected > 0 and below 1000000, got {keys.pooling_factor}"
         )
-    try:
-        pooling = Pooling(keys.pooling.upper())
-    except ValueError as error:
-        raise ConfigurationError(f"{where}: pooling: expected sum or mean, got {keys.pooling!r}") from error
+    pooling = {"sum": Pooling.SUM, "mean": Pooling.MEAN}.get(keys.pooling.lower())
+    if pooling is None:
+        raise ConfigurationError(f"{where}: pooling: expected sum or mean, got {keys.pooling!r}")
     return TrainedTable(
         name=name,
         key=name,

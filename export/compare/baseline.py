@@ -149,8 +149,8 @@ def _checked_program(directory: Path, manifest: Manifest) -> torch.jit.ScriptMod
     program = compile_program(manifest)
     program.weights_host = map_weights(directory, manifest.plan)
     probe = make_probe(manifest, {})
-    answer = run_program(program, as_arguments(manifest, probe, None))
-    for feature, error in pool(directory, manifest, probe).misses(answer):
+    expected = pool(directory, manifest, probe)
+    for feature, error in expected.misses(expected.by_feature(run_program(program, manifest, probe, None))):
         raise ParityError(f"feature {feature!r}: the placement answers otherwise than its rows say, by {error:.3g}")
     return program
 

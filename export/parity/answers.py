@@ -1,5 +1,6 @@
 """The answers to one probe, at each step from the stored rows to a served model."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from export.parity.probe import as_arguments, make_probe, run_program, run_reloaded
+from export.parity.probe import make_probe, run_program, run_reloaded
 from export.program.compile import build_program
 from export.rows.tally import Tally, finite
 from serving.bundle.manifest import Agreement, Manifest, Parity
@@ -18,10 +19,12 @@ from serving.reference import Pooled, pool
 from serving.request.id_maps import IdMaps, known_of_keys
 from serving.request.tensors import Tensors
 
+ByFeature = Mapping[str, npt.NDArray[Any]]
+
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """A probe, and the answers to it. All but `pooled` are float32 or float16 [B, D].
+    """A probe, and the answers to it. All but `pooled` are by feature, float32 or float16 [B, dim] or [n, dim].
 
     Attributes:
         probe: the request.
@@ -33,9 +36,9 @@ class Answers:
 
     probe: Tensors
     pooled: Pooled
-    sharded: npt.NDArray[Any]
-    scripted: npt.NDArray[Any]
-    reloaded: npt.NDArray[Any]
+    sharded: ByFeature
+    scripted: ByFeature
+    reloaded: ByFeature
 
     def refusals(self, manifest: Manifest) -> list[str]:
         """A line for each answer that differs from the one of the step before.
@@ -52,9 +55,8 @@ class Answers:
             ("a fresh process", self.scripted, self.reloaded),
         ):
             for table in manifest.tables:
-                moved = np.subtract(*finite(columns_of(manifest, table, after), columns_of(manifest, table, before)))
-                if moved.any():
-                    largest = np.abs(moved).max()
+                largest = max(np.abs(np.subtract(a, b)).max() for a, b in _pairs(manifest, table, after, before))
+                if largest:
                     refusals.append(f"table {table.name!r}: {what} answers differently, by {largest:.3g}")
         return refusals
 
@@ -68,17 +70,22 @@ class Answers:
             limit: the largest error that `quantized` may have.
         """
 
-        def step(before: npt.NDArray[Any], after: npt.NDArray[Any]) -> Agreement:
+        def step(before: ByFeature, after: ByFeature) -> Agreement:
             tally = Tally()
-            tally.add(0, *finite(columns_of(manifest, table, before), columns_of(manifest, table, after)))
+            for a, b in _pairs(manifest, table, before, after):
+                tally.add(0, a, b)
             return tally.agreement
 
+        # Where a sum may leave the range of its dtype, it is compared with itself.
+        exact = {
+            name: np.where(np.isinf(bound), self.sharded[name], answer)
+            for name, answer, bound in zip(self.pooled.features, self.pooled.answers, self.pooled.bounds, strict=True)
+        }
         return Parity(
             table=table.name,
             limit=limit,
             quantized=quantized,
-            # Where a sum may leave the range of its dtype, it is compared with itself.
-            sharded=step(np.where(np.isinf(self.pooled.bound), self.sharded, self.pooled.answer), self.sharded),
+            sharded=step(exact, self.sharded),
             scripted=step(self.sharded, self.scripted),
             reloaded=step(self.scripted, self.reloaded),
         )
@@ -97,22 +104,23 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module) -> Ans
     """
     maps = IdMaps.of(directory, manifest)
     probe = make_probe(manifest, known_of_keys({} if maps is None else maps.known, manifest))
-    arguments = as_arguments(manifest, probe, maps)
     built = build_program(manifest)
     for each in (built, program):
         each.weights_host = map_weights(directory, manifest.plan)  # type: ignore[assignment]
+    pooled = pool(directory, manifest, probe)
     return Answers(
         probe=probe,
-        pooled=pool(directory, manifest, probe),
-        sharded=run_program(built, arguments),
-        scripted=run_program(program, arguments),
-        reloaded=run_reloaded(directory, probe),
+        pooled=pooled,
+        sharded=pooled.by_feature(run_program(built, manifest, probe, maps)),
+        scripted=pooled.by_feature(run_program(program, manifest, probe, maps)),
+        reloaded=pooled.by_feature(run_reloaded(directory, probe)),
     )
 
 
-def columns_of(manifest: Manifest, table: Table, answer: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The columns of all features that read a table: [B, D] → float64 [B, columns]."""
-    of_feature = [feature.table == table.name for feature in manifest.features]
-    dims = [each.dim for each in manifest.feature_tables]
-    columns: npt.NDArray[np.float64] = answer[:, np.repeat(of_feature, dims)].astype(np.float64)
-    return columns
+def _pairs(
+    manifest: Manifest, table: Table, a: ByFeature, b: ByFeature
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Two answers of each feature that reads a table: float64, all finite where they differ."""
+    for feature in manifest.features:
+        if feature.table == table.name:
+            yield finite(a[feature.name].astype(np.float64), b[feature.name].astype(np.float64))

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from export.errors import ParityError
 from serving.bundle.manifest import Manifest
+from serving.ranks.here import arguments
 from serving.request import kjt
 from serving.request.id_maps import IdMaps
 from serving.request.schema import Schema
-from serving.request.tensors import Ids, Tensors
+from serving.request.sequences import batches_of, outputs_of
+from serving.request.tensors import Ids, Outputs, Tensors
 
 _SEED = 20_451
 _SAMPLES = 64
@@ -68,7 +70,7 @@ def _raw(random: np.random.Generator, known: Ids, count: int) -> Ids:
 
 
 def as_arguments(manifest: Manifest, request: Tensors, maps: IdMaps | None) -> Arguments:
-    """A request for all keys, as programs take it.
+    """A request for all keys of pooled features, as programs take it.
 
     Args:
         manifest: of the bundle.
@@ -83,17 +85,23 @@ def as_arguments(manifest: Manifest, request: Tensors, maps: IdMaps | None) -> A
     return torch.from_numpy(checked.values), torch.from_numpy(checked.offsets), weights
 
 
-def run_program(program: nn.Module, arguments: Arguments) -> npt.NDArray[Any]:
-    """The answer of a program, compiled or not: float32 or float16 [B, D]."""
-    answer: npt.NDArray[Any] = program(*arguments, None).numpy()
-    return answer
+def run_program(program: nn.Module, manifest: Manifest, probe: Tensors, maps: IdMaps | None) -> Outputs:
+    """The outputs of a program, compiled or not.
+
+    Args:
+        program: of the bundle.
+        manifest: of the bundle.
+        probe: the request.
+        maps: of the bundle's ids.
+    """
+    schema = Schema.of(manifest, maps)
+    checked = kjt.check([kjt.accept(schema, probe)])
+    batches = batches_of(schema, checked)
+    return outputs_of(checked, batches, [program(*arguments(batch)).numpy() for batch in batches])[0]
 
 
-def run_reloaded(directory: Path, probe: Tensors) -> npt.NDArray[Any]:
-    """The answer of a fresh process, which opens the bundle at `directory` as serving does.
-
-    Returns:
-        float32 or float16 [B, D].
+def run_reloaded(directory: Path, probe: Tensors) -> Outputs:
+    """The outputs of a fresh process, which opens the bundle at `directory` as serving does.
 
     Raises:
         ParityError: it cannot open the bundle, or refuses the probe.
@@ -107,5 +115,5 @@ def run_reloaded(directory: Path, probe: Tensors) -> npt.NDArray[Any]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ParityError(f"{directory}: a fresh process could not answer from it:\n{done.stderr.strip()}")
-        answer: npt.NDArray[Any] = np.load(Path(folder) / "answer.npy", allow_pickle=False)
-        return answer
+        with np.load(Path(folder) / "outputs.npz", allow_pickle=False) as outputs:
+            return dict(outputs)

@@ -1,6 +1,6 @@
 """Answer a probe from a bundle, with nothing imported but `serving`. `export.parity.probe` runs this as a script.
 
-Usage: reload.py BUNDLE FOLDER. It reads FOLDER/probe.npz and writes FOLDER/answer.npy.
+Usage: reload.py BUNDLE FOLDER. It reads FOLDER/probe.npz and writes FOLDER/outputs.npz.
 """
 
 import sys
@@ -13,11 +13,11 @@ from serving.request.tensors import Tensors
 
 
 def main(bundle: Path, folder: Path) -> None:
-    """Answer `folder`/probe.npz from `bundle`, in `folder`/answer.npy."""
+    """Answer `folder`/probe.npz from `bundle`, in `folder`/outputs.npz."""
     engine = Engine.open(bundle)
     probe = np.load(folder / "probe.npz", allow_pickle=False)
     tensors = Tensors(None, probe["values"], probe["lengths"], probe.get("weights"))
-    np.save(folder / "answer.npy", engine.answer(tensors), allow_pickle=False)
+    np.savez(folder / "outputs.npz", **engine.outputs(tensors))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ It shares no code with what is served. It shows what a table's rows cannot: a wr
 pooling, tables that are mixed up.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,6 @@ from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import Agreement, Manifest
 from serving.bundle.rows import FP32_UNIT
 from serving.bundle.tables import Pooling
-from serving.request.encoding import decode
 from serving.request.tensors import Tensors
 
 
@@ -36,7 +35,7 @@ class Answer:
     """The answer of a trained module for one feature.
 
     Attributes:
-        numbers: float32 [B, dim].
+        numbers: float32 [B, dim]; of a feature that is not pooled [n, dim].
         unit: how the module rounds a number, at most, relative to the number.
     """
 
@@ -65,8 +64,7 @@ def trained_answers(trained: Trained, manifest: Manifest, probe: Tensors) -> dic
     answers: dict[str, Answer] = {}
     for path, collection in collections.items():
         features = [name for table in trained.by_collection[path] for name in table.features]
-        answered = heard[collection]
-        columns = answered.values().split(answered.length_per_key(), dim=1)
+        columns = _columns(heard[collection])
         # torch's eps is the distance from 1 to the next number: rounding is off by half of it.
         unit = max(torch.finfo(parameter.dtype).eps / 2 for parameter in bags_of(collection)[1].parameters())
         answers |= {
@@ -78,7 +76,7 @@ def trained_answers(trained: Trained, manifest: Manifest, probe: Tensors) -> dic
 def _hear(
     trained: Trained, manifest: Manifest, probe: Tensors, collections: Collection[nn.Module]
 ) -> dict[nn.Module, Any]:
-    """The KeyedTensor that each of `collections` answers the probe with."""
+    """What each of `collections` answers the probe with."""
     heard: dict[nn.Module, Any] = {}
     hearing = listening(collections, heard)
     with torch.no_grad(), evaluating(trained.module), looking_up(trained.module), quiet(), hearing:
@@ -90,6 +88,14 @@ def _hear(
             if collection not in heard:
                 collection(kjt_of(manifest, probe, collection))
     return heard
+
+
+def _columns(answered: Any) -> Sequence[torch.Tensor]:
+    """The answer of each feature: [B, dim] out of a KeyedTensor, [n, dim] of JaggedTensors by feature."""
+    if isinstance(answered, Mapping):
+        return [each.values() for each in answered.values()]
+    found: Sequence[torch.Tensor] = answered.values().split(answered.length_per_key(), dim=1)
+    return found
 
 
 def _runs(collection: nn.Module, tables: Iterable[TrainedTable]) -> bool:
@@ -120,14 +126,13 @@ def compare_trained(
     """
     tallies: dict[str, Tally] = {}
     bounds = dict(zip(answers.pooled.features, answers.pooled.bounds, strict=True))
-    served = decode(answers.reloaded, {name: bound.shape[1] for name, bound in bounds.items()})
     ids = _ids_in_bags(manifest, answers.probe)
     for feature, table in zip(manifest.features, manifest.feature_tables, strict=True):
         if (expected := trained.get(feature.name)) is None:
             continue
-        ours, theirs = finite(served[feature.name].astype(np.float64), expected.numbers.astype(np.float64))
+        ours, theirs = finite(answers.reloaded[feature.name].astype(np.float64), expected.numbers.astype(np.float64))
         moved = np.abs(ours - theirs)
-        counts = 1.0 if table.pooling is Pooling.MEAN else ids[feature.name]
+        counts = ids[feature.name] if table.pooling is Pooling.SUM else 1.0
         bound = bounds[feature.name] * (1 + expected.unit / FP32_UNIT)
         bound += counts * errors[table.name].tally.largest * (1 + 1e-6)
         if not ((moved <= bound) | np.isinf(bound)).all():

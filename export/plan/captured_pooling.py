@@ -16,7 +16,7 @@ _UNKNOWN = 1.0
 def captured_pooling(path: Path, features: Sequence[Feature]) -> dict[str, float]:
     """The average number of ids in a bag of each feature, over the samples of the requests that ask for it.
 
-    A request that the model cannot answer is left out: refused requests are captured too.
+    A request that the model cannot answer is left out: refused requests are captured too. So is one for rows.
 
     Args:
         path: a file that serving captured.
@@ -35,7 +35,7 @@ def captured_pooling(path: Path, features: Sequence[Feature]) -> dict[str, float
         requests += 1
         asked = keys if request.features is None else request.features
         lengths = _lengths(request, len(asked))
-        if lengths is None or not set(asked) <= ids.keys():
+        if lengths is None or request.tables is not None or not set(asked) <= ids.keys():
             continue
         for key, found in zip(asked, lengths, strict=True):
             ids[key] += int(found.sum())

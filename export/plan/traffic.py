@@ -97,7 +97,7 @@ def _asked(manifest: Manifest, sharding: Sharding, samples: float) -> Iterator[t
         readers = sum(feature.table == table.name for feature in manifest.features)
         ids = samples * sum(sharding.pooling_factors_of(table.name, readers))
         for shard in pieces[table.name]:
-            yield table, shard, ids, readers * samples
+            yield table, shard, ids, ids if table.is_sequence else readers * samples
 
 
 def sums_pattern(shards: Sequence[Shard]) -> str:

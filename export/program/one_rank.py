@@ -14,7 +14,7 @@ class OneRankProgram(nn.Module):
     """All tables whole on one rank: exactly one TBE call, no split and no merge.
 
     A TBE call pools either by SUM or by MEAN. Where a model has both, the call sums, and the means are divided
-    afterwards.
+    afterwards. A table that is not pooled is asked for by bags of one id: they are its rows either way.
 
     Args:
         manifest: features, tables and plan. Its parity and files are not read.
@@ -30,7 +30,7 @@ class OneRankProgram(nn.Module):
         super().__init__()
         offsets = {shard.table: shard.offset_bytes for shard in manifest.plan.shards}
         tables = manifest.feature_tables
-        poolings = {table.pooling for table in tables}
+        poolings = {table.pooling for table in tables} - {Pooling.NONE}
         self.mixed = len(poolings) > 1
         # Where means are divided afterwards, the call answers FP32, which is rounded once.
         half = manifest.output_dtype is OutputDtype.FP16 and not self.mixed

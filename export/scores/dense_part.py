@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
 
 from export.errors import CheckpointError, ModelError, ParityError
 from export.parity.probe import make_probe
@@ -87,6 +87,12 @@ def dense_part(
         CheckpointError: a weight is missing.
         ParityError: what was cut out answers otherwise than the model.
     """
+    for name, collection in trained.found.collections.items():
+        if isinstance(collection, EmbeddingCollectionInterface):
+            raise ModelError(
+                f"{name} ({type(collection).__name__}): scores are made of embeddings that are pooled: those of "
+                "sequences are not served yet: export without --scores"
+            )
     columns = _columns(trained, manifest)
     if own is None:
         path, entry = _entry(trained)

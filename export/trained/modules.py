@@ -18,10 +18,11 @@ from torchrec.fx import Tracer
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
     EmbeddingCollectionInterface,
 )
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection, FusedEmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
@@ -37,6 +38,8 @@ SERVED = (
     FusedEmbeddingBagCollection,
     FeatureProcessedEmbeddingBagCollection,
     ManagedCollisionEmbeddingBagCollection,
+    EmbeddingCollection,
+    FusedEmbeddingCollection,
 )
 _COLLECTIONS = (
     EmbeddingBagCollectionInterface,
@@ -86,7 +89,9 @@ def find_collections(module: nn.Module) -> Found:
         if collection not in collections.values():
             collections[path] = collection
     if not collections:
-        raise ModelError(f"{type(module).__name__}: expected an EmbeddingBagCollection in it, found none")
+        raise ModelError(
+            f"{type(module).__name__}: expected an EmbeddingBagCollection or EmbeddingCollection in it, found none"
+        )
     for path, collection in collections.items():
         _check_collection(_named(path, collection), collection)
     entries, left_out = [], []
@@ -127,14 +132,17 @@ def _check_collection(where: str, collection: nn.Module) -> None:
         _check_processed(where, collection)
     if isinstance(collection, ManagedCollisionEmbeddingBagCollection):
         _check_managed(where, collection)
+    if isinstance(collection, EmbeddingCollectionInterface) and collection.need_indices():
+        raise ModelError(
+            f"{where}: need_indices: expected False: answers hold no ids, which whoever asks has: make it without"
+        )
     for path, part in collection.named_modules():
         if type(part) is not nn.ParameterDict:  # it is never called: its __call__ raises
             _check_untouched(dotted(where, path), part)
-        if isinstance(part, nn.EmbeddingBag) and (
-            type(part) is not nn.EmbeddingBag or part.max_norm is not None or part.padding_idx is not None
-        ):
+        kind = next((kind for kind in (nn.EmbeddingBag, nn.Embedding) if isinstance(part, kind)), None)
+        if kind is not None and (type(part) is not kind or part.max_norm is not None or part.padding_idx is not None):
             raise ModelError(
-                f"{where}: {path}: expected a plain nn.EmbeddingBag, without max_norm and padding_idx: {_INSTEAD}"
+                f"{where}: {path}: expected a plain nn.{kind.__name__}, without max_norm and padding_idx: {_INSTEAD}"
             )
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export.errors import ModelError
@@ -14,7 +15,7 @@ from export.trained.modules import Found, dotted, find_collections
 from export.trained.processors import bags_of, position_weights_of
 from serving.bundle.tables import Pooling, is_name
 
-_POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN}
+_POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN, PoolingType.NONE: Pooling.NONE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,14 @@ class PositionWeights:
 
 @dataclass(frozen=True, slots=True)
 class TrainedTable:
-    """One table of an EmbeddingBagCollection.
+    """One table of an EmbeddingBagCollection or EmbeddingCollection.
 
     Attributes:
         name: its name in the config, or `path.name` where two collections have a table of that name.
         key: the key of its rows in the module's state dict.
         rows: how many.
         dim: columns.
-        pooling: SUM or MEAN.
+        pooling: SUM or MEAN; NONE in an EmbeddingCollection.
         weighted: whether its ids carry weights.
         features: the names of its answers. A feature is named as the KJT key that it reads, or `key@name` where
             several tables read that key; TorchRec names its answers so, too.
@@ -81,7 +82,8 @@ class Trained:
 
 
 def collect_tables(module: nn.Module) -> Trained:
-    """Find the tables of every (Fused, FeatureProcessed, ManagedCollision)EmbeddingBagCollection in `module`.
+    """Find the tables of every (Fused, FeatureProcessed, ManagedCollision)EmbeddingBagCollection and
+    (Fused)EmbeddingCollection.
 
     Raises:
         ModelError: there is no collection, or one that is not served (`export.trained.modules`); a table is pruned,
@@ -107,22 +109,26 @@ def collect_tables(module: nn.Module) -> Trained:
     return trained
 
 
-def _configs(collection: Any) -> list[EmbeddingBagConfig]:
+def _configs(collection: Any) -> list[BaseEmbeddingConfig]:
+    if isinstance(collection, EmbeddingCollectionInterface):
+        return [_servable(config) for config in collection.embedding_configs()]
     return [_servable(config) for config in bags_of(collection)[1].embedding_bag_configs()]
 
 
 def _trained_table(
-    path: str, config: EmbeddingBagConfig, collection: Any, qualified: bool, readers: Counter[str]
+    path: str, config: BaseEmbeddingConfig, collection: Any, qualified: bool, readers: Counter[str]
 ) -> TrainedTable:
+    is_sequence = isinstance(collection, EmbeddingCollectionInterface)
+    modules = "embeddings" if is_sequence else "embedding_bags"
     name = dotted(path, config.name) if qualified else config.name
     keys = tuple(_checked("feature", key) for key in config.feature_names)
     return TrainedTable(
         name=_checked("table", name),
-        key=dotted(path, bags_of(collection)[0], "embedding_bags", config.name, "weight"),
+        key=dotted(path, bags_of(collection)[0], modules, config.name, "weight"),
         rows=config.num_embeddings,
         dim=config.embedding_dim,
-        pooling=_POOLING[config.pooling],
-        weighted=bags_of(collection)[1].is_weighted(),
+        pooling=_POOLING[_pooling(config)],
+        weighted=not is_sequence and bags_of(collection)[1].is_weighted(),
         features=tuple(f"{key}@{name}" if readers[key] > 1 else key for key in keys),
         keys=keys,
         position_weights=_position_weights(path, collection, keys),
@@ -141,9 +147,13 @@ def _position_weights(path: str, collection: Any, keys: tuple[str, ...]) -> tupl
     return tuple(found.get(key, PositionWeights()) for key in keys)
 
 
-def _servable(config: EmbeddingBagConfig) -> EmbeddingBagConfig:
+def _pooling(config: BaseEmbeddingConfig) -> PoolingType:
+    return config.pooling if isinstance(config, EmbeddingBagConfig) else PoolingType.NONE
+
+
+def _servable(config: BaseEmbeddingConfig) -> BaseEmbeddingConfig:
     refused = {
-        "not pooled": config.pooling not in _POOLING,
+        "not pooled": isinstance(config, EmbeddingBagConfig) and config.pooling is PoolingType.NONE,
         "pruned": config.num_embeddings_post_pruning is not None,
         "position-weighted": config.need_pos,
         "virtual": config.use_virtual_table,

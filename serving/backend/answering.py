@@ -26,9 +26,11 @@ from serving.errors import (
     ServingError,
 )
 from serving.model.settings import LARGEST_HANDOVER
+from serving.ranks.answered import failed_of, zeroed_of
 from serving.request import kjt
 from serving.request.limits import Limits, grouped
-from serving.request.tensors import EMBEDDINGS, Embeddings, KjtRequest, Outputs, Tensors
+from serving.request.sequences import batches_of, outputs_of
+from serving.request.tensors import Array, KjtRequest, Outputs, Tensors
 
 # To learn from Triton whether a request is cancelled takes as long as a small lookup. Where requests may have waited
 # for longer than this, about so many of each group are looked at, and the whole group if one of them is cancelled.
@@ -144,7 +146,7 @@ class Answerer:
         return position in handover.accepted
 
     def _answer_group(self, handover: "_Handover", group: list[int], started: float) -> None:
-        """Answer the requests at the positions `group` with one TBE call."""
+        """Answer the requests at the positions `group` with one TBE call, and others for their sequences."""
         self._backlog.count_call()
         try:
             try:
@@ -155,22 +157,22 @@ class Answerer:
                     return
                 checked = kjt.check([handover.accepted[position] for position in group])
             times = [started, perf_counter()]
-            batch = kjt.merge(self._engine.schema, checked)
+            batches = batches_of(self._engine.schema, checked)
             times.append(perf_counter())
-            embeddings, failed, zeroed = self._engine.run(batch)
+            answered = [self._engine.run(batch) for batch in batches]
             times.append(perf_counter())
-            scores = self._engine.score_batch(batch, embeddings)
+            found = [each.embeddings for each in answered]
+            scores = self._engine.score_batch(batches[0], found[0]) if batches else {}
             times.append(perf_counter())
-            answers = kjt.split(embeddings, batch)
-            if _overflows(embeddings):
-                self._metrics.count_overflows(sum(map(_overflows, answers)))
-            for index, (position, answer) in enumerate(zip(group, answers, strict=True)):
-                outputs = {EMBEDDINGS: answer, **scores.get(index, {})}
+            outputs = outputs_of(checked, batches, found)
+            if any(map(_overflows, found)):
+                self._metrics.count_overflows(sum(any(map(_overflows, each.values())) for each in outputs))
+            failed = failed_of(answered)
+            for index, (position, each) in enumerate(zip(group, outputs, strict=True)):
                 asked = handover.tensors[position].outputs
-                handover.outcomes[position] = failed.get(
-                    index, {name: each for name, each in outputs.items() if name in asked}
-                )
-            self._metrics.count_lost(len(failed), zeroed)
+                scored = {name: numbers for name, numbers in scores.get(index, {}).items() if name in asked}
+                handover.outcomes[position] = failed.get(index, {**each, **scored})
+            self._metrics.count_lost(len(failed), zeroed_of(answered))
             times.append(perf_counter())
             self._metrics.count_call(checked, times)
         except Exception:
@@ -219,8 +221,8 @@ def _not_this(digest: str, bundle: Bundle) -> ModelNotFound:
     )
 
 
-def _overflows(embeddings: Embeddings) -> bool:
-    """Whether `embeddings` [B, D] are float16 and one of them is not finite."""
+def _overflows(embeddings: Array) -> bool:
+    """Whether an output is float16 and one of its numbers is not finite."""
     if embeddings.dtype != np.float16 or not embeddings.size:
         return False
     # By their bits, numbers that are not finite come after all others: as int16 above zero, as uint16 below zero.

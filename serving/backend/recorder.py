@@ -75,6 +75,7 @@ class Recorder:
             at=datetime.now(UTC).isoformat(timespec="milliseconds"),
             why=why,
             features=None if tensors.features is None else list(tensors.features),
+            tables=None if tensors.tables is None else list(tensors.tables),
             values=tensors.values.tolist(),
             lengths=tensors.lengths.tolist(),
             traceparent=tensors.trace,

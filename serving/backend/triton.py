@@ -37,7 +37,7 @@ from serving.model.settings import RECOVERED, ServingSettings, parsed
 from serving.ranks.message import BUNDLE
 from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
-from serving.request.tensors import EVERY_HOST, IDS, Array, Tensors
+from serving.request.tensors import EVERY_HOST, IDS, TABLES, Array, Tensors
 from serving.triton.presence import BUSY, IDLE, show
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
@@ -141,14 +141,14 @@ def _decode(request: Any) -> Tensors:
     """The tensors of one of Triton's requests.
 
     Raises:
-        InvalidRequest: an input is not [1, n], or `features` is no string.
+        InvalidRequest: an input is not [1, n], or `features` or `tables` is no string.
     """
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     weights = inputs.get("weights")
     text = request.parameters()
     parameters = json.loads(text) if text else {}
     return Tensors(
-        _features(parameters),
+        _names(parameters, "features"),
         _row("values", inputs["values"]),
         _row("lengths", inputs["lengths"]),
         None if weights is None else _row("weights", weights),
@@ -157,6 +157,7 @@ def _decode(request: Any) -> Tensors:
         parameters.get(EVERY_HOST) is True,
         request.requested_output_names(),
         {name: _matrix(name, each) for name, each in inputs.items() if name not in IDS},
+        _names(parameters, TABLES),
     )
 
 
@@ -178,14 +179,14 @@ def _matrix(name: str, tensor: Any) -> Array:
     return rows
 
 
-def _features(parameters: Mapping[str, Any]) -> list[str] | None:
-    """The names in the request parameter `features`; None, for all features, where it is missing."""
-    features = parameters.get("features")
-    if features is None:
+def _names(parameters: Mapping[str, Any], parameter: str) -> list[str] | None:
+    """The names in a request parameter; None where it is missing."""
+    names = parameters.get(parameter)
+    if names is None:
         return None
-    if not isinstance(features, str):
-        raise InvalidRequest(f"parameter features: expected comma-separated names, got {features!r}", Reason.FEATURES)
-    return features.split(",") if features else []
+    if not isinstance(names, str):
+        raise InvalidRequest(f"parameter {parameter}: expected comma-separated names, got {names!r}", Reason.FEATURES)
+    return names.split(",") if names else []
 
 
 def _response(outcome: Outcome) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,10 @@ def warm_up(engine: Engine, model: Path) -> None:
         return
     for captured in read_captured(path):
         with suppress(InvalidRequest, HostUnavailable):  # it may have been captured for being refused
-            engine.answer(with_weights(captured.tensors, engine.schema.weighted))
+            engine.outputs(with_weights(captured.tensors, engine.schema.weighted))
 
 
 def with_weights(tensors: Tensors, weighted: bool) -> Tensors:
     """A captured request as a model takes it: with a weight of 1 for each id, float32 [N], if it is weighted."""
     weights = np.ones(tensors.values.size, np.float32) if weighted else None
-    return Tensors(tensors.features, tensors.values, tensors.lengths, weights)
+    return replace(tensors, weights=weights)

@@ -242,12 +242,14 @@ def what_is_wrong(bundle: Bundle | None, request: Prepared, answer: bytes) -> li
     if response.model_version != bundle.path.name:
         return [f"expected answers of version {bundle.path.name}, the bundle's, got {response.model_version}"]
     expected = pool(bundle.path, bundle.manifest, request.tensors)
-    output = response.outputs[0]
-    embeddings = np.frombuffer(
-        response.raw_output_contents[0], np.float16 if output.datatype == "FP16" else np.float32
-    )
-    shape = [1, *expected.answer.shape]
-    if list(output.shape) != shape:
-        return [f"expected embeddings of shape {shape}, got {list(output.shape)}"]
-    misses = expected.misses(embeddings.reshape(shape[1:]))
+    found = {output.name: list(output.shape) for output in response.outputs}
+    if found != expected.shapes:
+        return [f"expected outputs of shapes {expected.shapes}, got {found}"]
+    outputs: dict[str, Any] = {
+        output.name: np.frombuffer(content, np.float16 if output.datatype == "FP16" else np.float32).reshape(
+            output.shape[1:]
+        )
+        for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+    misses = expected.misses(expected.by_feature(outputs))
     return [f"feature {name!r}: an answer is off by {error:.3g}" for name, error in misses]

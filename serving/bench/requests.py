@@ -1,7 +1,7 @@
 """Requests to send, serialized beforehand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,9 +32,8 @@ def prepare(model: str, requests: Sequence[Tensors], info: ModelInfo) -> list[Pr
     """Serialize `requests` for a served model."""
     prepared = []
     for tensors in requests:
-        features = len(info.keys if tensors.features is None else tensors.features)
         message = infer_request(model, tensors, info).SerializeToString()
-        prepared.append(Prepared(tensors, message, tensors.lengths.size // features))
+        prepared.append(Prepared(tensors, message, tensors.lengths.size // len(_names(tensors, info))))
     return prepared
 
 
@@ -51,9 +50,7 @@ def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
     """
     captured = [each.tensors for each in read_captured(path, follow=True)]
     requests = [
-        Tensors(
-            each.features, each.values, each.lengths, np.ones(each.values.size, np.float32) if info.weighted else None
-        )
+        replace(each, weights=np.ones(each.values.size, np.float32) if info.weighted else None)
         for each in captured
         if _adds_up(each, info)
     ]
@@ -62,12 +59,20 @@ def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
     return requests, len(captured) - len(requests)
 
 
+def _names(tensors: Tensors, info: ModelInfo) -> Sequence[str]:
+    """The keys, or tables, that a request has lengths for."""
+    if tensors.tables is not None:
+        return tensors.tables
+    return list(info.keys) if tensors.features is None else tensors.features
+
+
 def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:
-    names = list(info.keys) if tensors.features is None else list(tensors.features)
+    names = _names(tensors, info)
+    known = info.keys.keys() if tensors.tables is None else info.tables.keys()
     lengths: Lengths = tensors.lengths  # type: ignore[assignment]
     return (
         bool(names)
-        and info.keys.keys() >= set(names)
+        and known >= set(names)
         and not lengths.size % len(names)
         and not (lengths < 0).any()
         and int(lengths.sum(dtype=np.int64)) == tensors.values.size

@@ -33,7 +33,7 @@ HOSTS_FORMAT_VERSION = 5
 # Of bundles with the id policy `modulo`, with position weights, or with INT32 ids that are not on hosts; whether on
 # several hosts or not.
 IDS_FORMAT_VERSION = 6
-# Of bundles with a dense part, or with maps of ids; whether on several hosts or not.
+# Of bundles with a dense part, maps of ids, or tables that are not pooled; whether on several hosts or not.
 NEWEST_FORMAT_VERSION = 7
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
@@ -182,17 +182,19 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     def contract(self) -> str:
         """SHA-256, in hex, of all that a client can see.
 
-        This is features, dims, whether ids carry weights, the dtypes of ids and output, and the names and shapes of
-        dense inputs and scores. A version can replace another with the same contract while clients run.
+        This is features, dims, whether they are pooled and ids carry weights, the dtypes of ids and output, and the
+        names and shapes of dense inputs and scores. A version can replace another with the same contract while
+        clients run.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
         sends = self.sends_weights
-        features = [
+        features: list[list[object]] = [
             [
                 feature.name,
                 table.dim,
                 sends[feature.name],
-                *([] if feature.shared_key is None else [feature.shared_key]),
+                *([feature.shared_key, "sequence"] if table.is_sequence else []),
+                *([] if table.is_sequence or feature.shared_key is None else [feature.shared_key]),
             ]
             for feature, table in tables
         ]
@@ -220,8 +222,8 @@ def format_version_of(
     """
     is_narrow = id_dtype is IdDtype.INT32 and not on_hosts
     by_position = any(feature.position_weights is not None for feature in features)
-    tables = list(tables)
-    if any(table.id_map is not None for table in tables):
+    tables = tuple(tables)
+    if any(table.id_map is not None or table.is_sequence for table in tables):
         return NEWEST_FORMAT_VERSION
     if is_narrow or by_position or any(table.id_policy is IdPolicy.MODULO for table in tables):
         return IDS_FORMAT_VERSION

@@ -137,6 +137,10 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: expected id_policy `error` with an id_map, got {table.id_policy.value!r}"
         if table.id_map is not None and (wrong := table.id_map.contradiction(table.rows)) is not None:
             yield f"{where}: id_map: {wrong}"
+        if table.is_sequence and manifest.format_version < NEWEST_FORMAT_VERSION:
+            yield f"{where}: format_version {manifest.format_version} has no pooling `NONE`"
+        if table.is_sequence and (table.weighted or manifest.part_of is not None):
+            yield f"{where}: pooling: expected SUM or MEAN of a weighted table, and in the bundle of a host, got NONE"
 
 
 def _in_features(manifest: Manifest) -> Iterator[str]:
@@ -168,6 +172,9 @@ def _in_dense_part(manifest: Manifest) -> Iterator[str]:
         return
     if manifest.part_of is not None:
         yield "dense_part: expected none in a host's bundle: its answers are partial sums"
+    for table in manifest.tables:
+        if table.is_sequence:
+            yield f"dense_part: expected none beside a table that is not pooled, {table.name!r}"
     if not part.outputs:
         yield "dense_part: outputs: expected at least one"
     yield from wrong_names([each.name for each in part.inputs], [each.name for each in part.outputs])

@@ -18,10 +18,14 @@ def is_name(text: str) -> bool:
 
 
 class Pooling(enum.Enum):
-    """How the rows of a bag become one. An empty bag gives zeros."""
+    """How the rows of a bag become one. An empty bag gives zeros.
+
+    With NONE they do not: the answer has the row of each id. TorchRec's EmbeddingCollection answers so.
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
+    NONE = "NONE"
 
 
 class IdPolicy(enum.Enum):
@@ -95,6 +99,11 @@ class Table(Strict, frozen=True, omit_defaults=True):
     dtype: WeightDtype
     id_policy: IdPolicy | DefaultRow
     id_map: IdMap | None = None
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether it is answered by a row for each id."""
+        return self.pooling is Pooling.NONE
 
     @property
     def row_bytes(self) -> int:

@@ -12,6 +12,7 @@ from serving.client.answer import Answer, ModelInfo
 from serving.client.clients import AsyncLookupClient, LookupClient
 from serving.client.connection import DEFAULT_TIMEOUT_S, Tls
 from serving.client.retries import Retries
+from serving.request.sequence import Sequence
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -20,5 +21,6 @@ __all__ = [
     "LookupClient",
     "ModelInfo",
     "Retries",
+    "Sequence",
     "Tls",
 ]

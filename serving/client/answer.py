@@ -7,19 +7,21 @@ from typing import Any
 import numpy as np
 
 from serving.bundle.scores import DenseInput
+from serving.request.sequence import Sequence
 from serving.request.tensors import Embeddings
 
 
-class Answer(dict[str, Embeddings]):
+class Answer(dict[str, Any]):
     """Pooled embeddings, {feature: [B, dim]}, float32 or float16, in the order asked for.
 
-    The arrays are read-only views of one array [B, D]: of the response's bytes, or of shared memory.
+    For a feature of an EmbeddingCollection it has a `Sequence` instead: a row for each id, not pooled.
+    The arrays are read-only views of the response's bytes, or of shared memory.
 
     Attributes:
         version: the version of the model that gave the whole answer.
     """
 
-    def __init__(self, embeddings: Mapping[str, Embeddings], version: int) -> None:
+    def __init__(self, embeddings: Mapping[str, Embeddings | Sequence], version: int) -> None:
         super().__init__(embeddings)
         self.version = version
 
@@ -49,6 +51,8 @@ class ModelInfo:
         ids_dtype: of ids as they travel, int64 or int32.
         dense: the inputs that scores need beside ids.
         scores: the shape of each score of a sample, by the name of the output.
+        sequences: the features that are answered by a row for each id.
+        tables: dim of each table whose rows can be asked for. Models that were exported without it have none.
     """
 
     dims: dict[str, int]
@@ -57,5 +61,7 @@ class ModelInfo:
     output_dtype: np.dtype[Any]
     contract: str
     ids_dtype: np.dtype[Any]
+    sequences: frozenset[str] = frozenset()
+    tables: Mapping[str, int] = field(default_factory=dict)
     dense: tuple[DenseInput, ...] = ()
     scores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

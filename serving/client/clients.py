@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import numpy.typing as npt
 from tritonclient.grpc import service_pb2_grpc
 
 from serving.arguments import check_argument
@@ -24,6 +25,7 @@ from serving.closing import AsyncClosing, Closing
 from serving.errors import ConfigurationError, RequestCancelled, ServingError
 from serving.request.dense import NO_DENSE, DenseFeatures
 from serving.request.encoding import Features
+from serving.request.tensors import Embeddings
 from serving.timeouts import check_timeout
 from serving.triton.sayings import error_of
 
@@ -139,7 +141,7 @@ class LookupClient(_Client, Closing):
         trace: str | None = None,
         every_host: bool = False,
     ) -> Answer:
-        """Pooled embeddings of B samples.
+        """Embeddings of B samples.
 
         Args:
             features: ids by feature: any of the model's features, in any order. The ids of a feature are one of:
@@ -153,8 +155,9 @@ class LookupClient(_Client, Closing):
             every_host: answer only if every host of a router does, also those of which no row is needed.
 
         Returns:
-            {feature: [B, dim]} in the order asked for; float32 or float16, as the model was exported. The arrays are
-            read-only views of one answer.
+            {feature: [B, dim]} in the order asked for; float32 or float16, as the model was exported. A feature of an
+            EmbeddingCollection is not pooled: it has a `Sequence`, with a row for each id. The arrays are read-only
+            views of one answer.
 
         Raises:
             InvalidRequest: ids, lengths, weights or names cannot be answered.
@@ -192,6 +195,26 @@ class LookupClient(_Client, Closing):
             ServingError: as `lookup`.
         """
         return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs))
+
+    def rows(
+        self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
+    ) -> Embeddings:
+        """Rows of a table, as they are stored: not pooled, and without weights.
+
+        Args:
+            table: its name.
+            ids: integers [n].
+            timeout_s: as `lookup`.
+            trace: as `lookup`.
+
+        Returns:
+            [n, dim], float32 or float16; read-only. Ids outside the table are answered as its id policy says: `zero`
+            gives zeros.
+
+        Raises:
+            ServingError: as `lookup`.
+        """
+        return _result(self._exchange.rows(self._ask(timeout_s, trace), table, ids))
 
     def close(self) -> None:
         """Close the channel."""
@@ -240,6 +263,12 @@ class AsyncLookupClient(_Client, AsyncClosing):
     ) -> Scores:
         """As `LookupClient.score`."""
         return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs)
+
+    async def rows(
+        self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
+    ) -> Embeddings:
+        """As `LookupClient.rows`."""
+        return await self._exchange.rows(self._ask(timeout_s, trace), table, ids)
 
     async def close(self) -> None:
         """As `LookupClient.close`."""

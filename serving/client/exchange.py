@@ -4,11 +4,14 @@ It does no I/O itself. Whoever uses it passes a function that makes a call. So b
 AsyncLookupClient that function waits in the event loop; for LookupClient it blocks, and never waits.
 """
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
+from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 
@@ -27,13 +30,21 @@ from serving.errors import (
 )
 from serving.files.strict import is_utf8
 from serving.request.dense import DenseFeatures, accept_dense, encode_dense
-from serving.request.encoding import Features, decode, encode
-from serving.request.tensors import EMBEDDINGS, EVERY_HOST, IDS, Embeddings, Tensors
+from serving.request.encoding import Features, decode, decode_rows, encode, encode_rows
+from serving.request.sequence import Sequence
+from serving.request.tensors import EMBEDDINGS, EVERY_HOST, IDS, SEQUENCES, TABLES, Embeddings, Tensors
 
 _TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
 _INT32 = np.iinfo(np.int32)
 _KSERVE_NAME = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32"}
 _PARAMETERS = {"features", "dims", "contract"}
+# The outputs that are not scores.
+_LOOKED_UP = (EMBEDDINGS, SEQUENCES)
+# Bytes of a cache line.
+_LINE = 64
+
+# Of outputs by name, without the leading 1.
+Shapes = dict[str, tuple[int, ...]]
 
 
 class Call(NamedTuple):
@@ -77,7 +88,7 @@ class Exchange:
         return self._info
 
     async def lookup(self, ask: Ask, features: Features, every_host: bool = False) -> Answer:
-        """The pooled embeddings of B samples, {feature: [B, dim]}, float32 or float16.
+        """The embeddings of B samples, {feature: [B, dim], or a Sequence}, float32 or float16.
 
         Args:
             ask: makes calls.
@@ -92,16 +103,38 @@ class Exchange:
         info = await self.info(ask)
         tensors = replace(_encoded(info, features), every_host=every_host)
         keys = tensors.features or ()
-        dims = {name: info.dims[name] for key in keys for name in info.keys[key]}
-        shape = (tensors.lengths.size // len(keys), sum(dims.values()))
-        request = infer_request(self._model, tensors, info)
-        if self._regions is None or 0 in shape:
-            response = await ask(Call("ModelInfer", request))
-            self._check_shape(response, shape)
-            embeddings = np.frombuffer(response.raw_output_contents[0], info.output_dtype).reshape(shape)
-        else:
-            response, embeddings = await self._through_region(ask, self._regions, request, info, shape)
-        return Answer(decode(embeddings, dims), int(response.model_version))
+        lengths = dict(zip(keys, tensors.lengths.reshape(len(keys), -1), strict=True))
+        read = {name: lengths[key] for key in keys for name in info.keys[key]}
+        pooled = {name: info.dims[name] for name in read if name not in info.sequences}
+        rows = {name: (int(read[name].sum()), info.dims[name]) for name in read if name in info.sequences}
+        samples = tensors.lengths.size // len(keys)
+        outputs, version = await self._infer(ask, tensors, info, _shapes(samples, pooled, rows))
+        found: dict[str, Embeddings | Sequence] = dict(decode(outputs[EMBEDDINGS], pooled)) if pooled else {}
+        if rows:
+            decoded = decode_rows(outputs[SEQUENCES], rows)
+            found |= {name: Sequence(each, read[name]) for name, each in decoded.items()}
+        return Answer({name: found[name] for name in read}, version)
+
+    async def rows(self, ask: Ask, table: str, ids: npt.ArrayLike) -> Embeddings:
+        """Rows of a table, [n, dim].
+
+        Raises:
+            InvalidRequest: the model has no such table, or the ids cannot be encoded.
+            InternalError: the model was exported before rows could be asked for.
+            ServingError: as `ask`.
+        """
+        info = await self.info(ask)
+        tensors = encode_rows(table, ids, weighted=bool(info.weighted))
+        if not info.tables:
+            raise InternalError(
+                f"{self._where} was exported by a tbe-serving that could not answer rows: its config names no "
+                "tables: export it under another name"
+            )
+        if table not in info.tables:
+            raise InvalidRequest(f"table {table!r}: expected one of {', '.join(map(repr, info.tables))}")
+        rows = {table: (tensors.values.size, info.tables[table])}
+        outputs, _ = await self._infer(ask, tensors, info, _shapes(0, {}, rows))
+        return decode_rows(outputs[SEQUENCES], rows)[table]
 
     async def score(
         self, ask: Ask, features: Features, dense: DenseFeatures, outputs: Collection[str] | None
@@ -145,18 +178,40 @@ class Exchange:
                     Call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=region.name))
                 )
 
+    async def _infer(
+        self, ask: Ask, tensors: Tensors, info: ModelInfo, shapes: Shapes
+    ) -> tuple[dict[str, Embeddings], int]:
+        """The outputs for a request, of the `shapes` that are expected, and the version that answered."""
+        request = infer_request(self._model, replace(tensors, outputs=list(shapes)), info)
+        if self._regions is not None and all(prod(shape) > 0 for shape in shapes.values()):
+            response, outputs = await self._through_region(ask, self._regions, request, info, shapes)
+            return outputs, int(response.model_version)
+        response = await ask(Call("ModelInfer", request))
+        self._check_shapes(response, shapes)
+        outputs = {
+            output.name: np.frombuffer(content, info.output_dtype).reshape(shapes[output.name])
+            for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
+        }
+        return outputs, int(response.model_version)
+
     async def _through_region(
-        self, ask: Ask, regions: Regions, request: Any, info: ModelInfo, shape: tuple[int, int]
-    ) -> tuple[Any, Embeddings]:
-        """The response to `request` and its embeddings [B, D], which the server writes into shared memory."""
-        size_bytes = shape[0] * shape[1] * info.output_dtype.itemsize
+        self, ask: Ask, regions: Regions, request: Any, info: ModelInfo, shapes: Shapes
+    ) -> tuple[Any, dict[str, Embeddings]]:
+        """The response to `request` and its outputs, which the server writes into shared memory."""
+        sizes = [prod(shape) * info.output_dtype.itemsize for shape in shapes.values()]
+        # Each output begins at a multiple of a cache line.
+        starts = list(accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
+        size_bytes = starts[-1]
         region = regions.take(size_bytes)
         try:
             if not region.registered:
                 await _register(ask, region)
-            output = request.outputs[0] if request.outputs else request.outputs.add(name=EMBEDDINGS)
-            output.parameters["shared_memory_region"].string_param = region.name
-            output.parameters["shared_memory_byte_size"].int64_param = size_bytes
+            named = {each.name: each for each in request.outputs}
+            for name, start, size in zip(shapes, starts, sizes, strict=False):
+                output = named.get(name) or request.outputs.add(name=name)
+                output.parameters["shared_memory_region"].string_param = region.name
+                output.parameters["shared_memory_byte_size"].int64_param = size
+                output.parameters["shared_memory_offset"].int64_param = start
             try:
                 response = await ask(Call("ModelInfer", request))
             except (InvalidRequest, ModelNotFound):
@@ -165,26 +220,39 @@ class Exchange:
                     raise
                 await _register(ask, region)  # the server was started anew and has forgotten it
                 response = await ask(Call("ModelInfer", request))
-            self._check_shape(response, shape)
+            self._check_shapes(response, shapes)
         except (DeadlineExceeded, RequestCancelled):
             raise  # the server may still write into this region, so it is not used again
         except ServingError:
             regions.give_back(region)
             raise
-        array = region.array(info.output_dtype, shape)
-        array.flags.writeable = False
-        regions.give_back_after(array, region)
-        return response, array
+        whole = region.array(np.dtype(np.uint8), (size_bytes,))
+        whole.flags.writeable = False
+        regions.give_back_after(whole, region)
+        outputs: dict[str, Embeddings] = {
+            name: whole[start : start + size].view(info.output_dtype).reshape(shape)
+            for (name, shape), start, size in zip(shapes.items(), starts, sizes, strict=False)
+        }
+        return response, outputs
 
-    def _check_shape(self, response: Any, shape: tuple[int, int]) -> None:
-        if list(response.outputs[0].shape) != [1, *shape]:
-            raise self._other_model(response.outputs[0], shape)
+    def _check_shapes(self, response: Any, shapes: Shapes) -> None:
+        for output in response.outputs:
+            if list(output.shape) != [1, *shapes.get(output.name, (0,))]:
+                raise self._other_model(output, shapes.get(output.name, ()))
+        if len(response.outputs) != len(shapes):
+            raise InternalError(f"{self._where}: expected the outputs {', '.join(shapes)}, got {response.outputs}")
 
     def _other_model(self, output: Any, shape: tuple[int, ...]) -> InternalError:
         return InternalError(
             f"{self._where}: expected {output.name} of shape {[1, *shape]}, got {list(output.shape)}: another model "
             "took this one's name: make a new client"
         )
+
+
+def _shapes(samples: int, pooled: Mapping[str, int], rows: Mapping[str, tuple[int, int]]) -> Shapes:
+    """The shape of each output that answers features: those `pooled`, by dim, and `rows`, by their shapes."""
+    shapes: Shapes = {EMBEDDINGS: (samples, sum(pooled.values()))} if pooled else {}
+    return shapes | ({SEQUENCES: (sum(map(prod, rows.values())),)} if rows else {})
 
 
 async def _register(ask: Ask, region: Region) -> None:
@@ -205,7 +273,7 @@ async def _register(ask: Ask, region: Region) -> None:
 def _info_of(config: Any) -> ModelInfo:
     """The model with this config, a ModelConfig of Triton's. tbe-export made it."""
     parameters = {key: value.string_value for key, value in config.parameters.items()}
-    features, dims = parameters["features"].split(","), map(int, parameters["dims"].split(","))
+    features, dims = parameters["features"].split(","), [int(dim) for dim in parameters["dims"].split(",")]
     keys: dict[str, tuple[str, ...]] = {}
     for key, feature in zip(parameters.get("keys", parameters["features"]).split(","), features, strict=True):
         keys[key] = (*keys.get(key, ()), feature)
@@ -217,8 +285,10 @@ def _info_of(config: Any) -> ModelInfo:
         output_dtype=np.dtype(np.float16 if types.get(EMBEDDINGS) == _TYPE_FP16 else np.float32),
         contract=parameters["contract"],
         ids_dtype=np.dtype(np.int32 if types.get("values") == _TYPE_INT32 else np.int64),
+        sequences=frozenset(filter(None, parameters.get("sequences", "").split(","))),
+        tables=dict(zip(parameters["tables"].split(","), dims, strict=True)) if "tables" in parameters else {},
         dense=tuple(DenseInput(each.name, each.dims[1]) for each in config.input if each.name not in IDS),
-        scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name != EMBEDDINGS},
+        scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name not in _LOOKED_UP},
     )
 
 
@@ -263,6 +333,8 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
             request.outputs.add(name=name)
     if tensors.features is not None and list(tensors.features) != list(info.keys):
         request.parameters["features"].string_param = ",".join(tensors.features)
+    if tensors.tables is not None:
+        request.parameters[TABLES].string_param = ",".join(tensors.tables)
     if tensors.every_host:
         request.parameters[EVERY_HOST].bool_param = True
     return request

@@ -8,10 +8,11 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient
+from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient, Sequence
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import InvalidRequest, ServingError
 from serving.request.encoding import Features
+from serving.request.tensors import Embeddings
 from serving.terminal.program import out
 
 
@@ -28,6 +29,7 @@ def lookup(
 ) -> None:
     """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
 
+    A feature of an EmbeddingCollection gives a list of rows for each sample: [[[number, ...], ...], ...].
     Instead of a list of bags, a feature may have a list of ids, one for each sample, or
     {"values": [...], "lengths": [...], "weights": [...]}.
     A line that cannot be answered is reported, and the others are answered. Then the exit code is 1. Nothing is
@@ -59,16 +61,28 @@ def _request(line: bytes) -> Features:
 
 
 def _plain(answer: Answer) -> dict[str, Any]:
-    """The embeddings as lists of the shortest decimals that read back as the same numbers."""
-    return {name: rows.astype(str).astype(np.float64).tolist() for name, rows in answer.items()}
+    """The embeddings as lists of the shortest decimals that read back as the same numbers.
+
+    A sequence is a list of lists of rows: one for each sample.
+    """
+    return {
+        name: [_decimals(found.rows(sample)) for sample in range(len(found))]
+        if isinstance(found, Sequence)
+        else _decimals(found)
+        for name, found in answer.items()
+    }
+
+
+def _decimals(rows: Embeddings) -> Any:
+    return rows.astype(str).astype(np.float64).tolist()
 
 
 def _table(answer: Answer) -> Table:
     table = Table("sample", "feature", "dim", "embedding")
     for sample in range(len(next(iter(answer.values())))):
-        for name, rows in answer.items():
-            row = rows[sample]
-            shown = " ".join(f"{number:+.4f}" for number in row[:6])
-            table.add_row(str(sample), name, str(row.size), shown + (" …" if row.size > 6 else ""))
+        for name, found in answer.items():
+            for row in found.rows(sample) if isinstance(found, Sequence) else found[sample : sample + 1]:
+                shown = " ".join(f"{number:+.4f}" for number in row[:6])
+                table.add_row(str(sample), name, str(row.size), shown + (" …" if row.size > 6 else ""))
         table.add_section()
     return table

@@ -115,6 +115,12 @@ class ServingSettings:
     max_call_samples: int = _setting(
         16 << 10, _between(1, _INT32), "Most samples in a TBE call; more take several calls."
     )
+    max_sequence_bytes: int = _setting(
+        256 << 20,
+        _between(1, _INT64),
+        "Most bytes of rows, n × dim as FP32, that a request is answered with, and those in one group; requests for "
+        "more are refused.",
+    )
     # Under overload an answer takes about twice this at most. Twice the default is within a client's default
     # deadline, 1 s.
     max_busy_ms: int = _setting(

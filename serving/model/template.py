@@ -10,6 +10,7 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.tables import OutputDtype
 from serving.model.config_file import CONFIG, apply_settings
 from serving.model.settings import ServingSettings
+from serving.request.tensors import SEQUENCES
 
 _TEMPLATE = files("model_repository").joinpath("lookup")
 _ID_TYPE = {
@@ -41,6 +42,8 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
             )
         for output in part.outputs:
             config.output.add(name=output.name, data_type=model_config_pb2.TYPE_FP32, dims=[-1, *output.shape])
+    if manifest.part_of is None:  # nobody asks a host for rows
+        config.output.add(name=SEQUENCES, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1])
     keys = [feature.key for feature in manifest.features]
     parameters = {
         "features": ",".join(feature.name for feature in manifest.features),
@@ -50,6 +53,10 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
     }
     if len(manifest.keys) < len(keys):
         parameters["keys"] = ",".join(keys)
+    if manifest.part_of is None:
+        parameters["tables"] = ",".join(feature.table for feature in manifest.features)
+        tables = zip(manifest.features, manifest.feature_tables, strict=True)
+        parameters["sequences"] = ",".join(feature.name for feature, table in tables if table.is_sequence)
     for key, value in parameters.items():
         config.parameters[key].string_value = value
     apply_settings(config, settings)

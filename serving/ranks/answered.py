@@ -1,6 +1,6 @@
 """What the ranks say to a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from serving.errors import ServingError
@@ -19,3 +19,17 @@ class Answered(NamedTuple):
     embeddings: Embeddings
     failed: Mapping[int, ServingError] = {}
     zeroed: Mapping[str, int] = {}
+
+
+def failed_of(answered: Sequence[Answered]) -> Mapping[int, ServingError]:
+    """Requests that got no answer from some of several batches, by their position in all of them."""
+    return {position: error for each in answered for position, error in each.failed.items()}
+
+
+def zeroed_of(answered: Sequence[Answered]) -> Mapping[str, int]:
+    """How many requests got zeros in several batches, by table. One that got some in two batches counts twice."""
+    zeroed: dict[str, int] = {}
+    for each in answered:
+        for table, count in each.zeroed.items():
+            zeroed[table] = zeroed.get(table, 0) + count
+    return zeroed

@@ -42,11 +42,13 @@ class _Asked:
 
     Attributes:
         names: joined by commas; None where they are all of the rank's.
+        features: the feature of each segment, as its position in the manifest.
         tables: the table of each segment.
         columns: of its partial sums.
     """
 
     names: str | None
+    features: Sequence[int]
     tables: Sequence[str]
     columns: int
 
@@ -243,12 +245,13 @@ class Routed:
         self, batch: Batch, split: Split, embeddings: npt.NDArray[Any], lost: Mapping[int, ServingError]
     ) -> Answered:
         """Which requests of a batch need what the lost hosts hold: they fail, or have zeros in its place."""
-        bounds = np.cumsum([0, *(request.samples for request in batch.requests)])
+        bounds = dict(zip(batch.selection.positions.tolist(), batch.bounds, strict=True))
         failed: dict[int, ServingError] = {}
         reasons: dict[int, list[str]] = {}
         zeroed: dict[int, set[str]] = {}
         for rank, error in lost.items():
-            ends = np.pad(np.cumsum(split.by_rank[rank][1].numpy(), axis=1), ((0, 0), (1, 0)))[:, bounds]
+            ends = np.pad(np.cumsum(split.by_rank[rank][1].numpy(), axis=1), ((0, 0), (1, 0)))
+            ends = np.take_along_axis(ends, np.array([bounds[each] for each in split.asked[rank].features]), axis=1)
             needed = np.diff(ends, axis=1) > 0  # bool [segments, requests]
             for request in np.flatnonzero(needed.any(axis=0)).tolist():
                 tables = {split.asked[rank].tables[segment] for segment in np.flatnonzero(needed[:, request])}
@@ -267,7 +270,12 @@ class Routed:
 def _asked_of(segments: Sequence[FeatureShard], features: set[int] | None) -> _Asked:
     here = [each for each in segments if features is None or each.feature in features]
     names = None if len(here) == len(segments) else ",".join(each.name for each in here)
-    return _Asked(names, [each.shard.table for each in here], sum(each.shard.width for each in here))
+    return _Asked(
+        names,
+        [each.feature for each in here],
+        [each.shard.table for each in here],
+        sum(each.shard.width for each in here),
+    )
 
 
 def _read_only(sums: PartialSums) -> Tensor:

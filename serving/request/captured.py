@@ -28,6 +28,7 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         at: when the request was answered, in ISO 8601.
         why: why it was captured: "slow: … ms" or "refused: …".
         features: the features asked for; None for all features of the model.
+        tables: instead, the tables whose rows were asked for.
         values: ids, feature-major [N].
         lengths: bag sizes, feature-major [F·B].
         traceparent: the W3C trace context of the request, if it had one.
@@ -36,6 +37,7 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     at: str
     why: str
     features: list[str] | None = None
+    tables: list[str] | None = None
     values: list[Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]]
     lengths: list[Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]]
     traceparent: str | None = None
@@ -43,7 +45,8 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def tensors(self) -> Tensors:
         """The request as arrays, without weights."""
-        return Tensors(self.features, np.array(self.values, np.int64), np.array(self.lengths, np.int32))
+        values, lengths = np.array(self.values, np.int64), np.array(self.lengths, np.int32)
+        return Tensors(self.features, values, lengths, tables=self.tables)
 
 
 def read_captured(path: Path, *, follow: bool = False) -> Iterator[CapturedRequest]:

@@ -1,14 +1,14 @@
 """From lists, arrays or a KeyedJaggedTensor to the tensors of a request; from an answer to its features."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.errors import InvalidRequest
-from serving.request.tensors import Embeddings, Ids, Lengths, Tensors, Weights
+from serving.request.tensors import SEQUENCES, Embeddings, Ids, Lengths, Tensors, Weights
 
 
 @runtime_checkable
@@ -88,6 +88,24 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     )
 
 
+def encode_rows(table: str, ids: npt.ArrayLike, *, weighted: bool) -> Tensors:
+    """A request for rows of a table.
+
+    Args:
+        table: its name.
+        ids: integers [n].
+        weighted: whether requests to the model carry weights. Those of rows do not count.
+
+    Raises:
+        InvalidRequest: the ids are no integers in one dimension.
+    """
+    if not isinstance(table, str):
+        raise InvalidRequest(f"table {table!r}: expected the name of a table, got {type(table).__name__}")
+    values = _integers(table, ids, np.int64, "table")
+    weights = np.ones(values.size, np.float32) if weighted else None
+    return Tensors(None, values, np.array([values.size], np.int32), weights, outputs=(SEQUENCES,), tables=(table,))
+
+
 def decode(embeddings: Embeddings, dims: Mapping[str, int]) -> dict[str, Embeddings]:
     """Cut an answer into its features. Nothing is copied.
 
@@ -100,6 +118,23 @@ def decode(embeddings: Embeddings, dims: Mapping[str, int]) -> dict[str, Embeddi
     """
     ends = np.cumsum(list(dims.values()))
     return {name: embeddings[:, end - dim : end] for (name, dim), end in zip(dims.items(), ends, strict=True)}
+
+
+def decode_rows(numbers: Embeddings, shapes: Mapping[str, tuple[int, int]]) -> dict[str, Embeddings]:
+    """Cut rows into their features, or tables. Nothing is copied.
+
+    Args:
+        numbers: float32 or float16 [M].
+        shapes: (n, dim) of each, in the order of the answer.
+
+    Returns:
+        {feature: [n, dim]}, views of `numbers`.
+    """
+    ends = accumulate(n * dim for n, dim in shapes.values())
+    return {
+        name: numbers[end - n * dim : end].reshape(n, dim)
+        for (name, (n, dim)), end in zip(shapes.items(), ends, strict=True)
+    }
 
 
 def _of_kjt(kjt: Kjt, weighted: Collection[str]) -> Tensors:
@@ -204,8 +239,8 @@ def _floats(name: str, given: Any) -> Weights:
         raise InvalidRequest(f"feature {name!r}: expected numbers as weights: {error}") from error
 
 
-def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]]) -> Any:
-    """`given` as `dtype` [n].
+def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]], what: str = "feature") -> Any:
+    """`given` as `dtype` [n]. `what` has the `name`, for errors.
 
     Raises:
         InvalidRequest: the cast would change a number, because it is a fraction or does not fit.
@@ -213,14 +248,14 @@ def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]]) -> Any:
     try:
         array = np.asarray(given)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"feature {name!r}: expected integers: {error}") from error
+        raise InvalidRequest(f"{what} {name!r}: expected integers: {error}") from error
     if array.size == 0:
         return np.zeros(0, dtype)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise InvalidRequest(
-            f"feature {name!r}: expected integers in 1 dimension, got {array.dtype} {list(array.shape)}"
+            f"{what} {name!r}: expected integers in 1 dimension, got {array.dtype} {list(array.shape)}"
         )
     limits = np.iinfo(dtype)
     if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
-        raise InvalidRequest(f"feature {name!r}: expected numbers that fit {np.dtype(dtype)}")
+        raise InvalidRequest(f"{what} {name!r}: expected numbers that fit {np.dtype(dtype)}")
     return array.astype(dtype, copy=False)

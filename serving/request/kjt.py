@@ -33,10 +33,10 @@ from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason
 from serving.request.dense import accept_dense, wants_scores
 from serving.request.id_maps import IdMaps
 from serving.request.jagged import bounds_of, joined, offsets_of, ranges
-from serving.request.limits import Limits, check_size
+from serving.request.limits import Limits, check_sequences, check_size
 from serving.request.positions import expect_short_bags, positions_of, weights_by_position
 from serving.request.schema import Schema, Selection, listed
-from serving.request.tensors import Array, Batch, Checked, Embeddings, Ids, KjtRequest, Tensors, Weights
+from serving.request.tensors import SEQUENCES, Array, Batch, Checked, Embeddings, Ids, KjtRequest, Tensors, Weights
 
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
@@ -55,7 +55,11 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
         InvalidRequest: naming the feature or tensor, what was expected and what came.
     """
     values, lengths, weights = tensors.values, tensors.lengths, tensors.weights
-    selection = schema.select(tensors.features)
+    if tensors.tables is None:
+        selection = schema.select(tensors.features)
+    else:
+        _expect_rows(tensors)
+        selection = schema.select_rows(tensors.tables)
     if values.dtype == _INT32:  # as hosts are sent row numbers
         values = values.astype(np.int64)
     _expect_vector("values", values, _INT64)
@@ -70,10 +74,12 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     if limits is not None:
         check_size(values.size, samples, limits)
     _expect_weights(schema.weighted, weights, values.size)
-    request = KjtRequest(selection, values, lengths, weights, samples)  # type: ignore[arg-type]
+    request = KjtRequest(selection, values, lengths, weights, samples, outputs=tensors.outputs)  # type: ignore[arg-type]
     if selection.reads is not None:
         request = _reordered(request, selection.keys, selection.reads, selection)
-    if not wants_scores(schema.dense_part, tensors.outputs):
+    if limits is not None and selection.pooled is not selection:
+        check_sequences(request, limits)
+    if not wants_scores(schema.dense_part, tensors.outputs) or tensors.tables is not None:
         return request
     return _with_dense(schema, request, tensors.dense)
 
@@ -124,8 +130,9 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
 def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     """Do what the tables' id policies say to the ids of one request that are outside [0, rows).
 
-    Policy `zero` leaves an id out of its bag; `default_row` reads that row in its place; `error` refuses the request.
-    For `modulo`, and for a table with a map, no id is outside; `check` changes them.
+    Policy `zero` leaves an id out of its bag, and in a sequence its row is zeros; `default_row` reads that row in its
+    place; `error` refuses the request. For `modulo`, and for a table with a map, no id is outside; `check` changes
+    them.
 
     Returns:
         A request that `check` takes, its arrays copied; and how many ids were outside, by table.
@@ -147,8 +154,10 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
         at = int(np.argmax(refused))
         raise _ids_outside(request, at, int(bag_of[at]), counts)
 
-    dropped = outside & selection.zero[feature_of]
-    values = np.where(outside & ~dropped, selection.default_rows[feature_of], request.values)
+    zeroed = outside & selection.zero[feature_of]
+    rowless = zeroed & selection.sequence[feature_of]
+    dropped = zeroed & ~rowless
+    values = np.where(outside & ~dropped, np.maximum(selection.default_rows[feature_of], 0), request.values)
     lost = np.bincount(bag_of[dropped], minlength=request.lengths.size).astype(np.int32)
     changed = replace(
         request,
@@ -156,6 +165,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
         lengths=request.lengths - lost,
         weights=None if request.weights is None else request.weights[~dropped],
         positions=None if selection.position_weights is None else positions_of(request)[~dropped],
+        rowless=rowless[~dropped] if rowless.any() else None,
     )
     return changed, counts
 
@@ -216,6 +226,17 @@ def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
             answer = answer.take(ranges((merged.ends - merged.dims)[positions], merged.dims[positions]), axis=1)
         answers.append(answer)
     return answers
+
+
+def _expect_rows(tensors: Tensors) -> None:
+    if tensors.features is not None:
+        raise InvalidRequest("expected the parameter features or tables, got both", Reason.FEATURES)
+    if SEQUENCES not in tensors.outputs:
+        raise InvalidRequest(
+            f"tables: rows are answered in the output {SEQUENCES!r}: ask for it; models of earlier exports, and of "
+            "hosts, do not have it",
+            Reason.FEATURES,
+        )
 
 
 def _expect_vector(name: str, array: Array, dtype: np.dtype[Any]) -> None:

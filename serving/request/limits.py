@@ -6,8 +6,10 @@ A request is never refused for what it was merged with: requests that are too la
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from serving.errors import InvalidRequest, Reason
-from serving.request.tensors import KjtRequest
+from serving.request.tensors import SEQUENCES, KjtRequest
 
 
 class Limits(Protocol):
@@ -34,6 +36,10 @@ class Limits(Protocol):
         """Most samples in a TBE call."""
 
     @property
+    def max_sequence_bytes(self) -> int:
+        """Most bytes of rows in the answer to a request, and to the requests of one group."""
+
+    @property
     def max_busy_ms(self) -> int:
         """Longest time in which a backlog is answered; what is left then is refused."""
 
@@ -44,8 +50,26 @@ def check_size(ids: int, samples: int, limits: Limits) -> None:
     Raises:
         InvalidRequest: naming the limit, the number that came and what to do.
     """
-    _expect_at_most("ids", ids, limits.max_request_ids)
-    _expect_at_most("samples", samples, limits.max_request_samples)
+    _expect_at_most("ids", ids, limits.max_request_ids, "max-request-ids")
+    _expect_at_most("samples", samples, limits.max_request_samples, "max-request-samples")
+
+
+def check_sequences(request: KjtRequest, limits: Limits) -> None:
+    """Refuse a request whose sequences would be larger than `limits` allow. Its lengths need not be right.
+
+    Raises:
+        InvalidRequest: naming the limit, the bytes that came and what to do.
+    """
+    _expect_at_most("bytes of sequences", sequence_bytes(request), limits.max_sequence_bytes, "max-sequence-bytes")
+
+
+def sequence_bytes(request: KjtRequest) -> int:
+    """Bytes of the rows that a request asks for, as FP32."""
+    selection = request.selection
+    if selection.pooled is selection or SEQUENCES not in request.outputs:
+        return 0
+    ids = request.lengths.reshape(len(selection.names), -1).sum(axis=1, dtype=np.int64)
+    return int(ids[selection.sequence] @ selection.dims[selection.sequence]) * np.dtype(np.float32).itemsize
 
 
 def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int]]:
@@ -55,22 +79,24 @@ def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int
         The positions of a group's requests, in order. A request that is larger than a call may be is a group alone.
     """
     group: list[int] = []
-    ids = samples = 0
+    ids = samples = row_bytes = 0
     for position, request in enumerate(requests):
         ids += request.values.size
         samples += request.samples
-        if group and (ids > limits.max_call_ids or samples > limits.max_call_samples):
+        row_bytes += (own_row_bytes := sequence_bytes(request))
+        too_large = samples > limits.max_call_samples or row_bytes > limits.max_sequence_bytes
+        if group and (ids > limits.max_call_ids or too_large):
             yield group
-            group, ids, samples = [], request.values.size, request.samples
+            group, ids, samples, row_bytes = [], request.values.size, request.samples, own_row_bytes
         group.append(position)
     if group:
         yield group
 
 
-def _expect_at_most(what: str, found: int, limit: int) -> None:
+def _expect_at_most(what: str, found: int, limit: int, setting: str) -> None:
     if found > limit:
         raise InvalidRequest(
             f"{what}: expected at most {limit} in a request, got {found}: send several requests, or have the "
-            f"server's limit raised (`tbe-serve configure --max-request-{what}`)",
+            f"server's limit raised (`tbe-serve configure --{setting}`)",
             Reason.SIZE,
         )

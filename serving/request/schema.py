@@ -1,7 +1,7 @@
 """The features of a bundle, and those that a request asks for: what a request is checked against."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from serving.request.id_maps import IdMaps
 
 # Most requests that name features name the same ones. Selections are kept for so many different lists of names.
 _KEPT_SELECTIONS = 1024
+# What comes before tables and positions there, so that no names of features are equal.
+_TABLES, _POSITIONS = -2, -1
 _NO_ROW = -1
 _ANY_LENGTH = 2**63 - 1
 
@@ -39,11 +41,13 @@ class Selection:
         position_weights: of all features of the model that weigh ids by position; float32 [n]. None: there are none.
         first_weights: where the feature's are among them; -1 where it does not weigh by position; int64 [F].
         longest_bags: the most ids in a bag; int64 [F].
+        sequence: whether the answer has a row for each id, and is not pooled; bool [F].
         default: whether these are all features, in the schema's order.
         keys: the distinct `key_of`, in order: what a request brings ids for.
         reads: for each feature, the position of its key in `keys`; int64 [F]. None where each reads its own.
         index: the numbers 0 to F; int64 [F + 1].
         ends: the column behind each feature's last in an answer; ends with D; int64 [F].
+        pooled: the features that are pooled. This selection itself, if all are.
     """
 
     names: tuple[str, ...]
@@ -61,11 +65,13 @@ class Selection:
     position_weights: npt.NDArray[np.float32] | None
     first_weights: npt.NDArray[np.int64]
     longest_bags: npt.NDArray[np.int64]
+    sequence: npt.NDArray[np.bool_]
     default: bool
     keys: tuple[str, ...] = field(init=False)
     reads: npt.NDArray[np.int64] | None = field(init=False)
     index: npt.NDArray[np.int64] = field(init=False)
     ends: npt.NDArray[np.int64] = field(init=False)
+    pooled: "Selection" = field(init=False)
 
     def __post_init__(self) -> None:
         positions = {key: position for position, key in enumerate(dict.fromkeys(self.key_of))}
@@ -74,6 +80,8 @@ class Selection:
         object.__setattr__(self, "reads", np.array([positions[key] for key in self.key_of]) if is_shared else None)
         object.__setattr__(self, "index", np.arange(len(self.names) + 1))
         object.__setattr__(self, "ends", np.cumsum(self.dims))
+        pooled = self.at(np.flatnonzero(~self.sequence)) if self.sequence.any() else self
+        object.__setattr__(self, "pooled", pooled)
 
     def at(self, chosen: npt.NDArray[np.int64]) -> "Selection":
         """The features at `chosen`, positions in this selection, int64 [n]; in that order."""
@@ -93,13 +101,14 @@ class Selection:
             position_weights=self.position_weights,
             first_weights=self.first_weights[chosen],
             longest_bags=self.longest_bags[chosen],
+            sequence=self.sequence[chosen],
             default=self.default and np.array_equal(chosen, self.index[:-1]),
         )
 
     def positions_of(self, other: "Selection") -> npt.NDArray[np.int64]:
         """Where the features of `other` are among these, int64 [features of `other`]. All of them must be."""
-        if other is self:
-            return self.index[:-1]
+        if other is self or not other.names:
+            return other.index[:-1]
         position_of = np.empty(int(self.positions.max()) + 1, np.int64)
         position_of[self.positions] = self.index[:-1]
         return position_of[other.positions]
@@ -119,7 +128,7 @@ class Schema:
     weighted: bool
     dense_part: DensePart | None = None
     _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
-    _selections: dict[tuple[str, ...] | None, Selection] = field(init=False, default_factory=dict)
+    _selections: dict[tuple[str | int, ...] | None, Selection] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for position, key in enumerate(self.every.key_of):
@@ -145,6 +154,7 @@ class Schema:
             id_maps=id_maps,
             maps=np.full(len(tables), -1) if id_maps is None else id_maps.numbers_of([each.name for each in tables]),
             **_by_position([feature.position_weights for feature in manifest.features]),
+            sequence=np.array([table.is_sequence for table in tables]),
             default=True,
         )
         return cls(every, manifest.weighted, manifest.dense_part)
@@ -161,27 +171,70 @@ class Schema:
         selection = self._selections.get(wanted)
         if selection is None:
             selection = self.every.at(np.array(self._find(wanted or ()), np.int64))
-            if len(self._selections) >= _KEPT_SELECTIONS:
-                self._selections.clear()
-                self._selections[None] = self.every
-            self._selections[wanted] = selection
+            self._keep(wanted, selection)
         return selection
+
+    def select_rows(self, tables: Sequence[str]) -> Selection:
+        """Rows of some tables, in that order: each is a sequence, called and asked for as the table is.
+
+        A feature that reads the table looks them up. Weights of ids, also by position, do not count.
+
+        Raises:
+            InvalidRequest: a table is unknown or comes twice, or there is none.
+        """
+        wanted: tuple[str | int, ...] = (_TABLES, *tables)
+        selection = self._selections.get(wanted)
+        if selection is None:
+            _expect_names("table", tuple(tables), self.every.tables)
+            first = self.every.at(np.array([self.every.tables.index(name) for name in tables], np.int64))
+            count = len(first.names)
+            selection = replace(
+                first,
+                names=tuple(tables),
+                key_of=tuple(tables),
+                weighted=np.zeros(count, np.bool_),
+                first_weights=np.full(count, -1),
+                longest_bags=np.full(count, _ANY_LENGTH),
+                sequence=np.ones(count, np.bool_),
+                default=False,
+            )
+            self._keep(wanted, selection)
+        return selection
+
+    def at(self, positions: Sequence[int]) -> Selection:
+        """The features at some positions of the schema, in that order. The same ones give the same object."""
+        wanted = (_POSITIONS, *positions)
+        selection = self._selections.get(wanted)
+        if selection is None:
+            selection = self.every.at(np.array(positions, np.int64))
+            self._keep(wanted, selection)
+        return selection
+
+    def _keep(self, wanted: tuple[str | int, ...] | None, selection: Selection) -> None:
+        if len(self._selections) >= _KEPT_SELECTIONS:
+            self._selections.clear()
+            self._selections[None] = self.every
+        self._selections[wanted] = selection
 
     def _find(self, names: tuple[str, ...]) -> list[int]:
         """Positions of the features that read the keys called `names`."""
-
-        def refuse(message: str) -> InvalidRequest:
-            return InvalidRequest(message, Reason.FEATURES)
-
-        for name in names:
-            if name not in self._positions:
-                raise refuse(f"feature {_shortened(name)!r}: expected one of {listed(self.every.keys)}")
-        if not names:
-            raise refuse(f"features: expected at least one of {listed(self.every.keys)}, got none")
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise refuse(f"feature {twice!r}: expected each feature once, got it twice")
+        _expect_names("feature", names, self.every.keys)
         return [position for name in names for position in self._positions[name]]
+
+
+def _expect_names(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Refuse names that are not among those `known`, or come twice, or none."""
+    there = {*known}
+    for name in names:
+        if name not in there:
+            one_of = listed(tuple(dict.fromkeys(known)))
+            raise InvalidRequest(f"{what} {_shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
+    if not names:
+        one_of = listed(tuple(dict.fromkeys(known)))
+        raise InvalidRequest(f"{what}s: expected at least one of {one_of}, got none", Reason.FEATURES)
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest(f"{what} {twice!r}: expected each {what} once, got it twice", Reason.FEATURES)
 
 
 def _by_position(weights: Sequence[tuple[float, ...] | None]) -> dict[str, Any]:

@@ -12,8 +12,11 @@ from serving.request.schema import Selection
 EVERY_HOST = "every_host"
 # The inputs of a lookup. Others are dense.
 IDS = ("values", "lengths", "weights")
-# The output with the pooled embeddings.
-EMBEDDINGS = "embeddings"
+# The output with the pooled embeddings, [B, D]; and the output with rows, a row for each id: [M], for each feature
+# [n, dim], one behind the other.
+EMBEDDINGS, SEQUENCES = "embeddings", "sequences"
+# The request parameter of `Tensors.tables`.
+TABLES = "tables"
 
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
@@ -22,7 +25,8 @@ Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 Array = npt.NDArray[np.generic]
 # Dense inputs in the manifest's order, float32 [B, width] each.
 Dense = Sequence[Array]
-# What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …].
+# What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …], but
+# `sequences` does not.
 Outputs = Mapping[str, Embeddings]
 
 
@@ -38,8 +42,10 @@ class Tensors:
         trace: the W3C `traceparent` that came with the request.
         bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
         every_host: whether to answer only if every host of a router does, also those of which no row is needed.
-        outputs: the outputs that are asked for.
+        outputs: the outputs that are asked for. Those that no feature of the request is answered in are left out.
         dense: dense inputs by name; float32 [B, width].
+        tables: instead of `features`: the tables whose rows are asked for, in the order of the answer. `values` and
+            `lengths` are by table.
     """
 
     features: Sequence[str] | None
@@ -49,8 +55,9 @@ class Tensors:
     trace: str | None = None
     bundle: str | None = None
     every_host: bool = False
-    outputs: Collection[str] = (EMBEDDINGS,)
+    outputs: Collection[str] = (EMBEDDINGS, SEQUENCES)
     dense: Mapping[str, Array] = field(default_factory=dict)
+    tables: Sequence[str] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +72,8 @@ class KjtRequest:
         samples: B.
         positions: the place of each id in the bag that was sent, int64 [N]; None: as the ids lie.
         dense: what its scores need beside ids; None: no scores are asked for.
+        outputs: the outputs that are asked for.
+        rowless: the ids of sequences that read no row, but zeros; bool [N]. None: there are none.
     """
 
     selection: Selection
@@ -74,6 +83,8 @@ class KjtRequest:
     samples: int
     positions: Ids | None = None
     dense: Dense | None = None
+    outputs: Collection[str] = (EMBEDDINGS, SEQUENCES)
+    rowless: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -110,6 +121,8 @@ class Batch:
         values: ids, feature-major; int64 [N].
         offsets: where each bag starts in `values`, then N; int64 [F·B + 1].
         weights: a weight for each id; float32 [N], or None.
+        row_bounds: where bags are rows of sequences: where those of each request start among those of a feature,
+            then their end; int64 [F, R + 1]. None: each request has a bag of a feature for each of its samples.
     """
 
     requests: Sequence[KjtRequest]
@@ -117,3 +130,12 @@ class Batch:
     values: Ids
     offsets: Ids
     weights: Weights | None
+    row_bounds: Ids | None = None
+
+    @property
+    def bounds(self) -> Ids:
+        """Where the bags of each request start among those of each feature, then their end; int64 [F, R + 1]."""
+        if self.row_bounds is not None:
+            return self.row_bounds
+        samples = np.cumsum([0, *(request.samples for request in self.requests)])
+        return np.broadcast_to(samples, (len(self.selection.names), samples.size))

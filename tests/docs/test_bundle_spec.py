@@ -7,7 +7,8 @@ hosts is in test_hosts_spec.py.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, PoolingType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.bundle import DefaultRow
+from serving.client import Sequence
 from serving.engine import Engine
 from tests.support.managed import bags_of, behind, mch, trained, zch
 
-Bags = Sequence[Sequence[int]]
+Bags = abc.Sequence[abc.Sequence[int]]
 BITS = {"FP32": 32, "FP16": 16, "INT8": 8, "INT4": 4, "INT2": 2}
 DTYPES = list(BITS)
 POOLINGS = ["SUM", "MEAN"]
@@ -81,7 +84,14 @@ class Reader:
     def digest(self, name: str) -> str:
         """`contract` or `layout` of the manifest [7]."""
         features, tables = self.manifest["features"], self.tables
-        shared = [[feature["shared_key"]] if "shared_key" in feature else [] for feature in features]
+        shared = [
+            [feature.get("shared_key"), "sequence"]
+            if tables[feature["table"]]["pooling"] == "NONE"
+            else [feature["shared_key"]]
+            if "shared_key" in feature
+            else []
+            for feature in features
+        ]
         of_table = [
             [tables[each["table"]]["dim"], tables[each["table"]]["weighted"] and "position_weights" not in each]
             for each in features
@@ -97,7 +107,13 @@ class Reader:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """{feature: [B, dim]} for {key: bags} [5]."""
+        """{feature: [B, dim], of a sequence [n, dim]} for {key: bags} [5]."""
+        bags_of = {
+            feature["name"]: [[id_] for bag in request[key] for id_ in bag]
+            for key in request
+            for feature in self.keys[key]
+            if self.tables[feature["table"]]["pooling"] == "NONE"
+        }
         return {
             feature["name"]: np.stack(
                 [
@@ -111,7 +127,15 @@ class Reader:
             )
             for key, bags in request.items()
             for feature in self.keys[key]
+            if feature["name"] not in bags_of
+        } | {
+            name: np.stack([self.pool(self.table_of(name), bag, None) for bag in bags])
+            for name, bags in bags_of.items()
         }
+
+    def table_of(self, name: str) -> Any:
+        """The table of a feature."""
+        return next(self.tables[each["table"]] for each in self.manifest["features"] if each["name"] == name)
 
     def weights_of(self, feature: Any, bag: Bags | Any, sent: Any) -> Any:
         """The weights of a bag for one feature, where a request sends some or none [5]."""
@@ -121,7 +145,7 @@ class Reader:
         assert not by_position or len(bag) <= len(by_position)
         return by_position[: len(bag)] if by_position else [1.0] * len(bag)
 
-    def pool(self, table: Any, bag: Sequence[int], weights: Sequence[float] | None) -> npt.NDArray[Any]:
+    def pool(self, table: Any, bag: abc.Sequence[int], weights: abc.Sequence[float] | None) -> npt.NDArray[Any]:
         """One bag [5]."""
         if "id_map" in table:
             bag = [self.row_of(table, id_) for id_ in bag]
@@ -202,6 +226,25 @@ def collection(*, weighted: bool = False) -> EmbeddingBagCollection:
     return EmbeddingBagCollection(tables, is_weighted=weighted)
 
 
+class WithSequences(nn.Module):
+    """The collection, beside one whose tables are not pooled; `shared` is read by tables of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooled = collection()
+        self.rows = EmbeddingCollection(
+            [
+                EmbeddingConfig(
+                    name=f"{dtype}_NONE",
+                    num_embeddings=40 + place,
+                    embedding_dim=16,
+                    feature_names=[f"rows {dtype}", *(["shared"] if dtype == "INT8" else [])],
+                )
+                for place, dtype in enumerate(DTYPES)
+            ]
+        )
+
+
 def positioned() -> FeatureProcessedEmbeddingBagCollection:
     """The weighted collection, behind position weights of some keys."""
     bags = collection(weighted=True)
@@ -253,10 +296,12 @@ def some_request(reader: Reader) -> tuple[dict[str, Bags], dict[str, list[Any]],
         pytest.param(MIXED, "FP16", False, id="mixed, FP16 out"),
         pytest.param(MIXED, "FP32", True, id="mixed, weighted"),
         pytest.param(MIXED, "FP32", None, id="mixed, position weights"),
+        pytest.param({"*": "table_wise"}, "FP32", "sequences", id="table_wise, sequences"),
+        pytest.param(MIXED, "FP16", "sequences", id="mixed, FP16 out, sequences"),
     ],
 )
 def test_a_reader_written_from_the_specification_answers_as_the_engine(
-    types: dict[str, str], output_dtype: str, weighted: bool | None, tmp_path: Path
+    types: dict[str, str], output_dtype: str, weighted: bool | str | None, tmp_path: Path
 ) -> None:
     config = ExportConfig(
         dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
@@ -264,7 +309,11 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
         output_dtype=OutputDtype(output_dtype),
         sharding=Sharding(ranks=4, ranks_per_host=2, types=types),
     )
-    module = positioned() if weighted is None else collection(weighted=weighted)
+    if weighted == "sequences":
+        module: nn.Module = WithSequences()
+        weighted = False
+    else:
+        module = positioned() if weighted is None else collection(weighted=bool(weighted))
     bundle = export_model(module, tmp_path / "repository", "all", config)
     reader = Reader(bundle)
 
@@ -273,7 +322,8 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
     expected = Engine.open(bundle).lookup(jagged if weighted else request)
     assert found.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 2e-3
-    for name, answer in expected.items():
+    for name, each in expected.items():
+        answer = each.values if isinstance(each, Sequence) else each
         assert answer.dtype == found[name].dtype
         np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 

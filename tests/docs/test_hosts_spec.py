@@ -14,11 +14,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from torch import nn
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
 from serving.bundle import DefaultRow
 from serving.engine import Engine
-from tests.docs.test_bundle_spec import DTYPES, FLOATS, Bags, Reader, collection, positioned, some_request
+from serving.request.sequence import Sequence
+from tests.docs.test_bundle_spec import (
+    DTYPES,
+    FLOATS,
+    Bags,
+    Reader,
+    WithSequences,
+    collection,
+    positioned,
+    some_request,
+)
 from tests.support.hosts import export_hosts, in_one_process
 from tests.support.quick_reload import quick_reload
 
@@ -89,7 +100,7 @@ class Router(Reader):
         assert found["id_dtype"] == "INT32"
 
     def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """{feature: [B, dim]} for {key: bags}, as section 10 says a router answers."""
+        """{feature: [B, dim], of a sequence [n, dim]} for {key: bags}, as section 10 says a router answers."""
         bags = {
             feature["name"]: [
                 self.inside(
@@ -101,6 +112,14 @@ class Router(Reader):
             ]
             for key, found in request.items()
             for feature in self.keys[key]
+            if self.tables[feature["table"]]["pooling"] != "NONE"
+        } | {
+            feature["name"]: [
+                self.inside(self.tables[feature["table"]], [id_], [1.0]) for bag in found for id_ in bag
+            ]
+            for key, found in request.items()
+            for feature in self.keys[key]
+            if self.tables[feature["table"]]["pooling"] == "NONE"
         }
         sums = {name: np.zeros((len(found), self.dim_of(name)), np.float32) for name, found in bags.items()}
         for rank in range(len(self.plan["ranks"])):
@@ -190,12 +209,17 @@ TYPES = {
         pytest.param("FP32", "FP32", True, id="weighted"),
         pytest.param("FP16", "FP16", False, id="FP16"),
         pytest.param("FP32", "FP32", None, id="position weights"),
+        pytest.param("FP32", "FP32", "sequences", id="sequences"),
     ],
 )
 def test_a_router_is_answered_for_by_the_page_alone(
-    output_dtype: str, sums_dtype: str, weighted: bool | None, tmp_path: Path
+    output_dtype: str, sums_dtype: str, weighted: bool | str | None, tmp_path: Path
 ) -> None:
-    module = positioned() if weighted is None else collection(weighted=weighted)
+    if weighted == "sequences":
+        module: nn.Module = WithSequences()
+        weighted = False
+    else:
+        module = positioned() if weighted is None else collection(weighted=bool(weighted))
     has_weights = weighted is not False
     config = ExportConfig(
         dtype={f"{dtype}_*": WeightDtype(dtype) for dtype in DTYPES},
@@ -225,7 +249,8 @@ def test_a_router_is_answered_for_by_the_page_alone(
     expected = one.lookup(jagged if weighted else request)
     assert found.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 5e-3
-    for name, answer in expected.items():
+    for name, each in expected.items():
+        answer = each.values if isinstance(each, Sequence) else each
         assert answer.dtype == found[name].dtype
         np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 

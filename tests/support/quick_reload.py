@@ -6,13 +6,10 @@ It starts a Python, which takes three seconds: here the bundle is reloaded in th
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-import numpy.typing as npt
-
 from serving.engine import Engine
-from serving.request.tensors import Tensors
+from serving.request.tensors import Outputs, Tensors
 
 
 @contextmanager
@@ -22,6 +19,6 @@ def quick_reload() -> Iterator[None]:
         yield
 
 
-def _answer(directory: Path, probe: Tensors) -> npt.NDArray[Any]:
+def _answer(directory: Path, probe: Tensors) -> Outputs:
     """As `export.parity.probe.run_reloaded`."""
-    return Engine.open(directory).answer(probe)
+    return Engine.open(directory).outputs(probe)

@@ -23,6 +23,7 @@ def schema(
     default_rows: tuple[int, ...] = (-1, -1, -1),
     modulo: tuple[bool, ...] = (False, False, False),
     weighted: tuple[bool, ...] = (False, False, False),
+    sequence: tuple[bool, ...] = (False, False, False),
 ) -> Schema:
     every = Selection(
         names=NAMES,
@@ -40,6 +41,7 @@ def schema(
         first_weights=np.full(3, -1),
         longest_bags=np.full(3, 2**63 - 1),
         weighted=np.array(weighted),
+        sequence=np.array(sequence),
         default=True,
     )
     return Schema(every, any(weighted))

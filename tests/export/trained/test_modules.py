@@ -72,11 +72,21 @@ class Overrides(EmbeddingBagCollection):  # type: ignore[misc]
         return super().forward(Hash()(features))
 
 
-def with_sequences() -> nn.Module:
+def with_sequences(**options: Any) -> nn.Module:
     sequences = EmbeddingCollection(
-        tables=[EmbeddingConfig(name="s", num_embeddings=10, embedding_dim=8, feature_names=["s"])]
+        tables=[EmbeddingConfig(name="t", num_embeddings=10, embedding_dim=8, feature_names=["s"])], **options
     )
     return nn.ModuleDict({"pooled": pooled(), "sequences": sequences})
+
+
+def with_indices() -> nn.Module:
+    return with_sequences(need_indices=True)
+
+
+def padded() -> Any:
+    module: Any = with_sequences()
+    module["sequences"].embeddings["t"].padding_idx = 0
+    return module
 
 
 def quantized() -> nn.Module:
@@ -117,7 +127,8 @@ GIVES_OTHERS = "gives the collection .* other ids or weights than it is given it
         pytest.param(Branches, "cannot be followed to the collection 'ebc' .*control flow", id="control flow"),
         pytest.param(NeverCalls, "cannot be followed to the collection 'ebc'", id="never called"),
         pytest.param(lambda: Overrides(tables=pooled().embedding_bag_configs()), "Overrides: expected EmbeddingBagCollection", id="subclass"),
-        pytest.param(with_sequences, r"sequences \(EmbeddingCollection\): expected EmbeddingBagCollection", id="sequences beside"),
+        pytest.param(with_indices, r"sequences \(EmbeddingCollection\): need_indices: expected False", id="sequences with indices"),
+        pytest.param(padded, r"sequences \(EmbeddingCollection\): embeddings\.t: expected a plain nn\.Embedding, without", id="sequences with padding"),
         pytest.param(quantized, r"0 \(EmbeddingBagCollection\): expected EmbeddingBagCollection or Fused", id="quantized already"),
         pytest.param(lambda: hooked("register_forward_pre_hook"), "has a hook", id="pre-hook"),
         pytest.param(lambda: hooked("register_forward_hook"), "has a hook", id="hook"),

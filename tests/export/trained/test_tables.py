@@ -87,7 +87,7 @@ def test_a_key_of_several_tables_is_sent_once_and_answered_as_torchrec_does(tmp_
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        pytest.param(lambda: nn.Linear(2, 2), "Linear: expected an EmbeddingBagCollection in it, found none", id="no tables"),
+        pytest.param(lambda: nn.Linear(2, 2), "Linear: expected an EmbeddingBagCollection or EmbeddingCollection in it, found none", id="no tables"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x,y")]), "feature 'x,y': expected a name without commas", id="comma"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a", "x\n")]), r"feature 'x\\n': expected a name without commas", id="control"),
         pytest.param(lambda: EmbeddingBagCollection(tables=[config("a,b", "x")]), "table 'a,b': expected a name without commas", id="comma in a table"),

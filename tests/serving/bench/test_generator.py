@@ -176,10 +176,10 @@ def test_the_reference_is_what_the_oracle_says_and_the_engine_answers(bundle: Pa
         exact = oracle.pool(oracle.exported_table(bundle, table.name), bags[feature.name], table.pooling.value)
         np.testing.assert_allclose(answer, exact, atol=1e-6)
     embeddings = Engine.open(bundle).answer(request)
-    assert list(found.misses(embeddings)) == []
+    assert list(found.misses(found.by_feature({"embeddings": embeddings}))) == []
     embeddings = embeddings.copy()
     embeddings[3, -1] += 1e-3
-    assert [name for name, _ in found.misses(embeddings)] == [features[-1].name]
+    assert [name for name, _ in found.misses(found.by_feature({"embeddings": embeddings}))] == [features[-1].name]
 
 
 def test_ids_outside_a_table_are_answered_by_its_policy(bundle: Path) -> None:
@@ -192,7 +192,8 @@ def test_ids_outside_a_table_are_answered_by_its_policy(bundle: Path) -> None:
     request = Tensors(asked, values[: 3 * len(asked)], request.lengths[: len(asked)])
     assert len(asked) > 1
     answer = Engine.open(bundle).answer(request)
-    assert list(pool(bundle, opened.manifest, request).misses(answer)) == []
+    found = pool(bundle, opened.manifest, request)
+    assert list(found.misses(found.by_feature({"embeddings": answer}))) == []
 
 
 def test_an_answer_of_another_version_or_shape_is_wrong(bundle: Path) -> None:

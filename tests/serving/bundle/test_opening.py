@@ -45,6 +45,8 @@ def test_a_bundle_of_the_format_before_is_read(bundle: Path) -> None:
         pytest.param(lambda m: (m.update(format_version=6), m["features"][1].update(position_weights=None)), "feature 'item_id': position_weights: expected numbers, or no such key, got null", id="position weights null"),
         pytest.param(lambda m: (m.update(format_version=6), m["tables"][1].update(weighted=True), m["features"][1].update(position_weights=[1e39])), "feature 'item_id': position_weights: expected finite numbers of FP32", id="position weights beyond FP32"),
         pytest.param(lambda m: m["tables"][1].update(id_policy="modulo"), "table 'item': format_version 4 has no id_policy `modulo`", id="modulo in format 4"),
+        pytest.param(lambda m: m["tables"][1].update(pooling="NONE"), "table 'item': format_version 4 has no pooling `NONE`", id="sequences in format 4"),
+        pytest.param(lambda m: (m.update(format_version=7), m["tables"][1].update(pooling="NONE", weighted=True)), "table 'item': pooling: expected SUM or MEAN of a weighted table", id="sequences with weights"),
         pytest.param(lambda m: m.update(format_version=8), r"format_version: expected one of \(3, 4, 5, 6, 7\), got 8", id="newer format"),
         pytest.param(lambda m: m.update(format_version=8, more={}), r"format_version: expected one of \(3, 4, 5, 6, 7\), got 8", id="newer format, new key"),
         pytest.param(lambda m: m.update(more=1), "unknown field `more`", id="unknown key"),

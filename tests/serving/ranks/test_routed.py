@@ -141,7 +141,7 @@ def test_an_engine_for_asyncio_answers_alike_many_at_once(served: Served) -> Non
 
     async def run() -> list[Any]:
         async with await AsyncEngine.open(served.bundle, served.addresses) as engine:
-            return await asyncio.gather(*map(engine.lookup, many))
+            return list(await asyncio.gather(*map(engine.lookup, many)))
 
     for request, found in zip(many, asyncio.run(run()), strict=True):
         assert_same(found, served.one.lookup(request))

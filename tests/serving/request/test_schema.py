@@ -4,7 +4,9 @@ import itertools
 from typing import Any
 
 import numpy as np
+import pytest
 
+from serving.errors import InvalidRequest
 from serving.request.schema import Schema, Selection
 from tests.support.requests import NAMES, schema
 
@@ -20,12 +22,26 @@ def test_the_same_names_are_the_same_selection() -> None:
 def test_endless_orders_of_features_take_no_endless_memory() -> None:
     names = tuple("abcdefgh")
     none: Any = np.zeros(8, np.int64)
+    no: Any = np.zeros(8, np.bool_)
     many = Schema(
         Selection(
-            names, names, names, np.arange(8), none, none, none, none, none, none, None, none, None, none, none, True
+            names, names, names, np.arange(8), none, none, no, no, none, no, None, none, None, none, none, no, True
         ),
         False,
     )
     for order in itertools.islice(itertools.permutations(names), 5000):
         assert many.select(order).names == order
     assert len(many._selections) <= 1024
+
+
+def test_no_names_are_refused_whatever_was_selected_before() -> None:
+    one = schema()
+    assert one.at(()).names == ()
+    assert one.at((2, 0)).names == ("c", "a")
+    for select, said in ((one.select, "features: expected at least one"), (one.select_rows, "tables: expected")):
+        with pytest.raises(InvalidRequest, match=said):
+            select([])
+    assert one.select_rows(["tb"]).names == ("tb",)
+    for names in (["tb"], ["", "tb"]):
+        with pytest.raises(InvalidRequest, match=f"feature '{names[0]}': expected one of"):
+            one.select(names)

@@ -218,7 +218,7 @@ Engine.__init__ = init_with_little
         (for_another_device, r"rank 0: was made for device 'cuda', this is for 'cpu': export it again for that"),
         (
             of_a_newer_format,
-            r"format_version: expected one of \(3, 4, 5, 6\), got 99: serve it with the tbe-serving that exported it",
+            r"format_version: expected one of \(3, 4, 5, 6, 7\), got 99: serve it with the tbe-serving that exported it",
         ),
         (with_wrong_pins, r"torch: expected 2\.13, found 2\.12\.0: install the pins of requirements/cpu\.txt"),
         (with_a_capture_that_cannot_be_written, r"capture: /proc/nowhere/m\.jsonl cannot be written: .*configure"),

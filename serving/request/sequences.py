@@ -1,0 +1,250 @@
+"""Sequences: features that are answered by a row for each id, and are not pooled.
+
+A sequence of n ids is n bags of one id: their sums are the rows, bit for bit. So the program that pools looks rows
+up, too, however its tables are sharded. Features have different numbers of bags then, so that they take calls of
+their own: one for each feature, or for several whose answers are small. Bags that a call has too many are empty.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.request.jagged import bounds_of, joined, offsets_of, ranges
+from serving.request.kjt import merge, split
+from serving.request.schema import Schema
+from serving.request.tensors import (
+    EMBEDDINGS,
+    SEQUENCES,
+    Batch,
+    Checked,
+    Embeddings,
+    Ids,
+    KjtRequest,
+    Outputs,
+    Weights,
+)
+
+# Features share a call as long as its answer has no more numbers: 256 KiB of FP32. A larger one leaves the
+# processor's cache, and copying its columns takes longer than a call of its own.
+_SHARED_NUMBERS = 64 << 10
+# Most rows of a call. Hosts take them for samples, of which they take 65,536 by default.
+_MOST_ROWS = 32 << 10
+
+
+def batches_of(schema: Schema, checked: Checked) -> list[Batch]:
+    """What is looked up for some requests: the bags of all, and their sequences. What nobody wants is left out."""
+    if not any(_has_sequences(request) or not _wants_bags(request) for request in checked.requests):
+        return [merge(schema, checked)]
+    pooled = [merge(schema, _bags(schema, checked))] if any(map(_wants_bags, checked.requests)) else []
+    return [*pooled, *_rows(schema, checked)]
+
+
+def outputs_of(checked: Checked, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> list[Outputs]:
+    """The outputs of each request, from the answers to the batches of all.
+
+    Returns:
+        For each request `embeddings`, float32 or float16 [B, D], if it wants some, and `sequences` [M] likewise: for
+        each feature [n, dim], one behind the other.
+    """
+    outputs: list[dict[str, Embeddings]] = [{} for _ in checked.requests]
+    for batch, answer in zip(batches, answers, strict=True):
+        if batch.row_bounds is None:
+            for found, request, embeddings in zip(outputs, batch.requests, split(answer, batch), strict=True):
+                if request.selection.names and EMBEDDINGS in request.outputs:
+                    found[EMBEDDINGS] = embeddings
+    if len(batches) == 1 and batches[0].row_bounds is None:
+        return outputs  # type: ignore[return-value]
+    by_feature = rows_of(batches, answers)
+    for number, (found, request) in enumerate(zip(outputs, checked.requests, strict=True)):
+        if SEQUENCES in request.outputs and _has_sequences(request):
+            positions = request.selection.positions[request.selection.sequence].tolist()
+            found[SEQUENCES] = joined([by_feature[number, position].reshape(-1) for position in positions])
+    return outputs  # type: ignore[return-value]
+
+
+def rows_of(batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[tuple[int, int], Embeddings]:
+    """The rows of each sequence, [n, dim]: by number of the request, and position of the feature in the schema.
+
+    They are views of `answers`; copies, where they are in several.
+    """
+    found: dict[tuple[int, int], list[Embeddings]] = {}
+    for batch, answer in zip(batches, answers, strict=True):
+        if batch.row_bounds is None:
+            continue
+        selection, ends = batch.selection, batch.selection.ends.tolist()
+        for feature, position in enumerate(selection.positions.tolist()):
+            columns = answer[:, ends[feature] - int(selection.dims[feature]) : ends[feature]]
+            for number, (first, last) in enumerate(pairwise(batch.row_bounds[feature].tolist())):
+                found.setdefault((number, position), []).append(columns[first:last])
+    return {key: joined(parts) for key, parts in found.items()}
+
+
+def _has_sequences(request: KjtRequest) -> bool:
+    return request.selection.pooled is not request.selection
+
+
+def _wants_bags(request: KjtRequest) -> bool:
+    is_wanted = EMBEDDINGS in request.outputs or request.dense is not None  # scores are made of them
+    return is_wanted and bool(request.selection.pooled.names)
+
+
+def _bags(schema: Schema, checked: Checked) -> Checked:
+    """The requests without their sequences; without features and samples, if they want no embeddings."""
+    requests = checked.requests
+    kept = [~request.selection.sequence & _wants_bags(request) for request in requests]
+    keep = np.concatenate(kept)
+    ids, bags = np.diff(checked.id_bounds), np.diff(checked.bag_bounds)
+    source = ranges(checked.id_bounds[:-1][keep], ids[keep])
+    lengths = checked.lengths.take(ranges(checked.bag_bounds[:-1][keep], bags[keep]))
+    values = checked.values.take(source)
+    id_bounds, bag_bounds = bounds_of(ids[keep]), bounds_of(bags[keep])
+    left, segment = [], 0
+    for request, here in zip(requests, kept, strict=True):
+        first, segment = segment, segment + int(np.count_nonzero(here))
+        left.append(
+            replace(
+                request,
+                selection=request.selection.pooled if here.any() else schema.at(()),
+                values=values[id_bounds[first] : id_bounds[segment]],
+                lengths=lengths[bag_bounds[first] : bag_bounds[segment]],
+                samples=request.samples if here.any() else 0,
+            )
+        )
+    weights = None if checked.weights is None else checked.weights.take(source)
+    return Checked(left, values, weights, lengths, offsets_of(lengths), bag_bounds, id_bounds)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Asked:
+    """The sequences that R requests ask for: A features, in the schema's order, each with the ids of all requests.
+
+    Attributes:
+        positions: of the features in the schema; int64 [A].
+        dims: of the features; int64 [A].
+        ids: feature-major; int64 [N].
+        has_row: which of the ids read a row; bool [N]. None: all of them.
+        first: where the ids of each feature begin, then N; int64 [A + 1].
+        bounds: where those of each request begin among the feature's, then their end; int64 [A, R + 1].
+    """
+
+    positions: Ids
+    dims: Ids
+    ids: Ids
+    has_row: npt.NDArray[np.bool_] | None
+    first: Ids
+    bounds: Ids
+
+
+def _asked(schema: Schema, checked: Checked) -> _Asked | None:
+    """What is asked for; None where nothing is."""
+    requests = checked.requests
+    wanted = [request.selection.sequence & (SEQUENCES in request.outputs) for request in requests]
+    segments = np.flatnonzero(joined(wanted))
+    if not segments.size:
+        return None
+    features = joined([request.selection.positions for request in requests])[segments]
+    # Segments are in the order of requests. A stable sort puts them in the order of features.
+    order = features.argsort(kind="stable")
+    segments, features = segments[order], features[order]
+    starts = checked.id_bounds[segments]
+    sizes = checked.id_bounds[segments + 1] - starts
+    is_first = np.diff(features, prepend=-1) > 0
+    positions = features[is_first]
+    bounds = np.zeros((positions.size, len(requests) + 1), np.int64)
+    request_of = np.arange(len(requests)).repeat([each.size for each in wanted])[segments]
+    bounds[is_first.cumsum() - 1, request_of + 1] = sizes
+    bounds.cumsum(axis=1, out=bounds)
+    here = _place(starts, sizes)
+    return _Asked(
+        positions,
+        schema.every.dims[positions],
+        checked.values[here],
+        _has_row(requests, here),
+        bounds_of(bounds[:, -1]),
+        bounds,
+    )
+
+
+def _place(starts: Ids, sizes: Ids) -> slice | Ids:
+    """Where the ranges [start, start + size) are, one behind the other: an index."""
+    if (starts[1:] == (starts + sizes)[:-1]).all():
+        return slice(int(starts[0]), int(starts[-1] + sizes[-1]))
+    return ranges(starts, sizes)
+
+
+def _has_row(requests: Sequence[KjtRequest], here: slice | Ids) -> npt.NDArray[np.bool_] | None:
+    """Which ids read a row: bool, of those that are `here`. None: all of them."""
+    if all(request.rowless is None for request in requests):
+        return None
+    every = [np.zeros(r.values.size, np.bool_) if r.rowless is None else r.rowless for r in requests]
+    found: npt.NDArray[np.bool_] = ~joined(every)[here]
+    return found
+
+
+def _rows(schema: Schema, checked: Checked) -> Iterator[Batch]:
+    """The sequences of all requests, as bags of one id."""
+    asked = _asked(schema, checked)
+    if asked is None:
+        return
+    for group in _grouped(asked):
+        if len(group) > 1:
+            yield _of_several(schema, checked, asked, group)
+            continue
+        (feature,) = group
+        start, end = int(asked.first[feature]), int(asked.first[feature + 1])
+        for first in range(start, max(end, start + 1), _MOST_ROWS):
+            last = min(first + _MOST_ROWS, end)
+            bounds = asked.bounds[[feature]]
+            if last - first < end - start:
+                bounds = (bounds - (first - start)).clip(0, last - first)
+            yield _of_one(schema, checked, asked, feature, slice(first, last), bounds)
+
+
+def _of_one(schema: Schema, checked: Checked, asked: _Asked, feature: int, here: slice, bounds: Ids) -> Batch:
+    """Rows of one feature, those of the ids that are `here`. `bounds`: int64 [1, R + 1]."""
+    values = asked.ids[here]
+    offsets = np.arange(values.size + 1)
+    if asked.has_row is not None:
+        has_row = asked.has_row[here]
+        values, offsets = values[has_row], bounds_of(has_row.astype(np.int64))
+    selection = schema.at((int(asked.positions[feature]),))
+    return Batch(checked.requests, selection, values, offsets, _ones(checked, values), bounds)
+
+
+def _of_several(schema: Schema, checked: Checked, asked: _Asked, group: Sequence[int]) -> Batch:
+    """Rows of several features. Those with fewer ids than others get empty bags behind theirs."""
+    bounds = asked.bounds[group]
+    here = np.concatenate([np.arange(asked.first[each], asked.first[each + 1]) for each in group])
+    values = asked.ids[here]
+    lengths = np.zeros((len(group), int(bounds[:, -1].max())), np.int32)
+    has_bag = np.arange(lengths.shape[1]) < bounds[:, -1:]
+    lengths[has_bag] = 1
+    if asked.has_row is not None:
+        lengths[has_bag] = has_row = asked.has_row[here]
+        values = values[has_row]
+    selection = schema.at(tuple(asked.positions[group].tolist()))
+    return Batch(checked.requests, selection, values, offsets_of(lengths.ravel()), _ones(checked, values), bounds)
+
+
+def _ones(checked: Checked, values: Ids) -> Weights | None:
+    """Weights of 1 for `values`, if the model takes weights."""
+    return None if checked.weights is None else np.ones(values.size, np.float32)
+
+
+def _grouped(asked: _Asked) -> Iterator[list[int]]:
+    """Divide features into groups, each for one call: positions in `asked`, sorted."""
+    rows, dims = asked.bounds[:, -1].tolist(), asked.dims.tolist()
+    group: list[int] = []
+    width = most = 0
+    for feature in sorted(range(len(rows)), key=rows.__getitem__, reverse=True):
+        width += dims[feature]
+        if group and most * width > _SHARED_NUMBERS:
+            yield sorted(group)
+            group, width = [], dims[feature]
+        if not group:
+            most = rows[feature]
+        group.append(feature)
+    yield sorted(group)
