@@ -1,16 +1,20 @@
 """Keep other libraries' warnings off the screen."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what TorchRec and torch log: it is about training jobs and compilers."""
+    """Drop what TorchRec and torch log, and their warnings of each other's code."""
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            for about in ("instance-level annotations", "quantized tensor creation functions"):
+                warnings.filterwarnings("ignore", message=f".*{about}", category=UserWarning)
+            yield
     finally:
         logging.disable(disabled)

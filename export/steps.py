@@ -5,7 +5,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
-import numpy as np
 import torch
 
 from export.config import ExportConfig
@@ -114,9 +113,7 @@ def parity_of(
 
 def scores_of(scored: Scored | None, answers: Answers) -> DensePart | None:
     """The dense part for the manifest: how far scores from stored rows are from those of the trained model."""
-    if scored is None:
-        return None
-    return compare_scores(scored, np.concatenate(list(answers.reloaded.values()), axis=1))
+    return None if scored is None else compare_scores(scored, answers.embeddings)
 
 
 def limits_of(manifest: Manifest, config: ExportConfig) -> dict[str, float | None]:

@@ -6,11 +6,12 @@ from serving.commands.health import health
 from serving.commands.load import load
 from serving.commands.lookup import lookup
 from serving.commands.run import run
+from serving.commands.score import score
 from serving.commands.status import status
 from serving.terminal.program import Command, new_program
 
 app = new_program("tbe-serve", "Serve exported embedding tables, and look them up.")
-for command in (run, lookup, configure, load, health, status, bench):
+for command in (run, lookup, score, configure, load, health, status, bench):
     app.command(cls=Command)(command)
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 EXPORT_MAY_IMPORT = {
     "serving.arguments": "configs of both sides are checked in one way",
     "serving.bundle": "the contract between the two",
+    "serving.dense_part": "`tbe-export verify` scores a probe as serving does it",
     "serving.engine": "a bundle is opened and answers before it is published, as serving does it",
     "serving.errors": "configuration has one error on both sides",
     "serving.ranks": "a program is loaded, and its weights are mapped, as serving does it",

@@ -1,4 +1,4 @@
-"""`make demo`: train, export, serve, look up, and show the results."""
+"""`make demo`: train, export, serve, look up and score, and show the results."""
 
 import logging
 import shlex
@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,12 +33,23 @@ MODELS = {"movielens": "int8", "movielens_int4": "int4"}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The test samples scored with lookups in one served model; times are of a lookup."""
+    """The test samples scored with one served model; times are of a call.
 
+    Attributes:
+        model: its name.
+        what: what it answered, for people.
+        auc: of all test samples.
+        p50_ms: of calls.
+        p99_ms: of calls.
+        calls: how many.
+    """
+
+    model: str
+    what: str
     auc: float
     p50_ms: float
     p99_ms: float
-    lookups: int
+    calls: int
 
 
 def main() -> None:
@@ -56,12 +69,12 @@ def main() -> None:
         f"  {len(samples.train):,} ratings train, {len(samples.test):,} later ones test: AUC {float_auc:.4f}"
     )
 
-    _step(console, "2", "Export its tables, twice: as int8 and as int4")
+    _step(console, "2", "Export it twice, its tables as int8 and as int4")
     for name, dtype in MODELS.items():
         _run(
             console,
             f"tbe-export model --model examples.movielens.model:build --checkpoint {CHECKPOINT} "
-            f"--repository {REPOSITORY} --name {name} --dtype {dtype}",
+            f"--repository {REPOSITORY} --name {name} --dtype {dtype} --scores",
         )
 
     _step(console, "3", "Serve them with tritonserver")
@@ -69,36 +82,72 @@ def main() -> None:
         ready = ", ".join(f"{served.name} {served.versions[-1]}" for served in server.models)
         console.print(f"  ready on {server.grpc}: {ready}")
 
-        _step(console, "4", "Score the test ratings with embeddings looked up over gRPC")
-        served = {name: _score(console, server, name, model, samples) for name in MODELS}
+        _step(console, "4", "Score the test ratings over gRPC: from embeddings, by the model here; and by the server")
+        served = [_scored_here(console, server, name, model, samples) for name in MODELS]
+        served.append(_scored_there(console, server, "movielens", samples))
 
     console.print(_last_page(float_auc, served, time.monotonic() - began))
 
 
-def _score(console: Console, server: Server, name: str, model: Ranker, samples: data.Samples) -> Served:
+def _scored_here(console: Console, server: Server, name: str, model: Ranker, samples: data.Samples) -> Served:
     """Score the test samples with `model`, but fetch its pooled embeddings from the server."""
     times_ms: list[float] = []
-    progress = iter(
-        track(range(-(-len(samples.test) // train.TEST_BATCH)), f"  {name}", console=console, transient=True)
-    )
     with LookupClient(server.grpc, name, timeout_s=10) as client:
 
         def score(batch: data.Batch) -> Tensor:
-            next(progress)
-            start = time.perf_counter()
-            pooled = client.lookup({feature: batch.features[feature] for feature in FEATURES})
-            times_ms.append(1e3 * (time.perf_counter() - start))
+            with _timed(times_ms):
+                pooled = client.lookup({feature: batch.features[feature] for feature in FEATURES})
             logits: Tensor = model.dense({feature: torch.tensor(array) for feature, array in pooled.items()})
             return logits
 
-        auc = train.test_auc(samples, score)
+        auc = train.test_auc(samples, _showing(console, name, samples, score))
+    return _served(name, f"{MODELS[name]}, gRPC", auc, times_ms)
+
+
+def _scored_there(console: Console, server: Server, name: str, samples: data.Samples) -> Served:
+    """Have the server score the test samples: it has the dense part of the model, too."""
+    times_ms: list[float] = []
+    with LookupClient(server.grpc, name, timeout_s=10) as client:
+
+        def score(batch: data.Batch) -> Tensor:
+            with _timed(times_ms):
+                scores = client.score({feature: batch.features[feature] for feature in FEATURES})
+            return torch.tensor(scores["scores"])
+
+        auc = train.test_auc(samples, _showing(console, f"{name}, scores", samples, score))
+    return _served(name, f"{MODELS[name]}, served scores", auc, times_ms)
+
+
+@contextmanager
+def _timed(times_ms: list[float]) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    times_ms.append(1e3 * (time.perf_counter() - start))
+
+
+def _showing(
+    console: Console, what: str, samples: data.Samples, score: Callable[[data.Batch], Tensor]
+) -> Callable[[data.Batch], Tensor]:
+    """`score`, with a line that shows how far it has come."""
+    progress = iter(
+        track(range(-(-len(samples.test) // train.TEST_BATCH)), f"  {what}", console=console, transient=True)
+    )
+
+    def shown(batch: data.Batch) -> Tensor:
+        next(progress)
+        return score(batch)
+
+    return shown
+
+
+def _served(name: str, what: str, auc: float, times_ms: list[float]) -> Served:
     full = times_ms[1:-1]  # the first call opens the channel, the last batch is short
-    return Served(auc, float(np.percentile(full, 50)), float(np.percentile(full, 99)), len(times_ms))
+    return Served(name, what, auc, float(np.percentile(full, 50)), float(np.percentile(full, 99)), len(times_ms))
 
 
-def _last_page(float_auc: float, served: dict[str, Served], seconds: float) -> Panel:
+def _last_page(float_auc: float, served: list[Served], seconds: float) -> Panel:
     notes = Table.grid(padding=(0, 2))
-    notes.add_row("lookups", f"{served['movielens'].lookups} × {train.TEST_BATCH} samples × {len(FEATURES)} features")
+    notes.add_row("calls", f"{served[0].calls} × {train.TEST_BATCH} samples × {len(FEATURES)} features, each row")
     notes.add_row("bundle", str(REPOSITORY / "movielens" / "1"))
     notes.add_row("took", f"{seconds:.0f} s in all")
     notes.add_row("next", f".venv/bin/tbe-serve run {REPOSITORY}")
@@ -112,7 +161,7 @@ def _last_page(float_auc: float, served: dict[str, Served], seconds: float) -> P
     )
 
 
-def _results(float_auc: float, served: dict[str, Served]) -> Table:
+def _results(float_auc: float, served: list[Served]) -> Table:
     """The AUC, bytes and times of each model beside those of the float one."""
     bundles = {name: open_bundle(REPOSITORY / name / "1") for name in MODELS}
     results = Table(box=None, pad_edge=False)
@@ -121,10 +170,10 @@ def _results(float_auc: float, served: dict[str, Served]) -> Table:
         results.add_column(column, justify="right")
     before = sum(4 * table.rows * table.dim for table in bundles["movielens"].manifest.tables)
     results.add_row("float", f"{float_auc:.5f}", "", _kib(before), "100 %", "", "")
-    for name, dtype in MODELS.items():
-        result, after = served[name], _weights_bytes(bundles[name])
+    for result in served:
+        after = _weights_bytes(bundles[result.model])
         results.add_row(
-            f"{dtype}, gRPC",
+            result.what,
             f"{result.auc:.5f}",
             f"{result.auc - float_auc:+.5f}",
             _kib(after),

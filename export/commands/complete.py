@@ -8,7 +8,7 @@ import typer
 from export.commands.module import CheckpointOption, ModelOption, SigningKeyOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
-from export.commands.show import show_parity, show_published, show_remarks
+from export.commands.show import show_parity, show_published, show_remarks, show_scores
 from export.hosts.machines import complete_hosts
 from serving.bundle.opening import open_bundle
 
@@ -42,5 +42,6 @@ def complete(
         )
     manifest = open_bundle(path).manifest
     show_parity(manifest.parity)
+    show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
     show_published(path, manifest)

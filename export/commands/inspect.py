@@ -5,7 +5,15 @@ from typing import Annotated
 
 import typer
 
-from export.commands.show import show_hosts, show_parity, show_placement, show_ranks, show_remarks, show_tables
+from export.commands.show import (
+    show_hosts,
+    show_parity,
+    show_placement,
+    show_ranks,
+    show_remarks,
+    show_scores,
+    show_tables,
+)
 from export.plan.report import report_plan
 from export.plan.sharding import Sharding
 from serving.bundle.manifest import MANIFEST
@@ -29,5 +37,6 @@ def inspect(
         show_ranks(report, traffic=False)
     show_hosts(manifest)
     show_parity(manifest.parity)
+    show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
     out.print("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))

@@ -10,7 +10,7 @@ import typer
 from export.commands.module import CheckpointOption, ModelOption, SigningKeyOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
-from export.commands.show import show_parity, show_published, show_ranks, show_remarks, show_tables
+from export.commands.show import show_parity, show_published, show_ranks, show_remarks, show_scores, show_tables
 from export.hosts.machines import export_hosts
 from export.pipeline import export_model
 from export.plan.report import report_plan
@@ -69,6 +69,7 @@ def model(
         show_ranks(report, traffic=False)
         show_remarks(report)
     show_parity(manifest.parity)
+    show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
     show_published(path, manifest)
 

@@ -4,15 +4,22 @@ import importlib
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from export.errors import ModelError
 from serving.errors import ConfigurationError
+
+_COLLECTIONS = (EmbeddingBagCollection, FusedEmbeddingBagCollection, EmbeddingCollection)
 
 ModelOption = Annotated[str, typer.Option(help="package.module:function that builds the module, without arguments.")]
 CheckpointOption = Annotated[
@@ -33,7 +40,7 @@ def build_module(spec: str, *, meta: bool) -> nn.Module:
 
     Args:
         spec: `package.module:function`.
-        meta: build the module on the meta device, where tables take no memory.
+        meta: build its tables on the meta device, where they take no memory.
 
     Raises:
         ConfigurationError: there is no such function, or it takes arguments.
@@ -43,7 +50,7 @@ def build_module(spec: str, *, meta: bool) -> nn.Module:
     sys.path.insert(0, "")  # as `python -m` does, so that modules in the working directory are found
     try:
         build = getattr(importlib.import_module(package), function)
-        with torch.device("meta" if meta else "cpu"):
+        with _tables_on_meta() if meta else nullcontext():
             module = build()
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         said = f"{type(error).__name__}: {error}"
@@ -55,6 +62,31 @@ def build_module(spec: str, *, meta: bool) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ModelError(f"--model {spec}: expected a torch.nn.Module, got {type(module).__name__}")
     return module
+
+
+@contextmanager
+def _tables_on_meta() -> Iterator[None]:
+    """Inside the block, new collections are on the meta device.
+
+    Other modules are real: what they compute when they are built may be in no checkpoint, as DLRM's indices of pairs.
+    """
+    inits: dict[Any, Any] = {kind: kind.__init__ for kind in _COLLECTIONS}
+    for kind, init in inits.items():
+        kind.__init__ = _on_meta(init)
+    try:
+        yield
+    finally:
+        for kind, init in inits.items():
+            kind.__init__ = init
+
+
+def _on_meta(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def made(*args: Any, **kwargs: Any) -> None:
+        with torch.device("meta"):
+            init(*args, **kwargs)
+
+    return made
 
 
 def _last_own_line(error: BaseException) -> str | None:

@@ -11,6 +11,7 @@ from export.plan.report import PlanReport, Transfer
 from export.sizes import size_text
 from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Agreement, Manifest, Parity
+from serving.bundle.scores import SCORES, DensePart
 from serving.terminal.program import out
 
 _MARKS = {
@@ -149,6 +150,39 @@ def show_parity(parity: Iterable[Parity]) -> None:
     out.print(table)
 
 
+def show_scores(manifest: Manifest, part: DensePart | None) -> None:
+    """Print what scores are made of, and how far they moved, a line for each output; nothing where there are none.
+
+    Args:
+        manifest: of the bundle.
+        part: its dense part, with the parity that is shown.
+    """
+    if part is None:
+        return
+    right = ("shape", "largest |score|", "compiled", "merged", "trained", "mean trained")
+    table = _table("scores, and the largest error of one", "output", right=right)
+    for each in part.outputs:
+        parity = each.parity
+        table.add_row(
+            each.name,
+            _shape(each.shape),
+            f"{parity.scale:.3g}",
+            _error(parity.scripted),
+            _error(parity.merged),
+            "–" if parity.trained is None else _error(parity.trained),
+            "–" if parity.trained_mean is None else _error(parity.trained_mean),
+        )
+    table.caption = "trained: scores of the trained model itself; merged: of requests together and each alone"
+    out.print(table)
+    inputs = ", ".join(["embeddings", *(f"{each.name} {_shape((each.width,))}" for each in part.inputs)])
+    size = size_text(manifest.files[SCORES].size_bytes)
+    out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True)
+    if part.mixes_samples:
+        out.print(
+            "requests are scored alone: the scores of a sample depend on the others of its request", soft_wrap=True
+        )
+
+
 def show_remarks(noted: Manifest | PlanReport) -> None:
     """Print what a bundle leaves out, and the notes of a bundle or a plan, a line each."""
     if isinstance(noted, Manifest) and noted.left_out:
@@ -174,6 +208,10 @@ def show_verification(verification: Verification) -> None:
             table.add_row(each.table, name, _error(step.largest), _error(step.mean), f"{step.cosine:.8f}", worst)
         table.add_section()
     out.print(table)
+
+
+def _shape(of_sample: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, ('B', *of_sample)))}]"
 
 
 def _error(error: float) -> str:

@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from export.commands.module import CheckpointOption, build_module
-from export.commands.show import show_verification
+from export.commands.show import show_scores, show_verification
 from export.hosts.verify import verify as verify_any
 from export.parity.verify import as_json, bundle_of
-from export.trained.checkpoint import open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.signature import TrustedKeys
 from serving.errors import ConfigurationError
@@ -32,18 +31,15 @@ def verify(
     """Read every byte of a bundle and check what it answers, at every step; exits with 1 if anything differs."""
     if checkpoint is not None and model is None:
         raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
-    trained = weights = None
-    if model is not None:
-        module = build_module(model, meta=checkpoint is not None)
-        trained = collect_tables(module).tables
-        weights = open_weights(module, trained, checkpoint)
+    trained = None if model is None else collect_tables(build_module(model, meta=checkpoint is not None))
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
-    verification = verify_any(bundle_of(bundle, trusted), trained, weights, trusted)
+    verification = verify_any(bundle_of(bundle, trusted), trained, checkpoint, trusted)
     if json_:
         print(as_json(verification))
     else:
-        show_verification(verification)
         manifest = verification.bundle.manifest
+        show_verification(verification)
+        show_scores(manifest, verification.dense_part)
         size = sum(file.size_bytes for file in manifest.files.values())
         out.print(f"{len(manifest.files)} files ({size:,} bytes) have their digests", soft_wrap=True)
         for path in verification.absent:

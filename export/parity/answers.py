@@ -40,6 +40,11 @@ class Answers:
     scripted: ByFeature
     reloaded: ByFeature
 
+    @property
+    def embeddings(self) -> npt.NDArray[Any]:
+        """`reloaded`, all features side by side: float32 or float16 [B, D]. None of them is a sequence."""
+        return np.concatenate(list(self.reloaded.values()), axis=1)
+
     def refusals(self, manifest: Manifest) -> list[str]:
         """A line for each answer that differs from the one of the step before.
 

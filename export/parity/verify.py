@@ -11,18 +11,18 @@ import torch
 from export.errors import ModelError
 from export.ids.file import build_maps
 from export.manifest import with_position_weights
-from export.parity.answers import Answers, answer_probe
+from export.parity.answers import Answers
 from export.parity.copies import differing_copies
 from export.parity.recorded import recorded_parity
 from export.rows.tally import Tally
-from export.trained.checkpoint import Checkpoint, blocks
-from export.trained.tables import TrainedTable
+from export.trained.checkpoint import Checkpoint, blocks, open_weights
+from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import Agreement, Parity
-from serving.bundle.opening import Bundle, newest, open_bundle, verify_digests
+from serving.bundle.opening import Bundle, newest
+from serving.bundle.scores import DensePart
 from serving.bundle.signature import TrustedKeys
 from serving.files.strict import as_text
 from serving.model.config_file import CONFIG, read_config, settings_of
-from serving.ranks.program import load_program
 from serving.reference import read_rows
 
 
@@ -36,7 +36,8 @@ class Verification:
         failures: a line for each. There are none in a good bundle.
         measured: whether `Parity.quantized` was measured now. Else it is what the export recorded.
         absent: bundles of a router's hosts that are not in its repository. Where there are some, no answers were
-            compared, and `parity` is what the export recorded.
+            compared, and `parity` and `dense_part` are what the export recorded.
+        dense_part: with its parity, measured now as far as it can be; None: the bundle has no scores.
     """
 
     bundle: Bundle
@@ -44,51 +45,34 @@ class Verification:
     failures: tuple[str, ...]
     measured: bool
     absent: tuple[Path, ...] = ()
-
-
-def verify_bundle(
-    path: Path,
-    trained: tuple[TrainedTable, ...] | None = None,
-    weights: Checkpoint | None = None,
-    trusted: TrustedKeys | None = None,
-) -> Verification:
-    """Read every byte of a bundle, compare its copies, and answer a probe: by numpy, uncompiled, compiled, reloaded.
-
-    Args:
-        path: the bundle, <model>/<version>.
-        trained: the tables that it was exported from. With `weights`, every stored row is compared with them.
-        weights: the checkpoint with the rows of `trained`.
-        trusted: one of these keys must have signed the bundle. None: anybody may have made it.
-
-    Raises:
-        BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
-            manifest lacks the parity of a table.
-        ModelError: the bundle holds other tables than `trained`.
-        CheckpointError: `weights` does not hold the tables.
-        ParityError: a fresh process cannot answer from it.
-    """
-    bundle = open_bundle(path, trusted)
-    verify_digests(bundle)
-    return compare(bundle, answer_probe(path, bundle.manifest, load_program(bundle)), trained, weights)
+    dense_part: DensePart | None = None
 
 
 def compare(
     bundle: Bundle,
     answers: Answers,
-    trained: tuple[TrainedTable, ...] | None,
-    weights: Checkpoint | None,
+    trained: Trained | None,
+    checkpoint: Checkpoint | None,
 ) -> Verification:
-    """What `answers` to a probe, and the rows of a bundle, say of it; arguments as `verify_bundle`.
+    """What `answers` to a probe, and the rows of a bundle, say of it.
+
+    Args:
+        bundle: its digests agree.
+        answers: by numpy, uncompiled, compiled, and reloaded.
+        trained: what it was exported from. Every stored row is compared with its float one.
+        checkpoint: has the rows of `trained`; None: the module itself has them.
 
     Raises:
         BundleError: the manifest lacks the parity of a table.
-        ModelError, CheckpointError: as `verify_bundle`.
+        ModelError: the bundle holds other tables than `trained`.
+        CheckpointError: the rows are not all there.
     """
     manifest = bundle.manifest
     recorded = recorded_parity(bundle)
     quantized = {name: parity.quantized for name, parity in recorded.items()}
+    weights = None if trained is None else open_weights(trained.module, trained.tables, checkpoint)
     if trained is not None and weights is not None:
-        quantized = _compare_rows(bundle, trained, weights)
+        quantized = _compare_rows(bundle, trained.tables, weights)
     limits = {name: parity.limit for name, parity in recorded.items()}
     failures = [*answers.refusals(manifest), *differing_copies(bundle.path, manifest)]
     failures += [
@@ -98,7 +82,7 @@ def compare(
         if not agreement.largest <= limits[name]
     ]
     if trained is not None and weights is not None:
-        expected = with_position_weights(manifest, trained, weights)
+        expected = with_position_weights(manifest, trained.tables, weights)
         failures += [
             f"feature {feature.name!r}: its position weights are not those given: is this what it was exported from?"
             for feature, given in zip(manifest.features, expected.features, strict=True)
@@ -106,12 +90,12 @@ def compare(
         ]
         failures += [
             f"table {name!r}: its map of ids is not the one given: is this what it was exported from?"
-            for name in build_maps(trained, weights).differing(bundle.path, manifest)
+            for name in build_maps(trained.tables, weights).differing(bundle.path, manifest)
         ]
     parity = tuple(
         answers.parity(manifest, table, quantized[table.name], limits[table.name]) for table in manifest.tables
     )
-    return Verification(bundle, parity, tuple(failures), trained is not None)
+    return Verification(bundle, parity, tuple(failures), trained is not None, dense_part=manifest.dense_part)
 
 
 def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
@@ -153,12 +137,13 @@ def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Ch
 
 
 def as_json(verification: Verification) -> str:
-    """A verification as JSON: {bundle, ok, failures, quantized_measured, tables: [parity of each]}."""
+    """A verification as JSON: {bundle, ok, failures, quantized_measured, tables: [parity of each], dense_part}."""
     seen = {
         "bundle": as_text(verification.bundle.path),
         "ok": not verification.failures,
         "failures": verification.failures,
         "quantized_measured": verification.measured,
         "tables": verification.parity,
+        "dense_part": verification.dense_part,
     }
     return msgspec.json.format(msgspec.json.encode(seen), indent=1).decode()

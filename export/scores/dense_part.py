@@ -30,7 +30,7 @@ from export.trained.modules import dotted, evaluating
 from export.trained.processors import bags_of
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DenseDtype, DensePart, ScoreOutput, ScoreParity
+from serving.bundle.scores import DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
 from serving.ranks.program import torchscript
 from serving.request.tensors import Ids, Tensors
 
@@ -103,8 +103,7 @@ def dense_part(
     inputs = inputs_of(found, widths)
     request = make_probe(manifest, known)
     samples = request.lengths.size // len(manifest.keys)
-    generator = torch.Generator().manual_seed(0)
-    dense = tuple(torch.rand(samples, each.width, generator=generator) for each in inputs)
+    dense = make_dense(inputs, samples)
     is_whole = own is None and not any(each.is_meta for each in entry.parameters())
     answered: Mapping[str, Numbers] | None = None
     if is_whole:
@@ -112,7 +111,7 @@ def dense_part(
         _check_cut(entry, answered, _run(entry, found.module, found.outputs, pooled, dense))
     else:
         width = sum(table.dim for table in manifest.feature_tables)
-        pooled = torch.randn(samples, width, generator=generator)
+        pooled = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
     module = _with_weights(found, path, checkpoint)
     program = _compiled(entry, module, dtype)
     exact = _run(entry, module, found.outputs, pooled, dense)
@@ -124,20 +123,20 @@ def dense_part(
             numbers.shape[1:],
             ScoreParity(
                 scale=_scale(numbers),
-                scripted=_largest(served[name], numbers),
-                merged=_largest(served[name], alone[name]),
+                scripted=largest(served[name], numbers),
+                merged=largest(served[name], alone[name]),
             ),
         )
         for name, numbers in exact.items()
     )
     for each in outputs:
-        allowed = _allowed(each.parity, dtype) if dtype is DenseDtype.FP32 else np.finfo(np.float32).max
-        if each.parity.scripted > allowed or np.isinf(each.parity.merged):
+        limit = allowed(exact[each.name], dtype) if dtype is DenseDtype.FP32 else np.finfo(np.float32).max
+        if each.parity.scripted > limit or np.isinf(each.parity.merged):
             raise ParityError(
                 f"{type(entry).__name__}: output {each.name!r}: compiled, it is off by {each.parity.scripted:.3g}, "
                 f"and for other numbers of samples by {each.parity.merged:.3g}"
             )
-    mixes = any(each.parity.merged > _allowed(each.parity, dtype) for each in outputs)
+    mixes = any(each.parity.merged > allowed(exact[each.name], dtype) for each in outputs)
     part = DensePart(inputs=inputs, outputs=outputs, dtype=dtype, mixes_samples=mixes)
     return Scored(program, part, dense, answered if checkpoint is None else None)
 
@@ -162,6 +161,30 @@ def compare_scores(scored: Scored, answer: npt.NDArray[Any]) -> DensePart:
         parity = msgspec.structs.replace(each.parity, trained=float(moved.max()), trained_mean=float(moved.mean()))
         outputs.append(msgspec.structs.replace(each, parity=parity))
     return msgspec.structs.replace(scored.part, outputs=tuple(outputs))
+
+
+def make_dense(inputs: Sequence[DenseInput], samples: int) -> tuple[Tensor, ...]:
+    """Seeded dense inputs beside `make_probe`, float32 [B, width] each, within [0, 1)."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.rand(samples, each.width, generator=generator) for each in inputs)
+
+
+def pieces_of(samples: int) -> list[int]:
+    """The samples of each of the requests that a probe is cut into, to see whether samples are mixed."""
+    return [*_PIECES, samples - sum(_PIECES)]
+
+
+def allowed(numbers: npt.NDArray[Any], dtype: DenseDtype) -> float:
+    """By how much scores of the same numbers may differ."""
+    return _ROUNDING_OF[dtype] * _scale(numbers)
+
+
+def largest(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
+    """The largest |difference|; infinity where shapes differ, or one number is finite and the other is not."""
+    if one.shape != other.shape:
+        return float("inf")
+    moved = np.abs(np.subtract(*finite(one, other)))
+    return float(np.nan_to_num(moved, nan=np.inf).max(initial=0))
 
 
 def save_scores(program: torch.jit.ScriptModule, path: Path) -> None:
@@ -237,10 +260,10 @@ def _answers_of_model(
 
 def _check_cut(entry: nn.Module, model: Mapping[str, Numbers], cut_out: Mapping[str, Numbers]) -> None:
     for name, numbers in model.items():
-        if cut_out[name].shape != numbers.shape or _largest(cut_out[name], numbers) > _ROUNDING * _scale(numbers):
+        if cut_out[name].shape != numbers.shape or largest(cut_out[name], numbers) > _ROUNDING * _scale(numbers):
             raise ParityError(
                 f"{type(entry).__name__}: output {name!r}: what follows the collections answers otherwise than the "
-                f"model, by {_largest(cut_out[name], numbers):.3g}: a hook, or something that is not in the graph, "
+                f"model, by {largest(cut_out[name], numbers):.3g}: a hook, or something that is not in the graph, "
                 f"changes it: {WAY_OUT}"
             )
 
@@ -254,11 +277,7 @@ def _run(
         with torch.no_grad(), quiet():
             answer = module(pooled.to(device), *(each.to(device) for each in dense))
     except Exception as error:
-        why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-        raise ModelError(
-            f"{type(entry).__name__}: its forward cannot be run for {len(pooled)} samples behind its collections: "
-            f"{why}: {WAY_OUT}"
-        ) from error
+        raise _not_run(entry, error, f"{len(pooled)} samples behind its collections") from error
     for name, each in zip(outputs, answer, strict=True):
         if each.ndim == 0 or len(each) != len(pooled):
             raise ModelError(
@@ -268,14 +287,23 @@ def _run(
     return {name: each.cpu().numpy() for name, each in zip(outputs, answer, strict=True)}
 
 
+def _not_run(entry: nn.Module, error: Exception, given: str) -> ModelError:
+    why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    return ModelError(f"{type(entry).__name__}: its forward cannot be run for {given}: {why}: {WAY_OUT}")
+
+
 def _with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.GraphModule:
     """A copy of what was cut out, on the CPU, with the weights that serve."""
     module: fx.GraphModule = copy.deepcopy(found.module).eval()
     if checkpoint is None:
         return module.cpu()
     state = module.state_dict()
-    if any(each.is_meta for each in module.buffers() if id(each) not in {*map(id, state.values())}):
-        raise CheckpointError("a buffer of the dense part is on the meta device, and in no checkpoint")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta and not (name in state and buffer.is_floating_point()):
+            raise CheckpointError(
+                "a buffer of the dense part is on the meta device, and its numbers are in no checkpoint: build the "
+                "model with its tables alone on meta, as --checkpoint does"
+            )
     module = module.to_empty(device="cpu") if any(each.is_meta for each in state.values()) else module.cpu()
     weights = {
         name: checkpoint.numbers(f"weights {name!r}", dotted(path, name), tuple(each.shape))
@@ -301,24 +329,12 @@ def _in_pieces(
     entry: nn.Module, program: nn.Module, outputs: Sequence[str], pooled: Tensor, dense: Sequence[Tensor]
 ) -> dict[str, Numbers]:
     """The outputs for a few samples at a time, one behind the other."""
-    sizes = [*_PIECES, len(pooled) - sum(_PIECES)]
+    sizes = pieces_of(len(pooled))
     cuts = [torch.split(each, sizes) for each in (pooled, *dense)]
     pieces = [_run(entry, program, outputs, each, rest) for each, *rest in zip(*cuts, strict=True)]
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in outputs}
 
 
-def _scale(numbers: Numbers) -> float:
+def _scale(numbers: npt.NDArray[Any]) -> float:
     """The largest |number|, of those that are finite."""
     return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
-
-
-def _allowed(parity: ScoreParity, dtype: DenseDtype) -> float:
-    return _ROUNDING_OF[dtype] * parity.scale
-
-
-def _largest(one: Numbers, other: Numbers) -> float:
-    """The largest |difference|; infinity where shapes differ, or one number is finite and the other is not."""
-    if one.shape != other.shape:
-        return float("inf")
-    moved = np.abs(np.subtract(*finite(one, other)))
-    return float(np.nan_to_num(moved, nan=np.inf).max(initial=0))

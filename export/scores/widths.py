@@ -18,17 +18,25 @@ def inputs_of(cut: Cut, told: Mapping[str, int]) -> tuple[DenseInput, ...]:
         told: widths by name. Those of other inputs are of the nn.Linear that they go into.
 
     Raises:
-        ConfigurationError: a width is not known, or one is told for something else.
+        ConfigurationError: a width is not known; or one is told that is not the nn.Linear's, or for something else.
     """
     if unknown := told.keys() - {*cut.inputs}:
         expected = ", ".join(map(repr, cut.inputs)) or "none"
         raise ConfigurationError(f"dense_widths (--dense-width) {min(unknown)!r}: expected one of {expected}")
     arguments = {str(node.target): node for node in cut.module.graph.nodes if node.op == "placeholder"}
-    return tuple(DenseInput(name, told.get(name) or _width(cut.module, arguments[name])) for name in cut.inputs)
+    return tuple(DenseInput(name, _width(cut.module, arguments[name], told.get(name))) for name in cut.inputs)
 
 
-def _width(module: fx.GraphModule, argument: fx.Node) -> int:
+def _width(module: fx.GraphModule, argument: fx.Node, told: int | None) -> int:
     widths = {layer.in_features for layer in _layers(module, argument)}
+    if told is not None:
+        if not widths <= {told}:
+            where, expected = line_of(next(iter(argument.users))), min(widths - {told})
+            raise ConfigurationError(
+                f"dense_widths (--dense-width) {argument.target!r}: expected {expected}, of the nn.Linear that takes "
+                f"it{where}, got {told}"
+            )
+        return told
     if len(widths) == 1:
         return widths.pop()
     where = "".join(line_of(user) for user in list(argument.users)[:1])

@@ -8,7 +8,7 @@ with LookupClient("localhost:8001", "movielens") as client:
 ```
 """
 
-from serving.client.answer import Answer, ModelInfo
+from serving.client.answer import Answer, ModelInfo, Scores
 from serving.client.clients import AsyncLookupClient, LookupClient
 from serving.client.connection import DEFAULT_TIMEOUT_S, Tls
 from serving.client.retries import Retries
@@ -21,6 +21,7 @@ __all__ = [
     "LookupClient",
     "ModelInfo",
     "Retries",
+    "Scores",
     "Sequence",
     "Tls",
 ]

@@ -5,6 +5,7 @@ hosts is in test_hosts_spec.py.
 """
 
 import hashlib
+import io
 import json
 import re
 from collections import abc
@@ -23,9 +24,11 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.bundle import DefaultRow
+from serving.bundle.hosts import IdDtype
 from serving.client import Sequence
 from serving.engine import Engine
 from tests.support.managed import bags_of, behind, mch, trained, zch
+from tests.support.ranker import ranker
 
 Bags = abc.Sequence[abc.Sequence[int]]
 BITS = {"FP32": 32, "FP16": 16, "INT8": 8, "INT4": 4, "INT2": 2}
@@ -100,11 +103,32 @@ class Reader:
             [[each["name"], *of, *key] for each, of, key in zip(features, of_table, shared, strict=True)],
             self.manifest["output_dtype"],
             *(["INT32"] if self.manifest.get("id_dtype") == "INT32" else []),
+            *([self.names_of_scores] if self.manifest.get("dense_part") else []),
         ]
         layout = [self.manifest[key] for key in ("features", "tables", "plan", "output_dtype")]
         said = {"contract": contract, "layout": layout}[name]
         text = json.dumps(said, separators=(",", ":"), ensure_ascii=False, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def names_of_scores(self) -> list[Any]:
+        """What a client sees of the dense part [7]."""
+        part = self.manifest["dense_part"]
+        inputs = [[each["name"], each["width"]] for each in part["inputs"]]
+        return [inputs, [[each["name"], each["shape"]] for each in part["outputs"]]]
+
+    def score(self, request: Mapping[str, Bags], dense: Mapping[str, Any]) -> dict[str, Any]:
+        """{output: [B, …]} for {key: bags} of all keys, and {dense input: [B, width]} [6]."""
+        part = self.manifest["dense_part"]
+        pooled = self.lookup({key: request[key] for key in self.keys})
+        every = np.concatenate([pooled[feature["name"]] for feature in self.manifest["features"]], axis=1)
+        inputs = [np.asarray(dense[each["name"]], np.float32) for each in part["inputs"]]
+        assert [each.shape for each in inputs] == [(len(every), each["width"]) for each in part["inputs"]]
+        program = torch.jit.load(io.BytesIO(self.files["scores.pt"]))  # type: ignore[no-untyped-call]
+        found = program.forward(*map(torch.from_numpy, (every, *inputs)))
+        for each, numbers in zip(part["outputs"], found, strict=True):
+            assert list(numbers.shape) == [len(every), *each["shape"]]
+        return {each["name"]: numbers.numpy() for each, numbers in zip(part["outputs"], found, strict=True)}
 
     def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """{feature: [B, dim], of a sequence [n, dim]} for {key: bags} [5]."""
@@ -346,6 +370,43 @@ def test_raw_ids_read_the_rows_that_the_specification_says(divided: bool, tmp_pa
     expected = Engine.open(bundle).lookup(request)
     for name, answer in reader.lookup(request).items():
         np.testing.assert_allclose(answer, expected[name], rtol=1e-6, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("output_dtype", ["FP32", "FP16"])
+def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dtype: str, tmp_path: Path) -> None:
+    config = ExportConfig(
+        dtype={"*": WeightDtype.INT4},
+        output_dtype=OutputDtype(output_dtype),
+        id_dtype=IdDtype.INT32,
+        sharding=Sharding(ranks=2, types={"a": "row_wise", "b": "column_wise"}),
+        scores=True,
+    )
+    bundle = export_model(ranker(), tmp_path / "repository", "all", config)
+    reader = Reader(bundle)
+    assert reader.manifest["format_version"] == 7
+    request: dict[str, Bags] = {"z": [[1], [], [9, 9]], "x": [[3, 4], [5], []], "y": [[], [49], [0]]}
+    dense: dict[str, list[list[float]]] = {
+        "item": [[1, 0], [0, 1], [2, 2]],
+        "user": [[0.5, 1, 2], [3, 4, 5], [-1, 0, 0]],
+    }
+    with torch.no_grad():
+        found = reader.score(request, dense)
+    expected = Engine.open(bundle).score(request, dense)
+    assert list(found) == list(expected)
+    rounding = 1e-3 if output_dtype == "FP16" else 1e-5
+    for name, answer in expected.items():
+        np.testing.assert_allclose(found[name], np.float32(answer), rtol=rounding, atol=rounding)
+
+    text = (bundle.parent / "config.pbtxt").read_text()
+    assert reader.digest("contract") in text
+    for each in reader.manifest["dense_part"]["inputs"]:  # [9]
+        said = (
+            rf'name: "{each["name"]}"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: {each["width"]}\s+.*\s+optional: true'
+        )
+        assert re.search(said, text)
+    assert re.search(r'name: "like"\s+data_type: TYPE_FP32\s+dims: -1\s+\}', text)
+    assert re.search(r'name: "both"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: 2\s+\}', text)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torchrec import KeyedJaggedTensor
 
 from serving.bundle.opening import open_bundle
 from serving.server import Ports, run_server
@@ -38,7 +41,7 @@ def run(text: str, cwd: Path) -> str:
 def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    export, lookup, at_once, in_process, sharded = blocks("python")
+    export, lookup, at_once, in_process, _, sharded = blocks("python")
     operate = blocks("", "tbe-serve load")[0].splitlines()
     (serve,) = blocks("", "tbe-serve run")
     (from_shell,) = blocks("", "echo")
@@ -67,13 +70,50 @@ def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_shell_export_of_the_readme_runs(tmp_path: Path) -> None:
-    command, _ = blocks("", "tbe-export model")
+    command, _, _ = blocks("", "tbe-export model")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
     save = "import torch; from tests.support.models import collection; torch.save(collection().state_dict(), 'weights.pt')"
     environment = f"export PYTHONPATH={shlex.quote(str(ROOT))}\n"
     out = run(f"{environment}{shlex.quote(sys.executable)} -c {shlex.quote(save)}\n{command}", tmp_path)
     assert f"published {tmp_path / 'repository' / 'movies' / '1'}" in out
+
+
+RANKER = """
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.models.dlrm import DLRM
+
+def build():
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=20, embedding_dim=8, feature_names=[name])
+        for name in ("item_id", "genres")
+    ]
+    return DLRM(EmbeddingBagCollection(tables), 3, dense_arch_layer_sizes=[8], over_arch_layer_sizes=[8, 1])
+"""
+
+
+def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (command,) = [each for each in blocks("", "tbe-export model") if "--scores" in each]
+    (score,) = [each for each in blocks("python") if "client.score" in each]
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(RANKER)
+    names: dict[str, Any] = {}
+    exec(RANKER, names)
+    model = names["build"]().eval()
+    torch.save(model.state_dict(), "weights.pt")
+    run(f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{command}", tmp_path)
+    with run_server(Path("repository"), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
+        exec(score.replace("localhost:8001", server.grpc), names)
+    kjt = KeyedJaggedTensor(
+        ["item_id", "genres"], torch.tensor([7, 8, 3, 5]), lengths=torch.tensor([1, 1, 2, 0], dtype=torch.int32)
+    )
+    with torch.no_grad():
+        expected = model(torch.tensor([[0.5, 1.0, 0.0], [0.0, 2.0, 1.0]]), kjt)
+    np.testing.assert_allclose(names["answer"]["scores"], expected, atol=5e-3)  # its tables are INT8
+    assert names["answer"]["scores"].std() > 0
 
 
 def test_the_plan_of_the_readme_is_drawn(tmp_path: Path) -> None:

@@ -48,3 +48,15 @@ def test_what_cannot_be_exported_is_said_in_one_line(tmp_path: Path, arguments: 
     assert len(done.stderr.splitlines()) == 1
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "r" / "m").exists()
+
+
+def test_a_width_that_the_model_does_not_take_is_refused_by_its_line(tmp_path: Path) -> None:
+    done = tbe_export(
+        *("model", "--model", "tests.support.ranker:ranker", "--repository", str(tmp_path / "r"), "--name", "m"),
+        *("--scores", "--dense-width", "user=7"),
+    )
+    assert done.exit_code == 1
+    (said,) = done.stderr.splitlines()
+    assert "'user': expected 3, of the nn.Linear that takes it at " in said
+    assert "tests/support/ranker.py, line " in said
+    assert said.endswith(", got 7")

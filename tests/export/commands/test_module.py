@@ -7,6 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from export.__main__ import app as tbe_export
+from export.commands.module import build_module
+from tests.support.ranker import ranker
 
 USERS = """
 import sys
@@ -60,3 +62,12 @@ def test_verbose_shows_how_it_came_there(arguments: list[str]) -> None:
     assert done.exit_code == 1
     assert 'return x["weight"]' in done.stderr
     assert done.stderr.splitlines()[-1].startswith("tbe-export: --model theirs:raises: KeyError")
+
+
+def test_tables_alone_are_built_on_the_meta_device() -> None:
+    """What other modules compute when they are built may be in no checkpoint."""
+    module = build_module("tests.support.ranker:ranker", meta=True)
+    on_meta = {name: weights.is_meta for name, weights in module.named_parameters()}
+    assert on_meta == {name: name.startswith("embeddings.") for name in on_meta}
+    assert set(on_meta.values()) == {True, False}
+    assert not any(weights.is_meta for weights in ranker().parameters())

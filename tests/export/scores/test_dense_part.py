@@ -145,3 +145,11 @@ def test_the_file_of_scores_is_what_it_says(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", "-c", code, str(bundle / SCORES)], capture_output=True, text=True
     )
     assert done.stdout == "[(5,), (5, 8)] False\n", done.stderr
+
+
+def test_numbers_that_are_on_the_meta_device_and_in_no_checkpoint_are_refused(tmp_path: Path) -> None:
+    torch.save(dlrm().state_dict(), tmp_path / "saved")
+    with torch.device("meta"):
+        module = dlrm()
+    with pytest.raises(CheckpointError, match="a buffer of the dense part is on the meta device"):
+        export_model(module, tmp_path / "r", "m", EXACT, checkpoint=tmp_path / "saved")
