@@ -14,6 +14,10 @@ from serving.errors import BundleError
 from serving.ranks.program import torchscript
 from serving.request.tensors import Array, Dense, Embeddings, Outputs
 
+# Samples of the first calls, which nobody waits for: TorchScript watches two, compiles then, and again when another
+# number of samples comes. They take ten times as long as later ones.
+_FIRST_CALLS = (1, 1, 1, 2, 2)
+
 
 class DenseProgram:
     """The second program of a bundle, `scores.pt`.
@@ -22,7 +26,7 @@ class DenseProgram:
         part: what the manifest says of it.
 
     Raises:
-        BundleError: the program changed after the export, or torch cannot load it.
+        BundleError: the program changed after the export, torch cannot load it, or it belongs to another manifest.
     """
 
     def __init__(self, bundle: Bundle, part: DensePart) -> None:
@@ -35,6 +39,17 @@ class DenseProgram:
                 self._forward = torch.jit.load(code, map_location="cpu").forward  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
+        width = sum(table.dim for table in bundle.manifest.feature_tables)
+        for samples in _FIRST_CALLS:
+            dense = [np.zeros((samples, each.width), np.float32) for each in part.inputs]
+            try:
+                found = self._run(np.zeros((samples, width), np.float32), dense)
+                shapes = [numbers.shape for numbers in found.values()]
+            except (RuntimeError, ValueError) as error:
+                why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
+                raise BundleError(f"{path}: cannot score: {why}: export it again") from error
+            if shapes != [(samples, *each.shape) for each in part.outputs]:
+                raise BundleError(f"{path}: answers {shapes}: was compiled for another manifest: export it again")
 
     def score(self, embeddings: Embeddings, dense: Sequence[Dense], samples: Sequence[int]) -> list[Outputs]:
         """The scores of R requests, together unless the dense part mixes samples.

@@ -137,7 +137,7 @@ def dense_part(
                 f"and for other numbers of samples by {each.parity.merged:.3g}"
             )
     mixes = any(each.parity.merged > allowed(exact[each.name], dtype) for each in outputs)
-    part = DensePart(inputs=inputs, outputs=outputs, dtype=dtype, mixes_samples=mixes)
+    part = DensePart(inputs, outputs, dtype, mixes_samples=mixes, is_own=own is not None)
     return Scored(program, part, dense, answered if checkpoint is None else None)
 
 

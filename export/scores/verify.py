@@ -14,7 +14,7 @@ from export.trained.checkpoint import Checkpoint, open_weights
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import Bundle
-from serving.bundle.scores import SCORES, DensePart
+from serving.bundle.scores import DensePart
 from serving.dense_part import DenseProgram
 from serving.errors import ConfigurationError
 from serving.request.id_maps import known_of_keys
@@ -30,31 +30,25 @@ def verify_scores(
         bundle: its digests agree.
         part: its dense part.
         embeddings: what its files answer `make_probe` with, float32 or float16 [B, D].
-        trained: the model that it was exported from; None: scores are not compared with it.
+        trained: the model that it was exported from; None: scores are not compared with it. A dense part of the
+            user's own is never compared.
         checkpoint: has the weights of `trained`; None: the model itself has them.
 
     Returns:
         `part` with the parity that was measured; and a line for each failure.
 
     Raises:
-        BundleError: torch cannot load the dense part.
+        BundleError: torch cannot load the dense part, or it is another one.
         ModelError, CheckpointError, ParityError: `trained` is no model with these scores.
     """
-    program = DenseProgram(bundle, part)
-    try:
-        together, alone = _answers(program, embeddings)
-    except (RuntimeError, ValueError) as error:
-        why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-        return part, [f"{SCORES}: cannot score a probe: {why}"]
-    if failures := [*_wrong_shapes(part, together, len(embeddings))]:
-        return part, failures
+    together, alone = _answers(DenseProgram(bundle, part), embeddings)
     failures = [
         f"output {name!r}: requests that are scored together differ from each alone by {off:.3g}, expected at most "
         f"{limit:.3g}"
         for name, off, limit in _moved(part, together, alone)
         if not off <= limit
     ]
-    if trained is None:
+    if trained is None or part.is_own:
         return _with_merged(part, together, alone), failures
     scored = _of_model(bundle.path, bundle.manifest, part, trained, checkpoint)
     with torch.no_grad():
@@ -85,16 +79,6 @@ def _answers(program: DenseProgram, embeddings: Embeddings) -> tuple[Outputs, Ou
 
 def _joined(answers: list[Outputs]) -> Outputs:
     return {name: np.concatenate([each[name] for each in answers]) for name in answers[0]}
-
-
-def _wrong_shapes(part: DensePart, found: Outputs, samples: int) -> Iterator[str]:
-    for each in part.outputs:
-        numbers, shape = found[each.name], (samples, *each.shape)
-        if numbers.dtype != np.float32 or numbers.shape != shape:
-            yield (
-                f"output {each.name!r}: expected float32 {list(shape)} from {SCORES}, got {numbers.dtype} "
-                f"{list(numbers.shape)}"
-            )
 
 
 def _moved(part: DensePart, found: Outputs, expected: Mapping[str, Array]) -> Iterator[tuple[str, float, float]]:

@@ -62,7 +62,7 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
     parity: ScoreParity
 
 
-class DensePart(Strict, frozen=True):
+class DensePart(Strict, frozen=True, omit_defaults=True):
     """What follows the collections of a model.
 
     Attributes:
@@ -71,12 +71,14 @@ class DensePart(Strict, frozen=True):
         dtype: of its weights.
         mixes_samples: whether the scores of a sample depend on the other samples of its request. Then requests are
             not scored together.
+        is_own: whether it is a module of the user's, in place of what follows the collections of the trained model.
     """
 
     inputs: tuple[DenseInput, ...]
     outputs: tuple[ScoreOutput, ...]
     dtype: DenseDtype
     mixes_samples: bool
+    is_own: bool = False
 
     @property
     def contract(self) -> list[object]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from export import export_model
 from export.errors import ModelError
+from export.hosts.verify import verify
+from export.trained.tables import collect_tables
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.export.scores.test_refusals import Branches
@@ -51,7 +53,9 @@ def test_scores_are_those_of_the_module_that_was_given(tmp_path: Path, model: An
     torch.manual_seed(0)
     own, module = Own(), model()
     config = replace(EXACT, dense_widths={"price": 3})
-    engine = Engine.open(export_model(module, tmp_path, "m", config, dense=own))
+    bundle = export_model(module, tmp_path, "m", config, dense=own)
+    assert not verify(bundle, collect_tables(module)).failures
+    engine = Engine.open(bundle)
     random = np.random.default_rng(0)
     bags, _ = random_request(module, random, 6)
     price = random.random((6, 3), np.float32)

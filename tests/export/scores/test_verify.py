@@ -113,7 +113,7 @@ def test_scores_of_another_bundle_are_found(repository: Path) -> None:
     done = tbe_export("verify", str(bundle))
     assert done.exit_code == 1
     (said,) = done.stderr.splitlines()
-    assert "scores.pt: cannot score a probe: " in said
+    assert "scores.pt: cannot score: " in said
 
 
 def test_inspect_shows_inputs_outputs_and_how_far_scores_moved(repository: Path) -> None:
