@@ -1,6 +1,5 @@
 """The dense part of a trained model: cut out, given its weights, compiled, and compared with the model itself."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,33 +12,28 @@ import torch
 from torch import Tensor, fx, nn
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
 
-from export.errors import CheckpointError, ModelError, ParityError
+from export.errors import ModelError, ParityError
 from export.parity.probe import make_probe
 from export.parity.trained_answers import kjt_of, listening
 from export.quiet import quiet
 from export.rows.tally import finite
+from export.scores.agreement import allowed, largest, pieces_of, scale_of
 from export.scores.cut import Columns, Cut, cut
 from export.scores.dtype import with_dtype
 from export.scores.outputs import not_tensors, tensors_of
 from export.scores.own import around
 from export.scores.trace import WAY_OUT
+from export.scores.weights import with_weights
 from export.scores.widths import inputs_of
 from export.trained.checkpoint import Checkpoint
 from export.trained.managed import looking_up
-from export.trained.modules import dotted, evaluating
+from export.trained.modules import evaluating
 from export.trained.processors import bags_of
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
 from serving.ranks.program import torchscript
 from serving.request.tensors import Ids, Tensors
-
-# Scores of the same numbers may differ by this, relative to the largest: a product of matrices is rounded in another
-# order where there are more samples, and where it is compiled.
-_ROUNDING = 1e-5
-_ROUNDING_OF = {DenseDtype.FP32: _ROUNDING, DenseDtype.BF16: 2**-6, DenseDtype.INT8: _ROUNDING}
-# Samples of the pieces that a probe is answered in, to see whether samples are mixed.
-_PIECES = (1, 3)
 
 Numbers = npt.NDArray[np.float32]
 
@@ -112,7 +106,7 @@ def dense_part(
     else:
         width = sum(table.dim for table in manifest.feature_tables)
         pooled = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
-    module = _with_weights(found, path, checkpoint)
+    module = with_weights(found, path, checkpoint)
     program = _compiled(entry, module, dtype)
     exact = _run(entry, module, found.outputs, pooled, dense)
     served = _run(entry, program, found.outputs, pooled, dense)
@@ -122,7 +116,7 @@ def dense_part(
             name,
             numbers.shape[1:],
             ScoreParity(
-                scale=_scale(numbers),
+                scale=scale_of(numbers),
                 scripted=largest(served[name], numbers),
                 merged=largest(served[name], alone[name]),
             ),
@@ -167,24 +161,6 @@ def make_dense(inputs: Sequence[DenseInput], samples: int) -> tuple[Tensor, ...]
     """Seeded dense inputs beside `make_probe`, float32 [B, width] each, within [0, 1)."""
     generator = torch.Generator().manual_seed(0)
     return tuple(torch.rand(samples, each.width, generator=generator) for each in inputs)
-
-
-def pieces_of(samples: int) -> list[int]:
-    """The samples of each of the requests that a probe is cut into, to see whether samples are mixed."""
-    return [*_PIECES, samples - sum(_PIECES)]
-
-
-def allowed(numbers: npt.NDArray[Any], dtype: DenseDtype) -> float:
-    """By how much scores of the same numbers may differ."""
-    return _ROUNDING_OF[dtype] * _scale(numbers)
-
-
-def largest(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
-    """The largest |difference|; infinity where shapes differ, or one number is finite and the other is not."""
-    if one.shape != other.shape:
-        return float("inf")
-    moved = np.abs(np.subtract(*finite(one, other)))
-    return float(np.nan_to_num(moved, nan=np.inf).max(initial=0))
 
 
 def save_scores(program: torch.jit.ScriptModule, path: Path) -> None:
@@ -260,7 +236,7 @@ def _answers_of_model(
 
 def _check_cut(entry: nn.Module, model: Mapping[str, Numbers], cut_out: Mapping[str, Numbers]) -> None:
     for name, numbers in model.items():
-        if cut_out[name].shape != numbers.shape or largest(cut_out[name], numbers) > _ROUNDING * _scale(numbers):
+        if largest(cut_out[name], numbers) > allowed(numbers, DenseDtype.FP32):
             raise ParityError(
                 f"{type(entry).__name__}: output {name!r}: what follows the collections answers otherwise than the "
                 f"model, by {largest(cut_out[name], numbers):.3g}: a hook, or something that is not in the graph, "
@@ -292,28 +268,6 @@ def _not_run(entry: nn.Module, error: Exception, given: str) -> ModelError:
     return ModelError(f"{type(entry).__name__}: its forward cannot be run for {given}: {why}: {WAY_OUT}")
 
 
-def _with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.GraphModule:
-    """A copy of what was cut out, on the CPU, with the weights that serve."""
-    module: fx.GraphModule = copy.deepcopy(found.module).eval()
-    if checkpoint is None:
-        return module.cpu()
-    state = module.state_dict()
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta and not (name in state and buffer.is_floating_point()):
-            raise CheckpointError(
-                "a buffer of the dense part is on the meta device, and its numbers are in no checkpoint: build the "
-                "model with its tables alone on meta, as --checkpoint does"
-            )
-    module = module.to_empty(device="cpu") if any(each.is_meta for each in state.values()) else module.cpu()
-    weights = {
-        name: checkpoint.numbers(f"weights {name!r}", dotted(path, name), tuple(each.shape))
-        for name, each in state.items()
-        if each.is_floating_point()
-    }
-    module.load_state_dict(weights, strict=False)
-    return module
-
-
 def _compiled(entry: nn.Module, module: fx.GraphModule, dtype: DenseDtype) -> torch.jit.ScriptModule:
     """A dense part as it serves: in TorchScript, frozen, with weights of `dtype`."""
     try:
@@ -333,8 +287,3 @@ def _in_pieces(
     cuts = [torch.split(each, sizes) for each in (pooled, *dense)]
     pieces = [_run(entry, program, outputs, each, rest) for each, *rest in zip(*cuts, strict=True)]
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in outputs}
-
-
-def _scale(numbers: npt.NDArray[Any]) -> float:
-    """The largest |number|, of those that are finite."""
-    return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))

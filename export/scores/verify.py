@@ -9,7 +9,8 @@ import torch
 
 from export.errors import ModelError
 from export.ids.file import build_maps
-from export.scores.dense_part import Scored, allowed, compare_scores, dense_part, largest, make_dense, pieces_of
+from export.scores.agreement import allowed, largest, pieces_of
+from export.scores.dense_part import Scored, compare_scores, dense_part, make_dense
 from export.trained.checkpoint import Checkpoint, open_weights
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
