@@ -46,7 +46,9 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", ["dcn", "towers", "centred"])
 def test_64_requests_at_once_get_the_model_s_own_scores(server: Server, name: str) -> None:
-    """Of other sizes each; lookups of some features, and requests that are refused, go among them."""
+    """Of other sizes each. Lookups of some features, requests that are refused, and inputs that are no numbers go
+    among them.
+    """
     sizes = np.random.default_rng(0).integers(1, 20, 64).tolist()
     requests = [asked(name, seed, size) for seed, size in enumerate(sizes)]
     with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
@@ -55,9 +57,14 @@ def test_64_requests_at_once_get_the_model_s_own_scores(server: Server, name: st
             partial(client.score, {key: [[-1]] for key in bags}, {key: each[:1] for key, each in dense.items()})
             for bags, dense, _ in requests[:8]
         ]
+        nothing = [
+            partial(client.score, bags, {key: np.full_like(each, np.nan) for key, each in dense.items()})
+            for bags, dense, _ in requests[:8]
+            if dense
+        ]
         scores = [partial(client.score, bags, dense) for bags, dense, _ in requests]
         before = metric(server, "tbe_calls_total", model=name)
-        found = at_once([*scores, *lookups, *bad])
+        found = at_once([*scores, *lookups, *bad, *nothing])
         assert metric(server, "tbe_calls_total", model=name) - before < 88
         alone = [client.lookup(dict(list(bags.items())[-1:])) for bags, _, _ in requests[:16]]
     for answer, (_, _, expected) in zip(found, requests, strict=False):
@@ -66,7 +73,8 @@ def test_64_requests_at_once_get_the_model_s_own_scores(server: Server, name: st
         assert list(answer) == list(expected)
         for key, rows in expected.items():
             np.testing.assert_array_equal(answer[key], rows)
-    assert [type(each) for each in found[80:]] == [InvalidRequest] * 8
+    assert [type(each) for each in found[80:88]] == [InvalidRequest] * 8
+    assert all(np.isnan(each["scores"]).all() for each in found[88:])
 
 
 DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32", "float64": "FP64"}
