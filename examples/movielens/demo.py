@@ -115,7 +115,7 @@ def _scored_there(console: Console, server: Server, name: str, samples: data.Sam
             return torch.tensor(scores["scores"])
 
         auc = train.test_auc(samples, _showing(console, f"{name}, scores", samples, score))
-    return _served(name, f"{MODELS[name]}, served scores", auc, times_ms)
+    return _served(name, f"{MODELS[name]}, scores", auc, times_ms)
 
 
 @contextmanager

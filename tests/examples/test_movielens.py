@@ -77,10 +77,10 @@ def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     page = done.stdout[done.stdout.index("MovieLens-100k, from training to gRPC") :]
-    table = re.findall(r"(float|int8, gRPC|int4, gRPC|int8, served scores) +(0\.\d{5}) ", page)
+    table = re.findall(r"(float|int8, gRPC|int4, gRPC|int8, scores) +(0\.\d{5}) ", page)
     auc = {what: float(number) for what, number in table}
     assert auc["float"] > 0.69
     assert auc["int8, gRPC"] == pytest.approx(auc["float"], abs=5e-4)
     assert auc["int4, gRPC"] == pytest.approx(auc["float"], abs=5e-3)
-    assert auc["int8, served scores"] == pytest.approx(auc["int8, gRPC"], abs=1e-5)
+    assert auc["int8, scores"] == pytest.approx(auc["int8, gRPC"], abs=1e-5)
     assert (tmp_path / "build/demo/repository/movielens/1/manifest.json").exists()
