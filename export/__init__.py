@@ -11,10 +11,12 @@ from export.pipeline import export_model  # noqa: E402
 from export.plan.sharding import Sharding  # noqa: E402
 from serving.bundle.hosts import IdDtype  # noqa: E402
 from serving.bundle.rows import WeightDtype  # noqa: E402
+from serving.bundle.scores import DenseDtype  # noqa: E402
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype  # noqa: E402
 
 __all__ = [
     "DefaultRow",
+    "DenseDtype",
     "ExportConfig",
     "ExportError",
     "IdDtype",

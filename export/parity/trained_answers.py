@@ -4,6 +4,7 @@ It shares no code with what is served. It shows what a table's rows cannot: a wr
 pooling, tables that are mixed up.
 """
 
+import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -83,10 +84,10 @@ def _hear(
         for entry in trained.found.entries:
             if entry.inputs == 1 and not {*entry.module.modules()}.isdisjoint(collections):
                 with suppress(Exception):  # the user's own code may not take a KJT
-                    entry.module(kjt_of(manifest, probe, entry.module))
+                    entry.module(kjt_of(manifest, probe, _device_of(entry.module)))
         for collection in collections:
             if collection not in heard:
-                collection(kjt_of(manifest, probe, collection))
+                collection(kjt_of(manifest, probe, _device_of(collection)))
     return heard
 
 
@@ -163,14 +164,18 @@ def _ids_in_bags(manifest: Manifest, probe: Tensors) -> dict[str, npt.NDArray[np
     return found
 
 
-def kjt_of(manifest: Manifest, probe: Tensors, module: nn.Module) -> KeyedJaggedTensor:
-    """A copy of the probe on the device of `module`, which may write to it."""
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def kjt_of(manifest: Manifest, probe: Tensors, device: torch.device) -> KeyedJaggedTensor:
+    """A copy of the probe, which a module may write to."""
     return KeyedJaggedTensor(
         keys=list(manifest.keys),
         values=torch.tensor(probe.values),
         lengths=torch.tensor(probe.lengths),
         weights=None if probe.weights is None else torch.tensor(probe.weights),
-    ).to(next(module.parameters()).device)
+    ).to(device)
 
 
 @contextmanager
@@ -178,7 +183,8 @@ def listening(modules: Iterable[nn.Module], heard: dict[nn.Module, Any]) -> Iter
     """Put each answer of `modules` into `heard`. Those that remap ids answer with these, too."""
 
     def hear(module: nn.Module, _: object, answer: Any) -> None:
-        heard[module] = answer[0] if isinstance(answer, tuple) else answer
+        # A copy: what follows may write to it.
+        heard[module] = copy.deepcopy(answer[0] if isinstance(answer, tuple) else answer)
 
     with ExitStack() as stack:
         for module in modules:

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -13,6 +13,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from export.errors import ModelError
 from export.scores.outputs import not_tensors, tensors_of
 from export.scores.trace import WAY_OUT, line_of, traced
+from export.trained.modules import selects
 from serving.bundle.scores import wrong_names
 
 EMBEDDINGS = "embeddings"
@@ -67,7 +68,7 @@ def cut(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> Cut:
         given = graph.placeholder(EMBEDDINGS)
         embeddings = graph.call_method("float", (given,))
     ids = _replace_calls(module, collections, embeddings)
-    graph.eliminate_dead_code()
+    _erase_selections(graph, ids)
     for node in placeholders:
         if node.name in ids:
             _check_unused(entry, node)
@@ -106,6 +107,35 @@ def finished(model: nn.Module, module: fx.GraphModule, ids: tuple[str, ...], inp
     module.graph.lint()
     module.recompile()
     return Cut(module, ids, inputs, outputs)
+
+
+def changes_inputs(module: fx.GraphModule, pooled: torch.Tensor, dense: Sequence[torch.Tensor]) -> bool:
+    """Whether a dense part writes to the embeddings or dense inputs that it takes; torch counts that."""
+    given = [each.clone() for each in (pooled, *dense)]
+    with torch.no_grad():
+        module(*given)
+    return any(each._version for each in given)
+
+
+def keep_inputs(module: fx.GraphModule) -> None:
+    """Have a dense part write to copies of what it takes."""
+    for node in [each for each in module.graph.nodes if each.op == "placeholder"]:
+        given = next(iter(node.users)) if node.target == EMBEDDINGS else node
+        with module.graph.inserting_after(given):
+            kept = module.graph.call_method("clone", (given,))
+        given.replace_all_uses_with(kept, lambda user, kept=kept: user is not kept)
+    module.recompile()
+
+
+def _erase_selections(graph: fx.Graph, ids: Sequence[str]) -> None:
+    """Erase what only chose ids for collections. All else stays, used or not: it may write to what is used."""
+    chosen = {node for node in graph.nodes if node.name in ids}
+    for node in graph.nodes:
+        if selects(node) and {*node.all_input_nodes} <= chosen and node.all_input_nodes:
+            chosen.add(node)
+    for node in reversed(graph.nodes):
+        if node in chosen and node.op != "placeholder" and not node.users:
+            graph.erase_node(node)
 
 
 def _replace_calls(
@@ -177,8 +207,9 @@ def _name_outputs(entry: nn.Module, graph: fx.Graph) -> tuple[str, ...]:
     """Make the answers of a graph a tuple of tensors."""
     (output,) = (node for node in graph.nodes if node.op == "output")
     answer: Any = output.args[0]
+    made = None
     if isinstance(answer, fx.Node) and hasattr(answer.target, "_fields"):  # how torch.fx keeps a named tuple
-        kind: Any = answer.target
+        made, kind = answer, cast(Any, answer.target)
         answer = kind(*answer.args, **answer.kwargs)
     named = tensors_of(answer, fx.Node)
     if not named:
@@ -186,5 +217,6 @@ def _name_outputs(entry: nn.Module, graph: fx.Graph) -> tuple[str, ...]:
     with graph.inserting_before(output):
         output.type = None
         output.args = (tuple(graph.call_method("float", (each,)) for each in named.values()),)
-    graph.eliminate_dead_code()
+    if made is not None:
+        graph.erase_node(made)
     return tuple(named)

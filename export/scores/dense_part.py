@@ -18,8 +18,9 @@ from export.parity.trained_answers import kjt_of, listening
 from export.quiet import quiet
 from export.rows.tally import finite
 from export.scores.agreement import allowed, largest, pieces_of, scale_of
-from export.scores.cut import Columns, Cut, cut
+from export.scores.cut import Columns, Cut, changes_inputs, cut, keep_inputs
 from export.scores.dtype import with_dtype
+from export.scores.model import answers_behind, copied
 from export.scores.outputs import not_tensors, tensors_of
 from export.scores.own import around
 from export.scores.trace import WAY_OUT
@@ -87,10 +88,11 @@ def dense_part(
                 f"{name} ({type(collection).__name__}): scores are made of embeddings that are pooled: those of "
                 "sequences are not served yet: export without --scores"
             )
-    columns = _columns(trained, manifest)
+    columns = {trained.found.collections[path]: these for path, these in _columns(trained, manifest).items()}
     if own is None:
-        path, entry = _entry(trained)
-        found = cut(entry, {trained.found.collections[each]: these for each, these in columns.items()})
+        path, given = _entry(trained)
+        entry = copied(given, columns)
+        found = cut(entry, columns)
     else:
         path, entry, checkpoint = "", own, None
         found = around(own, _spans(manifest), widths)
@@ -98,15 +100,18 @@ def dense_part(
     request = make_probe(manifest, known)
     samples = request.lengths.size // len(manifest.keys)
     dense = make_dense(inputs, samples)
-    is_whole = own is None and not any(each.is_meta for each in entry.parameters())
-    answered: Mapping[str, Numbers] | None = None
-    if is_whole:
-        pooled, answered = _answers_of_model(entry, found, trained, columns, manifest, request, dense)
-        _check_cut(entry, answered, _run(entry, found.module, found.outputs, pooled, dense))
-    else:
-        width = sum(table.dim for table in manifest.feature_tables)
-        pooled = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
+    width = sum(table.dim for table in manifest.feature_tables)
+    pooled = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
     module = with_weights(found, path, checkpoint)
+    answered: Mapping[str, Numbers] | None = None
+    if own is None:
+        if not any(each.is_meta for each in entry.parameters()):
+            pooled, answered = _answers_of_model(entry, found, columns, manifest, request, dense)
+        ids = kjt_of(manifest, request, torch.device("cpu"))
+        expected = answers_behind(entry, found, module, columns, ids, pooled, dense)
+        _check_cut(entry, expected, _run(entry, module, found.outputs, pooled, dense))
+    if changes_inputs(module, pooled, dense):
+        keep_inputs(module)
     program = _compiled(entry, module, dtype)
     exact = _run(entry, module, found.outputs, pooled, dense)
     served = _run(entry, program, found.outputs, pooled, dense)
@@ -202,18 +207,17 @@ def _spans(manifest: Manifest) -> dict[str, tuple[int, int]]:
 def _answers_of_model(
     entry: nn.Module,
     found: Cut,
-    trained: Trained,
-    columns: Mapping[str, Columns],
+    columns: Mapping[nn.Module, Columns],
     manifest: Manifest,
     request: Tensors,
     dense: Sequence[Tensor],
 ) -> tuple[Tensor, dict[str, Numbers]]:
     """What the model's collections answer, float32 [B, D], and what the model answers, by output."""
     heard: dict[nn.Module, Any] = {}
-    hearing = listening(trained.found.collections.values(), heard)
+    hearing = listening(columns, heard)
     with torch.no_grad(), evaluating(entry), looking_up(entry), quiet(), hearing:
-        ids = kjt_of(manifest, request, entry)
-        inputs = {name: each.to(ids.device()) for name, each in zip(found.inputs, dense, strict=True)}
+        ids = kjt_of(manifest, request, next(entry.parameters()).device)
+        inputs = {name: each.to(ids.device()).clone() for name, each in zip(found.inputs, dense, strict=True)}
         try:
             answer = entry(**dict.fromkeys(found.ids, ids), **inputs)
         except Exception as error:  # the user's own code
@@ -223,8 +227,8 @@ def _answers_of_model(
             ) from error
     width = sum(table.dim for table in manifest.feature_tables)
     pooled = torch.empty(request.lengths.size // len(manifest.keys), width)
-    for path, these in columns.items():
-        answered = heard[trained.found.collections[path]]
+    for collection, these in columns.items():
+        answered = heard[collection]
         pieces = answered.values().split(answered.length_per_key(), dim=1)
         for (first, last), piece in zip(these.spans, pieces, strict=True):
             pooled[:, first:last] = piece
@@ -234,13 +238,13 @@ def _answers_of_model(
     return pooled, {name: each.float().cpu().numpy() for name, each in tensors.items()}
 
 
-def _check_cut(entry: nn.Module, model: Mapping[str, Numbers], cut_out: Mapping[str, Numbers]) -> None:
-    for name, numbers in model.items():
+def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], cut_out: Mapping[str, Numbers]) -> None:
+    for name, numbers in ((name, each.numpy()) for name, each in model.items()):
         if largest(cut_out[name], numbers) > allowed(numbers, DenseDtype.FP32):
             raise ParityError(
                 f"{type(entry).__name__}: output {name!r}: what follows the collections answers otherwise than the "
-                f"model, by {largest(cut_out[name], numbers):.3g}: a hook, or something that is not in the graph, "
-                f"changes it: {WAY_OUT}"
+                f"model, by {largest(cut_out[name], numbers):.3g}: something that a graph of its forward does not "
+                f"have changes it, such as a hook, autocast, random numbers, or += on a part of a tensor: {WAY_OUT}"
             )
 
 
@@ -251,7 +255,7 @@ def _run(
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     try:
         with torch.no_grad(), quiet():
-            answer = module(pooled.to(device), *(each.to(device) for each in dense))
+            answer = module(pooled.to(device).clone(), *(each.to(device).clone() for each in dense))
     except Exception as error:
         raise _not_run(entry, error, f"{len(pooled)} samples behind its collections") from error
     for name, each in zip(outputs, answer, strict=True):

@@ -237,7 +237,7 @@ class _Tracer(Tracer):  # type: ignore[misc]
 def _check_given(path: str, entry: nn.Module, call: fx.Node, above: Collection[nn.Module]) -> None:
     """Refuse a call of a collection whose argument is no input of `entry`, or an input that may have been changed."""
     given: Any = call.args[0] if call.args else next(iter(call.kwargs.values()), None)
-    while isinstance(given, fx.Node) and _selects(given):
+    while isinstance(given, fx.Node) and selects(given):
         given = given.args[0]
     if not isinstance(given, fx.Node) or given.op != "placeholder" or _is_changed(given):
         blamed = entry
@@ -250,7 +250,8 @@ def _check_given(path: str, entry: nn.Module, call: fx.Node, above: Collection[n
         )
 
 
-def _selects(node: fx.Node) -> bool:
+def selects(node: fx.Node) -> bool:
+    """Whether a step of a graph chooses among ids, or moves them, and does not change them."""
     if node.op == "call_method":
         return node.target in _SELECTING_METHODS
     return node.op == "call_function" and node.target in _SELECTING_FUNCTIONS

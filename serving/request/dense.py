@@ -28,9 +28,14 @@ def encode_dense(dense: DenseFeatures) -> dict[str, Array]:
     found: dict[str, Array] = {}
     for name, given in dense.items():
         try:
-            found[name] = np.ascontiguousarray(given, np.float32)
-        except (TypeError, ValueError) as error:
+            array = np.asarray(given)
+        except (TypeError, ValueError, RuntimeError) as error:  # torch's are RuntimeErrors
             raise InvalidRequest(f"dense input {name!r}: expected numbers: {error}", Reason.DENSE) from error
+        if array.dtype.kind not in "fiub":
+            raise InvalidRequest(
+                f"dense input {name!r}: expected numbers of one dtype that numpy has, got {array.dtype}", Reason.DENSE
+            )
+        found[name] = np.ascontiguousarray(array, np.float32)
     return found
 
 

@@ -1,6 +1,7 @@
 """Scores over gRPC: merged with others, and beside lookups and requests that are refused."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,9 @@ from export import export_model
 from serving.client import LookupClient, Retries
 from serving.errors import InvalidRequest
 from serving.server import Server, run_server
+from tests.export.scores.test_in_place import WritesByModule
 from tests.support.models import flat
-from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
+from tests.support.scored import EXACT, WIDTH, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
 from tests.support.servers import FREE, at_once, metric
 
 MODELS: dict[str, nn.Module] = {}
@@ -25,9 +27,12 @@ MODELS: dict[str, nn.Module] = {}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("scores")
     torch.manual_seed(0)
-    MODELS.update(dcn=trained(dlrm_dcn()), towers=trained(two_tower()), centred=Centred().eval())
+    MODELS.update(
+        dcn=trained(dlrm_dcn()), towers=trained(two_tower()), centred=Centred().eval(), writes=WritesByModule().eval()
+    )
+    widths = {"writes": {"dense_features": WIDTH}}
     for name, module in MODELS.items():
-        export_model(module, folder / "r", name, EXACT)
+        export_model(module, folder / "r", name, replace(EXACT, dense_widths=widths.get(name, {})))
     with run_server(folder / "r", FREE, log=folder / "log") as server:
         yield server
 
@@ -105,6 +110,17 @@ def test_a_kserve_client_gets_the_outputs_that_it_asks_for(server: Server) -> No
     del arrays["dense_features"]
     looked_up = infer(server, "dcn", arrays, ["embeddings"], features=features)
     np.testing.assert_array_equal(looked_up.as_numpy("embeddings"), every.as_numpy("embeddings"))
+
+
+def test_embeddings_beside_scores_are_what_the_tables_hold(server: Server) -> None:
+    """Though the model writes to what it takes."""
+    bags, dense, expected = asked("writes", 5)
+    values, lengths = flat(bags)
+    both = infer(server, "writes", {"values": values, "lengths": lengths, **dense}, None, features=",".join(bags))
+    assert_same({"scores": both.as_numpy("scores")[0]}, expected)
+    with LookupClient(server.grpc, "writes") as client:
+        rows = client.lookup({name: bags[name] for name in client.info().dims})
+    np.testing.assert_array_equal(both.as_numpy("embeddings")[0], np.concatenate(list(rows.values()), axis=1))
 
 
 @pytest.mark.parametrize(

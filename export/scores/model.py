@@ -1,0 +1,119 @@
+"""The trained model behind its collections: a copy of it is run on embeddings that are given to it."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+
+from export.errors import ModelError
+from export.quiet import quiet
+from export.scores.cut import Columns, Cut
+from export.scores.outputs import not_tensors, tensors_of
+from export.scores.trace import WAY_OUT
+from export.trained.modules import evaluating
+
+Collections = Mapping[nn.Module, Columns]
+
+
+def copied(model: nn.Module, collections: Collections) -> nn.Module:
+    """A copy of a model, which may be followed and run: the model itself stays as it is. Its collections are shared.
+
+    Raises:
+        ModelError: it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model, {id(each): each for each in collections})
+    except Exception as error:  # the user's own code
+        raise ModelError(f"{type(model).__name__}: cannot be copied (copy.deepcopy): {error}: {WAY_OUT}") from error
+
+
+def answers_behind(
+    model: nn.Module,
+    found: Cut,
+    weights: fx.GraphModule,
+    collections: Collections,
+    ids: KeyedJaggedTensor,
+    pooled: Tensor,
+    dense: Sequence[Tensor],
+) -> dict[str, Tensor]:
+    """What a model answers by its own forward, where its collections answer with embeddings that are given.
+
+    Args:
+        model: a copy. It gets the weights that serve.
+        found: what was cut out of it.
+        weights: what was cut out, with the weights that serve.
+        collections: where the embeddings of each are.
+        ids: any that it can be called with.
+        pooled: float32 [B, D].
+        dense: its dense inputs, float32 [B, width] each.
+
+    Returns:
+        Float32 [B, …] by output.
+
+    Raises:
+        ModelError: it cannot be run, answers with something else, or changes a buffer.
+    """
+    _take_weights(model, weights)
+    before = {name: each.clone() for name, each in _buffers(model, collections)}
+    inputs = {name: each.clone() for name, each in zip(found.inputs, dense, strict=True)}
+    with torch.no_grad(), evaluating(model), quiet(), _answering(collections, pooled):
+        try:
+            answer = model(**dict.fromkeys(found.ids, ids), **inputs)
+        except Exception as error:  # the user's own code
+            why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+            raise ModelError(
+                f"{type(model).__name__}: its forward fails for embeddings and dense inputs [{len(pooled)}, width]: "
+                f"{why}"
+            ) from error
+    for name, each in _buffers(model, collections):
+        if not torch.equal(each, before[name]):
+            raise ModelError(
+                f"{type(model).__name__}: its forward changes the buffer {name!r}: requests are scored by what they "
+                f"bring alone: {WAY_OUT}"
+            )
+    tensors = tensors_of(answer)
+    if list(tensors) != list(found.outputs):
+        raise not_tensors(model, type(answer).__name__)
+    return {name: each.float() for name, each in tensors.items()}
+
+
+def _take_weights(model: nn.Module, weights: fx.GraphModule) -> None:
+    """Give a model the parameters and buffers of what was cut out of it, which have the same names."""
+    for name, each in [*weights.named_parameters(), *weights.named_buffers()]:
+        path, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(path)
+        held: Any = owner._parameters if leaf in owner._parameters else owner._buffers
+        if leaf in held:
+            held[leaf] = each
+
+
+def _buffers(model: nn.Module, collections: Collections) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a model outside of its collections."""
+    inside = {id(each) for collection in collections for each in collection.buffers()}
+    yield from ((name, each) for name, each in model.named_buffers() if id(each) not in inside and not each.is_meta)
+
+
+@contextmanager
+def _answering(collections: Collections, pooled: Tensor) -> Iterator[None]:
+    """Have collections answer with embeddings that are given, a copy each time."""
+
+    def answer_of(collection: nn.Module, columns: Columns) -> Any:
+        widths = [last - first for first, last in columns.spans]
+
+        def answer(*_: object, **__: object) -> Any:
+            own = torch.cat([pooled[:, first:last] for first, last in columns.spans], dim=1)
+            keyed = KeyedTensor(list(columns.names), widths, own)
+            return (keyed, None) if isinstance(collection, BaseManagedCollisionEmbeddingCollection) else keyed
+
+        return answer
+
+    with ExitStack() as stack:
+        for collection, columns in collections.items():
+            collection.forward = answer_of(collection, columns)
+            stack.callback(delattr, collection, "forward")
+        yield
