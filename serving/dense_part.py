@@ -1,17 +1,15 @@
 """The dense part of a bundle, loaded: pooled embeddings and dense inputs in, scores out."""
 
-import io
 import warnings
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from serving.bundle.digests import read_checked
 from serving.bundle.opening import Bundle
 from serving.bundle.scores import SCORES, DensePart
 from serving.errors import BundleError
-from serving.ranks.program import torchscript
+from serving.ranks.program import load_torchscript
 from serving.request.tensors import Array, Dense, Embeddings, Outputs
 
 # Samples of the first calls, which nobody waits for: TorchScript watches two, compiles then, and again when another
@@ -32,13 +30,7 @@ class DenseProgram:
     def __init__(self, bundle: Bundle, part: DensePart) -> None:
         self.part = part
         path = bundle.path / SCORES
-        # TorchScript is code: the bytes that are loaded are those that were compared with their digest.
-        code = io.BytesIO(read_checked(path, bundle.manifest.files[SCORES]))
-        try:
-            with torchscript():
-                self._forward = torch.jit.load(code, map_location="cpu").forward  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
+        self._forward = load_torchscript(bundle, SCORES).forward
         width = sum(table.dim for table in bundle.manifest.feature_tables)
         for samples in _FIRST_CALLS:
             dense = [np.zeros((samples, each.width), np.float32) for each in part.inputs]

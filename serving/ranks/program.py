@@ -30,14 +30,23 @@ def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
         BundleError: the program changed after the export, torch cannot load it, or it belongs to another manifest.
     """
     load_fbgemm()
-    path = bundle.path / PROGRAM
+    program = load_torchscript(bundle, PROGRAM)
+    if getattr(program, "layout", None) != bundle.manifest.layout:
+        raise BundleError(f"{bundle.path / PROGRAM}: was compiled for another manifest: publish the bundle again")
+    return program
+
+
+def load_torchscript(bundle: Bundle, name: str) -> torch.jit.ScriptModule:
+    """Load the file `name` of `bundle`, which is TorchScript.
+
+    Raises:
+        BundleError: the file changed after the export, or torch cannot load it.
+    """
+    path = bundle.path / name
     # TorchScript is code. Load the bytes that were compared with their digest: the file may change meanwhile.
-    code = io.BytesIO(read_checked(path, bundle.manifest.files[PROGRAM]))
+    code = io.BytesIO(read_checked(path, bundle.manifest.files[name]))
     try:
         with torchscript():
-            program: torch.jit.ScriptModule = torch.jit.load(code, map_location="cpu")  # type: ignore[no-untyped-call]
+            return torch.jit.load(code, map_location="cpu")  # type: ignore[no-any-return, no-untyped-call]
     except RuntimeError as error:
         raise BundleError(f"{path}: torch {torch.__version__} cannot load it: {error}") from error
-    if getattr(program, "layout", None) != bundle.manifest.layout:
-        raise BundleError(f"{path}: was compiled for another manifest: publish the bundle again")
-    return program
