@@ -11,6 +11,8 @@
 A setting that cannot be used is a `serving.errors.ConfigurationError` instead.
 """
 
+from collections.abc import Iterator
+
 
 class ExportError(Exception):
     """Root of the errors of an export. Nothing was published."""
@@ -38,3 +40,17 @@ class ParityError(ExportError):
 
 class PublishError(ExportError):
     """The repository cannot take the bundle."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error of other code says, or its class: compilers begin with what is wrong."""
+    return next(_lines(error), type(error).__name__)
+
+
+def last_line(error: Exception) -> str:
+    """The last line of what an error of other code says, or its class: there it comes behind a trace."""
+    return next(iter([*_lines(error)][::-1]), type(error).__name__)
+
+
+def _lines(error: Exception) -> Iterator[str]:
+    return (line for line in str(error).splitlines() if line.strip())

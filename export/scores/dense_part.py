@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, fx, nn
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
 
-from export.errors import ModelError, ParityError
+from export.errors import ModelError, ParityError, first_line
 from export.parity.probe import make_probe
 from export.parity.trained_answers import kjt_of, listening
 from export.quiet import quiet
 from export.rows.tally import finite
 from export.scores.agreement import allowed, largest, pieces_of, scale_of
+from export.scores.blame import blamed
 from export.scores.cut import Columns, Cut, changes_inputs, cut, keep_inputs
 from export.scores.dtype import with_dtype
 from export.scores.model import answers_behind, copied
@@ -105,7 +106,7 @@ def dense_part(
     module = with_weights(found, path, checkpoint)
     answered: Mapping[str, Numbers] | None = None
     if own is None:
-        if not any(each.is_meta for each in entry.parameters()):
+        if checkpoint is None:
             pooled, answered = _answers_of_model(entry, found, columns, manifest, request, dense)
         ids = kjt_of(manifest, request, torch.device("cpu"))
         expected = answers_behind(entry, found, module, columns, ids, pooled, dense)
@@ -137,7 +138,7 @@ def dense_part(
             )
     mixes = any(each.parity.merged > allowed(exact[each.name], dtype) for each in outputs)
     part = DensePart(inputs, outputs, dtype, mixes_samples=mixes, is_own=own is not None)
-    return Scored(program, part, dense, answered if checkpoint is None else None)
+    return Scored(program, part, dense, answered)
 
 
 def compare_scores(scored: Scored, answer: npt.NDArray[Any]) -> DensePart:
@@ -218,13 +219,8 @@ def _answers_of_model(
     with torch.no_grad(), evaluating(entry), looking_up(entry), quiet(), hearing:
         ids = kjt_of(manifest, request, next(entry.parameters()).device)
         inputs = {name: each.to(ids.device()).clone() for name, each in zip(found.inputs, dense, strict=True)}
-        try:
+        with blamed(entry, "its forward fails for ids of all features, and dense inputs in [0, 1)"):
             answer = entry(**dict.fromkeys(found.ids, ids), **inputs)
-        except Exception as error:  # the user's own code
-            raise ModelError(
-                f"{type(entry).__name__}: its forward fails for ids of all features, and dense inputs in [0, 1): "
-                f"{next(iter(str(error).splitlines()), '') or type(error).__name__}"
-            ) from error
     width = sum(table.dim for table in manifest.feature_tables)
     pooled = torch.empty(request.lengths.size // len(manifest.keys), width)
     for collection, these in columns.items():
@@ -253,11 +249,9 @@ def _run(
 ) -> dict[str, Numbers]:
     """The outputs of a dense part, by name."""
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
-    try:
-        with torch.no_grad(), quiet():
-            answer = module(pooled.to(device).clone(), *(each.to(device).clone() for each in dense))
-    except Exception as error:
-        raise _not_run(entry, error, f"{len(pooled)} samples behind its collections") from error
+    what = f"its forward cannot be run for {len(pooled)} samples behind its collections"
+    with torch.no_grad(), quiet(), blamed(entry, what):
+        answer = module(pooled.to(device).clone(), *(each.to(device).clone() for each in dense))
     for name, each in zip(outputs, answer, strict=True):
         if each.ndim == 0 or len(each) != len(pooled):
             raise ModelError(
@@ -267,19 +261,10 @@ def _run(
     return {name: each.cpu().numpy() for name, each in zip(outputs, answer, strict=True)}
 
 
-def _not_run(entry: nn.Module, error: Exception, given: str) -> ModelError:
-    why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-    return ModelError(f"{type(entry).__name__}: its forward cannot be run for {given}: {why}: {WAY_OUT}")
-
-
 def _compiled(entry: nn.Module, module: fx.GraphModule, dtype: DenseDtype) -> torch.jit.ScriptModule:
     """A dense part as it serves: in TorchScript, frozen, with weights of `dtype`."""
-    try:
-        with torchscript(), quiet():
-            program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(with_dtype(module, dtype)).eval())
-    except Exception as error:
-        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ModelError(f"{type(entry).__name__}: its forward cannot be compiled: {why}: {WAY_OUT}") from error
+    with torchscript(), quiet(), blamed(entry, "its forward cannot be compiled", first_line):
+        program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(with_dtype(module, dtype)).eval())
     return program
 
 

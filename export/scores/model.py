@@ -12,6 +12,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from export.errors import ModelError
 from export.quiet import quiet
+from export.scores.blame import blamed
 from export.scores.cut import Columns, Cut
 from export.scores.outputs import not_tensors, tensors_of
 from export.scores.trace import WAY_OUT
@@ -26,10 +27,8 @@ def copied(model: nn.Module, collections: Collections) -> nn.Module:
     Raises:
         ModelError: it cannot be copied.
     """
-    try:
+    with blamed(model, "cannot be copied (copy.deepcopy)"):
         return copy.deepcopy(model, {id(each): each for each in collections})
-    except Exception as error:  # the user's own code
-        raise ModelError(f"{type(model).__name__}: cannot be copied (copy.deepcopy): {error}: {WAY_OUT}") from error
 
 
 def answers_behind(
@@ -61,15 +60,9 @@ def answers_behind(
     _take_weights(model, weights)
     before = {name: each.clone() for name, each in _buffers(model, collections)}
     inputs = {name: each.clone() for name, each in zip(found.inputs, dense, strict=True)}
-    with torch.no_grad(), evaluating(model), quiet(), _answering(collections, pooled):
-        try:
-            answer = model(**dict.fromkeys(found.ids, ids), **inputs)
-        except Exception as error:  # the user's own code
-            why = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-            raise ModelError(
-                f"{type(model).__name__}: its forward fails for embeddings and dense inputs [{len(pooled)}, width]: "
-                f"{why}"
-            ) from error
+    what = f"its forward fails for embeddings and dense inputs [{len(pooled)}, width]"
+    with torch.no_grad(), evaluating(model), quiet(), _answering(collections, pooled), blamed(model, what):
+        answer = model(**dict.fromkeys(found.ids, ids), **inputs)
     for name, each in _buffers(model, collections):
         if not torch.equal(each, before[name]):
             raise ModelError(

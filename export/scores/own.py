@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx, nn
 
-from export.errors import ModelError
 from export.quiet import quiet
+from export.scores.blame import blamed
 from export.scores.cut import EMBEDDINGS, Cut, finished
 from export.scores.outputs import not_tensors, tensors_of
 from serving.errors import ConfigurationError
@@ -56,11 +56,6 @@ def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping
 def _tried(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: list[int]) -> object:
     """What `own` answers for two samples."""
     pooled = {name: torch.zeros(2, last - first) for name, (first, last) in spans.items()}
-    with torch.no_grad(), quiet():
-        try:
-            return own(pooled, *(torch.zeros(2, width) for width in widths))
-        except Exception as error:  # the user's own code
-            why = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise ModelError(
-                f"{type(own).__name__}: expected a forward of embeddings by feature and dense inputs, it fails: {why}"
-            ) from error
+    what = "expected a forward of embeddings by feature and dense inputs, it fails"
+    with torch.no_grad(), quiet(), blamed(own, what):
+        return own(pooled, *(torch.zeros(2, width) for width in widths))

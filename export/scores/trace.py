@@ -10,7 +10,7 @@ import torch
 import torchrec.fx
 from torch import fx, nn
 
-from export.errors import ModelError
+from export.errors import ModelError, first_line
 from export.quiet import quiet
 from export.trained.modules import evaluating
 
@@ -36,7 +36,7 @@ def traced(entry: nn.Module, collections: Collection[nn.Module]) -> fx.GraphModu
         except Exception as error:  # the user's code may raise anything
             raise ModelError(
                 f"{type(entry).__name__}: its forward cannot be followed{_line_of(error)}: "
-                f"{next(iter(str(error).splitlines()), '') or type(error).__name__}: {WAY_OUT}"
+                f"{first_line(error)}: {WAY_OUT}"
             ) from error
 
 

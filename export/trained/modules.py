@@ -28,7 +28,7 @@ from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
 )
 
-from export.errors import ModelError
+from export.errors import ModelError, first_line
 from export.quiet import quiet
 from export.trained.managed import unknown_managed
 from export.trained.processors import bags_of, unknown_processors
@@ -208,7 +208,7 @@ def _followed(path: str, entry: nn.Module, collections: Collection[nn.Module]) -
         try:
             tracer.trace(entry)
         except Exception as error:  # the user's code may raise anything
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            reason = first_line(error)
     calls = {node: entry.get_submodule(str(node.target)) for node in tracer.graph.nodes if node.op == "call_module"}
     for call, called in calls.items():
         if called in collections:
