@@ -126,7 +126,8 @@ def refusal(traffic: Traffic, repeats: Sequence[Repeat]) -> str | None:
         return f"the generator was the bottleneck: it was at work {busy:.0%} of the time: share it with --processes"
     late = [each for repeat in repeats for each in repeat.late_s]
     latencies = [each for repeat in repeats for each in repeat.latencies_s]
-    if traffic.rate and latencies and np.median(late) > _LATE * np.median(latencies):
+    # Where most requests failed, that is the news, and the latency of the few others is nothing to compare with.
+    if traffic.rate and 2 * len(latencies) > len(late) and np.median(late) > _LATE * np.median(latencies):
         return (
             f"the generator was the bottleneck: half of the requests went out {1e3 * np.median(late):.1f} ms late or "
             "later: share it with --processes, or ask for a lower --rate"

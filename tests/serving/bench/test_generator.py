@@ -119,8 +119,9 @@ def test_deadlines_are_errors() -> None:
         (load(rate=9), Repeat(latencies_s=[0.01] * 9, late_s=[0.005] * 9), "went out 5.0 ms late"),
         (load(clients=1), Repeat(latencies_s=[1.0], checked=3, wrong=["feature 'x': off"]), "wrong answers (1 of 3"),
         (load(clients=1), Repeat(latencies_s=[0.01] * 9, late_s=[0.005] * 9, busy=0.5), None),
+        (load(rate=9), Repeat(late_s=[0.005] * 9), None),
     ],
-    ids=["busy", "late", "wrong", "believed"],
+    ids=["busy", "late", "wrong", "believed", "few_answers"],
 )
 def test_numbers_about_the_generator_itself_are_refused(load_: Traffic, run: Repeat, why: str | None) -> None:
     found = refusal(load_, [Repeat(latencies_s=[0.01]), run])
