@@ -17,6 +17,7 @@ from serving.ranks.host import Host
 from serving.ranks.partial import PartialRequest
 from serving.ranks.routed import Routed
 from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.tensors import Tensors
 
 # What hosts are asked for one request, by rank.
@@ -26,7 +27,7 @@ Asked = Mapping[int, PartialRequest]
 def asked_of(engine: Engine, request: Arrays) -> Asked:
     """What a router's engine asks its hosts for a request."""
     assert isinstance(engine.ranks, Routed)
-    checked = kjt.check([kjt.accept(engine.schema, Tensors(None, request.values, request.lengths))])
+    checked = kjt.check([accept(engine.schema, Tensors(None, request.values, request.lengths))])
     return engine.ranks.split(kjt.merge(engine.schema, checked)).to_send
 
 

@@ -10,7 +10,9 @@ from serving.bundle.opening import Bundle
 from serving.bundle.scores import SCORES, DensePart
 from serving.errors import BundleError
 from serving.ranks.program import load_torchscript
-from serving.request.tensors import Array, Dense, Embeddings, Outputs
+from serving.request.jagged import joined
+from serving.request.once import spread
+from serving.request.tensors import Batch, Dense, Embeddings, Outputs
 
 # Samples of the first calls, which nobody waits for: TorchScript watches two, compiles then, and again when another
 # number of samples comes. They take ten times as long as later ones.
@@ -43,6 +45,27 @@ class DenseProgram:
             if shapes != [(samples, *each.shape) for each in part.outputs]:
                 raise BundleError(f"{path}: answers {shapes}: was compiled for another manifest: export it again")
 
+    def score_batch(self, batch: Batch, embeddings: Embeddings) -> dict[int, Outputs]:
+        """The scores of those requests of a batch that ask for some.
+
+        Args:
+            batch: the requests.
+            embeddings: what the ranks say to the batch, float32 or float16 [B, D]. What comes once is spread in it.
+
+        Returns:
+            By the position of the request in the batch: its outputs by name, float32 [B_r, …].
+        """
+        asking = [number for number, request in enumerate(batch.requests) if request.dense is not None]
+        if not asking:
+            return {}
+        requests = [batch.requests[number] for number in asking]
+        if len(asking) < len(batch.requests) or any(request.once is not None for request in requests):
+            first = np.cumsum([0, *(request.height for request in batch.requests)])
+            parts = [embeddings[first[number] : first[number + 1]] for number in asking]
+            embeddings = joined([spread(part, each) for part, each in zip(parts, requests, strict=True)])
+        dense = [request.dense for request in requests if request.dense is not None]
+        return dict(zip(asking, self.score(embeddings, dense, [each.samples for each in requests]), strict=True))
+
     def score(self, embeddings: Embeddings, dense: Sequence[Dense], samples: Sequence[int]) -> list[Outputs]:
         """The scores of R requests, together unless the dense part mixes samples.
 
@@ -59,7 +82,7 @@ class DenseProgram:
         rows = [slice(end - count, end) for end, count in zip(ends, samples, strict=True)]
         if self.part.mixes_samples:
             return [self._run(embeddings[each], inputs) for each, inputs in zip(rows, dense, strict=True)]
-        found = self._run(embeddings, [_joined(each) for each in zip(*dense, strict=True)])
+        found = self._run(embeddings, [joined(each) for each in zip(*dense, strict=True)])
         return [{name: numbers[each] for name, numbers in found.items()} for each in rows]
 
     def _run(self, embeddings: Embeddings, dense: Dense) -> Outputs:
@@ -69,7 +92,3 @@ class DenseProgram:
             warnings.simplefilter("ignore")  # torch has no read-only tensors
             found = self._forward(*map(torch.from_numpy, (embeddings, *dense)))
         return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
-
-
-def _joined(arrays: Sequence[Array]) -> Array:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

@@ -3,12 +3,11 @@
 import asyncio
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.manifest import MANIFEST
@@ -22,9 +21,11 @@ from serving.ranks.here import Here
 from serving.ranks.hosts import Hosts
 from serving.ranks.routed import Routed
 from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
 from serving.request.encoding import Features, decode, encode, encode_rows
 from serving.request.id_maps import IdMaps
+from serving.request.once import lengths_by_key
 from serving.request.schema import Schema
 from serving.request.sequence import Sequence as RowSequence
 from serving.request.sequences import batches_of, outputs_of, rows_of
@@ -55,8 +56,8 @@ class _Engine:
         self.schema = Schema.of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
         self._weighted = bundle.manifest.weighted_keys
 
-    def _encoded(self, features: Features) -> Tensors:
-        return encode(features, self._weighted)
+    def _encoded(self, features: Features, once: Collection[str]) -> Tensors:
+        return encode(features, self._weighted, once)
 
     def _encoded_rows(self, table: str, ids: npt.ArrayLike) -> Tensors:
         return encode_rows(table, ids, weighted=self.schema.weighted)
@@ -67,7 +68,7 @@ class _Engine:
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
         """
-        request = kjt.accept(self.schema, tensors)
+        request = accept(self.schema, tensors)
         try:
             checked = kjt.check([request])
         except InvalidRequest:
@@ -76,48 +77,33 @@ class _Engine:
         return checked
 
     def score_batch(self, batch: Batch, embeddings: Embeddings) -> dict[int, Outputs]:
-        """The scores of those requests of a batch that ask for some.
+        """The scores of those requests of a batch that ask for some; see `DenseProgram.score_batch`."""
+        return {} if self._dense is None else self._dense.score_batch(batch, embeddings)
 
-        Args:
-            batch: the requests.
-            embeddings: what the ranks say to the batch, float32 or float16 [B, D].
-
-        Returns:
-            By the position of the request in the batch: its outputs by name, float32 [B_r, …].
-        """
-        asking = [number for number, request in enumerate(batch.requests) if request.dense is not None]
-        if not asking:
-            return {}
-        assert self._dense is not None  # noqa: S101  else no request has dense inputs
-        if len(asking) < len(batch.requests):
-            of_request = np.repeat(np.arange(len(batch.requests)), [request.samples for request in batch.requests])
-            embeddings = embeddings[np.isin(of_request, asking)]
-        requests = [batch.requests[number] for number in asking]
-        dense = [request.dense for request in requests if request.dense is not None]
-        return dict(
-            zip(asking, self._dense.score(embeddings, dense, [each.samples for each in requests]), strict=True)
-        )
-
-    def _for_scores(self, features: Features, dense: DenseFeatures) -> Tensors:
+    def _for_scores(self, features: Features, dense: DenseFeatures, once: Collection[str]) -> Tensors:
         part = self.bundle.manifest.dense_part
         if part is None:
             raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
         names = [each.name for each in part.outputs]
-        return replace(self._encoded(features), outputs=names, dense=encode_dense(dense))
+        return replace(self._encoded(features, once), outputs=names, dense=encode_dense(dense))
 
     def _by_feature(
         self, tensors: Tensors, checked: Checked, batches: Sequence[Batch], answered: Sequence[Answered]
     ) -> dict[str, Any]:
         """The answer to one request, by feature: nothing is copied."""
         answers = _only(answered)
-        selection = checked.requests[0].selection
+        (request,) = checked.requests
+        selection = request.selection
         pooled, rows = selection.pooled, rows_of(batches, answers)
         found: dict[str, Any] = {}
         if pooled.names:
             found = dict(decode(answers[0], dict(zip(pooled.names, pooled.dims.tolist(), strict=True))))
+        if request.once is not None:
+            once = dict(zip(selection.names, request.once.tolist(), strict=True))
+            found = {name: rows[: 1 if once[name] else request.samples] for name, rows in found.items()}
         if not rows:
             return found
-        lengths = dict(zip(selection.keys, tensors.lengths.reshape(len(selection.keys), -1), strict=True))
+        lengths = lengths_by_key(tensors, selection.keys)
         for name, key, position in zip(selection.names, selection.key_of, selection.positions.tolist(), strict=True):
             if (0, position) in rows:
                 found[name] = RowSequence(rows[0, position], lengths[key])
@@ -168,11 +154,12 @@ class Engine(_Engine, Closing):
         """Close the connections to hosts. An engine without hosts need not be closed."""
         self.ranks.close()
 
-    def lookup(self, features: Features) -> dict[str, Any]:
+    def lookup(self, features: Features, *, once: Collection[str] = ()) -> dict[str, Any]:
         """Look up the embeddings of some features.
 
         Args:
             features: ids by feature (TorchRec's KJT key), in any form that `serving.request.encoding.encode` takes.
+            once: the features that have one bag, whatever the number of samples: their answers are [1, dim].
 
         Returns:
             {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16; for a
@@ -183,7 +170,7 @@ class Engine(_Engine, Closing):
             InvalidRequest: naming the feature, what was expected and what came.
             HostUnavailable: naming the host that does not answer, and the tables there.
         """
-        return self._looked_up(self._encoded(features))
+        return self._looked_up(self._encoded(features, once))
 
     def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
         """Rows of a table. Weights, also those by position, do not count.
@@ -207,12 +194,13 @@ class Engine(_Engine, Closing):
         batches = batches_of(self.schema, checked)
         return self._by_feature(tensors, checked, batches, [self.run(batch) for batch in batches])
 
-    def score(self, features: Features, dense: DenseFeatures = NO_DENSE) -> Outputs:
+    def score(self, features: Features, dense: DenseFeatures = NO_DENSE, *, once: Collection[str] = ()) -> Outputs:
         """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
 
         Args:
             features: ids of all features, as `lookup` takes them.
             dense: the dense inputs of the model's forward by name, [B, width] each.
+            once: the features that have one bag, and dense inputs that have one row, which count for all samples.
 
         Returns:
             {output: float32 [B, …]}.
@@ -221,7 +209,7 @@ class Engine(_Engine, Closing):
             InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
             HostUnavailable: as `lookup`.
         """
-        return self.scores(self._for_scores(features, dense))
+        return self.scores(self._for_scores(features, dense, once))
 
     def scores(self, tensors: Tensors) -> Outputs:
         """Answer one request for scores; returns and raises as `score`."""
@@ -267,13 +255,15 @@ class AsyncEngine(_Engine, AsyncClosing):
         given = _hosts_of(bundle, _as_hosts(hosts))
         return cls(bundle, Here(bundle) if given is None else await Routed.open_async(bundle, given, 0.0))
 
-    async def lookup(self, features: Features) -> dict[str, Any]:
+    async def lookup(self, features: Features, *, once: Collection[str] = ()) -> dict[str, Any]:
         """As `Engine.lookup`."""
-        return await self._looked_up(self._encoded(features))
+        return await self._looked_up(self._encoded(features, once))
 
-    async def score(self, features: Features, dense: DenseFeatures = NO_DENSE) -> Outputs:
+    async def score(
+        self, features: Features, dense: DenseFeatures = NO_DENSE, *, once: Collection[str] = ()
+    ) -> Outputs:
         """As `Engine.score`."""
-        batch = kjt.merge(self.schema, self._checked(self._for_scores(features, dense)))
+        batch = kjt.merge(self.schema, self._checked(self._for_scores(features, dense, once)))
         return self.score_batch(batch, _only([await self.ranks.answer_async(batch)])[0])[0]
 
     async def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:

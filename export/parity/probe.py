@@ -16,6 +16,7 @@ from export.errors import ParityError
 from serving.bundle.manifest import Manifest
 from serving.ranks.here import arguments
 from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.id_maps import IdMaps
 from serving.request.schema import Schema
 from serving.request.sequences import batches_of, outputs_of
@@ -80,7 +81,7 @@ def as_arguments(manifest: Manifest, request: Tensors, maps: IdMaps | None) -> A
     Returns:
         values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None.
     """
-    checked = kjt.check([kjt.accept(Schema.of(manifest, maps), request)])
+    checked = kjt.check([accept(Schema.of(manifest, maps), request)])
     weights = None if checked.weights is None else torch.from_numpy(checked.weights)
     return torch.from_numpy(checked.values), torch.from_numpy(checked.offsets), weights
 
@@ -95,7 +96,7 @@ def run_program(program: nn.Module, manifest: Manifest, probe: Tensors, maps: Id
         maps: of the bundle's ids.
     """
     schema = Schema.of(manifest, maps)
-    checked = kjt.check([kjt.accept(schema, probe)])
+    checked = kjt.check([accept(schema, probe)])
     batches = batches_of(schema, checked)
     return outputs_of(checked, batches, [program(*arguments(batch)).numpy() for batch in batches])[0]
 

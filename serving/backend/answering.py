@@ -28,6 +28,7 @@ from serving.errors import (
 from serving.model.settings import LARGEST_HANDOVER
 from serving.ranks.answered import failed_of, zeroed_of
 from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.limits import Limits, grouped
 from serving.request.sequences import batches_of, outputs_of
 from serving.request.tensors import Array, KjtRequest, Outputs, Tensors
@@ -136,7 +137,7 @@ class Answerer:
             if tensors.every_host:
                 self._engine.ranks.check()
             handover.tensors[position] = tensors
-            handover.accepted[position] = kjt.accept(self._engine.schema, tensors, self._limits)
+            handover.accepted[position] = accept(self._engine.schema, tensors, self._limits)
         except InvalidRequest as error:
             self._refuse(handover, position, error)
         except (ModelNotFound, HostUnavailable) as error:

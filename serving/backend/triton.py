@@ -37,7 +37,7 @@ from serving.model.settings import RECOVERED, ServingSettings, parsed
 from serving.ranks.message import BUNDLE
 from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
-from serving.request.tensors import EVERY_HOST, IDS, TABLES, Array, Tensors
+from serving.request.tensors import EVERY_HOST, IDS, ONCE, TABLES, Array, Tensors
 from serving.triton.presence import BUSY, IDLE, show
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
@@ -141,7 +141,7 @@ def _decode(request: Any) -> Tensors:
     """The tensors of one of Triton's requests.
 
     Raises:
-        InvalidRequest: an input is not [1, n], or `features` or `tables` is no string.
+        InvalidRequest: an input is not [1, n], or `features`, `tables` or `once` is no string.
     """
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     weights = inputs.get("weights")
@@ -158,6 +158,7 @@ def _decode(request: Any) -> Tensors:
         request.requested_output_names(),
         {name: _matrix(name, each) for name, each in inputs.items() if name not in IDS},
         _names(parameters, TABLES),
+        _names(parameters, ONCE) or (),
     )
 
 

@@ -9,7 +9,7 @@ from serving.files.strict import Strict
 # The file of a bundle with the dense part: TorchScript, its weights among it.
 SCORES = "scores.pt"
 # What requests and answers call other things by.
-RESERVED = ("values", "lengths", "weights", "embeddings", "sequences")
+RESERVED = ("values", "lengths", "weights", "embeddings", "sequences", "once")
 
 
 class DenseDtype(enum.Enum):

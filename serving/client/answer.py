@@ -53,6 +53,8 @@ class ModelInfo:
         scores: the shape of each score of a sample, by the name of the output.
         sequences: the features that are answered by a row for each id.
         tables: dim of each table whose rows can be asked for. Models that were exported without it have none.
+        takes_once: whether requests may say which features come once. Models that were exported without it do not
+            take it.
     """
 
     dims: dict[str, int]
@@ -65,3 +67,4 @@ class ModelInfo:
     tables: Mapping[str, int] = field(default_factory=dict)
     dense: tuple[DenseInput, ...] = ()
     scores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    takes_once: bool = False

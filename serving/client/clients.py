@@ -137,6 +137,7 @@ class LookupClient(_Client, Closing):
         self,
         features: Features,
         *,
+        once: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
         every_host: bool = False,
@@ -150,6 +151,8 @@ class LookupClient(_Client, Closing):
                 (values, lengths, weights float32 [N_f]). A tuple is never one of bags;
                 a dict of the same arrays, {"values": …, "lengths": …, "weights": …}.
                 A torchrec KeyedJaggedTensor is taken, too.
+            once: the features that have one bag, whatever the number of samples, such as those of the user in
+                ranking: they are sent, looked up and answered once, [1, dim].
             timeout_s: deadline of this lookup in seconds. None: the client's.
             trace: a W3C `traceparent`, which the server keeps with this request.
             every_host: answer only if every host of a router does, also those of which no row is needed.
@@ -167,7 +170,7 @@ class LookupClient(_Client, Closing):
             RequestCancelled: the client is closed.
             ServingError: any other error of the server.
         """
-        return _result(self._exchange.lookup(self._ask(timeout_s, trace), features, every_host))
+        return _result(self._exchange.lookup(self._ask(timeout_s, trace), features, once, every_host))
 
     def score(
         self,
@@ -175,6 +178,7 @@ class LookupClient(_Client, Closing):
         dense: DenseFeatures = NO_DENSE,
         *,
         outputs: Collection[str] | None = None,
+        once: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
     ) -> Scores:
@@ -184,6 +188,7 @@ class LookupClient(_Client, Closing):
             features: ids of all features, as `lookup` takes them.
             dense: the dense inputs of the model's forward by name, numbers [B, width] each.
             outputs: the names of those that are wanted; all where None.
+            once: the features that have one bag, and dense inputs that have one row: they count for all samples.
             timeout_s: deadline in seconds. None: the client's.
             trace: a W3C `traceparent`, which the server keeps with this request.
 
@@ -194,7 +199,7 @@ class LookupClient(_Client, Closing):
             InvalidRequest: ids, dense inputs or names cannot be answered, or the model has no scores.
             ServingError: as `lookup`.
         """
-        return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs))
+        return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, once))
 
     def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
@@ -245,12 +250,13 @@ class AsyncLookupClient(_Client, AsyncClosing):
         self,
         features: Features,
         *,
+        once: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
         every_host: bool = False,
     ) -> Answer:
         """As `LookupClient.lookup`."""
-        return await self._exchange.lookup(self._ask(timeout_s, trace), features, every_host)
+        return await self._exchange.lookup(self._ask(timeout_s, trace), features, once, every_host)
 
     async def score(
         self,
@@ -258,11 +264,12 @@ class AsyncLookupClient(_Client, AsyncClosing):
         dense: DenseFeatures = NO_DENSE,
         *,
         outputs: Collection[str] | None = None,
+        once: Collection[str] = (),
         timeout_s: float | None = None,
         trace: str | None = None,
     ) -> Scores:
         """As `LookupClient.score`."""
-        return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs)
+        return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, once)
 
     async def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None

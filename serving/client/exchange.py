@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.bundle.scores import DenseInput
 from serving.client.answer import Answer, ModelInfo, Scores
+from serving.client.model_config import info_of
 from serving.client.regions import Region, Regions
 from serving.errors import (
     ConfigurationError,
@@ -31,15 +30,13 @@ from serving.errors import (
 from serving.files.strict import is_utf8
 from serving.request.dense import DenseFeatures, accept_dense, encode_dense
 from serving.request.encoding import Features, decode, decode_rows, encode, encode_rows
+from serving.request.once import lengths_by_key, once_of, samples_of
 from serving.request.sequence import Sequence
-from serving.request.tensors import EMBEDDINGS, EVERY_HOST, IDS, SEQUENCES, TABLES, Embeddings, Tensors
+from serving.request.tensors import EMBEDDINGS, EVERY_HOST, ONCE, SEQUENCES, TABLES, Embeddings, Tensors
 
-_TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
 _INT32 = np.iinfo(np.int32)
 _KSERVE_NAME = {np.dtype(np.int64): "INT64", np.dtype(np.int32): "INT32"}
 _PARAMETERS = {"features", "dims", "contract"}
-# The outputs that are not scores.
-_LOOKED_UP = (EMBEDDINGS, SEQUENCES)
 # Bytes of a cache line.
 _LINE = 64
 
@@ -84,15 +81,18 @@ class Exchange:
             response = await ask(Call("ModelConfig", pb.ModelConfigRequest(name=self._model)))
             if not response.config.parameters.keys() >= _PARAMETERS:
                 raise InternalError(f"{self._where} was not made by tbe-export: its config names no features")
-            self._info = _info_of(response.config)
+            self._info = info_of(response.config)
         return self._info
 
-    async def lookup(self, ask: Ask, features: Features, every_host: bool = False) -> Answer:
+    async def lookup(
+        self, ask: Ask, features: Features, once: Collection[str] = (), every_host: bool = False
+    ) -> Answer:
         """The embeddings of B samples, {feature: [B, dim], or a Sequence}, float32 or float16.
 
         Args:
             ask: makes calls.
             features: ids by feature.
+            once: the features that have one bag. Their embeddings are [1, dim].
             every_host: see `Tensors.every_host`.
 
         Raises:
@@ -101,15 +101,20 @@ class Exchange:
             ServingError: as `ask`.
         """
         info = await self.info(ask)
-        tensors = replace(_encoded(info, features), every_host=every_host)
+        tensors = replace(self._encoded(info, features, once), every_host=every_host)
         keys = tensors.features or ()
-        lengths = dict(zip(keys, tensors.lengths.reshape(len(keys), -1), strict=True))
-        read = {name: lengths[key] for key in keys for name in info.keys[key]}
+        lengths = lengths_by_key(tensors, keys)
+        key_of = {name: key for key in keys for name in info.keys[key]}
+        read = {name: lengths[key] for name, key in key_of.items()}
         pooled = {name: info.dims[name] for name in read if name not in info.sequences}
+        single = {name: dim for name, dim in pooled.items() if key_of[name] in tensors.once}
+        each = {name: dim for name, dim in pooled.items() if name not in single}
         rows = {name: (int(read[name].sum()), info.dims[name]) for name in read if name in info.sequences}
-        samples = tensors.lengths.size // len(keys)
-        outputs, version = await self._infer(ask, tensors, info, _shapes(samples, pooled, rows))
-        found: dict[str, Embeddings | Sequence] = dict(decode(outputs[EMBEDDINGS], pooled)) if pooled else {}
+        samples = next((read[name].size for name in each), 0)
+        outputs, version = await self._infer(ask, tensors, info, _shapes(samples, each, single, rows))
+        found: dict[str, Embeddings | Sequence] = dict(decode(outputs[EMBEDDINGS], each)) if each else {}
+        if single:
+            found |= decode(outputs[ONCE], single)
         if rows:
             decoded = decode_rows(outputs[SEQUENCES], rows)
             found |= {name: Sequence(each, read[name]) for name, each in decoded.items()}
@@ -133,11 +138,16 @@ class Exchange:
         if table not in info.tables:
             raise InvalidRequest(f"table {table!r}: expected one of {', '.join(map(repr, info.tables))}")
         rows = {table: (tensors.values.size, info.tables[table])}
-        outputs, _ = await self._infer(ask, tensors, info, _shapes(0, {}, rows))
+        outputs, _ = await self._infer(ask, tensors, info, _shapes(0, {}, {}, rows))
         return decode_rows(outputs[SEQUENCES], rows)[table]
 
     async def score(
-        self, ask: Ask, features: Features, dense: DenseFeatures, outputs: Collection[str] | None
+        self,
+        ask: Ask,
+        features: Features,
+        dense: DenseFeatures,
+        outputs: Collection[str] | None,
+        once: Collection[str] = (),
     ) -> Scores:
         """What the whole model answers for B samples, {output: float32 [B, …]}.
 
@@ -146,6 +156,7 @@ class Exchange:
             features: ids of all features.
             dense: dense inputs by name.
             outputs: which are wanted; all where None.
+            once: the features that have one bag, and dense inputs that have one row.
 
         Raises:
             InvalidRequest: the model has no scores, or not these, or the request cannot be encoded.
@@ -158,9 +169,11 @@ class Exchange:
             raise InvalidRequest(f"output {unknown[0]!r}: expected one of {', '.join(map(repr, info.scores))}")
         if not wanted:
             raise InvalidRequest(f"{self._where}: has no scores: export the model with --scores")
-        tensors = replace(_encoded(info, features), outputs=wanted, dense=encode_dense(dense))
-        samples = tensors.lengths.size // len(tensors.features or info.keys)
-        accept_dense(info.dense, tensors.dense, samples)
+        tensors = replace(self._encoded(info, features, once), outputs=wanted, dense=encode_dense(dense))
+        keys = tensors.features or tuple(info.keys)
+        is_once = once_of(keys, [each.name for each in info.dense], tensors.once)
+        samples = samples_of(tensors, keys, is_once)
+        accept_dense(info.dense, tensors.dense, samples, tensors.once)
         response = await ask(Call("ModelInfer", infer_request(self._model, tensors, info)))
         found: dict[str, Embeddings] = {}
         for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
@@ -177,6 +190,24 @@ class Exchange:
                 await ask(
                     Call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=region.name))
                 )
+
+    def _encoded(self, info: ModelInfo, features: Features, once: Collection[str]) -> Tensors:
+        """The tensors of a request.
+
+        Raises:
+            InvalidRequest: the model has no such feature, or the request cannot be encoded.
+            InternalError: the model was exported before features could come once.
+        """
+        tensors = encode(features, info.weighted, once)
+        for name in tensors.features or ():
+            if name not in info.keys:
+                raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")
+        if tensors.once and not info.takes_once:
+            raise InternalError(
+                f"{self._where} was exported by a tbe-serving that looked nothing up once: its config has no output "
+                f"{ONCE!r}: export it under another name, or repeat what comes once"
+            )
+        return tensors
 
     async def _infer(
         self, ask: Ask, tensors: Tensors, info: ModelInfo, shapes: Shapes
@@ -249,9 +280,13 @@ class Exchange:
         )
 
 
-def _shapes(samples: int, pooled: Mapping[str, int], rows: Mapping[str, tuple[int, int]]) -> Shapes:
-    """The shape of each output that answers features: those `pooled`, by dim, and `rows`, by their shapes."""
+def _shapes(
+    samples: int, pooled: Mapping[str, int], once: Mapping[str, int], rows: Mapping[str, tuple[int, int]]
+) -> Shapes:
+    """The shape of each output that answers features: those `pooled` and those that come once, by dim; and `rows`, by
+    their shapes."""
     shapes: Shapes = {EMBEDDINGS: (samples, sum(pooled.values()))} if pooled else {}
+    shapes |= {ONCE: (1, sum(once.values()))} if once else {}
     return shapes | ({SEQUENCES: (sum(map(prod, rows.values())),)} if rows else {})
 
 
@@ -268,41 +303,6 @@ async def _register(ask: Ask, region: Region) -> None:
             "shared-memory): make the client without",
         ) from None
     region.registered = True
-
-
-def _info_of(config: Any) -> ModelInfo:
-    """The model with this config, a ModelConfig of Triton's. tbe-export made it."""
-    parameters = {key: value.string_value for key, value in config.parameters.items()}
-    features, dims = parameters["features"].split(","), [int(dim) for dim in parameters["dims"].split(",")]
-    keys: dict[str, tuple[str, ...]] = {}
-    for key, feature in zip(parameters.get("keys", parameters["features"]).split(","), features, strict=True):
-        keys[key] = (*keys.get(key, ()), feature)
-    types = {each.name: each.data_type for each in (*config.input, *config.output)}
-    return ModelInfo(
-        dims=dict(zip(features, dims, strict=True)),
-        keys=keys,
-        weighted=tuple(filter(None, parameters.get("weighted", "").split(","))),
-        output_dtype=np.dtype(np.float16 if types.get(EMBEDDINGS) == _TYPE_FP16 else np.float32),
-        contract=parameters["contract"],
-        ids_dtype=np.dtype(np.int32 if types.get("values") == _TYPE_INT32 else np.int64),
-        sequences=frozenset(filter(None, parameters.get("sequences", "").split(","))),
-        tables=dict(zip(parameters["tables"].split(","), dims, strict=True)) if "tables" in parameters else {},
-        dense=tuple(DenseInput(each.name, each.dims[1]) for each in config.input if each.name not in IDS),
-        scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name not in _LOOKED_UP},
-    )
-
-
-def _encoded(info: ModelInfo, features: Features) -> Tensors:
-    """The tensors of a request.
-
-    Raises:
-        InvalidRequest: the model has no such feature, or the request cannot be encoded.
-    """
-    tensors = encode(features, info.weighted)
-    for name in tensors.features or ():
-        if name not in info.keys:
-            raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")
-    return tensors
 
 
 def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
@@ -335,6 +335,8 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
         request.parameters["features"].string_param = ",".join(tensors.features)
     if tensors.tables is not None:
         request.parameters[TABLES].string_param = ",".join(tensors.tables)
+    if tensors.once:
+        request.parameters[ONCE].string_param = ",".join(tensors.once)
     if tensors.every_host:
         request.parameters[EVERY_HOST].bool_param = True
     return request

@@ -10,7 +10,7 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.tables import OutputDtype
 from serving.model.config_file import CONFIG, apply_settings
 from serving.model.settings import ServingSettings
-from serving.request.tensors import SEQUENCES
+from serving.request.tensors import ONCE, SEQUENCES
 
 _TEMPLATE = files("model_repository").joinpath("lookup")
 _ID_TYPE = {
@@ -42,8 +42,9 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
             )
         for output in part.outputs:
             config.output.add(name=output.name, data_type=model_config_pb2.TYPE_FP32, dims=[-1, *output.shape])
-    if manifest.part_of is None:  # nobody asks a host for rows
+    if manifest.part_of is None:  # nobody asks a host for these
         config.output.add(name=SEQUENCES, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1])
+        config.output.add(name=ONCE, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1, -1])
     keys = [feature.key for feature in manifest.features]
     parameters = {
         "features": ",".join(feature.name for feature in manifest.features),

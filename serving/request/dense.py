@@ -44,13 +44,16 @@ def wants_scores(part: DensePart | None, outputs: Collection[str]) -> bool:
     return part is not None and any(each.name in outputs for each in part.outputs)
 
 
-def accept_dense(inputs: Sequence[DenseInput], given: Mapping[str, Array], samples: int) -> Dense:
+def accept_dense(
+    inputs: Sequence[DenseInput], given: Mapping[str, Array], samples: int, once: Collection[str] = ()
+) -> Dense:
     """Take the dense inputs of one request, if they are of the right kind and size.
 
     Args:
         inputs: those that are expected.
         given: by name. Anything may be in it.
         samples: of the request.
+        once: names of those that have one row, which counts for all samples.
 
     Returns:
         In the manifest's order, float32 [B, width] each.
@@ -64,8 +67,10 @@ def accept_dense(inputs: Sequence[DenseInput], given: Mapping[str, Array], sampl
             raise InvalidRequest(f"dense input {name!r}: expected one of {expected}", Reason.DENSE)
     found = []
     for each in inputs:
-        array, shape = given.get(each.name), (samples, each.width)
-        expected = f"dense input {each.name!r}: expected float32 {list(shape)}, a row for each sample"
+        is_once = each.name in once
+        array, shape = given.get(each.name), (1 if is_once else samples, each.width)
+        rows = "a row for all samples" if is_once else "a row for each sample"
+        expected = f"dense input {each.name!r}: expected float32 {list(shape)}, {rows}"
         if array is None:
             raise InvalidRequest(
                 f"{expected}, got none: scores need it; ask for the output `embeddings` alone to look up without",
@@ -73,5 +78,5 @@ def accept_dense(inputs: Sequence[DenseInput], given: Mapping[str, Array], sampl
             )
         if array.dtype != np.float32 or array.shape != shape:
             raise InvalidRequest(f"{expected}, got {array.dtype} {list(array.shape)}", Reason.DENSE)
-        found.append(array)
+        found.append(np.broadcast_to(array, (samples, each.width)) if is_once else array)
     return found

@@ -1,6 +1,7 @@
 """From lists, arrays or a KeyedJaggedTensor to the tensors of a request; from an answer to its features."""
 
 from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,7 +46,7 @@ _NO_LISTS = (str, bytes, Mapping, Set)
 _NUMBERS = (int, float, np.generic)
 
 
-def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
+def encode(features: Features, weighted: Collection[str] = (), once: Collection[str] = ()) -> Tensors:
     """Lay the bags of some features out as one feature-major request.
 
     Args:
@@ -58,6 +59,8 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
             Values and lengths may be of any integer dtype, weights of any number's.
         weighted: the model's features whose ids carry weights. If it has some, the ids of its other features are
             sent with a weight of 1.
+        once: names of features that have one bag, which counts for all samples. Other names in it are let be: dense
+            inputs may come once, too.
 
     Returns:
         values int64 [N], lengths int32 [F·B], weights float32 [N] or None.
@@ -65,8 +68,9 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     Raises:
         InvalidRequest: naming the feature whose ids, lengths, weights or number of samples are wrong.
     """
+    once = _names(once)
     if isinstance(features, Kjt) and not isinstance(features, Mapping):
-        return _of_kjt(features, weighted)
+        return replace(_of_kjt(features, weighted), once=once)
     if not isinstance(features, Mapping):
         raise InvalidRequest(
             f"features: expected ids by feature, {{name: ids}}, or a KeyedJaggedTensor, got {type(features).__name__}"
@@ -74,7 +78,9 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
     if not features:
         raise InvalidRequest("features: expected at least one, got none")
     columns = {name: _column(name, bags) for name, bags in features.items()}
-    _expect_one_number_of_samples(features, {name: len(lengths) for name, (_, lengths, _) in columns.items()})
+    samples = {name: len(lengths) for name, (_, lengths, _) in columns.items()}
+    _expect_one_bag({name: samples[name] for name in once if name in samples})
+    _expect_one_number_of_samples(features, {name: count for name, count in samples.items() if name not in once})
     weights = [
         np.ones(values.size, np.float32) if column_weights is None else column_weights
         for name, (values, _, column_weights) in columns.items()
@@ -85,6 +91,7 @@ def encode(features: Features, weighted: Collection[str] = ()) -> Tensors:
         values=np.concatenate([values for values, _, _ in columns.values()]),
         lengths=np.concatenate([lengths for _, lengths, _ in columns.values()]),
         weights=np.concatenate(weights) if weights else None,
+        once=once,
     )
 
 
@@ -148,7 +155,21 @@ def _of_kjt(kjt: Kjt, weighted: Collection[str]) -> Tensors:
     return Tensors(names, values, lengths, weights)
 
 
+def _names(once: Any) -> tuple[str, ...]:
+    if isinstance(once, str) or not isinstance(once, Collection) or not all(isinstance(each, str) for each in once):
+        raise InvalidRequest(f"once: expected names of features, [name, …], got {once!r:.80}")
+    return tuple(once)
+
+
+def _expect_one_bag(samples: Mapping[str, int]) -> None:
+    for name, found in samples.items():
+        if found != 1:
+            raise InvalidRequest(f"feature {name!r}: expected one bag, because it comes once, got {found}")
+
+
 def _expect_one_number_of_samples(features: Mapping[str, Any], samples: Mapping[str, int]) -> None:
+    if not samples:
+        return
     (first, expected), *others = samples.items()
     for name, found in others:
         if found != expected:

@@ -9,7 +9,7 @@ together take each step together, so that the cost of a numpy call is paid once 
                             ▲             │ some request is wrong
                             └─────────────┴─ apply_id_policies to each: it is changed, or refused
 
-    accept              The tensors of one request have the right dtypes, shapes and sizes.
+    accept              The tensors of one request have the right dtypes, shapes and sizes (`serving.request.accept`).
     check               The lengths and ids of all requests are right. Raw ids become row numbers here, policy
                         `modulo` is applied, and position weights are made.
     apply_id_policies   Where check fails: what the tables' id policies say is done to one request.
@@ -20,68 +20,20 @@ Letters: R requests, S segments, F features, B samples, N ids, D columns of an a
 is a feature of a request.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from serving.bundle.id_maps import IDS
 from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason
-from serving.request.dense import accept_dense, wants_scores
+from serving.request.bags import bag_bounds, bags_of, id_bounds, place_of
 from serving.request.id_maps import IdMaps
 from serving.request.jagged import bounds_of, joined, offsets_of, ranges
-from serving.request.limits import Limits, check_sequences, check_size
 from serving.request.positions import expect_short_bags, positions_of, weights_by_position
-from serving.request.schema import Schema, Selection, listed
-from serving.request.tensors import SEQUENCES, Array, Batch, Checked, Embeddings, Ids, KjtRequest, Tensors, Weights
-
-_INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
-
-
-def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
-    """Take the tensors of one request, if they are of the right kind and size.
-
-    Nothing is copied, unless several features read one key: then each feature gets a copy of the key's ids.
-
-    Args:
-        schema: the features of the model.
-        tensors: the request. Anything may be in it.
-        limits: how large it may be; no limit where None.
-
-    Raises:
-        InvalidRequest: naming the feature or tensor, what was expected and what came.
-    """
-    values, lengths, weights = tensors.values, tensors.lengths, tensors.weights
-    if tensors.tables is None:
-        selection = schema.select(tensors.features)
-    else:
-        _expect_rows(tensors)
-        selection = schema.select_rows(tensors.tables)
-    if values.dtype == _INT32:  # as hosts are sent row numbers
-        values = values.astype(np.int64)
-    _expect_vector("values", values, _INT64)
-    _expect_vector("lengths", lengths, _INT32)
-    samples, left_over = divmod(lengths.size, len(selection.keys))
-    if left_over:
-        raise InvalidRequest(
-            f"lengths: expected a multiple of {len(selection.keys)}, one length for each sample of each feature "
-            f"({listed(selection.keys)}), got {lengths.size}",
-            Reason.LENGTHS,
-        )
-    if limits is not None:
-        check_size(values.size, samples, limits)
-    _expect_weights(schema.weighted, weights, values.size)
-    request = KjtRequest(selection, values, lengths, weights, samples, outputs=tensors.outputs)  # type: ignore[arg-type]
-    if selection.reads is not None:
-        request = _reordered(request, selection.keys, selection.reads, selection)
-    if limits is not None and selection.pooled is not selection:
-        check_sequences(request, limits)
-    if not wants_scores(schema.dense_part, tensors.outputs) or tensors.tables is not None:
-        return request
-    return _with_dense(schema, request, tensors.dense)
+from serving.request.schema import Schema, Selection
+from serving.request.tensors import Batch, Checked, Embeddings, Ids, KjtRequest, Weights
 
 
 def check(requests: Sequence[KjtRequest]) -> Checked:
@@ -106,12 +58,12 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
         raise InvalidRequest("lengths: expected them to add up to the number of ids", Reason.LENGTHS)
 
     rows = joined([request.selection.rows for request in requests])
-    bag_bounds = _bag_bounds(requests)
-    id_bounds = offsets[bag_bounds]
+    bags = _bag_bounds(requests)
+    ids = offsets[bags]
     if (id_maps := requests[0].selection.id_maps) is not None:
-        values = _remapped(requests, id_maps, values, id_bounds)
-    starts = id_bounds[:-1]
-    filled = starts < id_bounds[1:]  # for an empty segment, reduceat would give the id behind it
+        values = _remapped(requests, id_maps, values, ids)
+    starts = ids[:-1]
+    filled = starts < ids[1:]  # for an empty segment, reduceat would give the id behind it
     # As an unsigned number, a negative id is larger than any table.
     outside = np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]
     if outside.any():
@@ -120,11 +72,11 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
         if not joined([request.selection.modulo for request in requests])[filled][outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
         # In [0, rows) for negative ids too. It changes no id that is there already.
-        values = np.remainder(values, rows.astype(np.int64).repeat(np.diff(id_bounds)))
-    weights = _counted_weights(requests, id_bounds)
+        values = np.remainder(values, rows.astype(np.int64).repeat(np.diff(ids)))
+    weights = _counted_weights(requests, ids)
     if (position_weights := requests[0].selection.position_weights) is not None:
-        weights = weights_by_position(requests, position_weights, lengths, offsets, id_bounds, weights)
-    return Checked(requests, values, weights, lengths, offsets, bag_bounds, id_bounds)
+        weights = weights_by_position(requests, position_weights, lengths, offsets, ids, weights)
+    return Checked(requests, values, weights, lengths, offsets, bags, ids)
 
 
 def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
@@ -142,7 +94,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
         IdsOutside: an id is outside a table whose policy is `error`; the message names it likewise.
     """
     selection = request.selection
-    ids = np.diff(_id_bounds(selection.names, request))  # of each feature, int64 [F]
+    ids = np.diff(id_bounds(selection.names, request))  # of each feature, int64 [F]
     expect_short_bags(request)
     feature_of = np.repeat(np.arange(len(ids)), ids)  # of each id, int64 [N]
     bag_of = np.repeat(np.arange(request.lengths.size), request.lengths)  # of each id, int64 [N]
@@ -183,7 +135,7 @@ def merge(schema: Schema, checked: Checked) -> Batch:
     """
     requests = checked.requests
     selection = requests[0].selection
-    if len(requests) == 1:
+    if len(requests) == 1 and requests[0].once is None:
         return Batch(requests, selection, checked.values, checked.offsets, checked.weights)
     if any(request.selection is not selection for request in requests):
         selection = schema.every.at(np.unique(joined([request.selection.positions for request in requests])))
@@ -193,10 +145,10 @@ def merge(schema: Schema, checked: Checked) -> Batch:
     order = positions.argsort(kind="stable")
     source = ranges(checked.id_bounds[:-1][order], (checked.id_bounds[1:] - checked.id_bounds[:-1])[order])
 
-    samples = [request.samples for request in requests]
+    heights = [request.height for request in requests]
     features = [len(request.selection.names) for request in requests]
-    total = sum(samples)
-    first_sample = np.repeat(np.array(list(accumulate(samples, initial=0))[:-1]), features)
+    total = sum(heights)
+    first_sample = np.repeat(np.array(list(accumulate(heights, initial=0))[:-1]), features)
     lengths = np.zeros(len(selection.names) * total, np.int32)
     bags = ranges(positions * total + first_sample, checked.bag_bounds[1:] - checked.bag_bounds[:-1])
     lengths[bags] = checked.lengths
@@ -219,7 +171,7 @@ def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
     answers: list[Embeddings] = []
     end = 0
     for request in batch.requests:
-        start, end = end, end + request.samples
+        start, end = end, end + request.height
         answer = embeddings[start:end]
         if request.selection is not merged:
             positions = merged.positions_of(request.selection)
@@ -228,113 +180,9 @@ def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
     return answers
 
 
-def _expect_rows(tensors: Tensors) -> None:
-    if tensors.features is not None:
-        raise InvalidRequest("expected the parameter features or tables, got both", Reason.FEATURES)
-    if SEQUENCES not in tensors.outputs:
-        raise InvalidRequest(
-            f"tables: rows are answered in the output {SEQUENCES!r}: ask for it; models of earlier exports, and of "
-            "hosts, do not have it",
-            Reason.FEATURES,
-        )
-
-
-def _expect_vector(name: str, array: Array, dtype: np.dtype[Any]) -> None:
-    if array.dtype is not dtype and array.dtype != dtype:
-        raise InvalidRequest(f"{name}: expected dtype {dtype}, got {array.dtype}", Reason.SHAPE)
-    if array.ndim != 1:
-        raise InvalidRequest(f"{name}: expected 1 dimension, got shape {list(array.shape)}", Reason.SHAPE)
-
-
-def _expect_weights(weighted: bool, weights: Array | None, ids: int) -> None:
-    if (weights is not None) != weighted:
-        expected = "one for each id, got none: this" if weighted else "none, got some: this"
-        kind = "weighted" if weighted else "not weighted"
-        raise InvalidRequest(f"weights: expected {expected} model is {kind}", Reason.WEIGHTS)
-    if weights is not None:
-        _expect_vector("weights", weights, _FLOAT32)
-        if weights.size != ids:
-            raise InvalidRequest(f"weights: expected {ids}, one for each id, got {weights.size}", Reason.WEIGHTS)
-
-
-def _with_dense(schema: Schema, request: KjtRequest, dense: Mapping[str, Array]) -> KjtRequest:
-    """A request for scores: with all features in the schema's order, and with its dense inputs.
-
-    Raises:
-        InvalidRequest: a feature or a dense input is missing or wrong.
-    """
-    assert schema.dense_part is not None  # noqa: S101  scores are asked for
-    selection = request.selection
-    if len(selection.names) < len(schema.every.names):
-        missing = next(name for name in schema.every.names if name not in selection.names)
-        raise InvalidRequest(f"feature {missing!r}: expected all features, which scores need", Reason.FEATURES)
-    if not selection.default:
-        request = _reordered(request, selection.names, selection.positions.argsort(), schema.every)
-    return replace(request, dense=accept_dense(schema.dense_part.inputs, dense, request.samples))
-
-
-def _reordered(
-    request: KjtRequest, names: Sequence[str], chosen: npt.NDArray[np.int64], selection: Selection
-) -> KjtRequest:
-    """Take the bags and ids of some names, in another order. A name may be taken several times, as features of one
-    key each get a copy of its ids.
-
-    Args:
-        request: its arrays are by name.
-        names: the names.
-        chosen: positions among them; int64 [F].
-        selection: of the request that is made.
-
-    Raises:
-        InvalidRequest: the lengths are wrong, so that nobody can tell which ids are whose.
-    """
-    bounds = _id_bounds(names, request)
-    ids = ranges(bounds[chosen], np.diff(bounds)[chosen])
-    return replace(
-        request,
-        selection=selection,
-        values=request.values[ids],
-        lengths=request.lengths.reshape(len(names), request.samples)[chosen].ravel(),
-        weights=None if request.weights is None else request.weights[ids],
-    )
-
-
-def _id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
-    """Where the ids of each of the n `names` start in the values of a request, then N: int64 [n + 1].
-
-    Raises:
-        InvalidRequest: a length is negative, or the lengths do not add up to the number of ids.
-    """
-    bags = request.lengths.reshape(len(names), -1)
-    if bags.size and bags.min() < 0:
-        position, sample = np.argwhere(bags < 0)[0]
-        raise InvalidRequest(
-            f"feature {names[position]!r}: expected lengths >= 0, got {bags[position, sample]} for sample {sample}",
-            Reason.LENGTHS,
-        )
-    bounds: Ids = offsets_of(request.lengths)[np.arange(len(bags) + 1) * request.samples]
-    if bounds[-1] != request.values.size:
-        raise _wrong_sum(names, bounds, request.values.size)
-    return bounds
-
-
-def _wrong_sum(names: Sequence[str], bounds: Ids, found: int) -> InvalidRequest:
-    """Name the feature whose bags run past the ids, or the last one where ids are left over."""
-    total = bounds[-1]
-    at = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(names) - 1
-    return InvalidRequest(
-        f"feature {names[at]!r}: expected its bags to take ids "
-        f"[{bounds[at]}, {bounds[at + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
-        Reason.LENGTHS,
-    )
-
-
 def _bag_bounds(requests: Sequence[KjtRequest]) -> Ids:
     """Where the bags of each segment start in the lengths of all requests, then their number: int64 [S + 1]."""
-    if len(requests) == 1:
-        return requests[0].selection.index * requests[0].samples
-    features = [len(request.selection.names) for request in requests]
-    return bounds_of(np.repeat([request.samples for request in requests], features))
+    return bounds_of(joined([bags_of(len(each.selection.names), each.samples, each.once) for each in requests]))
 
 
 def _remapped(requests: Sequence[KjtRequest], maps: IdMaps, values: Ids, id_bounds: Ids) -> Ids:
@@ -371,7 +219,7 @@ def _counts_by_table(selection: Selection, features: Ids) -> dict[str, int]:
 def _ids_outside(request: KjtRequest, at: int, bag: int, counts: dict[str, int]) -> IdsOutside:
     """Name the id at position `at` of the values, which is in the bag at position `bag` of the lengths."""
     selection = request.selection
-    feature, sample = divmod(bag, request.samples)
+    feature, sample = place_of(bag, bag_bounds(len(selection.names), request.samples, request.once))
     return IdsOutside(
         f"feature {selection.names[feature]!r}: expected an id in [0, {selection.rows[feature]}), "
         f"got {request.values[at]} for sample {sample} (values[{at}])",

@@ -9,6 +9,8 @@ from typing import Protocol
 import numpy as np
 
 from serving.errors import InvalidRequest, Reason
+from serving.request.bags import bag_bounds
+from serving.request.jagged import bounds_of
 from serving.request.tensors import SEQUENCES, KjtRequest
 
 
@@ -68,7 +70,8 @@ def sequence_bytes(request: KjtRequest) -> int:
     selection = request.selection
     if selection.pooled is selection or SEQUENCES not in request.outputs:
         return 0
-    ids = request.lengths.reshape(len(selection.names), -1).sum(axis=1, dtype=np.int64)
+    bags = bag_bounds(len(selection.names), request.samples, request.once)
+    ids = np.diff(bounds_of(request.lengths.astype(np.int64))[bags])
     return int(ids[selection.sequence] @ selection.dims[selection.sequence]) * np.dtype(np.float32).itemsize
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from serving.errors import InvalidRequest, Reason
+from serving.request.bags import bag_bounds, place_of
 from serving.request.jagged import joined, offsets_of
 from serving.request.tensors import Ids, KjtRequest, Lengths, Weights
 
@@ -80,12 +81,13 @@ def expect_short_bags(request: KjtRequest) -> None:
         InvalidRequest: naming the feature and the sample.
     """
     selection = request.selection
-    lengths = request.lengths.reshape(len(selection.names), -1)
-    too_long = lengths > selection.longest_bags[:, np.newaxis]
+    bags = bag_bounds(len(selection.names), request.samples, request.once)
+    too_long = request.lengths > selection.longest_bags.repeat(np.diff(bags))
     if too_long.any():
-        feature, sample = np.argwhere(too_long)[0]
+        at = int(np.argmax(too_long))
+        feature, sample = place_of(at, bags)
         raise InvalidRequest(
             f"feature {selection.names[feature]!r}: expected at most {selection.longest_bags[feature]} ids in a bag, "
-            f"one for each of its position weights, got {lengths[feature, sample]} for sample {sample}",
+            f"one for each of its position weights, got {request.lengths[at]} for sample {sample}",
             Reason.LENGTHS,
         )

@@ -228,7 +228,7 @@ def _expect_names(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> 
     for name in names:
         if name not in there:
             one_of = listed(tuple(dict.fromkeys(known)))
-            raise InvalidRequest(f"{what} {_shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
+            raise InvalidRequest(f"{what} {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
     if not names:
         one_of = listed(tuple(dict.fromkeys(known)))
         raise InvalidRequest(f"{what}s: expected at least one of {one_of}, got none", Reason.FEATURES)
@@ -256,7 +256,7 @@ def listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
 
 
-def _shortened(name: str) -> str:
+def shortened(name: str) -> str:
     """At most 64 characters of a name that a caller sent.
 
     gRPC carries error messages as metadata, and drops the stream at 16 KiB of it.

@@ -14,9 +14,11 @@ import numpy.typing as npt
 
 from serving.request.jagged import bounds_of, joined, offsets_of, ranges
 from serving.request.kjt import merge, split
+from serving.request.once import divided
 from serving.request.schema import Schema
 from serving.request.tensors import (
     EMBEDDINGS,
+    ONCE,
     SEQUENCES,
     Batch,
     Checked,
@@ -46,15 +48,15 @@ def outputs_of(checked: Checked, batches: Sequence[Batch], answers: Sequence[Emb
     """The outputs of each request, from the answers to the batches of all.
 
     Returns:
-        For each request `embeddings`, float32 or float16 [B, D], if it wants some, and `sequences` [M] likewise: for
-        each feature [n, dim], one behind the other.
+        For each request `embeddings`, float32 or float16 [B, D], and `once` [1, D], if it wants some; and `sequences`
+        [M] likewise: for each feature [n, dim], one behind the other.
     """
     outputs: list[dict[str, Embeddings]] = [{} for _ in checked.requests]
     for batch, answer in zip(batches, answers, strict=True):
         if batch.row_bounds is None:
             for found, request, embeddings in zip(outputs, batch.requests, split(answer, batch), strict=True):
-                if request.selection.names and EMBEDDINGS in request.outputs:
-                    found[EMBEDDINGS] = embeddings
+                if request.selection.names:
+                    found |= divided(embeddings, request)
     if len(batches) == 1 and batches[0].row_bounds is None:
         return outputs  # type: ignore[return-value]
     by_feature = rows_of(batches, answers)
@@ -87,7 +89,8 @@ def _has_sequences(request: KjtRequest) -> bool:
 
 
 def _wants_bags(request: KjtRequest) -> bool:
-    is_wanted = EMBEDDINGS in request.outputs or request.dense is not None  # scores are made of them
+    is_wanted = EMBEDDINGS in request.outputs or (ONCE in request.outputs and request.once is not None)
+    is_wanted = is_wanted or request.dense is not None  # scores are made of them
     return is_wanted and bool(request.selection.pooled.names)
 
 
@@ -111,6 +114,7 @@ def _bags(schema: Schema, checked: Checked) -> Checked:
                 values=values[id_bounds[first] : id_bounds[segment]],
                 lengths=lengths[bag_bounds[first] : bag_bounds[segment]],
                 samples=request.samples if here.any() else 0,
+                once=None if request.once is None or not here.any() else request.once[here],
             )
         )
     weights = None if checked.weights is None else checked.weights.take(source)

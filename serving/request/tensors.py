@@ -17,12 +17,16 @@ IDS = ("values", "lengths", "weights")
 EMBEDDINGS, SEQUENCES = "embeddings", "sequences"
 # The request parameter of `Tensors.tables`.
 TABLES = "tables"
+# The request parameter of `Tensors.once`; and the output with the pooled embeddings of such features, [1, D].
+ONCE = "once"
 
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 Array = npt.NDArray[np.generic]
+# Which features come once; bool [F].
+Once = npt.NDArray[np.bool_]
 # Dense inputs in the manifest's order, float32 [B, width] each.
 Dense = Sequence[Array]
 # What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …], but
@@ -37,7 +41,7 @@ class Tensors:
     Attributes:
         features: the features asked for, in the order of the answer; all features of the model where None.
         values: ids, feature-major; int64 [N].
-        lengths: bag sizes, feature-major; int32 [F·B].
+        lengths: bag sizes, feature-major; int32 [F·B], fewer where some features come once.
         weights: a weight for each id; float32 [N]. None for models that are not weighted.
         trace: the W3C `traceparent` that came with the request.
         bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
@@ -46,6 +50,7 @@ class Tensors:
         dense: dense inputs by name; float32 [B, width].
         tables: instead of `features`: the tables whose rows are asked for, in the order of the answer. `values` and
             `lengths` are by table.
+        once: the features, and dense inputs, that come once and count for all samples: one bag, or [1, width].
     """
 
     features: Sequence[str] | None
@@ -55,9 +60,10 @@ class Tensors:
     trace: str | None = None
     bundle: str | None = None
     every_host: bool = False
-    outputs: Collection[str] = (EMBEDDINGS, SEQUENCES)
+    outputs: Collection[str] = (EMBEDDINGS, SEQUENCES, ONCE)
     dense: Mapping[str, Array] = field(default_factory=dict)
     tables: Sequence[str] | None = None
+    once: Collection[str] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -67,13 +73,14 @@ class KjtRequest:
     Attributes:
         selection: the features, in the order of the answer.
         values: ids, feature-major; int64 [N].
-        lengths: bag sizes, feature-major; int32 [F·B].
+        lengths: bag sizes, feature-major; int32 [bags]: B of each feature, and one of each that comes once.
         weights: a weight for each id; float32 [N]. None for models that are not weighted.
         samples: B.
         positions: the place of each id in the bag that was sent, int64 [N]; None: as the ids lie.
         dense: what its scores need beside ids; None: no scores are asked for.
         outputs: the outputs that are asked for.
         rowless: the ids of sequences that read no row, but zeros; bool [N]. None: there are none.
+        once: the features that come once; bool [F]. None: there are none.
     """
 
     selection: Selection
@@ -83,8 +90,14 @@ class KjtRequest:
     samples: int
     positions: Ids | None = None
     dense: Dense | None = None
-    outputs: Collection[str] = (EMBEDDINGS, SEQUENCES)
+    outputs: Collection[str] = (EMBEDDINGS, SEQUENCES, ONCE)
     rowless: npt.NDArray[np.bool_] | None = None
+    once: Once | None = None
+
+    @property
+    def height(self) -> int:
+        """The rows that it takes of the answer to a batch: B. What comes once is in the first of them."""
+        return self.samples if self.once is None else max(self.samples, 1)
 
 
 @dataclass(eq=False, slots=True)
@@ -137,5 +150,5 @@ class Batch:
         """Where the bags of each request start among those of each feature, then their end; int64 [F, R + 1]."""
         if self.row_bounds is not None:
             return self.row_bounds
-        samples = np.cumsum([0, *(request.samples for request in self.requests)])
+        samples = np.cumsum([0, *(request.height for request in self.requests)])
         return np.broadcast_to(samples, (len(self.selection.names), samples.size))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from serving.errors import InvalidRequest
 from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.schema import Schema, Selection
 from serving.request.tensors import Checked, Tensors
 
@@ -61,7 +62,7 @@ def tensors(values: Any, lengths: Any, weights: Any = None, features: Any = None
 
 def checked(schema: Schema, *requests: Tensors) -> Checked:
     """As the backend does it: all together, and one by one if that fails."""
-    accepted = [kjt.accept(schema, request) for request in requests]
+    accepted = [accept(schema, request) for request in requests]
     try:
         return kjt.check(accepted)
     except InvalidRequest:

@@ -17,6 +17,7 @@ from serving.bundle.weights import weights_path
 from serving.engine import Engine
 from serving.ranks.program import load_program
 from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.tensors import Tensors
 from tests.support import oracle
 from tests.support.models import MIXED, Spec, collection, flat, random_bags, table_of
@@ -159,7 +160,7 @@ def test_merging_requests_does_not_change_an_answer_from_many_ranks(tmp_path: Pa
         bags = random_bags(random, MIXED, 3, features, longest=20)
         values, lengths = flat(bags)
         requests.append(Tensors(list(bags), values, lengths))
-    merged = kjt.merge(engine.schema, kjt.check([kjt.accept(engine.schema, request) for request in requests]))
+    merged = kjt.merge(engine.schema, kjt.check([accept(engine.schema, request) for request in requests]))
     together = kjt.split(engine.run(merged).embeddings, merged)
     for request, rows in zip(requests, together, strict=True):
         np.testing.assert_array_equal(engine.answer(request).view(np.uint32), rows.view(np.uint32))

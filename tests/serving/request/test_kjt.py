@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.model.settings import ServingSettings
 from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.schema import Schema
 from serving.request.tensors import Tensors
 from tests.support.requests import NAMES, ROWS, checked, ints, lens, requests, schema, tensors
@@ -71,9 +72,7 @@ def test_a_bad_request_is_refused_by_name(values: Any, lengths: Any, features: A
 )
 def test_a_refusal_has_the_reason_that_metrics_tell(request_: Tensors, reason: Reason) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        kjt.apply_id_policies(
-            kjt.accept(schema(), request_, ServingSettings(max_request_ids=2, max_request_samples=2))
-        )
+        kjt.apply_id_policies(accept(schema(), request_, ServingSettings(max_request_ids=2, max_request_samples=2)))
     assert refused.value.reason is reason
 
 
@@ -84,7 +83,7 @@ def test_the_sample_of_a_negative_length_is_named_not_that_of_an_empty_bag() -> 
 
 def test_ids_outside_are_counted_for_the_table_and_row_0_may_stand_in() -> None:
     shared = replace(schema(default_rows=(0, 0, -1)).every, tables=("t", "t", "tc"))
-    request = kjt.accept(Schema(shared, False), tensors(ints(10, 11, 5), lens(2, 1, 0)))
+    request = accept(Schema(shared, False), tensors(ints(10, 11, 5), lens(2, 1, 0)))
     changed, outside = kjt.apply_id_policies(request)
     assert changed.values.tolist() == [0, 0, 0]
     assert outside == {"t": 3}
@@ -114,7 +113,7 @@ def test_an_unweighted_table_in_a_weighted_model_counts_each_id_once() -> None:
 
 def test_policy_zero_leaves_ids_out_and_counts_them() -> None:
     values = ints(3, 10, -1, 4, 2**40)
-    request = kjt.accept(schema(zero=(True, False, True)), tensors(values, lens(2, 1, 0, 1, 1, 0)))
+    request = accept(schema(zero=(True, False, True)), tensors(values, lens(2, 1, 0, 1, 1, 0)))
     changed, outside = kjt.apply_id_policies(request)
     assert changed.values.tolist() == [3, 4]
     assert changed.lengths.tolist() == [1, 0, 0, 1, 0, 0]
@@ -127,7 +126,7 @@ def test_policy_default_row_reads_that_row() -> None:
     weights = np.arange(5, dtype=np.float32)
     values = ints(3, 10, -1, 4, 2**40)
     policies = schema(default_rows=(7, -1, -1), zero=(False, False, True), weighted=(True, True, True))
-    changed, outside = kjt.apply_id_policies(kjt.accept(policies, tensors(values, lens(2, 1, 0, 1, 1, 0), weights)))
+    changed, outside = kjt.apply_id_policies(accept(policies, tensors(values, lens(2, 1, 0, 1, 1, 0), weights)))
     assert changed.values.tolist() == [3, 7, 7, 4]
     assert changed.lengths.tolist() == [2, 1, 0, 1, 0, 0]
     assert changed.weights is not None
@@ -156,11 +155,11 @@ def test_policy_modulo_makes_a_row_of_every_int64(
         request.values = np.where(changed, random.choice(extremes, is_modulo.size), request.values)
         found_in.append([int(id_) % int(height) for id_, height in zip(request.values, rows, strict=True)])
     before = [request.values.copy() for request in asked]
-    accepted = [kjt.accept(schema(modulo=modulo), request) for request in asked]
+    accepted = [accept(schema(modulo=modulo), request) for request in asked]
     assert kjt.check(accepted).values.tolist() == [id_ for each in found_in for id_ in each]
     for request, kept, expected in zip(asked, before, found_in, strict=True):
         np.testing.assert_array_equal(request.values, kept)  # the caller's own
-        changed_by_policies, counts = kjt.apply_id_policies(kjt.accept(schema(modulo=modulo), request))
+        changed_by_policies, counts = kjt.apply_id_policies(accept(schema(modulo=modulo), request))
         assert kjt.check([changed_by_policies]).values.tolist() == expected
         assert counts == {}
 
@@ -182,11 +181,11 @@ def test_policy_zero_does_not_excuse_another_table() -> None:
 
 def test_a_request_larger_than_the_limits_is_refused_whatever_it_asks() -> None:
     limits = ServingSettings(max_request_ids=3, max_request_samples=2)
-    kjt.accept(schema(), tensors(ints(1, 2, 3), lens(2, 1, 0, 0, 0, 0)), limits)
+    accept(schema(), tensors(ints(1, 2, 3), lens(2, 1, 0, 0, 0, 0)), limits)
     with pytest.raises(InvalidRequest, match=r"ids: expected at most 3 in a request, got 4: .*--max-request-ids"):
-        kjt.accept(schema(), tensors(ints(-1, 2, 3, 4), lens(4, 0, 0)), limits)
+        accept(schema(), tensors(ints(-1, 2, 3, 4), lens(4, 0, 0)), limits)
     with pytest.raises(InvalidRequest, match=r"samples: expected at most 2 in a request, got 3"):
-        kjt.accept(schema(), tensors(ints(), lens(*[0] * 9)), limits)
+        accept(schema(), tensors(ints(), lens(*[0] * 9)), limits)
 
 
 WILD = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 12), max_size=6)
@@ -206,7 +205,7 @@ def test_checking_together_refuses_exactly_what_is_refused_alone(every: list[tup
         return all(0 <= id_ < ROWS[table] for id_, table in zip(values, tables, strict=True))
 
     every = [(values, lengths[: 3 * (len(lengths) // 3)]) for values, lengths in every]
-    accepted = [kjt.accept(schema(), tensors(ints(*values), lens(*lengths))) for values, lengths in every]
+    accepted = [accept(schema(), tensors(ints(*values), lens(*lengths))) for values, lengths in every]
     try:
         kjt.check(accepted)
         passed = True
@@ -234,7 +233,7 @@ def test_lengths_that_add_up_only_together_are_refused(every: list[Tensors], dat
     shorter[bag] -= moved
     hostile = list(every)
     hostile[taker], hostile[giver] = replace(every[taker], lengths=longer), replace(every[giver], lengths=shorter)
-    accepted = [kjt.accept(schema(), request) for request in hostile]
+    accepted = [accept(schema(), request) for request in hostile]
     with pytest.raises(InvalidRequest):
         kjt.check(accepted)
     for each in (taker, giver):

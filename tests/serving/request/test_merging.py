@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from serving.model.settings import ServingSettings
 from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.limits import grouped
 from serving.request.schema import Schema
 from serving.request.tensors import Batch, Tensors
@@ -20,8 +21,7 @@ from tests.support.requests import DIMS, NAMES, checked, ints, lens, requests, s
 def test_groups_keep_the_order_and_the_limits(sizes: list[tuple[int, int]]) -> None:
     limits = ServingSettings(max_call_ids=40, max_call_samples=50)
     requests = [
-        kjt.accept(schema(), tensors(np.zeros(ids, np.int64), np.zeros(3 * samples, np.int32)))
-        for ids, samples in sizes
+        accept(schema(), tensors(np.zeros(ids, np.int64), np.zeros(3 * samples, np.int32))) for ids, samples in sizes
     ]
     groups = list(grouped(requests, limits))
     assert [position for group in groups for position in group] == list(range(len(sizes)))
@@ -36,7 +36,7 @@ def test_groups_keep_the_order_and_the_limits(sizes: list[tuple[int, int]]) -> N
 def test_a_request_larger_than_a_call_is_answered_alone() -> None:
     limits = ServingSettings(max_call_ids=2)
     sizes = [1, 5, 1, 1]
-    requests = [kjt.accept(schema(), tensors(np.zeros(size, np.int64), lens(size, 0, 0))) for size in sizes]
+    requests = [accept(schema(), tensors(np.zeros(size, np.int64), lens(size, 0, 0))) for size in sizes]
     assert list(grouped(requests, limits)) == [[0], [1], [2, 3]]
 
 

@@ -1,0 +1,146 @@
+"""The tensors of a request, taken if they are of the right kind and size."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.errors import InvalidRequest, Reason
+from serving.request.bags import bag_bounds, id_bounds
+from serving.request.dense import accept_dense, wants_scores
+from serving.request.jagged import ranges
+from serving.request.limits import Limits, check_sequences, check_size
+from serving.request.once import once_of, samples_of
+from serving.request.schema import Schema, Selection
+from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Once, Tensors
+
+_INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+
+
+def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
+    """Take the tensors of one request, if they are of the right kind and size.
+
+    Nothing is copied, unless several features read one key: then each feature gets a copy of the key's ids.
+
+    Args:
+        schema: the features of the model.
+        tensors: the request. Anything may be in it.
+        limits: how large it may be; no limit where None.
+
+    Raises:
+        InvalidRequest: naming the feature or tensor, what was expected and what came.
+    """
+    values, lengths, weights = tensors.values, tensors.lengths, tensors.weights
+    if tensors.tables is None:
+        selection = schema.select(tensors.features)
+    else:
+        _expect_rows(tensors)
+        selection = schema.select_rows(tensors.tables)
+    if values.dtype == _INT32:  # as hosts are sent row numbers
+        values = values.astype(np.int64)
+    _expect_vector("values", values, _INT64)
+    _expect_vector("lengths", lengths, _INT32)
+    part = schema.dense_part
+    once = once_of(selection.keys, () if part is None else [each.name for each in part.inputs], tensors.once)
+    samples = samples_of(tensors, selection.keys, once)
+    if limits is not None:
+        check_size(values.size, samples, limits)
+    _expect_weights(schema.weighted, weights, values.size)
+    request = KjtRequest(selection, values, lengths, weights, samples, once=once, outputs=tensors.outputs)  # type: ignore[arg-type]
+    if selection.reads is not None:
+        request = _reordered(request, selection.keys, selection.reads, selection)
+    if limits is not None and selection.pooled is not selection:
+        check_sequences(request, limits)
+    if tensors.tables is None and wants_scores(part, tensors.outputs):
+        request = _with_dense(schema, request, tensors)
+    if request.once is not None:
+        _expect_output(request, request.once)
+    return request
+
+
+def _expect_rows(tensors: Tensors) -> None:
+    if tensors.features is not None:
+        raise InvalidRequest("expected the parameter features or tables, got both", Reason.FEATURES)
+    if tensors.once:
+        raise InvalidRequest("expected the parameter once or tables, got both", Reason.FEATURES)
+    if SEQUENCES not in tensors.outputs:
+        raise InvalidRequest(
+            f"tables: rows are answered in the output {SEQUENCES!r}: ask for it; models of earlier exports, and of "
+            "hosts, do not have it",
+            Reason.FEATURES,
+        )
+
+
+def _expect_output(request: KjtRequest, once: Once) -> None:
+    """Refuse a request whose pooled features come once, and whose answer has no place for them."""
+    pooled = once & ~request.selection.sequence
+    if EMBEDDINGS in request.outputs and ONCE not in request.outputs and pooled.any():
+        raise InvalidRequest(
+            f"once: pooled features that come once are answered in the output {ONCE!r}: ask for it; models of "
+            "earlier exports, and of hosts, do not have it",
+            Reason.FEATURES,
+        )
+
+
+def _expect_vector(name: str, array: Array, dtype: np.dtype[Any]) -> None:
+    if array.dtype is not dtype and array.dtype != dtype:
+        raise InvalidRequest(f"{name}: expected dtype {dtype}, got {array.dtype}", Reason.SHAPE)
+    if array.ndim != 1:
+        raise InvalidRequest(f"{name}: expected 1 dimension, got shape {list(array.shape)}", Reason.SHAPE)
+
+
+def _expect_weights(weighted: bool, weights: Array | None, ids: int) -> None:
+    if (weights is not None) != weighted:
+        expected = "one for each id, got none: this" if weighted else "none, got some: this"
+        kind = "weighted" if weighted else "not weighted"
+        raise InvalidRequest(f"weights: expected {expected} model is {kind}", Reason.WEIGHTS)
+    if weights is not None:
+        _expect_vector("weights", weights, _FLOAT32)
+        if weights.size != ids:
+            raise InvalidRequest(f"weights: expected {ids}, one for each id, got {weights.size}", Reason.WEIGHTS)
+
+
+def _with_dense(schema: Schema, request: KjtRequest, tensors: Tensors) -> KjtRequest:
+    """A request for scores: with all features in the schema's order, and with its dense inputs.
+
+    Raises:
+        InvalidRequest: a feature or a dense input is missing or wrong.
+    """
+    assert schema.dense_part is not None  # noqa: S101  scores are asked for
+    selection = request.selection
+    if len(selection.names) < len(schema.every.names):
+        missing = next(name for name in schema.every.names if name not in selection.names)
+        raise InvalidRequest(f"feature {missing!r}: expected all features, which scores need", Reason.FEATURES)
+    if not selection.default:
+        request = _reordered(request, selection.names, selection.positions.argsort(), schema.every)
+    dense = accept_dense(schema.dense_part.inputs, tensors.dense, request.samples, tensors.once)
+    return replace(request, dense=dense)
+
+
+def _reordered(
+    request: KjtRequest, names: Sequence[str], chosen: npt.NDArray[np.int64], selection: Selection
+) -> KjtRequest:
+    """Take the bags and ids of some names, in another order. A name may be taken several times, as features of one
+    key each get a copy of its ids.
+
+    Args:
+        request: its arrays are by name.
+        names: the names.
+        chosen: positions among them; int64 [F].
+        selection: of the request that is made.
+
+    Raises:
+        InvalidRequest: the lengths are wrong, so that nobody can tell which ids are whose.
+    """
+    ids, bags = id_bounds(names, request), bag_bounds(len(names), request.samples, request.once)
+    at = ranges(ids[chosen], np.diff(ids)[chosen])
+    return replace(
+        request,
+        selection=selection,
+        values=request.values[at],
+        lengths=request.lengths[ranges(bags[chosen], np.diff(bags)[chosen])],
+        weights=None if request.weights is None else request.weights[at],
+        once=None if request.once is None else request.once[chosen],
+    )

@@ -1,0 +1,445 @@
+"""The user side once: what a request brings once counts as if it were repeated for each sample."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tritonclient.grpc as triton
+from torchrec import KeyedJaggedTensor
+
+from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
+from serving.client import AsyncLookupClient, LookupClient, Retries
+from serving.client import Sequence as Rows
+from serving.engine import AsyncEngine, Engine
+from serving.errors import IdsOutside, InternalError, InvalidRequest, ServerUnavailable
+from serving.model.config_file import read_config, write_config
+from serving.model.settings import ServingSettings
+from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Tensors
+from serving.server import Server, run_server
+from serving.server.access import Access
+from tests.serving.test_sequences import answers_of
+from tests.support.hosts import MODEL, export_hosts, fleet
+from tests.support.managed import KEYS, bags_of, managed
+from tests.support.models import MIXED, MIXED_CONFIG, Bags, collection, flat, random_bags
+from tests.support.positioned import LONGEST, positioned
+from tests.support.positioned import SPECS as POSITIONED
+from tests.support.quick_reload import quick_reload
+from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
+from tests.support.sequences import POOLED, ROWS, Mixed, kjt_of
+from tests.support.servers import FREE, at_once
+
+FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
+SHARDED = Sharding(
+    ranks=4,
+    ranks_per_host=2,
+    types={"user": "row_wise", "genre": "data_parallel", "item": "grid_shard", "word": "table_row_wise"},
+)
+Draw = Callable[[np.random.Generator, int], dict[str, Bags]]
+
+
+def of_specs(specs: Any) -> Draw:
+    return lambda random, samples: random_bags(random, specs, samples)
+
+
+def short(random: np.random.Generator, samples: int) -> dict[str, Bags]:
+    """Bags as long as their position weights; two tables read `recent`."""
+    bags = random_bags(random, POSITIONED, samples)
+    return {key: [[id_ % 300 for id_ in bag[: LONGEST[key]]] for bag in column] for key, column in bags.items()}
+
+
+def outside(draw: Draw) -> Draw:
+    """Some ids are in no table."""
+
+    def drawn(random: np.random.Generator, samples: int) -> dict[str, Bags]:
+        bags = draw(random, samples)
+        for bag in (bag for key in ("words", "recent") for bag in bags[key] if bag):
+            bag[0] = int(random.choice([-1, 10**6, bag[0]]))
+        return bags
+
+    return drawn
+
+
+MODELS: dict[str, tuple[Callable[[], Any], ExportConfig, Draw]] = {
+    "pooled and sequences": (Mixed, FP32, of_specs((*POOLED, *ROWS))),
+    "sharded": (Mixed, replace(FP32, sharding=SHARDED, output_dtype=OutputDtype.FP16), of_specs((*POOLED, *ROWS))),
+    "ids outside": (
+        Mixed,
+        replace(FP32, id_policy={"item": IdPolicy.ZERO, "word": IdPolicy.MODULO}),
+        outside(of_specs((*POOLED, *ROWS))),
+    ),
+    "weighted": (lambda: collection(MIXED, weighted=True), MIXED_CONFIG, of_specs(MIXED)),
+    "weighted by position": (positioned, FP32, short),
+    "raw ids": (managed, FP32, lambda random, samples: bags_of(random, samples, KEYS)),
+}
+
+
+def weight_of(ids: Any) -> Any:
+    return np.array(ids, np.float32) % 7 / 8
+
+
+def request_of(bags: Mapping[str, Bags], once: Sequence[str], weighted: bool) -> Tensors:
+    values, lengths = flat(bags)
+    return Tensors(tuple(bags), values, lengths, weight_of(values) if weighted else None, once=once)
+
+
+def repeated(bags: Mapping[str, Bags], once: Sequence[str], samples: int) -> dict[str, Bags]:
+    return {key: column * samples if key in once else column for key, column in bags.items()}
+
+
+def outputs_of_pairs(engine: Engine, bags: Mapping[str, Bags], once: Sequence[str], samples: int) -> dict[str, Any]:
+    """What a request should be answered with, from the answer to one that repeats the user for each item. Where there
+    is no item, the user gets one that has no ids."""
+    pairs: Any = repeated({key: column or [[]] for key, column in bags.items()}, once, max(samples, 1))
+    if engine.schema.weighted:
+        pairs = {
+            key: {
+                "values": (ids := [id_ for bag in column for id_ in bag]),
+                "lengths": [len(bag) for bag in column],
+                "weights": weight_of(ids),
+            }
+            for key, column in pairs.items()
+        }
+    found: dict[str, list[Any]] = {EMBEDDINGS: [], ONCE: [], SEQUENCES: []}
+    selection = engine.schema.select(tuple(bags))
+    answer = engine.lookup(pairs)
+    for feature, key in zip(selection.names, selection.key_of, strict=True):
+        rows = answer[feature]
+        if isinstance(rows, Rows):
+            found[SEQUENCES].append((rows.rows(0) if key in once else rows.values).ravel())
+        else:
+            found[ONCE if key in once else EMBEDDINGS].append(rows[: 1 if key in once else samples])
+    return {name: np.concatenate(parts, axis=-1) for name, parts in found.items() if parts}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_are_answered_as_if_what_comes_once_were_repeated(name: str, tmp_path: Path) -> None:
+    """Requests of all kinds, merged: with and without samples, of some keys in any order, which come once or do not."""
+    make, config, draw = MODELS[name]
+    bundle = export_model(make(), tmp_path / "r", "m", config)
+    engine = Engine.open(bundle)
+    random = np.random.default_rng(0)
+    asked = []
+    for number in range(40):
+        samples = number % 5
+        user, items = draw(random, 1), draw(random, samples)
+        keys = random.permutation([*items])[: random.integers(1, len(items) + 1)].tolist()
+        once = random.permutation(keys)[: random.integers(0, len(keys) + 1)].tolist()
+        bags = {key: user[key] if key in once else items[key] for key in keys}
+        asked.append((bags, once, 1 if len(once) == len(keys) else samples))
+    requests = [request_of(bags, once, engine.schema.weighted) for bags, once, _ in asked]
+    for (bags, once, samples), request, outcome in zip(asked, requests, answers_of(bundle, requests), strict=True):
+        expected, alone = outputs_of_pairs(engine, bags, once, samples), engine.outputs(request)
+        assert outcome.keys() == alone.keys() == expected.keys()
+        for output, numbers in expected.items():
+            np.testing.assert_array_equal(outcome[output], numbers, err_msg=output)
+            np.testing.assert_array_equal(alone[output], numbers, err_msg=output)
+
+
+def test_a_ranking_request_is_answered_as_torchrec_answers_each_pair(tmp_path: Path) -> None:
+    """The oracle is the module itself, on one sample at a time."""
+    module = Mixed()
+    engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
+    random = np.random.default_rng(3)
+    user, items = random_bags(random, (*POOLED, *ROWS), 1), random_bags(random, (*POOLED, *ROWS), 9)
+    once = ["genres", "recent"]
+    asked = {key: user[key] if key in once else items[key] for key in ("words", "genres", "user_id", "recent")}
+    answer = engine.lookup(asked, once=once)
+    assert list(answer) == list(asked)
+    assert (answer["genres"].shape, len(answer["recent"])) == ((1, 8), 1)
+    for sample in range(9):
+        each = {key: column[:1] if key in once else column[sample : sample + 1] for key, column in asked.items()}
+        pair = kjt_of({"seen": [[]], **each})
+        with torch.no_grad():
+            sums, rows = module.pooled(pair).to_dict(), module.rows(pair)
+        np.testing.assert_allclose(answer["genres"], sums["genres"], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(answer["user_id"][[sample]], sums["user_id"], rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(answer["recent"].rows(0), rows["recent"].values())
+        np.testing.assert_array_equal(answer["words"].rows(sample), rows["words"].values())
+
+
+INTS = np.arange(6)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_model(Mixed(), tmp_path_factory.mktemp("mixed") / "r", "m", FP32)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parameters", "why"),
+    [
+        ([2, 1, 1, 2], {"once": ["nobody"]}, "once: 'nobody': expected one of 'user_id', 'genres', 'recent'"),
+        ([2, 1, 1, 2], {"once": ["words"]}, "once: 'words': expected one of 'user_id', "),
+        ([2, 1, 1, 2], {"once": ["user_id", "user_id"]}, "once: expected each name once, got 'user_id', 'user_id'"),
+        ([2, 1, 1, 1, 1, 0], {"once": ["genres"]}, "lengths: expected 1 for the keys that come once, and a multiple of 2"),
+        ([6], {"once": ["genres", "recent"]}, "lengths: expected 2 for the keys that come once, and a multiple of 1"),
+        ([6, 0, 0, 0], {"once": ["user_id", "genres", "recent"]}, "lengths: expected 3 for the keys that come once"),
+        ([6], {"once": ["item"], "tables": ["item"], "features": None}, "expected the parameter once or tables, got both"),
+        ([1, 1, 4], {"once": ["genres"], "outputs": [EMBEDDINGS]}, "are answered in the output 'once': ask for it"),
+        ([1, 1, 5, -1, 0], {"once": ["genres"]}, "feature 'recent': expected lengths >= 0, got -1 for sample 0"),
+        ([1, 1, 5, 1, 0], {"once": ["genres"]}, "feature 'genres': expected its bags to take ids"),
+        ([1, 1, 1, 1, 2], {"once": ["user_id"]}, None),
+    ],
+)  # fmt: skip
+def test_what_cannot_come_once_is_refused(lengths: list[int], parameters: Any, why: str | None, mixed: Path) -> None:
+    engine = Engine.open(mixed)
+    sizes = np.array(lengths, np.int32)
+    asked = replace(Tensors(["user_id", "genres", "recent"], INTS, sizes), **parameters)
+    if why is None:
+        assert {name: each.shape for name, each in engine.outputs(asked).items()} == {
+            EMBEDDINGS: (2, 8), ONCE: (1, 16), SEQUENCES: (3 * 32,)
+        }  # fmt: skip
+        return
+    with pytest.raises(InvalidRequest, match=why.replace("(", "\\(")):
+        engine.outputs(asked)
+
+
+def test_ids_are_named_by_where_they_lie(mixed: Path, tmp_path: Path) -> None:
+    engine = Engine.open(mixed)
+    bags: dict[str, Bags] = {"user_id": [[1], [2], [3]], "genres": [[4, 5]], "recent": [[1], [2], [10**6]]}
+    with pytest.raises(IdsOutside, match=r"feature 'recent': .* got 1000000 for sample 2 \(values\[7\]\)"):
+        engine.lookup(bags, once=["genres"])
+    positions = Engine.open(export_model(positioned(), tmp_path / "r", "p", FP32))
+    with pytest.raises(InvalidRequest, match=r"feature 'item_id': expected at most 4 ids .* got 5 for sample 1"):
+        positions.lookup({"user_id": [[1]], "item_id": [[1], [1, 2, 3, 4, 5]]}, once=["user_id"])
+
+
+def test_limits_count_what_comes_once_once(mixed: Path) -> None:
+    limits = ServingSettings(max_request_ids=8, max_request_samples=3, max_sequence_bytes=4 * 128)
+    bags: dict[str, Bags] = {"recent": [[1, 2, 3, 4]], "user_id": [[1], [2], [3]]}
+    fits, too_long, too_many = (
+        request_of(each, ["recent"], False)
+        for each in (bags, {**bags, "recent": [[1] * 5]}, {**bags, "user_id": [[1]] * 4})
+    )
+    outcomes = answers_of(mixed, [fits, too_long, too_many], limits)
+    assert outcomes[0][SEQUENCES].size == 4 * 32
+    assert "bytes of sequences: expected at most 512 in a request, got 640" in str(outcomes[1])
+    assert "samples: expected at most 3 in a request, got 4" in str(outcomes[2])
+
+
+@pytest.mark.parametrize(
+    ("once", "features", "why"),
+    [
+        ("user_id", {"user_id": [[1]]}, r"once: expected names of features, \[name, …\], got 'user_id'"),
+        ([3], {"user_id": [[1]]}, r"once: expected names of features, \[name, …\], got \[3\]"),
+        (["user_id"], {"user_id": [[1], [2]], "genres": [[1]]}, "feature 'user_id': expected one bag, because it comes"),
+        (["user_id"], {"user_id": [], "genres": [[1]]}, "feature 'user_id': expected one bag, because it comes once, got 0"),
+        (["user_id"], {"user_id": [[1]], "genres": [[1]], "words": [[1], [2]]}, "feature 'words': expected as many samples"),
+        (["nobody"], {"user_id": [[1]]}, "once: 'nobody': expected one of 'user_id'"),
+    ],
+)  # fmt: skip
+def test_what_clients_cannot_send_is_refused(once: Any, features: Any, why: str, mixed: Path) -> None:
+    engine = Engine.open(mixed)
+    with pytest.raises(InvalidRequest, match=why):
+        engine.lookup(features, once=once)
+
+
+# --- Scores
+
+
+SCORED = {"dcn": dlrm_dcn, "towers": two_tower, "centred": Centred}
+
+
+def pairs(module: Any, seed: int, samples: int) -> tuple[Any, Any, list[str], Any]:
+    """A request whose first key, and first dense input, come once; and the scores that the model itself gives."""
+    random = np.random.default_rng(seed)
+    (user, user_dense), (bags, dense) = random_request(module, random, 1), random_request(module, random, samples)
+    key, *_ = bags
+    whole = {**bags, key: user[key] * samples}
+    once = [key]
+    if dense and seed % 2:
+        name, *_ = dense
+        once.append(name)
+        dense = {**dense, name: user_dense[name]}
+    spread = {name: np.repeat(each, samples, axis=0) if name in once else each for name, each in dense.items()}
+    return {**bags, key: user[key]}, dense, once, own_scores(module, whole, spread)
+
+
+def assert_scores(found: Any, expected: Any) -> None:
+    assert found.keys() == expected.keys()
+    for name, numbers in expected.items():
+        assert found[name].shape == numbers.shape
+        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_scores_are_the_model_s_own_for_each_pair(name: str, tmp_path: Path) -> None:
+    module = SCORED[name]().eval()
+    engine = Engine.open(export_model(module, tmp_path / "r", "m", EXACT))
+    for seed, samples in enumerate((1, 7, 30)):
+        bags, dense, once, expected = pairs(module, seed, samples)
+        assert_scores(engine.score(bags, dense, once=once), expected)
+    none = {key: column if key in once else [] for key, column in bags.items()}
+    empty = engine.score(
+        none, {each: rows[:1] if each in once else rows[:0] for each, rows in dense.items()}, once=once
+    )
+    assert {len(each) for each in empty.values()} == {0}
+
+
+def test_where_all_ids_are_the_user_s_dense_inputs_say_how_many_samples(tmp_path: Path) -> None:
+    module = dlrm_dcn().eval()
+    engine = Engine.open(export_model(module, tmp_path / "r", "m", EXACT))
+    user, _ = random_request(module, np.random.default_rng(0), 1)
+    _, dense = random_request(module, np.random.default_rng(1), 6)
+    expected = own_scores(module, {key: column * 6 for key, column in user.items()}, dense)
+    assert_scores(engine.score(user, dense, once=[*user]), expected)
+    with pytest.raises(
+        InvalidRequest, match=r"dense input 'dense_features': expected float32 \[1, 13\], a row for all"
+    ):
+        engine.score(user, dense, once=[*user, *dense])
+    with pytest.raises(
+        InvalidRequest, match="once: 'nobody': expected one of 'f0', 'f1', 'f2', 'f3', 'dense_features'"
+    ):
+        engine.score(user, dense, once=["nobody"])
+
+
+# --- Served
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {"m": Mixed(), "dcn": trained(dlrm_dcn()), "centred": Centred().eval()}
+
+
+@pytest.fixture(scope="module")
+def server(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("once")
+    for name, module in modules.items():
+        export_model(module, folder / "r", name, FP32 if name == "m" else EXACT)
+    with (
+        quick_reload(),
+        run_server(folder / "r", FREE, access=Access(allow=("shared-memory",)), log=folder / "log") as server,
+    ):
+        yield server
+
+
+def test_a_client_that_shares_nothing_with_ours(server: Server, modules: Any) -> None:
+    bags: dict[str, Bags] = {"user_id": [[1, 2]], "genres": [[3], [], [4, 5]], "recent": [[6, 7]]}
+    values, lengths = flat(bags)
+    inputs = []
+    for name, kind, array in (("values", "INT64", values), ("lengths", "INT32", lengths)):
+        inputs.append(triton.InferInput(name, [1, array.size], kind))
+        inputs[-1].set_data_from_numpy(array[np.newaxis])
+    parameters = {"features": "user_id,genres,recent", "once": "user_id,recent"}
+    with triton.InferenceServerClient(server.grpc) as client:
+        outputs = {
+            each["name"]: each["dims"] for each in client.get_model_config("m", as_json=True)["config"]["output"]
+        }
+        assert outputs == {"embeddings": ["-1", "-1"], "sequences": ["-1"], "once": ["-1", "-1"]}
+        found = client.infer("m", inputs, parameters=parameters)
+        only = client.infer("m", inputs, parameters=parameters, outputs=[triton.InferRequestedOutput("once")])
+        with pytest.raises(triton.InferenceServerException, match="expected 3 for the keys that come once"):
+            client.infer("m", inputs, parameters={**parameters, "once": parameters["features"]})
+        with pytest.raises(triton.InferenceServerException, match="parameter once: expected comma-separated names"):
+            client.infer("m", inputs, parameters={**parameters, "once": 1})
+    users, genres = (modules["m"].pooled.embedding_bags[name].weight.detach().numpy() for name in ("user", "genre"))
+    items = modules["m"].rows.embeddings["item"].weight.detach().numpy()
+    np.testing.assert_allclose(found.as_numpy("once"), [[users[1] + users[2]]], rtol=1e-6)
+    np.testing.assert_array_equal(only.as_numpy("once"), found.as_numpy("once"))
+    assert [each.name for each in only.get_response().outputs] == ["once"]
+    sums = [genres[3], np.zeros(8), (genres[4] + genres[5]) / 2]
+    np.testing.assert_allclose(found.as_numpy("embeddings"), [sums], rtol=1e-6)
+    np.testing.assert_array_equal(found.as_numpy("sequences"), [items[[6, 7]].ravel()])
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_both_clients(server: Server, shared_memory: bool) -> None:
+    random = np.random.default_rng(0)
+    user, items = random_bags(random, (*POOLED, *ROWS), 1), random_bags(random, (*POOLED, *ROWS), 20)
+    once = ["recent", "user_id"]
+    bags = {key: user[key] if key in once else items[key] for key in ("recent", "genres", "words", "user_id")}
+    whole = repeated(bags, once, 20)
+    values, lengths = flat(bags)
+    kjt = KeyedJaggedTensor(
+        [*bags],
+        torch.from_numpy(values),
+        lengths=torch.from_numpy(lengths),
+        stride_per_key_per_rank=[[1 if key in once else 20] for key in bags],
+    )
+
+    async def by_asyncio() -> Any:
+        async with AsyncLookupClient(server.grpc, "m", 20, shared_memory=shared_memory) as client:
+            return await client.lookup(bags, once=once)
+
+    with LookupClient(server.grpc, "m", 20, shared_memory=shared_memory) as client:
+        expected = client.lookup(whole)
+        for answer in (client.lookup(bags, once=once), client.lookup(kjt, once=once), asyncio.run(by_asyncio())):
+            assert list(answer) == list(bags)
+            for key in ("genres", "user_id"):
+                assert len(answer[key]) == (1 if key in once else 20)
+                np.testing.assert_array_equal(np.broadcast_to(answer[key], expected[key].shape), expected[key])
+            np.testing.assert_array_equal(answer["recent"].rows(0), expected["recent"].rows(19))
+            np.testing.assert_array_equal(answer["words"].values, expected["words"].values)
+
+
+@pytest.mark.parametrize("name", ["dcn", "centred"])
+def test_64_ranking_requests_at_once(name: str, server: Server, modules: Any) -> None:
+    """Of other sizes each, beside requests for scores where nothing comes once."""
+    sizes = np.random.default_rng(0).integers(1, 20, 64).tolist()
+    asked = [pairs(modules[name], seed, size) for seed, size in enumerate(sizes)]
+    plain = [random_request(modules[name], np.random.default_rng(seed), 3) for seed in range(16)]
+    with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
+        found = at_once(
+            [
+                *(lambda a=each: client.score(a[0], a[1], once=a[2]) for each in asked),
+                *(lambda a=each: client.score(*a) for each in plain),
+            ]
+        )
+    for answer, (*_, expected) in zip(found, asked, strict=False):
+        assert_scores(answer, expected)
+    for answer, (bags, dense) in zip(found[64:], plain, strict=True):
+        assert_scores(answer, own_scores(modules[name], bags, dense))
+
+
+def test_a_model_of_an_earlier_export_is_not_asked(tmp_path: Path) -> None:
+    """An earlier server takes no notice of the parameter: its lengths could add up otherwise."""
+    export_model(Mixed(), tmp_path / "r", "m", FP32)
+    config = read_config(tmp_path / "r/m")
+    (at,) = (number for number, each in enumerate(config.output) if each.name == "once")
+    del config.output[at]
+    write_config(tmp_path / "r/m", config)
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server, LookupClient(server.grpc, "m") as client:
+        assert not client.info().takes_once
+        with pytest.raises(InternalError, match="looked nothing up once: its config has no output 'once'"):
+            client.lookup({"user_id": [[1]]}, once=["user_id"])
+
+
+def test_through_a_router(tmp_path: Path) -> None:
+    """Bit for bit what one request for each pair gets; a host that is lost is named where a row of it is needed."""
+    module = trained(two_tower())
+    types = {"user": "row_wise", "word": "table_wise", "item": "column_wise", "seen": "data_parallel"}
+    config = replace(EXACT, sharding=Sharding(ranks=3, ranks_per_host=1, types=types, min_partition={"item": 4}))
+    with quick_reload():
+        router = export_hosts(tmp_path, module, config)
+    bags, dense, once, expected = pairs(module, 0, 9)
+    whole = repeated(bags, once, 9)
+
+    async def by_asyncio(addresses: dict[int, list[str]]) -> Any:
+        async with await AsyncEngine.open(router, addresses) as engine:
+            return await engine.lookup(bags, once=once), await engine.score(bags, dense, once=once)
+
+    with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 20) as client:
+        addresses = {host: list(found) for host, found in served.addresses.items()}
+        repeats = client.lookup(whole)
+        with Engine.open(router, addresses) as engine:
+            answers = [
+                (client.lookup(bags, once=once), client.score(bags, dense, once=once)),
+                (engine.lookup(bags, once=once), engine.score(bags, dense, once=once)),
+                asyncio.run(by_asyncio(addresses)),
+            ]
+        for looked_up, scores in answers:
+            assert_scores(scores, expected)
+            for name, rows in repeats.items():
+                np.testing.assert_array_equal(np.broadcast_to(looked_up[name], rows.shape), rows)
+        for host, (server,) in served.servers.items():
+            server.process.terminate()
+            server.process.wait()
+            with pytest.raises(ServerUnavailable, match=f"host {host} "):
+                client.score(bags, dense, once=once, timeout_s=5)
+            break
