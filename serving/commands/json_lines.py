@@ -3,33 +3,56 @@
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import typer
+from rich.table import Table
 
 from serving.client import Sequence
 from serving.commands.connection import say
 from serving.errors import InvalidRequest, ServingError
 from serving.request.tensors import Array
+from serving.terminal.program import out
 
+Answered = TypeVar("Answered", bound=Mapping[str, Any])
 LinesArgument = Annotated[
     typer.FileBinaryRead, typer.Argument(help="JSON lines, one request each; standard input by default.")
 ]
 TimeoutOption = Annotated[float, typer.Option(help="Deadline of each request, in seconds.")]
 TableOption = Annotated[bool, typer.Option("--table", help="Print a table instead of JSON lines.")]
+OnceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A feature with one bag in each line, or a dense input with one row: it counts for all samples of the "
+        "line, as the user's do in ranking. May be given several times."
+    ),
+]
 
 
-def answer_lines(file: typer.FileBinaryRead, answer: Callable[[bytes], None]) -> bool:
-    """Answer each line of a file, and report those that cannot be answered; whether there are such lines."""
+def answer_lines(
+    file: typer.FileBinaryRead, answer: Callable[[bytes], Answered], table: Callable[[Answered], Table] | None
+) -> bool:
+    """Print an answer to each line of a file, and report the lines that cannot be answered.
+
+    Args:
+        file: the lines.
+        answer: answers one; may raise a ServingError.
+        table: how an answer is shown. None: as a JSON line.
+
+    Returns:
+        Whether there are lines that cannot be answered.
+    """
     refused = False
     where = "" if file is sys.stdin.buffer else f"{file.name}: "
     for number, line in enumerate(file, start=1):
         try:
-            answer(line)
+            found = answer(line)
         except ServingError as error:
             refused = True
             say(f"{where}line {number}: {error}")
+        else:
+            print_arrays(found) if table is None else out.print(table(found))
     return refused
 
 

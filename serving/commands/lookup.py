@@ -9,14 +9,14 @@ from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient, Sequence
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, takes_tls
 from serving.commands.json_lines import (
     LinesArgument,
+    OnceOption,
     TableOption,
     TimeoutOption,
     answer_lines,
     brief,
     object_of,
-    print_arrays,
 )
-from serving.terminal.program import out
+from serving.request.tensors import Embeddings
 
 
 @takes_tls
@@ -27,6 +27,7 @@ def lookup(
     url: UrlOption = DEFAULT_URL,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_table: TableOption = False,
+    once: OnceOption = None,
 ) -> None:
     """Look embeddings up: each line {"feature": [[id, ...], ...], ...} gives {"feature": [[number, ...], ...], ...}.
 
@@ -39,19 +40,27 @@ def lookup(
     with LookupClient(url, model, timeout_s, tls=tls()) as client:
         client.info()
 
-        def answer(line: bytes) -> None:
-            found = client.lookup(object_of(line, '{"feature": [[id, ...], ...], ...}'))
-            out.print(_table(found)) if as_table else print_arrays(found)
+        def answer(line: bytes) -> Answer:
+            return client.lookup(object_of(line, '{"feature": [[id, ...], ...], ...}'), once=once or ())
 
-        refused = answer_lines(file, answer)
+        refused = answer_lines(file, answer, _table if as_table else None)
     raise typer.Exit(refused)
 
 
 def _table(answer: Answer) -> Table:
     table = Table("sample", "feature", "dim", "embedding")
-    for sample in range(len(next(iter(answer.values())))):
-        for name, found in answer.items():
-            for row in found.rows(sample) if isinstance(found, Sequence) else found[sample : sample + 1]:
-                table.add_row(str(sample), name, str(row.size), brief(row))
+    samples = max(map(len, answer.values()))
+    once = [name for name, found in answer.items() if len(found) < samples]
+    for name in once:
+        _add_rows(table, "all", name, answer[name], 0)
+    table.add_section()
+    for sample in range(samples):
+        for name in (name for name in answer if name not in once):
+            _add_rows(table, str(sample), name, answer[name], sample)
         table.add_section()
     return table
+
+
+def _add_rows(table: Table, label: str, name: str, found: Embeddings | Sequence, sample: int) -> None:
+    for row in found.rows(sample) if isinstance(found, Sequence) else found[sample : sample + 1]:
+        table.add_row(label, name, str(row.size), brief(row))

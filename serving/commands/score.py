@@ -9,15 +9,14 @@ from serving.client import DEFAULT_TIMEOUT_S, LookupClient, Scores
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, takes_tls
 from serving.commands.json_lines import (
     LinesArgument,
+    OnceOption,
     TableOption,
     TimeoutOption,
     answer_lines,
     brief,
     object_of,
-    print_arrays,
 )
 from serving.errors import ConfigurationError, InvalidRequest
-from serving.terminal.program import out
 
 _LINE = '{"features": {"feature": [[id, ...], ...], ...}, "dense": {"input": [[number, ...], ...], ...}}'
 
@@ -30,6 +29,7 @@ def score(
     url: UrlOption = DEFAULT_URL,
     timeout_s: TimeoutOption = DEFAULT_TIMEOUT_S,
     as_table: TableOption = False,
+    once: OnceOption = None,
 ) -> None:
     """Score samples: each line {"features": {...}, "dense": {"input": [[number, ...], ...]}} gives {"output": [...]}.
 
@@ -42,11 +42,10 @@ def score(
         if not client.info().scores:
             raise ConfigurationError(f"MODEL {model!r}: expected one with scores: export it with --scores")
 
-        def answer(line: bytes) -> None:
-            found = client.score(**_request(line))
-            out.print(_table(found)) if as_table else print_arrays(found)
+        def answer(line: bytes) -> Scores:
+            return client.score(**_request(line), once=once or ())
 
-        refused = answer_lines(file, answer)
+        refused = answer_lines(file, answer, _table if as_table else None)
     raise typer.Exit(refused)
 
 

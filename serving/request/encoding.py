@@ -174,13 +174,13 @@ def _expect_one_number_of_samples(features: Mapping[str, Any], samples: Mapping[
     for name, found in others:
         if found != expected:
             flat = next((repr(each) for each in (name, first) if _is_flat(features[each])), None)
+            hint = (
+                f": {flat} is a list of ids, one for each sample; a sample with several is [[id, …]]" if flat else ""
+            )
+            if not hint and 1 in (found, expected):
+                hint = ": what comes once and counts for all samples is named in `once`"
             raise InvalidRequest(
-                f"feature {name!r}: expected as many samples as {first!r} has, {expected}, got {found}"
-                + (
-                    f": {flat} is a list of ids, one for each sample; a sample with several is [[id, …]]"
-                    if flat
-                    else ""
-                )
+                f"feature {name!r}: expected as many samples as {first!r} has, {expected}, got {found}{hint}"
             )
 
 

@@ -1,6 +1,7 @@
 """The user side once: what a request brings once counts as if it were repeated for each sample."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from tests.support.positioned import SPECS as POSITIONED
 from tests.support.quick_reload import quick_reload
 from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
 from tests.support.sequences import POOLED, ROWS, Mixed, kjt_of
-from tests.support.servers import FREE, at_once
+from tests.support.servers import FREE, at_once, tbe_serve
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
 SHARDED = Sharding(
@@ -376,6 +377,33 @@ def test_both_clients(server: Server, shared_memory: bool) -> None:
                 np.testing.assert_array_equal(np.broadcast_to(answer[key], expected[key].shape), expected[key])
             np.testing.assert_array_equal(answer["recent"].rows(0), expected["recent"].rows(19))
             np.testing.assert_array_equal(answer["words"].values, expected["words"].values)
+
+
+def test_by_json_lines(server: Server, modules: Any) -> None:
+    line = {"user_id": [[1]], "genres": [[3], [4, 5]], "recent": [[6, 7]]}
+    once = ("--once", "user_id", "--once", "recent")
+    done = tbe_serve("lookup", "m", "--url", server.grpc, *once, stdin=json.dumps(line))
+    found = json.loads(done.stdout)
+    users = modules["m"].pooled.embedding_bags["user"].weight.detach().numpy()
+    items = modules["m"].rows.embeddings["item"].weight.detach().numpy()
+    np.testing.assert_array_equal(np.float32(found["user_id"]), users[[1]])
+    np.testing.assert_array_equal(np.float32(found["recent"]), [items[[6, 7]]])
+    assert len(found["genres"]) == 2
+    table = tbe_serve("lookup", "m", "--url", server.grpc, "--table", *once, stdin=json.dumps(line)).stdout
+    assert [row.split("│")[1:3] for row in table.splitlines() if row.startswith("│")] == [
+        [" all    ", " user_id "],
+        *[[" all    ", " recent  "]] * 2,
+        [" 0      ", " genres  "],
+        [" 1      ", " genres  "],
+    ]
+    done = tbe_serve("lookup", "m", "--url", server.grpc, stdin=json.dumps(line))
+    assert "'genres': expected as many samples as 'user_id' has, 1, got 2: what comes once and counts" in done.stderr
+
+    bags, dense, once_of, expected = pairs(modules["dcn"], 1, 3)
+    asked = json.dumps({"features": bags, "dense": {name: rows.tolist() for name, rows in dense.items()}})
+    named = (each for name in once_of for each in ("--once", name))
+    done = tbe_serve("score", "dcn", "--url", server.grpc, *named, stdin=asked)
+    np.testing.assert_allclose(json.loads(done.stdout)["scores"], expected["scores"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dcn", "centred"])
