@@ -15,6 +15,7 @@ from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.workload import NAME, WIDTH, Arrays, Workload
 from serving.engine import Engine
+from serving.request.tensors import Tensors
 from serving.server import Ports, run_server
 
 DO_NOTHING = Path(__file__).parent / "donothing.py"
@@ -70,7 +71,7 @@ def _check(client: Any, engine: Engine, request: Arrays, inputs: Any, samples: i
     assert client.infer(do_nothing_name(samples), inputs).as_numpy("embeddings").nbytes == answer.nbytes
 
 
-def inputs_of(request: Arrays) -> list[Any]:
+def inputs_of(request: Arrays | Tensors) -> list[Any]:
     """The inputs of a KServe request."""
     inputs = []
     for name, dtype, array in (("values", "INT64", request.values), ("lengths", "INT32", request.lengths)):
