@@ -22,13 +22,14 @@ from serving.ranks.hosts import Hosts
 from serving.ranks.routed import Routed
 from serving.request import kjt
 from serving.request.accept import accept
+from serving.request.batches import batches_of, outputs_of
 from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
 from serving.request.encoding import Features, decode, encode, encode_rows
 from serving.request.id_maps import IdMaps
 from serving.request.once import lengths_by_key
 from serving.request.schema import Schema
 from serving.request.sequence import Sequence as RowSequence
-from serving.request.sequences import batches_of, outputs_of, rows_of
+from serving.request.sequences import rows_of
 from serving.request.tensors import EMBEDDINGS, Batch, Checked, Embeddings, Outputs, Tensors
 
 # Addresses of each host of a router's plan, by its number; see `Hosts`.
@@ -94,16 +95,12 @@ class _Engine:
         answers = _only(answered)
         (request,) = checked.requests
         selection = request.selection
-        pooled, rows = selection.pooled, rows_of(batches, answers)
         found: dict[str, Any] = {}
-        if pooled.names:
-            found = dict(decode(answers[0], dict(zip(pooled.names, pooled.dims.tolist(), strict=True))))
-        if request.once is not None:
-            once = dict(zip(selection.names, request.once.tolist(), strict=True))
-            found = {name: rows[: 1 if once[name] else request.samples] for name, rows in found.items()}
-        if not rows:
-            return found
-        lengths = lengths_by_key(tensors, selection.keys)
+        for batch, answer in zip(batches, answers, strict=True):
+            if batch.row_bounds is None:
+                found |= decode(answer, dict(zip(batch.selection.names, batch.selection.dims.tolist(), strict=True)))
+        rows = rows_of(batches, answers)
+        lengths = lengths_by_key(tensors, selection.keys) if rows else {}
         for name, key, position in zip(selection.names, selection.key_of, selection.positions.tolist(), strict=True):
             if (0, position) in rows:
                 found[name] = RowSequence(rows[0, position], lengths[key])

@@ -17,9 +17,9 @@ from serving.bundle.manifest import Manifest
 from serving.ranks.here import arguments
 from serving.request import kjt
 from serving.request.accept import accept
+from serving.request.batches import batches_of, outputs_of
 from serving.request.id_maps import IdMaps
 from serving.request.schema import Schema
-from serving.request.sequences import batches_of, outputs_of
 from serving.request.tensors import Ids, Outputs, Tensors
 
 _SEED = 20_451

@@ -29,8 +29,8 @@ from serving.model.settings import LARGEST_HANDOVER
 from serving.ranks.answered import failed_of, zeroed_of
 from serving.request import kjt
 from serving.request.accept import accept
+from serving.request.batches import batches_of, outputs_of
 from serving.request.limits import Limits, grouped
-from serving.request.sequences import batches_of, outputs_of
 from serving.request.tensors import Array, KjtRequest, Outputs, Tensors
 
 # To learn from Triton whether a request is cancelled takes as long as a small lookup. Where requests may have waited

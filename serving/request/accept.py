@@ -14,7 +14,7 @@ from serving.request.jagged import ranges
 from serving.request.limits import Limits, check_sequences, check_size
 from serving.request.once import once_of, samples_of
 from serving.request.schema import Schema, Selection
-from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Once, Tensors
+from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Mask, Tensors
 
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
@@ -73,7 +73,7 @@ def _expect_rows(tensors: Tensors) -> None:
         )
 
 
-def _expect_output(request: KjtRequest, once: Once) -> None:
+def _expect_output(request: KjtRequest, once: Mask) -> None:
     """Refuse a request whose pooled features come once, and whose answer has no place for them."""
     pooled = once & ~request.selection.sequence
     if EMBEDDINGS in request.outputs and ONCE not in request.outputs and pooled.any():

@@ -6,10 +6,10 @@ import numpy as np
 
 from serving.errors import InvalidRequest, Reason
 from serving.request.jagged import bounds_of, offsets_of
-from serving.request.tensors import Ids, KjtRequest, Once
+from serving.request.tensors import Ids, KjtRequest, Mask
 
 
-def bag_bounds(features: int, samples: int, once: Once | None) -> Ids:
+def bag_bounds(features: int, samples: int, once: Mask | None) -> Ids:
     """Where the bags of each feature start in the lengths of a request, then their number: int64 [features + 1].
 
     Args:
@@ -20,7 +20,7 @@ def bag_bounds(features: int, samples: int, once: Once | None) -> Ids:
     return bounds_of(bags_of(features, samples, once))
 
 
-def bags_of(features: int, samples: int, once: Once | None) -> Ids:
+def bags_of(features: int, samples: int, once: Mask | None) -> Ids:
     """The number of bags of each feature, int64 [features]; arguments as `bag_bounds`."""
     bags: Ids = np.full(features, samples)
     if once is not None:

@@ -13,10 +13,10 @@ import numpy as np
 from serving.errors import InvalidRequest, Reason
 from serving.request.bags import bag_bounds
 from serving.request.schema import listed, shortened
-from serving.request.tensors import EMBEDDINGS, ONCE, Embeddings, KjtRequest, Lengths, Once, Outputs, Tensors
+from serving.request.tensors import EMBEDDINGS, ONCE, Embeddings, KjtRequest, Lengths, Mask, Outputs, Tensors
 
 
-def once_of(keys: Sequence[str], dense: Sequence[str], once: Collection[str]) -> Once | None:
+def once_of(keys: Sequence[str], dense: Sequence[str], once: Collection[str]) -> Mask | None:
     """Which of the keys that are asked for come once: bool [keys]. None: no key does.
 
     Args:
@@ -39,7 +39,7 @@ def once_of(keys: Sequence[str], dense: Sequence[str], once: Collection[str]) ->
     return found if found.any() else None
 
 
-def samples_of(tensors: Tensors, keys: Sequence[str], once: Once | None) -> int:
+def samples_of(tensors: Tensors, keys: Sequence[str], once: Mask | None) -> int:
     """The number of samples, B. Where all keys come once, dense inputs have a row for each sample.
 
     Args:

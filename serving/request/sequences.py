@@ -6,26 +6,21 @@ their own: one for each feature, or for several whose answers are small. Bags th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.request.jagged import bounds_of, joined, offsets_of, ranges
-from serving.request.kjt import merge, split
-from serving.request.once import divided
 from serving.request.schema import Schema
 from serving.request.tensors import (
-    EMBEDDINGS,
-    ONCE,
     SEQUENCES,
     Batch,
     Checked,
     Embeddings,
     Ids,
     KjtRequest,
-    Outputs,
     Weights,
 )
 
@@ -36,35 +31,23 @@ _SHARED_NUMBERS = 64 << 10
 _MOST_ROWS = 32 << 10
 
 
-def batches_of(schema: Schema, checked: Checked) -> list[Batch]:
-    """What is looked up for some requests: the bags of all, and their sequences. What nobody wants is left out."""
-    if not any(_has_sequences(request) or not _wants_bags(request) for request in checked.requests):
-        return [merge(schema, checked)]
-    pooled = [merge(schema, _bags(schema, checked))] if any(map(_wants_bags, checked.requests)) else []
-    return [*pooled, *_rows(schema, checked)]
-
-
-def outputs_of(checked: Checked, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> list[Outputs]:
-    """The outputs of each request, from the answers to the batches of all.
-
-    Returns:
-        For each request `embeddings`, float32 or float16 [B, D], and `once` [1, D], if it wants some; and `sequences`
-        [M] likewise: for each feature [n, dim], one behind the other.
-    """
-    outputs: list[dict[str, Embeddings]] = [{} for _ in checked.requests]
-    for batch, answer in zip(batches, answers, strict=True):
-        if batch.row_bounds is None:
-            for found, request, embeddings in zip(outputs, batch.requests, split(answer, batch), strict=True):
-                if request.selection.names:
-                    found |= divided(embeddings, request)
-    if len(batches) == 1 and batches[0].row_bounds is None:
-        return outputs  # type: ignore[return-value]
-    by_feature = rows_of(batches, answers)
-    for number, (found, request) in enumerate(zip(outputs, checked.requests, strict=True)):
-        if SEQUENCES in request.outputs and _has_sequences(request):
-            positions = request.selection.positions[request.selection.sequence].tolist()
-            found[SEQUENCES] = joined([by_feature[number, position].reshape(-1) for position in positions])
-    return outputs  # type: ignore[return-value]
+def row_batches(schema: Schema, checked: Checked) -> Iterator[Batch]:
+    """The sequences that requests ask for, as bags of one id."""
+    asked = _asked(schema, checked)
+    if asked is None:
+        return
+    for group in _grouped(asked):
+        if len(group) > 1:
+            yield _of_several(schema, checked, asked, group)
+            continue
+        (feature,) = group
+        start, end = int(asked.first[feature]), int(asked.first[feature + 1])
+        for first in range(start, max(end, start + 1), _MOST_ROWS):
+            last = min(first + _MOST_ROWS, end)
+            bounds = asked.bounds[[feature]]
+            if last - first < end - start:
+                bounds = (bounds - (first - start)).clip(0, last - first)
+            yield _of_one(schema, checked, asked, feature, slice(first, last), bounds)
 
 
 def rows_of(batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[tuple[int, int], Embeddings]:
@@ -82,43 +65,6 @@ def rows_of(batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[tup
             for number, (first, last) in enumerate(pairwise(batch.row_bounds[feature].tolist())):
                 found.setdefault((number, position), []).append(columns[first:last])
     return {key: joined(parts) for key, parts in found.items()}
-
-
-def _has_sequences(request: KjtRequest) -> bool:
-    return request.selection.pooled is not request.selection
-
-
-def _wants_bags(request: KjtRequest) -> bool:
-    is_wanted = EMBEDDINGS in request.outputs or (ONCE in request.outputs and request.once is not None)
-    is_wanted = is_wanted or request.dense is not None  # scores are made of them
-    return is_wanted and bool(request.selection.pooled.names)
-
-
-def _bags(schema: Schema, checked: Checked) -> Checked:
-    """The requests without their sequences; without features and samples, if they want no embeddings."""
-    requests = checked.requests
-    kept = [~request.selection.sequence & _wants_bags(request) for request in requests]
-    keep = np.concatenate(kept)
-    ids, bags = np.diff(checked.id_bounds), np.diff(checked.bag_bounds)
-    source = ranges(checked.id_bounds[:-1][keep], ids[keep])
-    lengths = checked.lengths.take(ranges(checked.bag_bounds[:-1][keep], bags[keep]))
-    values = checked.values.take(source)
-    id_bounds, bag_bounds = bounds_of(ids[keep]), bounds_of(bags[keep])
-    left, segment = [], 0
-    for request, here in zip(requests, kept, strict=True):
-        first, segment = segment, segment + int(np.count_nonzero(here))
-        left.append(
-            replace(
-                request,
-                selection=request.selection.pooled if here.any() else schema.at(()),
-                values=values[id_bounds[first] : id_bounds[segment]],
-                lengths=lengths[bag_bounds[first] : bag_bounds[segment]],
-                samples=request.samples if here.any() else 0,
-                once=None if request.once is None or not here.any() else request.once[here],
-            )
-        )
-    weights = None if checked.weights is None else checked.weights.take(source)
-    return Checked(left, values, weights, lengths, offsets_of(lengths), bag_bounds, id_bounds)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -186,25 +132,6 @@ def _has_row(requests: Sequence[KjtRequest], here: slice | Ids) -> npt.NDArray[n
     every = [np.zeros(r.values.size, np.bool_) if r.rowless is None else r.rowless for r in requests]
     found: npt.NDArray[np.bool_] = ~joined(every)[here]
     return found
-
-
-def _rows(schema: Schema, checked: Checked) -> Iterator[Batch]:
-    """The sequences of all requests, as bags of one id."""
-    asked = _asked(schema, checked)
-    if asked is None:
-        return
-    for group in _grouped(asked):
-        if len(group) > 1:
-            yield _of_several(schema, checked, asked, group)
-            continue
-        (feature,) = group
-        start, end = int(asked.first[feature]), int(asked.first[feature + 1])
-        for first in range(start, max(end, start + 1), _MOST_ROWS):
-            last = min(first + _MOST_ROWS, end)
-            bounds = asked.bounds[[feature]]
-            if last - first < end - start:
-                bounds = (bounds - (first - start)).clip(0, last - first)
-            yield _of_one(schema, checked, asked, feature, slice(first, last), bounds)
 
 
 def _of_one(schema: Schema, checked: Checked, asked: _Asked, feature: int, here: slice, bounds: Ids) -> Batch:

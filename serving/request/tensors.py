@@ -25,8 +25,8 @@ Lengths = npt.NDArray[np.int32]
 Weights = npt.NDArray[np.float32]
 Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 Array = npt.NDArray[np.generic]
-# Which features come once; bool [F].
-Once = npt.NDArray[np.bool_]
+# Some of the features of a request; bool [F].
+Mask = npt.NDArray[np.bool_]
 # Dense inputs in the manifest's order, float32 [B, width] each.
 Dense = Sequence[Array]
 # What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …], but
@@ -92,7 +92,7 @@ class KjtRequest:
     dense: Dense | None = None
     outputs: Collection[str] = (EMBEDDINGS, SEQUENCES, ONCE)
     rowless: npt.NDArray[np.bool_] | None = None
-    once: Once | None = None
+    once: Mask | None = None
 
     @property
     def height(self) -> int:
@@ -136,6 +136,7 @@ class Batch:
         weights: a weight for each id; float32 [N], or None.
         row_bounds: where bags are rows of sequences: where those of each request start among those of a feature,
             then their end; int64 [F, R + 1]. None: each request has a bag of a feature for each of its samples.
+        is_once: whether its features come once, so that each request has one sample.
     """
 
     requests: Sequence[KjtRequest]
@@ -144,6 +145,7 @@ class Batch:
     offsets: Ids
     weights: Weights | None
     row_bounds: Ids | None = None
+    is_once: bool = False
 
     @property
     def bounds(self) -> Ids:

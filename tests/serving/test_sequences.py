@@ -32,8 +32,8 @@ from serving.ranks.hosts import Hosts, OnLost
 from serving.reference import pool
 from serving.request import kjt
 from serving.request.accept import accept
+from serving.request.batches import batches_of
 from serving.request.limits import Limits, grouped
-from serving.request.sequences import batches_of
 from serving.request.tensors import EMBEDDINGS, SEQUENCES, Tensors
 from tests.serving.backend.test_answering import Counter
 from tests.support import oracle
