@@ -41,7 +41,7 @@ def run(text: str, cwd: Path) -> str:
 def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    export, lookup, at_once, in_process, _, sharded = blocks("python")
+    export, lookup, at_once, in_process, _, _, sharded = blocks("python")
     operate = blocks("", "tbe-serve load")[0].splitlines()
     (serve,) = blocks("", "tbe-serve run")
     (from_shell,) = blocks("", "echo")
@@ -97,7 +97,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (command,) = [each for each in blocks("", "tbe-export model") if "--scores" in each]
-    (score,) = [each for each in blocks("python") if "client.score" in each]
+    score, once = [each for each in blocks("python") if "client.score" in each]
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "module.py").write_text(RANKER)
     names: dict[str, Any] = {}
@@ -107,13 +107,23 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     run(f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{command}", tmp_path)
     with run_server(Path("repository"), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
         exec(score.replace("localhost:8001", server.grpc), names)
+        scores = names["answer"]["scores"]
+        exec(once.replace("localhost:8001", server.grpc), names)
     kjt = KeyedJaggedTensor(
         ["item_id", "genres"], torch.tensor([7, 8, 3, 5]), lengths=torch.tensor([1, 1, 2, 0], dtype=torch.int32)
     )
     with torch.no_grad():
         expected = model(torch.tensor([[0.5, 1.0, 0.0], [0.0, 2.0, 1.0]]), kjt)
-    np.testing.assert_allclose(names["answer"]["scores"], expected, atol=5e-3)  # its tables are INT8
-    assert names["answer"]["scores"].std() > 0
+    np.testing.assert_allclose(scores, expected, atol=5e-3)  # its tables are INT8
+    assert scores.std() > 0
+    pairs = KeyedJaggedTensor(
+        ["item_id", "genres"],
+        torch.tensor([7, 8, 9, *[3, 5] * 3]),
+        lengths=torch.tensor([1] * 3 + [2] * 3, dtype=torch.int32),
+    )
+    with torch.no_grad():
+        expected = model(torch.tensor([[0.5, 1.0, 0.0]] * 3), pairs)
+    np.testing.assert_allclose(names["answer"]["scores"], expected, atol=5e-3)
 
 
 def test_the_plan_of_the_readme_is_drawn(tmp_path: Path) -> None:
