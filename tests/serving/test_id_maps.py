@@ -1,6 +1,5 @@
 """Raw ids: TorchRec's ManagedCollisionEmbeddingBagCollection, run eagerly in eval on a KJT, is the oracle."""
 
-import asyncio
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +20,12 @@ from serving.bundle.digests import digest_file
 from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import open_bundle, verify_digests
-from serving.client import AsyncLookupClient, LookupClient
+from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import BundleError, InternalError, InvalidRequest
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
+from tests.support.lookups import lookup_async
 from tests.support.managed import KEYS, POLICIES, bags_of, behind, kjt_of, managed, mch, trained, zch
 from tests.support.models import Bags, Spec, collection
 from tests.support.servers import at_once, metric, running
@@ -196,13 +196,8 @@ def test_served_and_merged(tmp_path: Path) -> None:
         check_served(client.lookup, module)
         assert metric(server, "tbe_calls_total") < 26
         assert metric(server, "tbe_ids_outside_total", table="user") == 0
-
-        async def run() -> None:
-            async with AsyncLookupClient(server.grpc, "m", 60) as other:
-                bags = bags_of(np.random.default_rng(7), 3)
-                assert_right(await other.lookup(bags), module, bags)
-
-        asyncio.run(run())
+        bags = bags_of(np.random.default_rng(7), 3)
+        assert_right(lookup_async(server.grpc, bags, 60), module, bags)
 
 
 def test_over_hosts(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Position weights: TorchRec's FeatureProcessedEmbeddingBagCollection, run eagerly on a KJT, is the oracle."""
 
-import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,12 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
 from serving.bundle.opening import open_bundle
-from serving.client import AsyncLookupClient, LookupClient
+from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
+from tests.support.lookups import lookup_async
 from tests.support.models import Bags, Spec, collection, flat
 from tests.support.positioned import LONGEST, positioned
 from tests.support.servers import at_once, metric, running
@@ -167,13 +167,8 @@ def test_served_and_merged(tmp_path: Path) -> None:
         assert metric(server, "tbe_calls_total") < 27
         with pytest.raises(InvalidRequest, match="expected no weights: this model is not weighted"):
             client.lookup({"user_id": ([1], [1], [1.0])})
-
-        async def run() -> None:
-            async with AsyncLookupClient(server.grpc, "m", 60) as other:
-                bags = bags_of(np.random.default_rng(7), 3)
-                assert_right(await other.lookup(bags), module, bags)
-
-        asyncio.run(run())
+        bags = bags_of(np.random.default_rng(7), 3)
+        assert_right(lookup_async(server.grpc, bags, 60), module, bags)
 
 
 def test_over_hosts(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from serving.bundle.tables import Pooling, Table
 from serving.model.settings import ServingSettings
 
 Bags = list[list[int]]
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,14 @@ MEAN = (Spec("a", 50, 8, "MEAN", ("x", "y")), Spec("b", 10, 12, "MEAN", ("z",)))
 SUM = (Spec("a", 50, 8, "SUM", ("x", "y")), Spec("b", 10, 12, "SUM", ("z",)))
 
 
+def randomized(module: M) -> M:
+    """`module` with numbers of a normal distribution, which torch's seed says."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    return module
+
+
 def collection(specs: Sequence[Spec] = MIXED, *, weighted: bool = False, seed: int = 0) -> EmbeddingBagCollection:
     torch.manual_seed(seed)
     ebc = EmbeddingBagCollection(
@@ -57,10 +66,7 @@ def collection(specs: Sequence[Spec] = MIXED, *, weighted: bool = False, seed: i
         ],
         is_weighted=weighted,
     )
-    with torch.no_grad():
-        for parameter in ebc.parameters():
-            parameter.normal_()
-    return ebc
+    return randomized(ebc)
 
 
 def summed() -> EmbeddingBagCollection:

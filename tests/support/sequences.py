@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
-from tests.support.models import Bags, Spec, collection, flat
+from tests.support.models import Bags, Spec, collection, flat, randomized
 
 POOLED = (Spec("user", 500, 16, "SUM", ("user_id",)), Spec("genre", 20, 8, "MEAN", ("genres",)))
 ROWS = (Spec("item", 300, 32, "NONE", ("recent", "seen")), Spec("word", 1000, 32, "NONE", ("words",)))
@@ -28,10 +28,7 @@ def sequences(specs: Sequence[Spec] = ROWS, *, seed: int = 0, need_indices: bool
         ],
         need_indices=need_indices,
     )
-    with torch.no_grad():
-        for parameter in ec.parameters():
-            parameter.normal_()
-    return ec
+    return randomized(ec)
 
 
 class Mixed(nn.Module):

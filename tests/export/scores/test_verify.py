@@ -63,6 +63,15 @@ def test_a_good_bundle_is_verified_with_its_scores(repository: Path, name: str) 
     assert ("requests are scored alone" in done.stdout) == (name == "mixing")
 
 
+def refused(bundle: Path, *options: str) -> str:
+    """The only line that `tbe-export verify` says of a bundle that it refuses."""
+    done = tbe_export("verify", str(bundle), *options)
+    assert done.exit_code == 1
+    said: list[str] = done.stderr.splitlines()
+    assert len(said) == 1
+    return said[0]
+
+
 def test_scores_are_compared_with_those_of_the_model(repository: Path, tmp_path: Path) -> None:
     bundle = repository / "ranker" / "1"
     done = tbe_export("verify", str(bundle), *GIVEN, "--json")
@@ -71,9 +80,7 @@ def test_scores_are_compared_with_those_of_the_model(repository: Path, tmp_path:
     assert [each["name"] for each in outputs] == ["like", "both"]
     assert all(0 < each["parity"]["trained_mean"] <= each["parity"]["trained"] < 0.1 for each in outputs)
 
-    done = tbe_export("verify", str(bundle), "--model", "tests.export.scores.test_verify:other_head")
-    assert done.exit_code == 1
-    (said,) = done.stderr.splitlines()
+    said = refused(bundle, "--model", "tests.export.scores.test_verify:other_head")
     assert said.startswith("tbe-export: output 'like': differs by ")
     assert said.endswith("is this what it was exported from?")
 
@@ -81,17 +88,11 @@ def test_scores_are_compared_with_those_of_the_model(repository: Path, tmp_path:
     torch.save(other_head().state_dict(), tmp_path / "other.pt")
     done = tbe_export("verify", str(bundle), *GIVEN, "--checkpoint", str(tmp_path / "good.pt"))
     assert (done.exit_code, done.stderr) == (0, "")
-    done = tbe_export("verify", str(bundle), *GIVEN, "--checkpoint", str(tmp_path / "other.pt"))
-    assert done.exit_code == 1
-    assert "output 'like': differs by " in done.stderr
+    assert "output 'like': differs by " in refused(bundle, *GIVEN, "--checkpoint", str(tmp_path / "other.pt"))
 
 
 def test_a_model_with_other_inputs_is_not_what_was_exported(repository: Path) -> None:
-    done = tbe_export(
-        "verify", str(repository / "ranker" / "1"), "--model", "tests.export.scores.test_verify:other_answers"
-    )
-    assert done.exit_code == 1
-    (said,) = done.stderr.splitlines()
+    said = refused(repository / "ranker" / "1", "--model", "tests.export.scores.test_verify:other_answers")
     assert "expected a model with the dense inputs and outputs of this bundle, " in said
 
 
@@ -100,20 +101,14 @@ def test_scores_that_a_merged_request_changes_are_found(repository: Path) -> Non
     bundle = repository / "of_ids" / "1"
     shutil.copy(repository / "mixing" / "1" / "scores.pt", bundle / "scores.pt")
     agree(bundle)
-    done = tbe_export("verify", str(bundle))
-    assert done.exit_code == 1
-    (said,) = done.stderr.splitlines()
-    assert "output 'scores': requests that are scored together differ from each alone by " in said
+    assert "output 'scores': requests that are scored together differ from each alone by " in refused(bundle)
 
 
 def test_scores_of_another_bundle_are_found(repository: Path) -> None:
     bundle = repository / "of_ids" / "1"
     shutil.copy(repository / "ranker" / "1" / "scores.pt", bundle / "scores.pt")
     agree(bundle)
-    done = tbe_export("verify", str(bundle))
-    assert done.exit_code == 1
-    (said,) = done.stderr.splitlines()
-    assert "scores.pt: cannot score: " in said
+    assert "scores.pt: cannot score: " in refused(bundle)
 
 
 def test_inspect_shows_inputs_outputs_and_how_far_scores_moved(repository: Path) -> None:
