@@ -1,6 +1,5 @@
 """A loaded bundle that answers lookups in this process, no server needed."""
 
-import asyncio
 import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -189,7 +188,7 @@ class Engine(_Engine, Closing):
     def _looked_up(self, tensors: Tensors) -> dict[str, Any]:
         checked = self._checked(tensors)
         batches = batches_of(self.schema, checked)
-        return self._by_feature(tensors, checked, batches, [self.run(batch) for batch in batches])
+        return self._by_feature(tensors, checked, batches, self.run(batches))
 
     def score(self, features: Features, dense: DenseFeatures = NO_DENSE, *, once: Collection[str] = ()) -> Outputs:
         """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
@@ -211,7 +210,7 @@ class Engine(_Engine, Closing):
     def scores(self, tensors: Tensors) -> Outputs:
         """Answer one request for scores; returns and raises as `score`."""
         batch = kjt.merge(self.schema, self._checked(tensors))
-        return self.score_batch(batch, _only([self.run(batch)])[0])[0]
+        return self.score_batch(batch, _only(self.run([batch]))[0])[0]
 
     def answer(self, tensors: Tensors) -> Embeddings:
         """Answer one request for features that are pooled.
@@ -235,11 +234,11 @@ class Engine(_Engine, Closing):
         """
         checked = self._checked(tensors)
         batches = batches_of(self.schema, checked)
-        return outputs_of(checked, batches, _only([self.run(batch) for batch in batches]))[0]
+        return outputs_of(checked, batches, _only(self.run(batches)))[0]
 
-    def run(self, batch: Batch) -> Answered:
-        """Look a batch up: one TBE call for each rank."""
-        return self.ranks.answer(batch)
+    def run(self, batches: Sequence[Batch]) -> list[Answered]:
+        """Look batches up: one TBE call for each, and each rank."""
+        return self.ranks.answer(batches)
 
 
 class AsyncEngine(_Engine, AsyncClosing):
@@ -261,7 +260,7 @@ class AsyncEngine(_Engine, AsyncClosing):
     ) -> Outputs:
         """As `Engine.score`."""
         batch = kjt.merge(self.schema, self._checked(self._for_scores(features, dense, once)))
-        return self.score_batch(batch, _only([await self.ranks.answer_async(batch)])[0])[0]
+        return self.score_batch(batch, _only(await self.ranks.answer_async([batch]))[0])[0]
 
     async def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
         """As `Engine.rows`."""
@@ -271,9 +270,7 @@ class AsyncEngine(_Engine, AsyncClosing):
     async def _looked_up(self, tensors: Tensors) -> dict[str, Any]:
         checked = self._checked(tensors)
         batches = batches_of(self.schema, checked)
-        # Hosts are asked for all batches at once.
-        answered = await asyncio.gather(*map(self.ranks.answer_async, batches))
-        return self._by_feature(tensors, checked, batches, answered)
+        return self._by_feature(tensors, checked, batches, await self.ranks.answer_async(batches))
 
     async def close(self) -> None:
         """As `Engine.close`."""

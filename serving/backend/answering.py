@@ -160,7 +160,7 @@ class Answerer:
             times = [started, perf_counter()]
             batches = batches_of(self._engine.schema, checked)
             times.append(perf_counter())
-            answered = [self._engine.run(batch) for batch in batches]
+            answered = self._engine.run(batches)
             times.append(perf_counter())
             found = [each.embeddings for each in answered]
             scores = self._engine.score_batch(batches[0], found[0]) if batches else {}

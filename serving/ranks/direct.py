@@ -30,6 +30,8 @@ _LATE, _LOOKS = 0.5, 20
 _WAITED_S = 20e-6
 # How much a host's answer is expected earlier when it was there already.
 _EARLIER = 0.9
+# Most threads that read late answers: of all hosts, for each batch of a group of requests. They are made when needed.
+_MOST_READERS = 1024
 
 
 class DirectHosts:
@@ -48,7 +50,7 @@ class DirectHosts:
 
     def __init__(self, hosts: Mapping[int, Host], loop: LoopThread) -> None:
         self.by_rank = {rank: DirectHost(host, loop) for rank, host in hosts.items()}
-        self._readers = ThreadPoolExecutor(len(hosts), "late hosts")
+        self._readers = ThreadPoolExecutor(_MOST_READERS, "late hosts")
         self._watch = loop.start(self._look())
 
     def close(self) -> None:
@@ -78,7 +80,7 @@ class DirectHost:
         host: makes the other attempts.
         timeout_s: for a call.
         expected_s: when the next answer is expected, in seconds from the call.
-        asked: the call that is waited for, if any.
+        asked: the calls that are waited for.
     """
 
     def __init__(self, host: Host, loop: LoopThread) -> None:
@@ -89,7 +91,7 @@ class DirectHost:
         self._known_s = float("inf")
         self._channel = host.connection.channel(grpc, [_ON_ONE_THREAD])
         self._call = self._channel.unary_stream(METHOD, response_deserializer=Response.FromString)
-        self.asked: DirectCall | None = None
+        self.asked: set[DirectCall] = set()
 
     def close(self) -> None:
         """Close the channel."""
@@ -101,8 +103,9 @@ class DirectHost:
         metadata = self.host.connection.call_metadata(None)
         self.host.counts.add(bytes_out=len(message))
         attempt = self._call(message, timeout=self.timeout_s, metadata=metadata)
-        self.asked = DirectCall(self, request, message, attempt)
-        return self.asked
+        asked = DirectCall(self, request, message, attempt)
+        self.asked.add(asked)
+        return asked
 
     def ask_elsewhere(self, message: bytes, deadline: float) -> "Future[Any]":
         """Have the host make other attempts by `deadline`, in the time of `time.monotonic`."""
@@ -126,15 +129,15 @@ class DirectHost:
         self.host.counts.took(min(self._known_s, seconds))
 
     def look(self, readers: ThreadPoolExecutor) -> None:
-        """Have an answer that is late read by another thread. If it has not come, ask another replica."""
-        asked = self.asked
-        if asked is None or time.monotonic() - asked.started < _LATE * self.timeout_s:
-            return
-        if not asked.is_read:
-            asked.read_by(readers)
-        elif self.host.connection.elsewhere:
-            self.asked = None
-            asked.hurry()
+        """Have answers that are late read by other threads. If they have not come, ask another replica."""
+        for asked in tuple(self.asked):
+            if time.monotonic() - asked.started < _LATE * self.timeout_s:
+                continue
+            if not asked.is_read:
+                asked.read_by(readers)
+            elif self.host.connection.elsewhere:
+                self.asked.discard(asked)
+                asked.hurry()
 
 
 class DirectCall:
@@ -205,7 +208,7 @@ class DirectCall:
         try:
             return self._answer()
         finally:
-            self.direct.asked = None
+            self.direct.asked.discard(self)
             waited_s = (time.perf_counter() - begun_s) - (time.thread_time() - busy_s)
             self.direct.took(time.monotonic() - self.started, waited_s > _WAITED_S)
 

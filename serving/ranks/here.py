@@ -1,5 +1,7 @@
 """All ranks in this process: one call of the program."""
 
+from collections.abc import Sequence
+
 import torch
 
 from serving.bundle.opening import Bundle
@@ -27,13 +29,13 @@ class Here:
         with torchscript():
             self.forward = torch.jit.freeze(program.eval()).forward
 
-    def answer(self, batch: Batch) -> Answered:
-        """Make one TBE call, or one for each rank."""
-        return Answered(self.forward(*arguments(batch)).numpy())
+    def answer(self, batches: Sequence[Batch]) -> list[Answered]:
+        """Make one TBE call for each batch, or one for each rank."""
+        return [Answered(self.forward(*arguments(batch)).numpy()) for batch in batches]
 
-    async def answer_async(self, batch: Batch) -> Answered:
+    async def answer_async(self, batches: Sequence[Batch]) -> list[Answered]:
         """As `answer`: a call takes less time than another thread."""
-        return self.answer(batch)
+        return self.answer(batches)
 
     def check(self) -> None:
         """There are no hosts."""

@@ -174,21 +174,22 @@ class Routed:
         """Close the channels."""
         await asyncio.gather(*(host.close() for host in self._hosts.values()))
 
-    def answer(self, batch: Batch) -> Answered:
-        """Ask all hosts at once, and look the router's own rank up meanwhile."""
-        split = self.split(batch)
+    def answer(self, batches: Sequence[Batch]) -> list[Answered]:
+        """Ask all hosts at once, for all batches, and look the router's own rank up meanwhile."""
+        splits = [self.split(batch) for batch in batches]
         assert self._direct is not None  # noqa: S101  `open` made it
-        calls = self._direct.ask(split.to_send)
-        own = self._own_sums(split)
-        return self._merge(batch, split, own, wait_all(calls))
+        calls = [self._direct.ask(split.to_send) for split in splits]
+        own = [self._own_sums(split) for split in splits]
+        found = map(wait_all, calls)
+        return [self._merge(*each) for each in zip(batches, splits, own, found, strict=True)]
 
-    async def answer_async(self, batch: Batch) -> Answered:
+    async def answer_async(self, batches: Sequence[Batch]) -> list[Answered]:
         """As `answer`."""
-        split = self.split(batch)
-        asked = asyncio.ensure_future(ask_all(self._hosts, split.to_send))
+        splits = [self.split(batch) for batch in batches]
+        asked = asyncio.gather(*(ask_all(self._hosts, split.to_send) for split in splits))
         await asyncio.sleep(0)  # so that it begins
-        own = self._own_sums(split)
-        return self._merge(batch, split, own, await asked)
+        own = [self._own_sums(split) for split in splits]
+        return [self._merge(*each) for each in zip(batches, splits, own, await asked, strict=True)]
 
     def split(self, batch: Batch) -> Split:
         """What each rank is asked for a batch."""

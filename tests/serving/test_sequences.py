@@ -28,6 +28,7 @@ from serving.engine import AsyncEngine, Engine
 from serving.errors import HostUnavailable, IdsOutside, InvalidRequest, Reason, ServerUnavailable
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import ServingSettings
+from serving.ranks.direct import DirectCall, DirectHosts
 from serving.ranks.hosts import Hosts, OnLost
 from serving.reference import pool
 from serving.request import kjt
@@ -509,8 +510,16 @@ def test_bench_checks_sequences(served: Served) -> None:
 # --- Over hosts
 
 
-def test_over_hosts(tmp_path: Path) -> None:
-    """As in one process."""
+def noted(order: list[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*arguments: Any) -> Any:
+        order.append(name)
+        return function(*arguments)
+
+    return called
+
+
+def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in one process. Hosts are asked for all batches of a request before one is waited for."""
     module = Mixed()
     sharding = Sharding(
         ranks=4,
@@ -539,6 +548,15 @@ def test_over_hosts(tmp_path: Path) -> None:
         with Engine.open(served.bundle, served.addresses) as engine:
             assert_mixed(engine.lookup(bags), module, bags)
             np.testing.assert_array_equal(engine.rows("item", ids), items[ids])
+            order: list[str] = []
+            for name in ("ask", "sums"):
+                kind = DirectHosts if name == "ask" else DirectCall
+                monkeypatch.setattr(kind, name, noted(order, name, getattr(kind, name)))
+            assert_mixed(engine.lookup(bags), module, bags)
+            asks = order.count("ask")
+            assert asks > 1
+            assert set(order[:asks]) == {"ask"}
+            assert set(order[asks:]) == {"sums"}
 
         async def run() -> None:
             async with await AsyncEngine.open(served.bundle, served.addresses) as engine:

@@ -161,7 +161,7 @@ def test_merging_requests_does_not_change_an_answer_from_many_ranks(tmp_path: Pa
         values, lengths = flat(bags)
         requests.append(Tensors(list(bags), values, lengths))
     merged = kjt.merge(engine.schema, kjt.check([accept(engine.schema, request) for request in requests]))
-    together = kjt.split(engine.run(merged).embeddings, merged)
+    together = kjt.split(engine.run([merged])[0].embeddings, merged)
     for request, rows in zip(requests, together, strict=True):
         np.testing.assert_array_equal(engine.answer(request).view(np.uint32), rows.view(np.uint32))
 

@@ -1,6 +1,6 @@
 """Under more load than there is capacity some are refused, soon and unseen; the others are answered as ever."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,9 @@ class Bench:
         self.engine = Engine.open(bundle)
         run = self.engine.run
 
-        def slow(batch: Batch) -> Answered:
+        def slow(batches: Sequence[Batch]) -> list[Answered]:
             self.now += self.call_ms / 1e3
-            return run(batch)
+            return run(batches)
 
         for module in (answering, backlog):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)

@@ -203,3 +203,31 @@ def test_an_answer_counts_whoever_is_waited_for_before(replicas: int) -> None:
     assert found[3].tolist() == [[1, 1]]
     assert asked(fakes[2]) == 1
     assert direct.by_rank[3].host.counts.timeouts == 0
+
+
+def test_several_requests_to_a_host_are_on_their_way_at_once() -> None:
+    """The host answers none before it has all of them."""
+    together = threading.Barrier(3)
+
+    def waits(_: Any) -> None:
+        together.wait(10)
+
+    with host(waits) as (direct, fakes):
+        calls = [direct.ask(REQUEST) for _ in range(3)]
+        found = [wait_all({1: call}) for call in calls]
+    assert [each[1].tolist() for each in found if isinstance(each[1], np.ndarray)] == [[[1, 1]]] * 3
+    assert (asked(fakes), direct.host.counts.calls) == (3, 3)
+    assert not direct.asked
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_no_answer_is_lost_behind_several_requests_to_a_silent_host(replicas: int) -> None:
+    """Each of them takes a thread that reads late answers."""
+    never = threading.Event()
+    with hosts([waits_for(never)], [answers], timeout_s=0.4, replicas=replicas) as (direct, fakes):
+        calls = [direct.ask({1: REQUEST, 2: REQUEST}) for _ in range(4)]
+        found = [wait_all(call) for call in calls]
+        never.set()
+    assert [type(each[1]) for each in found] == [HostUnavailable] * 4
+    assert all(isinstance(each[2], np.ndarray) for each in found)
+    assert asked(fakes[1]) == 4
