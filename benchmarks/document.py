@@ -1,7 +1,7 @@
 """docs/benchmarks.md from the results of a run: the numbers are the run's, the words are of document.md.j2."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +9,14 @@ import jinja2
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
+from benchmarks import peers_scores
+from benchmarks.peer_servers import PEERS
 from benchmarks.peers_hosts import CASE as HOSTS_CASE
 from benchmarks.peers_hosts import PEERS as HOSTS_PEERS
-from benchmarks.peers_served import LOADS, PEERS
+from benchmarks.peers_served import LOADS
 from benchmarks.routed import ALL as CASES
 from benchmarks.routed import Case
+from benchmarks.scores_model import WIDTH
 from serving.bundle.plan import ShardingType
 from serving.files.replacing import replacing
 
@@ -73,7 +76,16 @@ def render(run: dict[str, Any], file: str) -> str:
         ratios=run["ratios"],
         workloads=WORKLOADS,
         candidates=candidates | {name: name.replace("_", " ") for name in PEERS},
-        ahead=list(_ahead(run["results"])),
+        loads=LOADS,
+        ahead=[
+            f"{title}, {line}"
+            for name, title in WORKLOADS.items()
+            for line in _ahead(run["results"], name, LOADS, PEERS)
+        ],
+        dense_width=WIDTH,
+        scores_candidates=candidates | {name: name.replace("_", " ") for name in peers_scores.SERVERS},
+        scores_loads=peers_scores.LOADS,
+        scores_ahead=list(_ahead(run["results"], peers_scores.NAME, peers_scores.LOADS, peers_scores.SERVERS)),
         curves=CURVES,
         points={name: _points(run["results"], name) for name in CURVES},
         kinds=[kind.value for kind in ShardingType],
@@ -126,22 +138,23 @@ def _measured(got: dict[str, float]) -> list[Case]:
     return [case for case in CASES if f"routed_{case.name}_p50_b1_s" in got]
 
 
-def _ahead(got: dict[str, float]) -> Iterator[str]:
-    """A line for each load of each workload on which others are ahead of ours."""
-    for name, title in WORKLOADS.items():
-        for samples, clients in LOADS:
-            key = "p50_s" if clients == 1 else "rps"
-            ours = got[f"{name}_ours_c{clients}_b{samples}_{key}"]
-            found = {peer: got.get(f"{name}_{peer}_c{clients}_b{samples}_{key}") for peer in PEERS}
-            better = {
-                peer: ours / value if clients == 1 else value / ours
-                for peer, value in found.items()
-                if value is not None and (value < ours if clients == 1 else value > ours)
-            }
-            if better:
-                what = "p50, 1 client" if clients == 1 else f"answers/s, {clients} clients"
-                who = ", ".join(f"{peer.replace('_', ' ')} by {by:.2f}" for peer, by in better.items())
-                yield f"{title}, B = {samples}, {what}: {who}"
+def _ahead(got: dict[str, float], name: str, loads: Sequence[tuple[int, int]], peers: Iterable[str]) -> Iterator[str]:
+    """A line for each load of a workload on which others are ahead of ours."""
+    for samples, clients in loads:
+        key = "p50_s" if clients == 1 else "rps"
+        ours = got.get(f"{name}_ours_c{clients}_b{samples}_{key}")
+        if ours is None:
+            continue
+        found = {peer: got.get(f"{name}_{peer}_c{clients}_b{samples}_{key}") for peer in peers}
+        better = {
+            peer: ours / value if clients == 1 else value / ours
+            for peer, value in found.items()
+            if value is not None and (value < ours if clients == 1 else value > ours)
+        }
+        if better:
+            what = "p50, 1 client" if clients == 1 else f"answers/s, {clients} clients"
+            who = ", ".join(f"{peer.replace('_', ' ')} by {by:.2f}" for peer, by in better.items())
+            yield f"B = {samples}, {what}: {who}"
 
 
 def _ahead_of_router(ratios: dict[str, float]) -> Iterator[str]:

@@ -34,7 +34,7 @@ def start_hosts(stack: ExitStack, router: Bundle, folder: Path, nothing: Iterabl
         models = [host.model]
         for samples in nothing:
             width = sum(table.dim for table in part.feature_tables)
-            publish_do_nothing(repository, samples, width, like=host.model)
+            publish_do_nothing(repository, samples, (1, samples, width), like=host.model)
             models.append(do_nothing_name(samples))
         addresses[host.host] = stack.enter_context(run_server(repository, FREE, models=models)).grpc
     return addresses

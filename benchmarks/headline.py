@@ -113,7 +113,7 @@ def _in_process(bundle: Bundle) -> Iterator[Result]:
 def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
     factors = {feature.name: ids for feature, ids in zip(bundle.manifest.features, IDS_PER_SAMPLE, strict=True)}
     for samples in SAMPLES:
-        publish_do_nothing(repository, samples, DIM * len(IDS_PER_SAMPLE))
+        publish_do_nothing(repository, samples, (1, samples, DIM * len(IDS_PER_SAMPLE)))
     models = [NAME, *map(do_nothing_name, SAMPLES)]
     start = time.perf_counter()
     with run_server(repository, Ports(grpc=0, http=0, metrics=0), models=models) as server:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +105,12 @@ class PeerWorkload:
 
     def write(self, folder: Path, kinds: Sequence[str]) -> None:
         """What peers and the load generator read: tables.json, requests, and rows of `kinds` (fp32, int8)."""
+        self.write_tables(folder, kinds)
+        for samples in self.requests:
+            self._write_requests(folder, samples)
+
+    def write_tables(self, folder: Path, kinds: Sequence[str]) -> None:
+        """The same without requests."""
         assert self.order == list(range(len(self.features))), "features of one table must be side by side"
         folder.mkdir(parents=True)
         tables = [{"rows": rows + 1, "dim": dim} for rows, dim in zip(self.rows, self.dims, strict=True)]
@@ -112,10 +119,9 @@ class PeerWorkload:
         for kind in kinds:
             for number in range(len(self.rows)):
                 self._write_rows(folder / f"{number}.{kind}", number, kind)
-        for samples in self.requests:
-            self._write_requests(folder / f"requests_{samples}.npz", samples)
 
-    def _stored(self, number: int) -> GeneratedTable:
+    def stored(self, number: int) -> GeneratedTable:
+        """The float rows of a table."""
         (table,) = (each for each in collect_tables(self.module()).tables if each.name == f"t{number}")
         found = self.checkpoint()._find(table)
         assert isinstance(found, GeneratedTable)
@@ -123,27 +129,25 @@ class PeerWorkload:
 
     def _write_rows(self, path: Path, number: int, kind: str) -> None:
         """The rows, and one of zeros for padding."""
-        stored = self._stored(number)
+        stored = self.stored(number)
         with path.open("wb") as file:
             for start in range(0, self.rows[number], _BLOCK):
                 rows = stored.read(start, min(start + _BLOCK, self.rows[number]))
                 file.write(_packed(rows, kind))
             file.write(_packed(torch.zeros(1, self.dims[number]), kind))
 
-    def _write_requests(self, path: Path, samples: int) -> None:
+    def padded(self, samples: int) -> Ids:
+        """The requests as peers take them: padded with the number of the row of zeros."""
         padding = np.repeat([self.rows[table] for table, _ in self.features], [ids for _, ids in self.features])
-        ids = np.where(self.requests[samples] == _PAD, padding, self.requests[samples])
+        ids: Ids = np.where(self.requests[samples] == _PAD, padding, self.requests[samples])
+        return ids
+
+    def _write_requests(self, folder: Path, samples: int) -> None:
         dims = {f"f{n}": self.dims[table] for n, (table, _) in enumerate(self.features)}
         keys: dict[str, tuple[str, ...]] = {name: (name,) for name in dims}
         info = ModelInfo(dims, keys, (), np.dtype(np.float32), "", np.dtype(np.int64), frozenset(), {})
         ours = [infer_request(MODEL, each, info).SerializeToString() for each in self.tensors(samples)]
-        np.savez(
-            path,
-            ids=ids,
-            ours=np.frombuffer(b"".join(ours), np.uint8),
-            ends=np.cumsum([0, *map(len, ours)]),
-            answer=self.answer(self.requests[samples][0]),
-        )
+        save_requests(folder, samples, {"ids": self.padded(samples)}, ours, self.answer(self.requests[samples][0]))
 
     def answer(self, padded: Ids) -> Floats:
         """What the float rows say, in float64 and rounded once: [B, D]."""
@@ -151,10 +155,29 @@ class PeerWorkload:
         for table, ids in self.features:
             bags = padded[:, start : start + ids]
             start += ids
-            rows = self._stored(table).rows(torch.from_numpy(np.maximum(bags, 0).ravel())).double().numpy()
+            rows = self.stored(table).rows(torch.from_numpy(np.maximum(bags, 0).ravel())).double().numpy()
             parts.append((rows.reshape(*bags.shape, -1) * (bags != _PAD)[:, :, np.newaxis]).sum(axis=1))
         answer: Floats = np.concatenate(parts, axis=1).astype(np.float32)
         return answer
+
+
+def save_requests(
+    folder: Path, samples: int, arrays: Mapping[str, npt.NDArray[Any]], ours: Sequence[bytes], answer: Floats
+) -> None:
+    """What the load generator reads of requests with so many samples.
+
+    Args:
+        arrays: as peers take them, [requests, samples, width] by name.
+        ours: the same as our clients send them.
+        answer: the right one to the first.
+    """
+    np.savez(
+        folder / f"requests_{samples}.npz",
+        ours=np.frombuffer(b"".join(ours), np.uint8),
+        ends=np.cumsum([0, *map(len, ours)]),
+        answer=answer,
+        **arrays,
+    )
 
 
 def _packed(rows: torch.Tensor, kind: str) -> bytes:
@@ -168,15 +191,15 @@ def _uniform(rows: Sequence[int], features: Sequence[tuple[int, int]], sizes: Ma
     return {samples: random.integers(0, tops, (count, samples, tops.size)) for samples, count in sizes.items()}
 
 
-def dlrm(cap: int, name: str, sizes: Mapping[int, int] = SIZES) -> PeerWorkload:
-    """MLPerf's DLRM-v2: 26 tables, 214 ids a sample, dim 128, rows capped; uniform ids.
+def dlrm(cap: int, name: str, sizes: Mapping[int, int] = SIZES, dim: int = 128) -> PeerWorkload:
+    """MLPerf's DLRM-v2: 26 tables, 214 ids a sample, rows capped; uniform ids.
 
     Args:
         sizes: how many requests there are, by their number of samples.
     """
     rows = [min(each, cap) for each in ROWS]
     features = list(enumerate(IDS_PER_SAMPLE))
-    return PeerWorkload(name, rows, [128] * len(rows), features, _uniform(rows, features, sizes))
+    return PeerWorkload(name, rows, [dim] * len(rows), features, _uniform(rows, features, sizes))
 
 
 def wide() -> PeerWorkload:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from benchmarks import peers_inprocess, peers_served
 from benchmarks.measure import Result
+from benchmarks.peer_servers import PEERS
 from benchmarks.peer_workload import PeerWorkload, dlrm, movielens, wide
-from benchmarks.peers_served import PEERS
 
 # In FP32 its tables are larger than this machine's memory.
 _FP32_FITS_NOT = {name: peer for name, peer in PEERS.items() if peer.kind == "int8"}
@@ -26,7 +26,7 @@ def run(folder: Path) -> Iterator[Result]:
     yield Result("dlrm_10m_float", large.float_bytes, unit="B")
     large.export(folder / "dlrm_10m" / "repository")
     large.write(folder / "dlrm_10m" / "rows", ["int8"])
-    yield from peers_served.run(large, folder / "dlrm_10m", list(_FP32_FITS_NOT))
+    yield from peers_served.run(large, folder / "dlrm_10m", _FP32_FITS_NOT)
     shutil.rmtree(folder / "dlrm_10m")
 
 
@@ -35,5 +35,5 @@ def _workload(workload: PeerWorkload, folder: Path, rounds: int = peers_served.R
     bundle = workload.export(here / "repository")
     workload.write(here / "rows", ["fp32", "int8"])
     yield from peers_inprocess.run(workload, bundle, here / "rows")
-    yield from peers_served.run(workload, here, list(PEERS), rounds)
+    yield from peers_served.run(workload, here, PEERS, rounds)
     shutil.rmtree(here)

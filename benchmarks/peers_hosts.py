@@ -11,7 +11,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers_served
+from benchmarks import peer_servers, peers_served
 from benchmarks.fleet import FREE, name_hosts, start_hosts
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.peer_workload import MODEL, PeerWorkload, dlrm
@@ -70,7 +70,7 @@ def beside(
     """
     try:
         peer = {"protocol": name, "address": start(), "tolerance": TOLERANCE["fp32" if "redis" in name else "int8"]}
-        lines = peers_served.drive(workload, folder, {MODEL: ours, name: peer}, TURNS, LOADS)
+        lines = peers_served.drive(folder, {MODEL: ours, name: peer}, TURNS, LOADS)
     except (OSError, subprocess.CalledProcessError) as error:
         yield Result(f"{name}_absent", 1, unit="", note=str(error))
         return
@@ -89,12 +89,12 @@ def beside(
 
 def _start_redis(stack: ExitStack, folder: Path) -> str:
     """One for each host, with its rows; their addresses."""
-    redis = replace(peers_served.PEERS["redis_fp32"], protocol="redis_hosts")
+    redis = replace(peer_servers.PEERS["redis_fp32"], protocol="redis_hosts")
     addresses = []
     for host in range(CASE.hosts):
         log = folder / f"redis-{host}.log"
-        addresses.append(stack.enter_context(peers_served.running(redis, folder / "rows", log)))
-        peers_served.fill_redis(folder / "rows", int(addresses[-1].rpartition(":")[2]), str(host))
+        addresses.append(stack.enter_context(peer_servers.running(redis, folder / "rows", log)))
+        peer_servers.fill_redis(folder / "rows", int(addresses[-1].rpartition(":")[2]), str(host))
     return ",".join(addresses)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.peer_servers import HERE
 from benchmarks.peer_workload import PeerWorkload
-from benchmarks.peers_served import HERE, TOLERANCE
+from benchmarks.peers_served import TOLERANCE
 from serving.engine import Engine
 
 ROUNDS = {1: 500, 128: 100}

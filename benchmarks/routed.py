@@ -215,7 +215,7 @@ def _prepare_router(router: Bundle, one: Engine, addresses: Mapping[int, str]) -
     repository = router.path.parent.parent
     shutil.copytree(one.bundle.path.parent, repository / NAME)
     for samples in ROUNDS:
-        publish_do_nothing(repository, samples, WIDTH, like=NAME)
+        publish_do_nothing(repository, samples, (1, samples, WIDTH), like=NAME)
     return repository
 
 

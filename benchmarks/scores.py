@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 import tritonclient.grpc as triton
-from torchrec.models.dlrm import DLRM_DCN
 
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn
 from benchmarks.served import inputs_of
-from benchmarks.workload import DIM, Arrays, Workload, module
+from benchmarks.workload import Arrays, Workload, module
 from export import ExportConfig, export_model
 from serving.bundle.scores import DenseDtype
 from serving.dense_part import DenseProgram
@@ -22,23 +22,8 @@ from serving.request.tensors import Tensors
 from serving.server import Ports, run_server
 
 NAME, NARROW = "dcn", {"bf16": DenseDtype.BF16, "int8": DenseDtype.INT8}
-DENSE = "dense_features"
-WIDTH = 13
 REQUESTS = 16
 ROUNDS = {1: 600, 128: 300}
-
-
-def model() -> DLRM_DCN:
-    """The tables of the workload, and a small dense part."""
-    torch.manual_seed(0)
-    return DLRM_DCN(
-        module(),
-        dense_in_features=WIDTH,
-        dense_arch_layer_sizes=[64, DIM],
-        over_arch_layer_sizes=[64, 1],
-        dcn_num_layers=2,
-        dcn_low_rank_dim=16,
-    )
 
 
 def run(workload: Workload, folder: Path) -> list[Result]:
@@ -48,7 +33,7 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     part in its own process, on as many threads as the server has for it, one.
     """
     torch.set_num_threads(1)
-    repository, whole = folder / "repository", model()
+    repository, whole = folder / "repository", dlrm_dcn(module())
     for name, dtype in {NAME: DenseDtype.FP32, **{f"{NAME}_{name}": each for name, each in NARROW.items()}}.items():
         config = ExportConfig(scores=True, dense_dtype=dtype, serving=ServingSettings(max_busy_ms=10_000))
         export_model(whole, repository, name, config)

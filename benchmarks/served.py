@@ -1,7 +1,7 @@
 """What our backend adds to Triton: our model against one that does nothing but return as many bytes."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def run(workload: Workload) -> list[Result]:
     """One client, one request at a time; both models behind the same server, called in turn."""
     repository = workload.bundle.parent.parent
     for samples in ROUNDS:
-        publish_do_nothing(repository, samples, WIDTH)
+        publish_do_nothing(repository, samples, (1, samples, WIDTH))
     engine = Engine.open(workload.bundle)
     results = []
     with (
@@ -85,12 +85,15 @@ def do_nothing_name(samples: int) -> str:
     return f"donothing_b{samples}"
 
 
-def publish_do_nothing(repository: Path, samples: int, width: int, like: str = NAME) -> None:
-    """A model with the config of our model `like`, but for the name and the model.py; answers [samples, width]."""
+def publish_do_nothing(
+    repository: Path, samples: int, shape: Sequence[int], like: str = NAME, output: str = "embeddings"
+) -> None:
+    """A model with the config of our model `like`, but for the name and the model.py; answers `output` of `shape`."""
     model = repository / do_nothing_name(samples)
     (model / "1").mkdir(parents=True, exist_ok=True)
     config = text_format.Parse((repository / like / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     config.name = model.name
-    config.parameters["shape"].string_value = f"1,{samples},{width}"
+    config.parameters["shape"].string_value = ",".join(map(str, shape))
+    config.parameters["output"].string_value = output
     (model / "config.pbtxt").write_text(text_format.MessageToString(config))
     shutil.copy(DO_NOTHING, model / "1" / "model.py")

@@ -43,7 +43,7 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     repository = workload.bundle.parent.parent
     _publish_single(repository)
     for samples in SAMPLES:
-        publish_do_nothing(repository, samples, WIDTH)
+        publish_do_nothing(repository, samples, (1, samples, WIDTH))
         write_requests(folder / f"b{samples}.json", [workload.request(samples, seed) for seed in range(REQUESTS)])
     load = PerfAnalyzer.fetch(folder / "perf_analyzer")
     models = [NAME, SINGLE, *map(do_nothing_name, SAMPLES)]

@@ -22,6 +22,7 @@ import aiohttp
 import grpc.aio
 import numpy as np
 import on_hosts
+from arrays import Arrays, pack
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from kserve import request as kserve_request
 from redis_rows import Call, Redis
@@ -35,7 +36,7 @@ TIMEOUT_S = 30
 
 
 class Grpc:
-    """ModelInfer with `ids`."""
+    """ModelInfer with a tensor for each array."""
 
     method = MODEL_INFER
 
@@ -45,8 +46,8 @@ class Grpc:
             call = channel.unary_unary(self.method)
             yield lambda message: call(message, timeout=TIMEOUT_S)
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
-        return kserve_request(ids).SerializeToString()
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
+        return kserve_request(arrays).SerializeToString()
 
     def read(self, answer: bytes, samples: int) -> np.ndarray:
         message = pb.ModelInferResponse.FromString(answer)
@@ -58,16 +59,16 @@ class Grpc:
 class Ours(Grpc):
     """ModelInfer with `values` and `lengths`, which were made elsewhere."""
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
         return ours
 
 
 class Nothing(Grpc):
     """The same, to models that do nothing; there is one for each number of samples."""
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
         message = pb.ModelInferRequest.FromString(ours)
-        message.model_name = f"donothing_b{len(ids)}"
+        message.model_name = f"donothing_b{len(arrays['ids'])}"
         return message.SerializeToString()
 
 
@@ -98,8 +99,8 @@ class TorchServe(Grpc):
             for name in ("PredictionsRequest", "PredictionResponse")
         )
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
-        return self.asked(model_name="tables", input={"data": ids.tobytes()}).SerializeToString()
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
+        return self.asked(model_name="tables", input={"data": pack(arrays)}).SerializeToString()
 
     def read(self, answer: bytes, samples: int) -> np.ndarray:
         return np.frombuffer(self.answered.FromString(answer).prediction, np.float32).reshape(samples, -1)
@@ -124,18 +125,18 @@ class Http:
 
             yield call
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
-        return ids.tobytes()
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
+        return pack(arrays)
 
     def read(self, answer: bytes, samples: int) -> np.ndarray:
         return np.frombuffer(answer, np.float32).reshape(samples, -1)
 
 
 class Base64(Http):
-    """JSON with the ids in base64."""
+    """JSON with the same bytes in base64."""
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
-        return json.dumps({"ids": base64.b64encode(ids.tobytes()).decode()}).encode()
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
+        return json.dumps({"data": base64.b64encode(pack(arrays)).decode()}).encode()
 
 
 def protocol(name: str, folder: Path) -> Grpc | Http | Redis | on_hosts.RayRanks:
@@ -194,22 +195,25 @@ class Candidate:
 
 async def main(plan: dict) -> None:
     folder = Path(plan["folder"])
-    requests = {samples: np.load(folder / f"requests_{samples}.npz") for samples in plan["samples"]}
+    requests = {samples: dict(np.load(folder / f"requests_{samples}.npz")) for samples in plan["samples"]}
     up: list[tuple[Candidate, Call]] = []
     stack = []
     for name, each in plan["candidates"].items():
         candidate = Candidate(each, name, folder)
-        for samples, arrays in requests.items():
-            ours = [arrays["ours"][start:end].tobytes() for start, end in pairwise(arrays["ends"])]
+        for samples, saved in requests.items():
+            asked = {name: saved[name] for name in ("ids", "dense") if name in saved}
             candidate.requests[samples] = [
-                candidate.protocol.prepare(ids, message) for ids, message in zip(arrays["ids"], ours, strict=True)
+                candidate.protocol.prepare(
+                    {name: each[number] for name, each in asked.items()}, saved["ours"][start:end].tobytes()
+                )
+                for number, (start, end) in enumerate(pairwise(saved["ends"]))
             ]
         context = AsyncExitStack()
         try:
             call = await context.enter_async_context(candidate.protocol.connected(candidate.address))
-            for samples, arrays in requests.items():
+            for samples, saved in requests.items():
                 answer = candidate.protocol.read(await candidate.ready(call, samples), samples)
-                error = float(np.abs(answer - arrays["answer"]).max())
+                error = float(np.abs(answer - saved["answer"]).max())
                 if candidate.tolerance is not None and not error <= candidate.tolerance:
                     raise ValueError(f"answers are off by {error:.3g}, more than {candidate.tolerance:.3g}")
         except Exception as error:  # whatever a peer does, the others are measured
@@ -236,6 +240,9 @@ async def main(plan: dict) -> None:
                 "answers_per_s": float(np.median(rates)),
             }
             line |= {f"p{percent}_s": float(np.percentile(latencies, percent)) for percent in (50, 99)}
+            # By round, in which candidates are asked in turn.
+            line["rates"] = rates
+            line["p50s_s"] = [float(np.median(latencies)) for latencies, _ in runs]
             print(json.dumps(line), flush=True)
     for context in stack:
         await context.aclose()

@@ -1,29 +1,29 @@
-"""Peer: LitServe, with its batching: it takes JSON, so ids travel in base64, and answers raw bytes."""
+"""Peer: LitServe, with its batching: it takes JSON, so requests travel in base64, and answers raw bytes."""
 
 import base64
 import sys
 
 import litserve as ls
 import numpy as np
+from arrays import Arrays, unpack
 from fastapi import Request, Response
-from tables import Tables
+from model import Model
 
 
 class Lookup(ls.LitAPI):
     """Joins the requests that wait."""
 
     def setup(self, device: str) -> None:
-        self.tables = Tables.from_environment()
+        self.model = Model.from_environment()
 
-    def decode_request(self, request: Request) -> np.ndarray:
-        return np.frombuffer(base64.b64decode(request["ids"]), np.int64).reshape(-1, self.tables.ids)
+    def decode_request(self, request: Request) -> Arrays:
+        return unpack(base64.b64decode(request["data"]), self.model.inputs)
 
-    def batch(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    def batch(self, inputs: list[Arrays]) -> list[Arrays]:
         return inputs
 
-    def predict(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        ends = np.cumsum([len(each) for each in inputs])[:-1]
-        return np.split(self.tables(np.concatenate(inputs)), ends)
+    def predict(self, inputs: list[Arrays]) -> list[np.ndarray]:
+        return self.model.together(inputs)
 
     def unbatch(self, output: list[np.ndarray]) -> list[np.ndarray]:
         return output

@@ -3,17 +3,17 @@
 from mlserver import MLModel
 from mlserver.codecs import NumpyCodec
 from mlserver.types import InferenceRequest, InferenceResponse
-from tables import Tables
+from model import Model
 
 
 class Lookup(MLModel):
     """What `mlserver start` loads."""
 
     async def load(self) -> bool:
-        self.tables = Tables.from_environment()
+        self.model = Model.from_environment()
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        ids = NumpyCodec.decode_input(payload.inputs[0])
-        output = NumpyCodec.encode_output(name="embeddings", payload=self.tables(ids))
+        arrays = {each.name: NumpyCodec.decode_input(each) for each in payload.inputs}
+        output = NumpyCodec.encode_output(name=self.model.output, payload=self.model(**arrays))
         return InferenceResponse(model_name=self.name, outputs=[output])

@@ -3,8 +3,9 @@
 import os
 
 import numpy as np
+from arrays import Arrays, unpack
+from model import Model
 from mosec import Server, Worker
-from tables import Tables
 
 
 class Lookup(Worker):
@@ -12,17 +13,16 @@ class Lookup(Worker):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = Tables.from_environment()
+        self.model = Model.from_environment()
 
-    def deserialize(self, data: bytes) -> np.ndarray:
-        return np.frombuffer(data, np.int64).reshape(-1, self.tables.ids)
+    def deserialize(self, data: bytes) -> Arrays:
+        return unpack(data, self.model.inputs)
 
     def serialize(self, data: np.ndarray) -> bytes:
         return data.tobytes()
 
-    def forward(self, data: list[np.ndarray]) -> list[np.ndarray]:
-        ends = np.cumsum([len(each) for each in data])[:-1]
-        return np.split(self.tables(np.concatenate(data)), ends)
+    def forward(self, data: list[Arrays]) -> list[np.ndarray]:
+        return self.model.together(data)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import redis
+from arrays import Arrays
 from redis_rows import Call, Redis
 
 
@@ -42,9 +43,9 @@ class RedisHosts(Redis):
 
             yield call
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
         """Keys by host; where the rows of each feature are, in the features' order; bags."""
-        flat, bags, samples = super().prepare(ids, ours)
+        flat, bags, samples = super().prepare(arrays, ours)
         bounds = np.cumsum([0, *(int(lengths.sum()) for _, lengths in bags)]).tolist()
         keys, where = [], {}
         for host, features in enumerate(self.hosts):
@@ -97,8 +98,8 @@ class RayRanks:
         yield call
         ray.shutdown()
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
-        return ids
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
+        return arrays["ids"]
 
     def read(self, answer: np.ndarray, samples: int) -> np.ndarray:
         return answer

@@ -4,10 +4,11 @@ import sys
 
 import numpy as np
 import ray
-from kserve import ids_of, response
+from arrays import Arrays
+from kserve import arrays_of, response
+from model import Model
 from ray import serve
 from ray.serve.config import gRPCOptions
-from tables import Tables
 
 
 @serve.deployment(max_ongoing_requests=256)
@@ -15,15 +16,14 @@ class Lookup:
     """Joins the requests that wait."""
 
     def __init__(self) -> None:
-        self.tables = Tables.from_environment()
+        self.model = Model.from_environment()
 
     @serve.batch(max_batch_size=32, batch_wait_timeout_s=0.001)
-    async def look_up(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
-        ends = np.cumsum([len(each) for each in inputs])[:-1]
-        return np.split(self.tables(np.concatenate(inputs)), ends)
+    async def answer(self, requests: list[Arrays]) -> list[np.ndarray]:
+        return self.model.together(requests)
 
     async def ModelInfer(self, request):  # noqa: N802
-        return response(await self.look_up(ids_of(request)))
+        return response(self.model.output, await self.answer(arrays_of(request)))
 
 
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)

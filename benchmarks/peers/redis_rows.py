@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import redis.asyncio
+from arrays import Arrays
 
 # What sends one prepared request and waits for its answer.
 Call = Callable[[object], Awaitable[object]]
@@ -30,7 +31,8 @@ class Redis:
         yield call
         await client.aclose()
 
-    def prepare(self, ids: np.ndarray, ours: bytes) -> object:
+    def prepare(self, arrays: Arrays, ours: bytes) -> object:
+        ids = arrays["ids"]
         keys, bags, start = [], [], 0
         for feature in self.spec["features"]:
             table, width = feature["table"], feature["ids"]

@@ -1,8 +1,6 @@
 """What every peer looks up: one torch EmbeddingBag a feature, FP32 or torch's own 8-bit rows, over shared pages."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +29,6 @@ class Tables:
             path = str(folder / f"{number}.{kind}")
             rows = torch.from_file(path, shared=True, size=table["rows"] * width, dtype=dtype)
             self.weights.append(rows.view(table["rows"], width))
-
-    @classmethod
-    def from_environment(cls) -> "Tables":
-        """As BENCH_TABLES and BENCH_KIND say: for peers that start processes of their own."""
-        return cls(Path(os.environ["BENCH_TABLES"]), os.environ["BENCH_KIND"])
-
-    @classmethod
-    def from_arguments(cls) -> tuple["Tables", int]:
-        """`FOLDER KIND PORT` of the command line."""
-        folder, kind, port = sys.argv[1:4]
-        return cls(Path(folder), kind), int(port)
 
     @property
     def ids(self) -> int:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import document, peers_hosts
+from benchmarks.peer_servers import HERE, PEERS
 from benchmarks.peer_workload import PeerWorkload, movielens
-from benchmarks.peers_served import HERE, PEERS
 from serving.engine import Engine
 
 ROOT = Path(__file__).parents[2]

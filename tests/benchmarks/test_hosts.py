@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import document, peers_hosts, routed
 from benchmarks.measure import Result, ratio
+from benchmarks.peer_servers import HERE
 from benchmarks.peer_workload import PeerWorkload
-from benchmarks.peers_served import HERE
 from benchmarks.routed import Case
 from export import Sharding
 from serving.bundle.opening import open_bundle

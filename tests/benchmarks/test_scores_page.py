@@ -1,0 +1,70 @@
+"""What docs/benchmarks.md says of scores."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks import document, peers_scores
+from benchmarks.measure import Result
+from benchmarks.peer_workload import MODEL
+from benchmarks.peers_scores import LOADS, SERVERS
+from benchmarks.peers_served import NOTHING, seen
+from tests.benchmarks.test_scores import line
+
+LATEST = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
+
+
+def run_with(found: list[Result]) -> dict[str, Any]:
+    """The last run, its results of scores replaced by these."""
+    run: dict[str, Any] = json.loads(LATEST.read_text())
+    for kind in ("results", "ratios", "absent"):
+        run[kind] = {name: value for name, value in run[kind].items() if not name.startswith("scores_")}
+    run["results"] |= {each.name: each.value for each in found if not each.is_ratio and not each.note}
+    run["ratios"] |= {each.name: each.value for each in found if each.is_ratio}
+    run["absent"] |= {each.name: each.note for each in found if each.note}
+    return run
+
+
+def section(run: dict[str, Any]) -> str:
+    page = document.render(run, "run.json")
+    return page[page.index("### Scores beside other servers") :].partition("\n## ")[0].partition("\n### ")[0]
+
+
+def beside_others(seconds: dict[str, float], absent: dict[str, str] | None = None) -> dict[str, Any]:
+    """A run in which these took so long, as long in every round; ours took 1 ms."""
+    lines = []
+    for load in LOADS:
+        ours = line(MODEL, load, [1e-3, 1e-3])
+        lines += [ours, line(NOTHING, load, [5e-4, 5e-4], ours)]
+        lines += [line(name, load, [each, 2 * each], ours) for name, each in seconds.items()]
+    return run_with([*seen("scores", lines, absent or {}), *peers_scores.ratios(lines)])
+
+
+def test_the_page_has_every_server_that_was_measured_and_why_others_were_not() -> None:
+    measured = {name: 4e-3 for name in SERVERS if name != "torchserve_int8"}
+    said = section(beside_others(measured, {"torchserve_int8": "no | java\nhere"}))
+    assert "| torchserve int8 | absent: no / java here |" in said
+    for name in measured:
+        assert f"| {name.replace('_', ' ')} | 6.00 ms | 6,000 | 6.00 ms | 6,000 |" in said
+    assert "| **ours** | 1.00 ms | 32,000 | 1.00 ms | 32,000 |" in said
+    for above, each in pairwise(said.splitlines()):
+        assert not each.startswith("|") or above == "" or above.count("|") == each.count("|"), (above, each)
+
+
+def test_the_page_has_the_spread_of_ratios() -> None:
+    said = section(beside_others({"mosec_int8": 4e-3}))
+    assert "| `best_peer_over_ours_scores_p50_b128` | p50 of one client, B = 128 | 6.00 (4.00 to 8.00) |" in said
+    assert "| `best_peer_over_ours_scores_c32_b1` | the time that an answer takes, 32 clients, B = 1 |" in said
+    assert "Ours is first in every column" in said
+
+
+def test_the_page_says_who_is_ahead_with_scores() -> None:
+    said = section(beside_others({"mosec_int8": 5e-4, "litserve_int8": 4e-3}))
+    assert "* B = 1, p50, 1 client: mosec int8 by 1.33\n" in said
+    assert "* B = 128, answers/s, 32 clients: mosec int8 by 1.50\n" in said
+    assert "litserve int8 by" not in said
+
+
+def test_a_run_without_scores_says_so() -> None:
+    assert "Not in this run." in section(run_with([]))
