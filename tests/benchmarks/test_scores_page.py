@@ -1,34 +1,39 @@
-"""What docs/benchmarks.md says of scores."""
+"""What docs/benchmarks.md says of scores and sequences."""
 
 import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import document, peers_scores
-from benchmarks.measure import Result
+from benchmarks.measure import Result, ratio
 from benchmarks.peer_workload import MODEL
 from benchmarks.peers_scores import LOADS, SERVERS
 from benchmarks.peers_served import NOTHING, seen
+from benchmarks.sequences import ROUNDS
 from tests.benchmarks.test_scores import line
 
 LATEST = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
 
 
 def run_with(found: list[Result]) -> dict[str, Any]:
-    """The last run, its results of scores replaced by these."""
+    """The last run, its results of scores and sequences replaced by these."""
     run: dict[str, Any] = json.loads(LATEST.read_text())
     for kind in ("results", "ratios", "absent"):
-        run[kind] = {name: value for name, value in run[kind].items() if not name.startswith("scores_")}
+        run[kind] = {
+            name: value for name, value in run[kind].items() if not name.startswith(("scores_", "sequences_"))
+        }
     run["results"] |= {each.name: each.value for each in found if not each.is_ratio and not each.note}
     run["ratios"] |= {each.name: each.value for each in found if each.is_ratio}
     run["absent"] |= {each.name: each.note for each in found if each.note}
     return run
 
 
-def section(run: dict[str, Any]) -> str:
+def section(run: dict[str, Any], heading: str = "### Scores beside other servers") -> str:
     page = document.render(run, "run.json")
-    return page[page.index("### Scores beside other servers") :].partition("\n## ")[0].partition("\n### ")[0]
+    return page[page.index(heading) :].partition("\n## ")[0].partition("\n### ")[0]
 
 
 def beside_others(seconds: dict[str, float], absent: dict[str, str] | None = None) -> dict[str, Any]:
@@ -66,5 +71,34 @@ def test_the_page_says_who_is_ahead_with_scores() -> None:
     assert "litserve int8 by" not in said
 
 
-def test_a_run_without_scores_says_so() -> None:
-    assert "Not in this run." in section(run_with([]))
+@pytest.mark.parametrize("heading", ["## Scores of whole models", "### Scores beside other servers", "## Sequences"])
+def test_a_run_without_them_says_so(heading: str) -> None:
+    assert "Not in this run." in section(run_with([]), heading)
+
+
+def test_the_page_has_what_scores_take() -> None:
+    names = ("served", "lookup", "lookup_and_dense", "inprocess", "inprocess_bf16", "inprocess_int8")
+    found = [Result(f"scores_{name}_p50_b{samples}_s", samples * 1e-3) for name in names for samples in (1, 128)]
+    found += [
+        ratio(f"scores_over_{name}_p50_b{samples}", samples / 100)
+        for name in ("lookup", "inprocess")
+        for samples in (1, 128)
+    ]
+    said = section(run_with(found), "## Scores of whole models")
+    assert said.count(" | 1.00 ms | 128.0 ms |\n") == len(names)
+    assert "| ≤ 0.7 at B = 128 | 0.01, 1.28 |" in said
+
+
+def test_the_page_has_what_sequences_take() -> None:
+    kinds = ("served", "donothing", "inprocess")
+    found = [Result(f"sequences_{kind}_p50_b{samples}_s", samples * 1e-3) for kind in kinds for samples in ROUNDS]
+    for name in ("sequences_over_donothing_p50", "sequences_minus_donothing_over_inprocess_p50"):
+        found += [ratio(f"{name}_b{samples}", samples / 10) for samples in ROUNDS]
+    found += [Result(f"sequences_{kind}_c32_b1", 1234, unit="/s") for kind in kinds[:2]]
+    found += [ratio("sequences_over_donothing_rps_c32_b1", 0.77)]
+    said = section(run_with(found), "## Sequences")
+    assert said.count(" | 1.00 ms | 16.0 ms | 128.0 ms |\n") == len(kinds)
+    assert said.count(" | 0.10 | 1.60 | 12.80 |\n") == 2
+    assert "1,234; `sequences_over_donothing_rps_c32_b1` is 0.77." in said
+    for above, each in pairwise(said.splitlines()):
+        assert not each.startswith("|") or above == "" or above.count("|") == each.count("|"), (above, each)
