@@ -114,9 +114,11 @@ def _together(comparison: Comparison, ours: str, peers: Mapping[str, Peer]) -> t
             candidates[name] = {"protocol": peer.protocol, "address": address, "tolerance": tolerance[peer.kind]}
         lines = drive(folder, candidates, comparison.rounds, comparison.loads)
     absent |= {line["candidate"]: line["absent"] for line in lines if "absent" in line}
-    if MODEL in absent:
-        raise RuntimeError(f"{comparison.name}: our own server: {absent[MODEL]}")
-    found = [line for line in lines if "absent" not in line]
+    for name in (MODEL, NOTHING):
+        if name in absent:
+            raise RuntimeError(f"{comparison.name}: our own server: {name}: {absent[name]}")
+    # A peer that failed under a load has lines of those before.
+    found = [line for line in lines if line["candidate"] not in absent]
     of_ours = {(line["samples"], line["clients"]): line for line in found if line["candidate"] == MODEL}
     return [line | {"beside": of_ours[line["samples"], line["clients"]]} for line in found], absent
 

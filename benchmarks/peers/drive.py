@@ -189,8 +189,14 @@ class Candidate:
                 await call(requests[turn % len(requests)])
                 latencies.append(time.perf_counter() - asked)
 
-        await asyncio.gather(*(one() for _ in range(clients)))
+        async with asyncio.TaskGroup() as group:  # ends the others when one fails
+            for _ in range(clients):
+                group.create_task(one())
         return latencies, time.perf_counter() - started
+
+
+def say_absent(candidate: str, error: Exception) -> None:
+    print(json.dumps({"candidate": candidate, "absent": f"{type(error).__name__}: {error}"[:300]}), flush=True)
 
 
 async def main(plan: dict) -> None:
@@ -217,7 +223,7 @@ async def main(plan: dict) -> None:
                 if candidate.tolerance is not None and not error <= candidate.tolerance:
                     raise ValueError(f"answers are off by {error:.3g}, more than {candidate.tolerance:.3g}")
         except Exception as error:  # whatever a peer does, the others are measured
-            print(json.dumps({"candidate": name, "absent": f"{type(error).__name__}: {error}"[:300]}), flush=True)
+            say_absent(name, error)
             await context.aclose()
             continue
         stack.append(context)
@@ -227,10 +233,16 @@ async def main(plan: dict) -> None:
         for round_ in range(plan["rounds"] + 1):
             for candidate, call in random.sample(up, len(up)):
                 seconds = plan["seconds"] if round_ else plan["warm_up_s"]
-                found = await candidate.closed(call, samples, clients, seconds)
+                try:
+                    found = await candidate.closed(call, samples, clients, seconds)
+                except ExceptionGroup as errors:
+                    say_absent(candidate.name, errors.exceptions[0])
+                    up.remove((candidate, call))
+                    continue
                 if round_:
                     seen[candidate.name].append(found)
-        for name, runs in seen.items():
+        for candidate, _ in up:
+            name, runs = candidate.name, seen[candidate.name]
             latencies = np.concatenate([latencies for latencies, _ in runs])
             rates = [len(latencies) / seconds for latencies, seconds in runs]
             line = {
