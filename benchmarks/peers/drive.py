@@ -116,7 +116,9 @@ class Http:
     async def connected(self, address: str) -> AsyncIterator[Call]:
         headers = {"content-type": "application/json" if isinstance(self, Base64) else "application/octet-stream"}
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        # uvicorn closes a connection that idles for 5 s, as it does while others have their turn.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
             async def call(message: object) -> bytes:
                 async with session.post(f"http://{address}{self.path}", data=message, headers=headers) as response:
