@@ -1,24 +1,32 @@
 """A whole model beside other servers: the same ids and dense inputs in, the same scores out."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.measure import Result, ratio
-from benchmarks.peer_servers import PEERS
+import numpy as np
+import torch
+
+from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.peer_servers import HERE, PEERS
 from benchmarks.peer_workload import MODEL, dlrm
 from benchmarks.peers_served import NOTHING, Comparison, Line, compare, seen
 from benchmarks.scores_workload import OUTPUT, ScoresWorkload
 from benchmarks.served import publish_do_nothing
 from benchmarks.workload import DIM, ROW_CAP
 from serving.client import LookupClient
+from serving.engine import Engine
+from serving.ranks.program import torchscript
 from serving.server import Ports, run_server
 
 NAME = "scores"
 LOADS = ((1, 1), (1, 32), (128, 1), (128, 32))
 ROUNDS = 3
+ROUNDS_IN_PROCESS = {1: 500, 128: 150}
 # Redis has no model. The others look up torch's 8-bit rows, which are faster than FP32 ones.
 SERVERS = {
     name.replace("_fp32", "_int8"): replace(peer, kind="int8")
@@ -41,7 +49,7 @@ def run(folder: Path) -> Iterator[Result]:
     """DLRM_DCN with the 26 tables of DLRM-v2; answers a second of 32 clients, and p50 of one."""
     workload = ScoresWorkload.make(dlrm(ROW_CAP, NAME, dim=DIM))
     repository = folder / "repository"
-    workload.export(repository)
+    bundle = workload.export(repository)
     with (
         run_server(repository, Ports(grpc=0, http=0, metrics=0), models=[MODEL]) as server,
         LookupClient(server.grpc, MODEL) as client,
@@ -49,10 +57,32 @@ def run(folder: Path) -> Iterator[Result]:
         workload.write(folder / "rows", client.info())
     for samples, _ in LOADS:
         publish_do_nothing(repository, samples, (1, samples, 1), like=MODEL, output=OUTPUT)
+    yield from _in_process(workload, Engine.open(bundle), folder / "rows")
     lines, absent = compare(Comparison(NAME, folder, LOADS, ROUNDS, TOLERANCE), SERVERS)
     yield from seen(NAME, lines, absent)
     yield from ratios(lines)
     shutil.rmtree(folder)
+
+
+def _in_process(workload: ScoresWorkload, engine: Engine, rows: Path) -> Iterator[Result]:
+    """Ours with all its checks; the program that the others serve, which checks nothing."""
+    sys.path.insert(0, str(HERE))
+    from model import Model  # type: ignore[import-not-found]
+
+    torch.set_num_threads(1)
+    with torchscript():
+        peer = Model(rows, "int8")
+    for samples, times in ROUNDS_IN_PROCESS.items():
+        saved = dict(np.load(rows / f"requests_{samples}.npz"))
+        ours, theirs = cycle(workload.tensors(samples)), cycle(zip(saved["ids"], saved["dense"], strict=True))
+        candidates: dict[str, Callable[[], Any]] = {
+            "ours": lambda ours=ours: engine.scores(next(ours)),  # type: ignore[misc]
+            "peers": lambda theirs=theirs: peer(*next(theirs)),  # type: ignore[misc]
+        }
+        found = {name: p50(seconds) for name, seconds in interleave(candidates, times).items()}
+        for name, seconds in found.items():
+            yield Result(f"scores_alone_{name}_p50_b{samples}_s", seconds)
+        yield ratio(f"peers_over_ours_scores_inprocess_b{samples}", found["peers"] / found["ours"])
 
 
 def ratios(lines: Sequence[Line]) -> Iterator[Result]:

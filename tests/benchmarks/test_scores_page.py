@@ -43,7 +43,11 @@ def beside_others(seconds: dict[str, float], absent: dict[str, str] | None = Non
         ours = line(MODEL, load, [1e-3, 1e-3])
         lines += [ours, line(NOTHING, load, [5e-4, 5e-4], ours)]
         lines += [line(name, load, [each, 2 * each], ours) for name, each in seconds.items()]
-    return run_with([*seen("scores", lines, absent or {}), *peers_scores.ratios(lines)])
+    alone = [
+        Result(f"scores_alone_{who}_p50_b{samples}_s", 2e-3) for who in ("ours", "peers") for samples in (1, 128)
+    ]
+    alone += [ratio(f"peers_over_ours_scores_inprocess_b{samples}", 1.0) for samples in (1, 128)]
+    return run_with([*seen("scores", lines, absent or {}), *peers_scores.ratios(lines), *alone])
 
 
 def test_the_page_has_every_server_that_was_measured_and_why_others_were_not() -> None:
