@@ -9,7 +9,7 @@ import jinja2
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from benchmarks import peers_scores, sequences
+from benchmarks import once, peers_scores, sequences
 from benchmarks.peer_servers import PEERS
 from benchmarks.peers_hosts import CASE as HOSTS_CASE
 from benchmarks.peers_hosts import PEERS as HOSTS_PEERS
@@ -83,6 +83,7 @@ def render(run: dict[str, Any], file: str) -> str:
             for line in _ahead(run["results"], name, LOADS, PEERS)
         ],
         dense_width=WIDTH,
+        once=once,
         sequences=sequences,
         scores_candidates=candidates | {name: name.replace("_", " ") for name in peers_scores.SERVERS},
         scores_loads=peers_scores.LOADS,

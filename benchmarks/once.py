@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from benchmarks.measure import Result, interleave, p50, ratio
-from benchmarks.scores import DENSE, WIDTH, model
+from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn
 from benchmarks.served import inputs_of
-from benchmarks.workload import DIM, ROW_CAP, Workload
+from benchmarks.workload import DIM, ROW_CAP, Workload, module
 from examples.hosts.dlrm import ROWS, dlrm_tables
 from export import ExportConfig, export_model
 from serving.engine import Engine
@@ -24,6 +24,7 @@ from serving.request.tensors import ONCE, Tensors
 from serving.server import Ports, run_server
 
 ITEMS, USER_FEATURES, USER_IDS = 500, 10, 50
+ITEM_FEATURES = len(ROWS) - USER_FEATURES
 REQUESTS, ROUNDS = 8, 100
 WAYS = ("once", "repeated")
 # A request as it comes with the user's features once, and with them repeated.
@@ -56,7 +57,7 @@ def run(_: Workload, folder: Path) -> list[Result]:
     settings = ServingSettings(max_busy_ms=10_000, max_request_ids=1 << 19)
     config = ExportConfig(scores=True, serving=settings)
     widths = {"towers": {DENSE: WIDTH}}
-    for name, whole in {"dcn": model(), "towers": Towers()}.items():
+    for name, whole in {"dcn": dlrm_dcn(module()), "towers": Towers()}.items():
         export_model(whole, folder / "repository", name, replace(config, dense_widths=widths.get(name, {})))
     engines = {name: Engine.open(folder / "repository" / name / "1") for name in ("dcn", "towers")}
     asked = [request(seed, engines["dcn"].bundle.manifest.keys) for seed in range(REQUESTS)]
