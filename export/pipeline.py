@@ -39,8 +39,8 @@ def export_model(
     After an error nothing is published, and no earlier version has changed.
 
     Args:
-        module: holds one or more EmbeddingBagCollections, perhaps behind position weights or managed collision
-            modules. Every module around them must hand on its ids unchanged.
+        module: holds one or more EmbeddingBagCollections or EmbeddingCollections, perhaps behind position weights or
+            managed collision modules. Every module around them must hand on its ids unchanged.
             What it does with pooled embeddings is left out of the bundle (`Manifest.left_out`), unless
             `config.scores` is set.
         repository: Triton's model repository; made if it is missing.

@@ -21,9 +21,9 @@ from export.parity.answers import Answers
 from export.quiet import quiet
 from export.rows.table_error import TableError
 from export.rows.tally import Tally, finite
+from export.trained.inner import inner_of
 from export.trained.managed import looking_up
 from export.trained.modules import evaluating
-from export.trained.processors import bags_of
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import Agreement, Manifest
 from serving.bundle.rows import FP32_UNIT
@@ -67,7 +67,7 @@ def trained_answers(trained: Trained, manifest: Manifest, probe: Tensors) -> dic
         features = [name for table in trained.by_collection[path] for name in table.features]
         columns = _columns(heard[collection])
         # torch's eps is the distance from 1 to the next number: rounding is off by half of it.
-        unit = max(torch.finfo(parameter.dtype).eps / 2 for parameter in bags_of(collection)[1].parameters())
+        unit = max(torch.finfo(parameter.dtype).eps / 2 for parameter in inner_of(collection)[1].parameters())
         answers |= {
             name: Answer(each.float().cpu().numpy(), unit) for name, each in zip(features, columns, strict=True)
         }
@@ -101,7 +101,7 @@ def _columns(answered: Any) -> Sequence[torch.Tensor]:
 
 def _runs(collection: nn.Module, tables: Iterable[TrainedTable]) -> bool:
     """Whether torch can run a collection."""
-    parameters = list(bags_of(collection)[1].parameters())
+    parameters = list(inner_of(collection)[1].parameters())
     is_narrow = any(parameter.dtype is not torch.float32 for parameter in parameters)
     unsupported = any(table.pooling is Pooling.MEAN for table in tables) or is_narrow
     is_weighted = any(table.weighted for table in tables)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
-from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from export.errors import ModelError, ParityError, first_line
 from export.parity.probe import make_probe
@@ -28,9 +28,9 @@ from export.scores.trace import WAY_OUT
 from export.scores.weights import with_weights
 from export.scores.widths import inputs_of
 from export.trained.checkpoint import Checkpoint
+from export.trained.inner import inner_of, is_sequence
 from export.trained.managed import looking_up
 from export.trained.modules import evaluating
-from export.trained.processors import bags_of
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
@@ -84,7 +84,7 @@ def dense_part(
         ParityError: what was cut out answers otherwise than the model.
     """
     for name, collection in trained.found.collections.items():
-        if isinstance(collection, EmbeddingCollectionInterface):
+        if is_sequence(collection):
             raise ModelError(
                 f"{name} ({type(collection).__name__}): scores are made of embeddings that are pooled: those of "
                 "sequences are not served yet: export without --scores"
@@ -192,8 +192,8 @@ def _columns(trained: Trained, manifest: Manifest) -> dict[str, Columns]:
     spans = _spans(manifest)
     found = {}
     for path, own in trained.by_collection.items():
-        _, bags = bags_of(trained.found.collections[path])
-        names = [name for each in get_embedding_names_by_table(bags.embedding_bag_configs()) for name in each]
+        _, inner = inner_of(trained.found.collections[path])
+        names = [name for each in get_embedding_names_by_table(inner.embedding_bag_configs()) for name in each]
         found[path] = Columns(names, [spans[name] for table in own for name in table.features])
     return found
 

@@ -1,6 +1,7 @@
 """Managed collision modules: what turns raw ids into row numbers, before a collection looks them up.
 
-`ManagedCollisionEmbeddingBagCollection` holds an EmbeddingBagCollection and a module for each table (torchrec 1.8).
+`ManagedCollisionEmbeddingBagCollection` holds an EmbeddingBagCollection and a module for each table, and
+`ManagedCollisionEmbeddingCollection` an EmbeddingCollection (torchrec 1.8).
 In eval, MCHManagedCollisionModule searches its sorted raw ids, and gives ids that it does not find the last row.
 HashZchManagedCollisionModule calls FBGEMM's `zero_collision_hash`, which gives them the row of their hash. Both
 change nothing then.

@@ -26,12 +26,14 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.modules.mc_embedding_modules import (
     BaseManagedCollisionEmbeddingCollection,
     ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
 )
 
 from export.errors import ModelError, first_line
 from export.quiet import quiet
+from export.trained.inner import inner_of
 from export.trained.managed import unknown_managed
-from export.trained.processors import bags_of, unknown_processors
+from export.trained.processors import unknown_processors
 
 SERVED = (
     EmbeddingBagCollection,
@@ -40,6 +42,7 @@ SERVED = (
     ManagedCollisionEmbeddingBagCollection,
     EmbeddingCollection,
     FusedEmbeddingCollection,
+    ManagedCollisionEmbeddingCollection,
 )
 _COLLECTIONS = (
     EmbeddingBagCollectionInterface,
@@ -130,7 +133,7 @@ def _check_collection(where: str, collection: nn.Module) -> None:
         raise ModelError(f"{where}: expected {names}: other kinds are not served yet: export a module without it")
     if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
         _check_processed(where, collection)
-    if isinstance(collection, ManagedCollisionEmbeddingBagCollection):
+    if isinstance(collection, BaseManagedCollisionEmbeddingCollection):
         _check_managed(where, collection)
     if isinstance(collection, EmbeddingCollectionInterface) and collection.need_indices():
         raise ModelError(
@@ -153,18 +156,18 @@ def _check_processed(where: str, collection: FeatureProcessedEmbeddingBagCollect
             f"{where}: {_named(path, module)}: {why}: other feature processors are not served: export a module "
             "without them"
         )
-    path, bags = bags_of(collection)
-    _check_collection(f"{where}: {path}", bags)
+    path, inner = inner_of(collection)
+    _check_collection(f"{where}: {path}", inner)
 
 
-def _check_managed(where: str, collection: ManagedCollisionEmbeddingBagCollection) -> None:
+def _check_managed(where: str, collection: BaseManagedCollisionEmbeddingCollection) -> None:
     """Refuse managed collision modules that are not known to be reproduced, and a collection behind them."""
     for path, module, why in unknown_managed(collection):
         raise ModelError(
             f"{where}: {path} ({type(module).__name__}): {why}: it is not known to be served right: {_INSTEAD}"
         )
-    path, bags = bags_of(collection)
-    _check_collection(f"{where}: {path}", bags)
+    path, inner = inner_of(collection)
+    _check_collection(f"{where}: {path}", inner)
 
 
 def _check_untouched(where: str, module: nn.Module) -> None:

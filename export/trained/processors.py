@@ -12,20 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-_BAGS, _PROCESSORS = "_embedding_bag_collection", "_feature_processors"
-_MANAGED = "_embedding_module"
-
-
-def bags_of(collection: Any) -> tuple[str, Any]:
-    """The collection that looks rows up, with its path in `collection`: itself, or the one behind processors or
-    managed collision modules."""
-    if isinstance(collection, BaseManagedCollisionEmbeddingCollection):
-        return _MANAGED, getattr(collection, _MANAGED)
-    if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
-        return _BAGS, getattr(collection, _BAGS)
-    return "", collection
+_PROCESSORS = "_feature_processors"
 
 
 def position_weights_of(collection: FeatureProcessedEmbeddingBagCollection) -> dict[str, tuple[str, Tensor]]:

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export.errors import ModelError
+from export.trained.inner import inner_of, is_sequence
 from export.trained.managed import TrainedIdMap, id_maps_of
 from export.trained.modules import Found, dotted, find_collections
-from export.trained.processors import bags_of, position_weights_of
+from export.trained.processors import position_weights_of
 from serving.bundle.tables import Pooling, is_name
 
 _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN, PoolingType.NONE: Pooling.NONE}
@@ -83,7 +83,7 @@ class Trained:
 
 def collect_tables(module: nn.Module) -> Trained:
     """Find the tables of every (Fused, FeatureProcessed, ManagedCollision)EmbeddingBagCollection and
-    (Fused)EmbeddingCollection.
+    (Fused, ManagedCollision)EmbeddingCollection.
 
     Raises:
         ModelError: there is no collection, or one that is not served (`export.trained.modules`); a table is pruned,
@@ -110,25 +110,25 @@ def collect_tables(module: nn.Module) -> Trained:
 
 
 def _configs(collection: Any) -> list[BaseEmbeddingConfig]:
-    if isinstance(collection, EmbeddingCollectionInterface):
-        return [_servable(config) for config in collection.embedding_configs()]
-    return [_servable(config) for config in bags_of(collection)[1].embedding_bag_configs()]
+    _, inner = inner_of(collection)
+    configs = inner.embedding_configs() if is_sequence(collection) else inner.embedding_bag_configs()
+    return [_servable(config) for config in configs]
 
 
 def _trained_table(
     path: str, config: BaseEmbeddingConfig, collection: Any, qualified: bool, readers: Counter[str]
 ) -> TrainedTable:
-    is_sequence = isinstance(collection, EmbeddingCollectionInterface)
-    modules = "embeddings" if is_sequence else "embedding_bags"
+    inner_path, inner = inner_of(collection)
+    modules = "embeddings" if is_sequence(collection) else "embedding_bags"
     name = dotted(path, config.name) if qualified else config.name
     keys = tuple(_checked("feature", key) for key in config.feature_names)
     return TrainedTable(
         name=_checked("table", name),
-        key=dotted(path, bags_of(collection)[0], modules, config.name, "weight"),
+        key=dotted(path, inner_path, modules, config.name, "weight"),
         rows=config.num_embeddings,
         dim=config.embedding_dim,
         pooling=_POOLING[_pooling(config)],
-        weighted=not is_sequence and bags_of(collection)[1].is_weighted(),
+        weighted=not is_sequence(collection) and inner.is_weighted(),
         features=tuple(f"{key}@{name}" if readers[key] > 1 else key for key in keys),
         keys=keys,
         position_weights=_position_weights(path, collection, keys),

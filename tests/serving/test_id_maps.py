@@ -1,8 +1,9 @@
-"""Raw ids: TorchRec's ManagedCollisionEmbeddingBagCollection, run eagerly in eval on a KJT, is the oracle."""
+"""Raw ids: TorchRec's ManagedCollisionEmbedding(Bag)Collection, run eagerly in eval on a KJT, is the oracle."""
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Several
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,25 +21,36 @@ from serving.bundle.digests import digest_file
 from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import open_bundle, verify_digests
-from serving.client import LookupClient
+from serving.client import LookupClient, Sequence
 from serving.engine import Engine
 from serving.errors import BundleError, InternalError, InvalidRequest
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.lookups import lookup_async
-from tests.support.managed import KEYS, POLICIES, bags_of, behind, kjt_of, managed, mch, trained, zch
+from tests.support.managed import KEYS, POLICIES, ROWS, SPECS, bags_of, behind, kjt_of, managed, mch, trained, zch
 from tests.support.models import Bags, Spec, collection
 from tests.support.servers import at_once, metric, running
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
+BOTH = [pytest.param(SPECS, id="pooled"), pytest.param(ROWS, id="sequences")]
 
 
 def right(module: Any, bags: Mapping[str, Bags], *, weighted: bool = False) -> dict[str, Any]:
-    """What the module itself answers."""
+    """What the module itself answers, by feature: a tensor, or a JaggedTensor where nothing is pooled."""
     with torch.no_grad(), looking_up(module):
-        return module(kjt_of(bags, weighted=weighted))[0].to_dict()  # type: ignore[no-any-return]
+        answer = module(kjt_of(bags, weighted=weighted))[0]
+        return answer if isinstance(answer, dict) else answer.to_dict()
+
+
+def assert_equal(ours: Any, theirs: Any, name: str) -> None:
+    """That the answer for a feature is the module's; that of a sequence bit for bit."""
+    if isinstance(ours, Sequence):
+        np.testing.assert_array_equal(ours.values, theirs.values(), err_msg=name)
+        np.testing.assert_array_equal(ours.lengths, theirs.lengths(), err_msg=name)
+    else:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-5, err_msg=name)
 
 
 def assert_right(answer: Any, module: Any, bags: Mapping[str, Bags]) -> None:
@@ -47,8 +59,8 @@ def assert_right(answer: Any, module: Any, bags: Mapping[str, Bags]) -> None:
         return
     expected = right(module, bags)
     assert answer.keys() == expected.keys()
-    for name, rows in expected.items():
-        np.testing.assert_allclose(answer[name], rows, rtol=1e-6, atol=1e-5, err_msg=name)
+    for name, theirs in expected.items():
+        assert_equal(answer[name], theirs, name)
 
 
 @given(data=st.data())
@@ -56,10 +68,11 @@ def assert_right(answer: Any, module: Any, bags: Mapping[str, Bags]) -> None:
 def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_path_factory: Any) -> None:
     modules: dict[str, Any] = {}
     specs: list[Spec] = []
+    pooling = data.draw(st.sampled_from([["SUM", "MEAN"], ["NONE"]]), label="pooling")
     for number, read in enumerate(data.draw(st.sampled_from([["a"], ["ab", "c"], ["c", "a", "b"]]), label="keys")):
         buckets = data.draw(st.integers(1, 4), label="buckets")
         rows = buckets * data.draw(st.integers(1, 40), label="rows of a bucket")
-        specs.append(Spec(f"t{number}", rows, 8, data.draw(st.sampled_from(["SUM", "MEAN"])), tuple(read)))
+        specs.append(Spec(f"t{number}", rows, 8, data.draw(st.sampled_from(pooling)), tuple(read)))
         modules[f"t{number}"] = data.draw(
             st.one_of(
                 st.builds(mch, st.just(rows), st.sampled_from(POLICIES)),
@@ -91,20 +104,22 @@ def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_pa
     some = {key: bags[key] for key in keys[-1:]}
     expected = right(module, bags)
     for name, answer in engine.lookup(some).items():
-        np.testing.assert_allclose(answer, expected[name], rtol=1e-6, atol=1e-5)
+        assert_equal(answer, expected[name], name)
 
 
-def test_what_is_known_is_not_what_is_unknown() -> None:
+@pytest.mark.parametrize("specs", BOTH)
+def test_what_is_known_is_not_what_is_unknown(specs: Several[Spec]) -> None:
     """The oracle says something: training has filled maps, and known ids read rows of their own."""
-    module = managed()
+    module: Any = managed(specs)
     for part in module._managed_collision_collection._managed_collision_modules.values():
         state = part.state_dict()
         ids = state.get("_mch_sorted_raw_ids", state.get("_hash_zch_identities")).ravel()
         assert len(set(ids.tolist()) - {-1, 2**63 - 1}) > 30
 
 
-def test_every_dtype_and_every_command(tmp_path: Path) -> None:
-    module = managed()
+@pytest.mark.parametrize("specs", BOTH)
+def test_every_dtype_and_every_command(specs: Several[Spec], tmp_path: Path) -> None:
+    module = managed(specs)
     dtype = {"user": WeightDtype.INT8, "item": WeightDtype.INT4, "word": WeightDtype.INT2}
     bundle = export_model(module, tmp_path / "r", "m", ExportConfig(dtype=dtype))
     manifest = open_bundle(bundle).manifest
@@ -145,6 +160,20 @@ def test_beside_a_collection_of_row_numbers(tmp_path: Path) -> None:
         engine.lookup({"x": [[-1]], "words": [[-1]]})
 
 
+def test_sequences_beside_what_is_pooled(tmp_path: Path) -> None:
+    """Tables of both read the same keys, each through a map of its own."""
+    module = torch.nn.ModuleDict({"pooled": managed(), "rows": trained(managed(ROWS), seed=9)})
+    engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
+    bags = bags_of(np.random.default_rng(4), 6)
+    answer = engine.lookup(bags)
+    assert len(answer) == 2 * len(KEYS)
+    for path, collection_of in module.items():
+        expected = right(collection_of, bags)
+        for spec in SPECS:
+            for key in spec.features:
+                assert_equal(answer[f"{key}@{path}.{spec.name}"], expected[key], key)
+
+
 class Ranker(torch.nn.Module):
     """A whole model: what follows the collection takes its embeddings, and a dense input."""
 
@@ -176,6 +205,19 @@ def test_scores_of_raw_ids(tmp_path: Path) -> None:
         export_model(Ranker(remapped=True), tmp_path / "none", "m", config)
 
 
+def test_scores_behind_sequences_are_refused_by_name(tmp_path: Path) -> None:
+    class Scored(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = managed(ROWS)
+
+        def forward(self, features: Any) -> Any:
+            return self.rows(features)[0]["words"].values()
+
+    with pytest.raises(ModelError, match=r"rows \(ManagedCollisionEmbeddingCollection\): scores are made of emb"):
+        export_model(Scored(), tmp_path / "r", "m", ExportConfig(scores=True))
+
+
 def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
     """Requests that come together; some of them are wrong, and hurt nobody."""
     asked = [bags_of(np.random.default_rng(seed), seed % 9) for seed in range(24)]
@@ -184,25 +226,37 @@ def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
     for request, answer in zip(asked, answers[:24], strict=True):
         assert_right(answer, module, request)
     whole = right(module, asked[5])
-    for name, rows in answers[24].items():
-        np.testing.assert_allclose(rows, whole[name], rtol=1e-6, atol=1e-5)
+    for name, answer in answers[24].items():
+        assert_equal(answer, whole[name], name)
     assert isinstance(answers[25], InvalidRequest)
 
 
-def test_served_and_merged(tmp_path: Path) -> None:
-    module = managed()
+def check_rows(rows: Callable[[str, Any], Any], module: Any) -> None:
+    """Rows of a table, by raw ids: those of bags of one id."""
+    ids = [id_ for bag in bags_of(np.random.default_rng(11), 5)["user_id"] for id_ in bag]
+    bags: dict[str, Bags] = {key: [[]] * len(ids) for key in KEYS}
+    expected = right(module, bags | {"user_id": [[each] for each in ids]})["user_id"]
+    expected = expected if isinstance(expected, torch.Tensor) else expected.values()
+    np.testing.assert_array_equal(rows("user", ids), expected)
+
+
+@pytest.mark.parametrize("specs", BOTH)
+def test_served_and_merged(specs: Several[Spec], tmp_path: Path) -> None:
+    module = managed(specs)
     export_model(module, tmp_path / "r", "m", FP32)
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
         check_served(client.lookup, module)
         assert metric(server, "tbe_calls_total") < 26
+        check_rows(client.rows, module)
         assert metric(server, "tbe_ids_outside_total", table="user") == 0
         bags = bags_of(np.random.default_rng(7), 3)
         assert_right(lookup_async(server.grpc, bags, 60), module, bags)
 
 
-def test_over_hosts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("specs", BOTH)
+def test_over_hosts(specs: Several[Spec], tmp_path: Path) -> None:
     """The router remaps before it splits: hosts get rows of their shards, and have no map."""
-    module = managed()
+    module = managed(specs)
     sharding = Sharding(
         ranks=2, ranks_per_host=1, types={"item": "row_wise", "word": "column_wise", "user": "data_parallel"}
     )
@@ -219,6 +273,7 @@ def test_over_hosts(tmp_path: Path) -> None:
         LookupClient(served.router.grpc, MODEL, 60) as client,
     ):
         check_served(client.lookup, module)
+        check_rows(client.rows, module)
         with Engine.open(served.bundle, served.addresses) as engine:
             bags = bags_of(np.random.default_rng(7), 5)
             assert_right(engine.lookup(bags), module, bags)
@@ -305,7 +360,7 @@ def _edit(bundle: Path, change: Callable[[Any], None]) -> None:
     (bundle / MANIFEST).write_text(json.dumps(manifest))
 
 
-def _write(path: Path, offset: int, content: Sequence[int] | bytes) -> None:
+def _write(path: Path, offset: int, content: Several[int] | bytes) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         file.write(bytes(content))

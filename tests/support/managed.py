@@ -1,6 +1,7 @@
 """Collections behind managed collision modules, with maps that training filled."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,11 @@ import torch
 from torch import nn
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
@@ -18,6 +23,7 @@ from torchrec.modules.mc_modules import (
 )
 
 from tests.support.models import Bags, Spec, collection, flat
+from tests.support.sequences import sequences
 
 CPU = torch.device("cpu")
 SPECS = (
@@ -25,6 +31,7 @@ SPECS = (
     Spec("item", 60, 32, "MEAN", ("item_id", "recent")),
     Spec("word", 64, 24, "SUM", ("words",)),
 )
+ROWS = tuple(replace(each, dim=16, pooling="NONE") for each in SPECS)
 KEYS = ("user_id", "item_id", "recent", "words")
 EXTREMES = (-(2**63), -1, 0, 2**63 - 1, 2**31, -(2**40))
 POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
@@ -40,21 +47,27 @@ def zch(rows: int, buckets: int = 1, **options: Any) -> HashZchManagedCollisionM
 
 def behind(
     modules: Mapping[str, nn.Module], specs: Sequence[Spec] = SPECS, *, weighted: bool = False, seed: int = 0
-) -> ManagedCollisionEmbeddingBagCollection:
+) -> BaseManagedCollisionEmbeddingCollection:
+    """A collection behind `modules`: one that pools, or where nothing is pooled an EmbeddingCollection."""
+    if all(spec.pooling == "NONE" for spec in specs):
+        rows = sequences(specs, seed=seed)
+        return ManagedCollisionEmbeddingCollection(
+            rows, ManagedCollisionCollection(dict(modules), rows.embedding_configs())
+        )
     bags = collection(specs, weighted=weighted, seed=seed)
     return ManagedCollisionEmbeddingBagCollection(
         bags, ManagedCollisionCollection(dict(modules), bags.embedding_bag_configs())
     )
 
 
-def untrained() -> ManagedCollisionEmbeddingBagCollection:
+def untrained(specs: Sequence[Spec] = SPECS) -> BaseManagedCollisionEmbeddingCollection:
     """A module of each kind; also for `--model`."""
-    return behind({"user": mch(48), "item": zch(60, 3, max_probe=16), "word": mch(64, LRU_EvictionPolicy)})
+    return behind({"user": mch(48), "item": zch(60, 3, max_probe=16), "word": mch(64, LRU_EvictionPolicy)}, specs)
 
 
-def managed() -> ManagedCollisionEmbeddingBagCollection:
+def managed(specs: Sequence[Spec] = SPECS) -> BaseManagedCollisionEmbeddingCollection:
     """As `untrained`, trained."""
-    return trained(untrained())
+    return trained(untrained(specs))
 
 
 def ids_of(random: np.random.Generator, count: int) -> list[int]:
@@ -89,11 +102,20 @@ def trained(module: Any, seed: int = 0, steps: int = 6, keys: Sequence[str] = KE
             fill(part, ids_of(random, part._zch_size))
     optimizer = torch.optim.SGD(module._embedding_module.parameters(), 0.1)
     for _ in range(steps):
-        answer, _ = module(kjt_of(bags_of(random, 12, keys), weighted=module._embedding_module.is_weighted()))
-        answer.values().sum().backward()
+        answer, _ = module(kjt_of(bags_of(random, 12, keys), weighted=is_weighted(module)))
+        numbers_of(answer).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     return module.eval()
+
+
+def is_weighted(module: Any) -> bool:
+    return not isinstance(module, ManagedCollisionEmbeddingCollection) and module._embedding_module.is_weighted()
+
+
+def numbers_of(answer: Any) -> Any:
+    """All that a collection answers, as one tensor."""
+    return torch.cat([each.values() for each in answer.values()]) if isinstance(answer, Mapping) else answer.values()
 
 
 def fill(module: HashZchManagedCollisionModule, ids: Sequence[int]) -> None:

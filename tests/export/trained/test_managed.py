@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
-from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
@@ -29,9 +28,10 @@ from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.support import sharded_managed
 from tests.support.commands import tbe_export
-from tests.support.managed import CPU, SPECS, bags_of, behind, kjt_of, managed, mch, untrained, zch
+from tests.support.managed import CPU, ROWS, SPECS, bags_of, behind, kjt_of, managed, mch, numbers_of, untrained, zch
 from tests.support.models import Spec
 from tests.support.saved import State, save_dcp, save_safetensors
+from tests.support.sequences import sequences as plain
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
 
@@ -53,14 +53,19 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("specs", [pytest.param(SPECS, id="pooled"), pytest.param(ROWS, id="sequences")])
 @pytest.mark.parametrize("saved", [save_state, save_safetensors, save_dcp])
 def test_a_checkpoint_is_exported_as_the_module_is(
-    tmp_path: Path, saved: Callable[[State, Path], Path], expected: Path
+    tmp_path: Path, saved: Callable[[State, Path], Path], specs: Sequence[Spec]
 ) -> None:
-    checkpoint = saved(managed().state_dict(), tmp_path)
-    found = export_model(untrained(), tmp_path / "r", "m", checkpoint=checkpoint)
-    assert open_bundle(found).manifest.tables == open_bundle(expected).manifest.tables
-    assert (found / IDS).read_bytes() == (expected / IDS).read_bytes()
+    module = managed(specs)
+    expected = export_model(module, tmp_path / "module", "m")
+    checkpoint = saved(module.state_dict(), tmp_path)
+    found = export_model(untrained(specs), tmp_path / "r", "m", checkpoint=checkpoint)
+    manifest = open_bundle(found).manifest
+    assert manifest.tables == open_bundle(expected).manifest.tables
+    for name in (IDS, "weights.0.bin"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes()
 
 
 def test_the_order_of_ids_in_a_checkpoint_does_not_matter(tmp_path: Path, expected: Path) -> None:
@@ -137,6 +142,11 @@ class OtherManaged(ManagedCollisionCollection):  # type: ignore[misc]
     pass
 
 
+class OverridesSequences(ManagedCollisionEmbeddingCollection):  # type: ignore[misc]
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
 class Overrides(ManagedCollisionEmbeddingBagCollection):  # type: ignore[misc]
     def forward(self, *args: Any) -> Any:
         return super().forward(*args)
@@ -167,18 +177,19 @@ def hooked() -> Any:
     return module
 
 
-def sequences() -> Any:
-    configs = [EmbeddingConfig(name="t", num_embeddings=40, embedding_dim=8, feature_names=["x"])]
+def sequences(module: nn.Module, *, need_indices: bool = False) -> Any:
+    rows = plain([Spec("t", 40, 8, "NONE", ("x",))], need_indices=need_indices)
     return ManagedCollisionEmbeddingCollection(
-        EmbeddingCollection(tables=configs), ManagedCollisionCollection({"t": mch(40)}, configs)
+        rows, ManagedCollisionCollection({"t": module}, rows.embedding_configs())
     )
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        pytest.param(sequences, "ManagedCollisionEmbeddingCollection: expected EmbeddingBagCollection or ", id="sequences"),
-        pytest.param(lambda: nn.Sequential(sequences()), r"0 \(ManagedCollisionEmbeddingCollection\): expected", id="sequences inside"),
+        pytest.param(lambda: sequences(mch(40), need_indices=True), "_embedding_module: need_indices: expected False", id="indices of sequences"),
+        pytest.param(lambda: nn.Sequential(sequences(zch(40, disable_fallback=True))), r"0 \(ManagedCollisionEmbeddingCollection\): .* has disable_fallback", id="disable_fallback of sequences"),
+        pytest.param(lambda: of_class(lambda m: m, OverridesSequences), "OverridesSequences: expected EmbeddingBagCollection or ", id="own forward of sequences"),
         pytest.param(lambda: of_class(lambda m: m, Overrides), "Overrides: expected EmbeddingBagCollection or ", id="own forward"),
         pytest.param(lambda: of_class(lambda m: m._managed_collision_collection, OtherManaged), r"\(OtherManaged\): expected a ManagedCollisionCollection", id="another collection"),
         pytest.param(lambda: with_user(Other(48, CPU, mch(1)._eviction_policy, 1)), rf"{MODULES}\.user \(Other\): expected an MCHManagedCollisionModule or a HashZch", id="subclass of MCH"),
@@ -216,15 +227,16 @@ def test_around_a_dense_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_that_several_processes_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pooling", ["SUM", "NONE"])
+def test_a_checkpoint_that_several_processes_saved(pooling: str, tmp_path: Path) -> None:
     """Each has sorted its own raw ids. What TorchRec answers with that checkpoint in one process is the oracle."""
     folder = tmp_path / "dcp"
     subprocess.run(
-        [sys.executable, "-m", "tests.support.sharded_managed", str(folder)], check=True, capture_output=True
+        [sys.executable, "-m", "tests.support.sharded_managed", str(folder), pooling], check=True, capture_output=True
     )
     config = ExportConfig(dtype={"*": WeightDtype.FP32})
-    engine = Engine.open(export_model(sharded_managed.whole(), tmp_path / "r", "m", config, checkpoint=folder))
-    module = sharded_managed.whole()
+    engine = Engine.open(export_model(sharded_managed.whole(pooling), tmp_path / "r", "m", config, checkpoint=folder))
+    module = sharded_managed.whole(pooling)
     state = {"model": module.state_dict()}
     load(state, checkpoint_id=folder)
     raw_ids = state["model"][f"sparse.{RAW_IDS}"]
@@ -232,8 +244,9 @@ def test_a_checkpoint_that_several_processes_saved(tmp_path: Path) -> None:
     module.load_state_dict(state["model"])
     bags = bags_of(np.random.default_rng(0), 50, "x")
     with torch.no_grad():
-        expected = module.eval()["sparse"](kjt_of(bags))[0].to_dict()["x"]
-    np.testing.assert_allclose(engine.lookup(bags)["x"], expected, rtol=1e-6, atol=1e-5)
+        expected = numbers_of(module.eval()["sparse"](kjt_of(bags))[0])
+    answer: Any = engine.lookup(bags)["x"]
+    np.testing.assert_allclose(getattr(answer, "values", answer), expected, rtol=1e-6, atol=1e-5)
     (table,) = engine.bundle.manifest.tables
     assert table.id_map is not None
     assert table.id_map.known > 20
