@@ -12,7 +12,8 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from export.errors import ModelError
 from export.scores.outputs import not_tensors, tensors_of
-from export.scores.trace import WAY_OUT, line_of, traced
+from export.scores.trace import WAY_OUT, traced
+from export.trained.lines import line_of
 from export.trained.modules import selects
 from serving.bundle.scores import wrong_names
 

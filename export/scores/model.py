@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec.types import CacheMixin
 
 from export.errors import ModelError
 from export.quiet import quiet
@@ -86,8 +87,9 @@ def _take_weights(model: nn.Module, weights: fx.GraphModule) -> None:
 
 
 def _buffers(model: nn.Module, collections: Collections) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a model outside of its collections."""
-    inside = {id(each) for collection in collections for each in collection.buffers()}
+    """The buffers of a model outside of its collections, and of modules that keep what they computed of a batch."""
+    caches = (each for each in model.modules() if isinstance(each, CacheMixin))
+    inside = {id(each) for part in (*collections, *caches) for each in part.buffers()}
     yield from ((name, each) for name, each in model.named_buffers() if id(each) not in inside and not each.is_meta)
 
 

@@ -9,6 +9,9 @@ from export.scores.cut import Cut
 from export.trained.checkpoint import Checkpoint
 from export.trained.modules import dotted
 
+# What torch.fx calls the tensors that a forward makes itself.
+_MADE = "_tensor_constant"
+
 
 def with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.GraphModule:
     """A copy of what was cut out, on the CPU, with the weights that serve."""
@@ -16,6 +19,7 @@ def with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.Gra
     if checkpoint is None:
         return module.cpu()
     state = module.state_dict()
+    made = {name: each for name, each in state.items() if name.startswith(_MADE)}
     for name, buffer in module.named_buffers():
         if buffer.is_meta and not (name in state and buffer.is_floating_point()):
             raise CheckpointError(
@@ -26,7 +30,7 @@ def with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.Gra
     weights = {
         name: checkpoint.numbers(f"weights {name!r}", dotted(path, name), tuple(each.shape))
         for name, each in state.items()
-        if each.is_floating_point()
+        if each.is_floating_point() and name not in made
     }
-    module.load_state_dict(weights, strict=False)
+    module.load_state_dict(weights | made, strict=False)
     return module

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from torch import fx, nn
 
 from export.scores.cut import Cut
-from export.scores.trace import line_of
+from export.trained.lines import line_of
 from serving.bundle.scores import DenseInput
 from serving.errors import ConfigurationError
 

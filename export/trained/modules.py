@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import fx, nn
 from torchrec.distributed.types import ShardedModule
-from torchrec.fx import Tracer
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -32,6 +31,8 @@ from torchrec.modules.mc_embedding_modules import (
 from export.errors import ModelError, first_line
 from export.quiet import quiet
 from export.trained.inner import inner_of
+from export.trained.keyed import KeyedTracer
+from export.trained.lines import line_of_error
 from export.trained.managed import unknown_managed
 from export.trained.processors import unknown_processors
 
@@ -211,7 +212,7 @@ def _followed(path: str, entry: nn.Module, collections: Collection[nn.Module]) -
         try:
             tracer.trace(entry)
         except Exception as error:  # the user's code may raise anything
-            reason = first_line(error)
+            reason = f"{first_line(error)}{line_of_error(error)}"
     calls = {node: entry.get_submodule(str(node.target)) for node in tracer.graph.nodes if node.op == "call_module"}
     for call, called in calls.items():
         if called in collections:
@@ -226,7 +227,7 @@ def _followed(path: str, entry: nn.Module, collections: Collection[nn.Module]) -
     return graph
 
 
-class _Tracer(Tracer):  # type: ignore[misc]
+class _Tracer(KeyedTracer):
     """Follows the modules above collections. A call of any other module is one step."""
 
     def __init__(self, above: Iterable[nn.Module]) -> None:

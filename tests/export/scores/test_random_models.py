@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
+from torchrec.modules.regroup import KTRegroupAsDict
 
 from export import export_model
 from export.manifest import describe
@@ -56,13 +57,14 @@ class Random(nn.Module):
         self.dense = nn.Linear(int(random.integers(1, 5)), 6)
         self.norm = nn.BatchNorm1d(6)
         self.over = nn.Linear(6, 3)
+        self.reads = int(random.integers(4))
+        # One for each collection: names of answers may be the same in several.
+        self.regroups = nn.ModuleList(KTRegroupAsDict([names[:1], names], ["some", "all"]) for names in self.names)
 
     def forward(self, ids: KeyedJaggedTensor, numbers: Tensor) -> Any:
         out = self.dense(numbers)
-        for part, tower, names in zip(self.parts, self.towers, self.names, strict=True):
-            pooled = part(ids)
-            rows = pooled.values() if self.kind % 2 else torch.cat([pooled[name] for name in names], dim=1)
-            out = out + tower(rows)
+        for number, (part, tower) in enumerate(zip(self.parts, self.towers, strict=True)):
+            out = out + tower(self.rows_of(part(ids), number))
         logits = self.over(self.norm(out))
         if self.kind == 0:
             return logits
@@ -71,6 +73,17 @@ class Random(nn.Module):
         if self.kind == 2:
             return {"click": logits[:, :1], "buy": logits[:, 1], "all": logits.reshape(-1, 3, 1)}
         return torch.einsum("bi,bj->bij", logits, out)
+
+    def rows_of(self, pooled: KeyedTensor, number: int) -> Tensor:
+        values: Tensor = pooled.values()
+        if self.reads == 0:
+            return values
+        if self.reads == 1:
+            return torch.cat([pooled[name] for name in self.names[number]], dim=1)
+        if self.reads == 2:
+            return torch.cat([pooled[key] / (1 + place) for place, key in enumerate(pooled.keys())], dim=1)
+        found: Tensor = self.regroups[number]([pooled])["all"]
+        return found
 
     def request(self, random: np.random.Generator, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         bags: dict[str, Any] = {}

@@ -1,0 +1,249 @@
+"""Models that loop over the keys of what collections answer, and regroup it: followed, and served as they answer."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.regroup import KTRegroupAsDict
+from torchrec.types import DataType
+
+from export import export_model
+from export.errors import ModelError, ParityError
+from serving.bundle.opening import open_bundle
+from serving.engine import Engine
+from tests.support.managed import managed
+from tests.support.models import Spec, collection
+from tests.support.scored import EXACT, QUERY, own_scores, random_request, trained
+
+ITEM = (Spec("item", 300, 8, "SUM", ("item_id",)), Spec("seen", 300, 12, "MEAN", ("recent", "item_id")))
+# TorchRec's names of the answers: in `item` two tables read item_id. None is left out: FBGEMM's backward then gives the
+# gradient of its columns whatever was in memory.
+GROUPS = [["words", "user_id"], ["item_id@item", "item_id@item"], ["country", "item_id@seen", "recent"]]
+QUERY_GROUPS = [["words"], ["country", "user_id"]]
+
+
+class Keyed(nn.Module):
+    """Two collections; the second is called after what is done with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.item = collection(QUERY, seed=1), collection(ITEM, seed=2)
+        towers = {"user_id": 16, "country": 16, "words": 24, "a": 40, "b": 16, "c": 40}
+        self.towers = nn.ModuleDict({name: nn.Linear(width, 6) for name, width in towers.items()})
+        self.over = nn.Linear(32, 6)
+        self.regroup = KTRegroupAsDict(GROUPS, ["a", "b", "c"])
+
+    def summed(self, named: dict[str, Tensor]) -> Tensor:
+        total = torch.stack([self.towers[name](rows).relu() for name, rows in named.items()])
+        return total.sum(dim=0)
+
+    def of_item(self, ids: KeyedJaggedTensor) -> Tensor:
+        found: Tensor = self.over(self.item(ids).values())
+        return found
+
+    def forward(self, ids: KeyedJaggedTensor) -> Any:
+        return self.of_query(self.query(ids)) * self.of_item(ids)
+
+    def of_query(self, pooled: KeyedTensor) -> Any:
+        raise NotImplementedError
+
+
+class Loops(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        out = torch.zeros(1)
+        for place, key in enumerate(pooled.keys()):
+            out = out + self.towers[key](pooled[key]) * (place + 1)
+        return out
+
+
+class MakesDict(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        return self.summed(pooled.to_dict())
+
+
+class Unpacks(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        return self.summed(dict(**pooled))
+
+
+class Splits(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        pieces = pooled.values().split(pooled.length_per_key(), dim=pooled.key_dim())
+        others = torch.split(pooled.values(), split_size_or_sections=pooled.length_per_key(), dim=1)
+        assert len(pieces) == 3
+        return self.summed(dict(zip(pooled.keys(), pieces, strict=True))) + self.summed(
+            dict(zip(pooled.keys(), list(others), strict=True))
+        )
+
+
+class Cuts(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        ends = pooled.offset_per_key()
+        spans = zip(pooled.keys(), ends, ends[1:], strict=False)
+        return self.summed({key: pooled.values()[:, first:last] for key, first, last in spans})
+
+
+class Regroups(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        words, rest = KeyedTensor.regroup([pooled], QUERY_GROUPS)
+        (again,) = KeyedTensor.regroup([pooled], [["words", "words", "country"]])
+        return self.towers["words"](words) + self.towers["a"](again[:, 8:48]) + rest[:, :6]  # type: ignore[no-any-return]
+
+
+class RegroupsLoop(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        means = [each.mean(dim=1) for each in KeyedTensor.regroup([pooled], groups=QUERY_GROUPS)]
+        return torch.stack([*means, *means, *means], dim=1)
+
+
+class RegroupsDict(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        return self.summed(KeyedTensor.regroup_as_dict([pooled], [["words"], ["user_id"]], ["words", "country"]))
+
+
+class RegroupsBoth(Keyed):
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        named = self.regroup([self.query(ids), self.item(ids)])
+        return {"sum": self.summed(named), **{name: rows.mean(dim=1) for name, rows in named.items()}}
+
+
+class RegroupsNarrow(Keyed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.regroup = KTRegroupAsDict(groups=QUERY_GROUPS, keys=["words", "rest"], emb_dtype=DataType.BF16)
+
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        named = self.regroup(keyed_tensors=[pooled])
+        return named["words"].float()[:, :6] + named["rest"].float()[:, :6]  # type: ignore[no-any-return]
+
+
+MODELS: list[Callable[[], Keyed]] = [
+    Loops, MakesDict, Unpacks, Splits, Cuts, Regroups, RegroupsLoop, RegroupsDict, RegroupsBoth, RegroupsNarrow,
+]  # fmt: skip
+
+
+def assert_served(module: nn.Module, bundle: Path) -> None:
+    engine = Engine.open(bundle)
+    for samples in (1, 2, 33):
+        bags, dense = random_request(module, np.random.default_rng(samples), samples)
+        expected, found = own_scores(copy.deepcopy(module), bags, dense), engine.score(bags, dense)
+        assert list(found) == list(expected)
+        for name, numbers in expected.items():
+            np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
+def test_what_is_done_with_keys_is_followed(model: Callable[[], Keyed], fresh: bool, tmp_path: Path) -> None:
+    """A fresh module has seen no batch: TorchRec's KTRegroupAsDict does not know the keys yet."""
+    module = trained(model())
+    if fresh:
+        state, module = module.state_dict(), model().eval()
+        module.load_state_dict(state)
+    bundle = export_model(module, tmp_path, "m", EXACT)
+    part = open_bundle(bundle).manifest.dense_part
+    assert part is not None
+    assert all(each.parity.trained is not None for each in part.outputs)
+    assert_served(module, bundle)
+
+
+@pytest.mark.parametrize("model", [Loops, RegroupsBoth])
+def test_with_weights_of_a_checkpoint(model: Callable[[], Keyed], tmp_path: Path) -> None:
+    module = trained(model())
+    torch.save(module.state_dict(), tmp_path / "saved")
+    with torch.device("meta"):
+        untrained = model()
+    assert_served(module, export_model(untrained, tmp_path / "r", "m", EXACT, checkpoint=tmp_path / "saved"))
+
+
+def test_keys_of_what_remaps_ids_are_known(tmp_path: Path) -> None:
+    class Managed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.sparse, self.over = managed(), nn.Linear(4, 1)
+
+        def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+            pooled, _ = self.sparse(ids)
+            means = [pooled[key].mean(dim=1) * (place + 1) for place, key in enumerate(pooled.keys())]
+            found: Tensor = self.over(torch.stack(means, dim=1))
+            return found
+
+    part = open_bundle(export_model(Managed(), tmp_path, "m", EXACT)).manifest.dense_part
+    assert part is not None
+    assert part.outputs[0].parity.trained is not None
+    assert part.outputs[0].parity.trained < 1e-5
+
+
+def test_without_scores_a_collection_behind_a_loop_is_found(tmp_path: Path) -> None:
+    """Following stops at nothing that keys explain: ids of `item` are known to be those of the request."""
+    bundle = export_model(Loops(), tmp_path, "m")
+    assert len(open_bundle(bundle).manifest.tables) == 4
+
+
+def test_a_regrouping_of_other_keys_is_found_out(tmp_path: Path) -> None:
+    """KTRegroupAsDict keeps what it made of its first batch, whose keys were in another order."""
+    module = RegroupsBoth().eval()
+    with torch.no_grad():
+        query = KeyedTensor(["words", "country", "user_id"], [24, 16, 16], torch.zeros(2, 56))
+        item = KeyedTensor(["item_id@seen", "recent", "item_id@item"], [12, 12, 8], torch.zeros(2, 32))
+        module.regroup([query, item])
+    with pytest.raises(ParityError, match="RegroupsBoth: output 'sum': what follows the collections answers otherw"):
+        export_model(module, tmp_path, "m", EXACT)
+
+
+class LoopsIds(Keyed):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return torch.stack([self.query(ids)[key].sum(dim=1) for key in ids.keys()])  # noqa: SIM118  # to blame
+
+
+class LoopsChunks(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        return torch.stack([each.sum(dim=1) for each in pooled.values().chunk(3, dim=1)])  # to blame
+
+
+class LoopsRows(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        return torch.stack([each * 2 for each in pooled.values()])  # to blame
+
+
+class AsksForAnother(Keyed):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        found: Tensor = pooled["nobody"] * 2
+        return found
+
+
+class RegroupsOthers(RegroupsNarrow):
+    def of_query(self, pooled: KeyedTensor) -> Tensor:
+        made = KeyedTensor(["country", "user_id", "words"], [16, 16, 24], pooled.values())
+        found: Tensor = self.regroup([made])["words"]
+        return found[:, :6]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (LoopsIds, "Proxy object cannot be iterated"),
+        (LoopsChunks, "Proxy object cannot be iterated"),
+        (LoopsRows, "Proxy object cannot be iterated"),
+        (AsksForAnother, "AsksForAnother: its forward fails for ids of all features, and dense inputs in [0, 1): 'nobody'"),
+        (RegroupsOthers, "RegroupsOthers: its forward cannot be"),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_is_refused(model: Callable[[], Keyed], why: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError) as refused:
+        export_model(model().eval(), tmp_path / "r", "m", EXACT)
+    message = str(refused.value)
+    assert why in message
+    lines, first = inspect.getsourcelines(model)
+    for number, line in enumerate(lines):
+        assert "# to blame" not in line or f" at {__file__}, line {first + number}: `{line.strip()}`" in message
+    assert not (tmp_path / "r").exists()
