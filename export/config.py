@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from export.patterns import check_patterns, last_match
 from export.plan.sharding import Sharding
@@ -35,6 +36,7 @@ class ExportConfig:
             inputs.
         dense_dtype: how the weights of that part are kept.
         dense_widths: the columns of dense inputs that no nn.Linear takes, by name.
+        labelled: a file of requests for scores with labels, on which their AUC is measured. None measures none.
         sharding: the ranks, and how tables are placed on them; one rank by default.
         serving: how all versions of the model are served. None gives a new model the defaults, and leaves the
             settings of an existing model as they are.
@@ -52,6 +54,7 @@ class ExportConfig:
     scores: bool = False
     dense_dtype: DenseDtype = DenseDtype.FP32
     dense_widths: Mapping[str, int] = field(default_factory=dict)
+    labelled: Path | None = None
     sharding: Sharding = field(default_factory=Sharding)
     serving: ServingSettings | None = None
 
@@ -68,6 +71,13 @@ class ExportConfig:
                 raise ConfigurationError(f"dense_widths (--dense-width) {name!r}: expected > 0, got {width}")
         if self.dense_widths and not self.scores:
             raise ConfigurationError("dense_widths (--dense-width): expected --scores beside it")
+        if self.labelled is not None and not self.scores:
+            raise ConfigurationError("labelled (--labelled): expected --scores beside it")
+        if self.labelled is not None and self.sharding.hosts_as_models:
+            raise ConfigurationError(
+                "labelled (--labelled): expected no --hosts-as-models beside it: a router scores when its hosts are "
+                "served: measure the same export without hosts"
+            )
         if self.dense_dtype is not DenseDtype.FP32 and not self.scores:
             raise ConfigurationError("dense_dtype (--dense-dtype): expected --scores beside it")
 

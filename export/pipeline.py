@@ -15,6 +15,7 @@ from export.prepare import prepare
 from export.program.compile import compile_program
 from export.progress import Progress, float_bytes
 from export.publish.draft import draft
+from export.scores.labelled import measured
 from export.steps import limits_of, parity_of, read_back, scores_of, store, write_program
 from export.trained.checkpoint import WeightSource, open_weights
 from export.trained.tables import collect_tables
@@ -85,7 +86,11 @@ def export_model(
             parity = parity_of(manifest, errors, limits_of(manifest, config), answers, prepared.runnable)
             notes = tuple(overflow_notes(manifest, errors, config.sharding))
             part = scores_of(prepared.scored, answers)
-            write_manifest(new.path, msgspec.structs.replace(manifest, parity=parity, notes=notes, dense_part=part))
+            manifest = msgspec.structs.replace(manifest, parity=parity, notes=notes, dense_part=part)
+            write_manifest(new.path, manifest)
+            if prepared.scored is not None and prepared.labelled:
+                part = measured(new.path, prepared.scored, prepared.labelled)
+                write_manifest(new.path, msgspec.structs.replace(manifest, dense_part=part))
         read_back(new.path)
         return new.publish()
 

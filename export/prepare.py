@@ -1,6 +1,6 @@
 """What every export begins with: the trained tables, their weights, and a manifest that says what will be written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from export.ids.file import BuiltMaps, build_maps
 from export.manifest import describe, with_dense_part, with_position_weights
 from export.progress import Progress
 from export.scores.dense_part import Scored, dense_part
+from export.scores.labelled import LabelledRequest, read_labelled
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, collect_tables
 from serving.bundle.manifest import Manifest
@@ -33,6 +34,7 @@ class Prepared:
         maps: of the ids of its tables.
         runnable: the trained module; None where it cannot be run.
         scored: the dense part; None: embeddings alone are served.
+        labelled: requests with labels that its scores are measured on.
         signing_key: signs bundles, and the settings of new models; None signs nothing.
         progress: called as rows are stored.
     """
@@ -44,6 +46,7 @@ class Prepared:
     maps: BuiltMaps
     runnable: Trained | None
     scored: Scored | None
+    labelled: Sequence[LabelledRequest]
     signing_key: Ed25519PrivateKey | None
     progress: Callable[[Progress], None]
 
@@ -61,6 +64,7 @@ def prepare(
     if dense is not None and not config.scores:
         raise ConfigurationError("dense: expected scores beside it: ExportConfig(scores=True)")
     key = None if signing_key is None else read_signing_key(signing_key)
+    labelled = [] if config.labelled is None else read_labelled(config.labelled)
     trained = collect_tables(module)
     weights = open_weights(module, trained.tables, checkpoint)
     for table in trained.tables:
@@ -77,4 +81,4 @@ def prepare(
         manifest = with_dense_part(manifest, scored.part)
     # With a checkpoint, the weights are not in the module: it cannot answer.
     runnable = trained if checkpoint is None else None
-    return Prepared(config, trained, weights, manifest, maps, runnable, scored, key, progress)
+    return Prepared(config, trained, weights, manifest, maps, runnable, scored, labelled, key, progress)

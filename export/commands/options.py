@@ -143,6 +143,14 @@ OPTIONS = (
         help="With --scores: columns of a dense input that no nn.Linear takes.",
     ),
     ExportOption(
+        name="labelled",
+        typed=Path,
+        written=str,
+        parse=lambda _, path: Path(path),
+        help='With --scores: JSON lines as `tbe-serve score` takes them, with a "label" of 0 or 1 for each sample. '
+        "The AUC of what serves is printed beside that of the model.",
+    ),
+    ExportOption(
         section="sharding", name="ranks", typed=int, help="How many ranks, on all hosts together; 1 by default."
     ),
     ExportOption(

@@ -1,6 +1,6 @@
 """Print bundles, plans and verifications on a terminal of 80 columns."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich import box
@@ -11,7 +11,7 @@ from export.plan.report import PlanReport, Transfer
 from export.sizes import size_text
 from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Agreement, Manifest, Parity
-from serving.bundle.scores import SCORES, DensePart
+from serving.bundle.scores import SCORES, DensePart, LabelledAuc
 from serving.terminal.program import out
 
 _MARKS = {
@@ -174,6 +174,7 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         )
     table.caption = "trained: scores of the trained model itself; merged: of requests together and each alone"
     out.print(table)
+    _show_auc({each.name: each.parity.auc for each in part.outputs if each.parity.auc is not None})
     inputs = ", ".join(["embeddings", *(f"{each.name} {_shape((each.width,))}" for each in part.inputs)])
     size = size_text(manifest.files[SCORES].size_bytes)
     out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True)
@@ -212,6 +213,17 @@ def show_verification(verification: Verification) -> None:
 
 def _shape(of_sample: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, ('B', *of_sample)))}]"
+
+
+def _show_auc(measured: Mapping[str, LabelledAuc]) -> None:
+    """Print the AUC of outputs; nothing where none was measured."""
+    if not measured:
+        return
+    table = _table("AUC on labelled samples", "output", right=("served", "trained", "samples"))
+    for name, auc in measured.items():
+        trained = "–" if auc.trained is None else f"{auc.trained:.5f}"
+        table.add_row(name, f"{auc.served:.5f}", trained, f"{auc.samples:,}")
+    out.print(table)
 
 
 def _error(error: float) -> str:

@@ -23,5 +23,7 @@ def blamed(model: nn.Module, what: str, said: Callable[[Exception], str] = last_
     """
     try:
         yield
+    except ModelError:
+        raise
     except Exception as error:  # its code may raise anything
         raise ModelError(f"{type(model).__name__}: {what}: {said(error)}: {WAY_OUT}") from error

@@ -1,7 +1,8 @@
 """The dense part of a trained model: cut out, given its weights, compiled, and compared with the model itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
+from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from export.errors import ModelError, ParityError, first_line
@@ -49,12 +51,14 @@ class Scored:
         part: for the manifest. Its parity lacks `trained`.
         probe: dense inputs, float32 [B, width] each, for the samples of `make_probe`.
         trained: what the trained model answers that probe with, by output; None where it could not be run.
+        answer: what the trained model answers to ids of all features and its dense inputs, by output; None likewise.
     """
 
     program: torch.jit.ScriptModule
     part: DensePart
     probe: tuple[Tensor, ...]
     trained: Mapping[str, Numbers] | None
+    answer: Callable[[KeyedJaggedTensor, Sequence[Tensor]], dict[str, Numbers]] | None
 
 
 def dense_part(
@@ -105,8 +109,10 @@ def dense_part(
     pooled = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
     module = with_weights(found, path, checkpoint)
     answered: Mapping[str, Numbers] | None = None
+    answer = None
     if own is None:
         if checkpoint is None:
+            answer = partial(_own_answer, entry, found)
             pooled, answered = _answers_of_model(entry, found, columns, manifest, request, dense)
         ids = kjt_of(manifest, request, torch.device("cpu"))
         expected = answers_behind(entry, found, module, columns, ids, pooled, dense)
@@ -138,7 +144,7 @@ def dense_part(
             )
     mixes = any(each.parity.merged > allowed(exact[each.name], dtype) for each in outputs)
     part = DensePart(inputs, outputs, dtype, mixes_samples=mixes, is_own=own is not None)
-    return Scored(program, part, dense, answered)
+    return Scored(program, part, dense, answered, answer)
 
 
 def compare_scores(scored: Scored, answer: npt.NDArray[Any]) -> DensePart:
@@ -216,11 +222,8 @@ def _answers_of_model(
     """What the model's collections answer, float32 [B, D], and what the model answers, by output."""
     heard: dict[nn.Module, Any] = {}
     hearing = listening(columns, heard)
-    with torch.no_grad(), evaluating(entry), looking_up(entry), quiet(), hearing:
-        ids = kjt_of(manifest, request, next(entry.parameters()).device)
-        inputs = {name: each.to(ids.device()).clone() for name, each in zip(found.inputs, dense, strict=True)}
-        with blamed(entry, "its forward fails for ids of all features, and dense inputs in [0, 1)"):
-            answer = entry(**dict.fromkeys(found.ids, ids), **inputs)
+    with hearing, blamed(entry, "its forward fails for ids of all features, and dense inputs in [0, 1)"):
+        answer = _own_answer(entry, found, kjt_of(manifest, request, torch.device("cpu")), dense)
     width = sum(table.dim for table in manifest.feature_tables)
     pooled = torch.empty(request.lengths.size // len(manifest.keys), width)
     for collection, these in columns.items():
@@ -228,10 +231,19 @@ def _answers_of_model(
         pieces = answered.values().split(answered.length_per_key(), dim=1)
         for (first, last), piece in zip(these.spans, pieces, strict=True):
             pooled[:, first:last] = piece
+    return pooled, answer
+
+
+def _own_answer(entry: nn.Module, found: Cut, ids: KeyedJaggedTensor, dense: Sequence[Tensor]) -> dict[str, Numbers]:
+    """What the model itself answers, by output, to ids and dense inputs [B, width] that are on the CPU."""
+    with torch.no_grad(), evaluating(entry), looking_up(entry), quiet():
+        ids = ids.to(next(entry.parameters()).device)
+        inputs = {name: each.to(ids.device()).clone() for name, each in zip(found.inputs, dense, strict=True)}
+        answer = entry(**dict.fromkeys(found.ids, ids), **inputs)
     tensors = tensors_of(answer)
     if list(tensors) != list(found.outputs):
         raise not_tensors(entry, type(answer).__name__)
-    return pooled, {name: each.float().cpu().numpy() for name, each in tensors.items()}
+    return {name: each.float().cpu().numpy() for name, each in tensors.items()}
 
 
 def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], cut_out: Mapping[str, Numbers]) -> None:

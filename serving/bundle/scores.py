@@ -31,6 +31,20 @@ class DenseInput(Strict, frozen=True):
     width: int
 
 
+class LabelledAuc(Strict, frozen=True, omit_defaults=True):
+    """The area under the ROC curve of one output, on samples with labels.
+
+    Attributes:
+        samples: how many.
+        served: of what serves, from the stored rows.
+        trained: of the trained model as it is. None: it could not be run.
+    """
+
+    samples: int
+    served: float
+    trained: float | None = None
+
+
 class ScoreParity(Strict, frozen=True, omit_defaults=True):
     """How far the numbers of one output moved, on a probe.
 
@@ -41,6 +55,7 @@ class ScoreParity(Strict, frozen=True, omit_defaults=True):
         trained: the largest |difference| between the trained model as it is, and what serves, from the stored rows.
             None: the trained model could not be run.
         trained_mean: the mean of that |difference|.
+        auc: on samples with labels; None: the export was given none for this output.
     """
 
     scale: float
@@ -48,6 +63,7 @@ class ScoreParity(Strict, frozen=True, omit_defaults=True):
     merged: float
     trained: float | None = None
     trained_mean: float | None = None
+    auc: LabelledAuc | None = None
 
 
 class ScoreOutput(Strict, frozen=True, omit_defaults=True):
