@@ -39,12 +39,13 @@ def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
         at = int(np.argmax(request.lengths < 0))
         position, sample = place_of(at, bags)
         raise InvalidRequest(
-            f"feature {names[position]!r}: expected lengths >= 0, got {request.lengths[at]} for sample {sample}",
+            f"{request.selection.what} {names[position]!r}: expected lengths >= 0, got {request.lengths[at]} for "
+            f"sample {sample}",
             Reason.LENGTHS,
         )
     bounds: Ids = offsets_of(request.lengths)[bags]
     if bounds[-1] != request.values.size:
-        raise _wrong_sum(names, bounds, request.values.size)
+        raise _wrong_sum(request.selection.what, names, bounds, request.values.size)
     return bounds
 
 
@@ -59,12 +60,12 @@ def place_of(bag: int, bounds: Ids) -> tuple[int, int]:
     return feature, bag - int(bounds[feature])
 
 
-def _wrong_sum(names: Sequence[str], bounds: Ids, found: int) -> InvalidRequest:
-    """Name the feature whose bags run past the ids, or the last one where ids are left over."""
+def _wrong_sum(what: str, names: Sequence[str], bounds: Ids, found: int) -> InvalidRequest:
+    """Name the feature, or `what` it is, whose bags run past the ids, or the last one where ids are left over."""
     total = bounds[-1]
     at = int(np.searchsorted(bounds[1:], found, side="right")) if total > found else len(names) - 1
     return InvalidRequest(
-        f"feature {names[at]!r}: expected its bags to take ids "
+        f"{what} {names[at]!r}: expected its bags to take ids "
         f"[{bounds[at]}, {bounds[at + 1]}) of `values`, got {found} ids for lengths that sum to {total}",
         Reason.LENGTHS,
     )

@@ -221,7 +221,7 @@ def _ids_outside(request: KjtRequest, at: int, bag: int, counts: dict[str, int])
     selection = request.selection
     feature, sample = place_of(bag, bag_bounds(len(selection.names), request.samples, request.once))
     return IdsOutside(
-        f"feature {selection.names[feature]!r}: expected an id in [0, {selection.rows[feature]}), "
+        f"{selection.what} {selection.names[feature]!r}: expected an id in [0, {selection.rows[feature]}), "
         f"got {request.values[at]} for sample {sample} (values[{at}])",
         counts,
     )

@@ -43,6 +43,7 @@ class Selection:
         longest_bags: the most ids in a bag; int64 [F].
         sequence: whether the answer has a row for each id, and is not pooled; bool [F].
         default: whether these are all features, in the schema's order.
+        what: what the names are of, for messages: "feature", or "table" where rows of tables are asked for.
         keys: the distinct `key_of`, in order: what a request brings ids for.
         reads: for each feature, the position of its key in `keys`; int64 [F]. None where each reads its own.
         index: the numbers 0 to F; int64 [F + 1].
@@ -67,6 +68,7 @@ class Selection:
     longest_bags: npt.NDArray[np.int64]
     sequence: npt.NDArray[np.bool_]
     default: bool
+    what: str = "feature"
     keys: tuple[str, ...] = field(init=False)
     reads: npt.NDArray[np.int64] | None = field(init=False)
     index: npt.NDArray[np.int64] = field(init=False)
@@ -103,6 +105,7 @@ class Selection:
             longest_bags=self.longest_bags[chosen],
             sequence=self.sequence[chosen],
             default=self.default and np.array_equal(chosen, self.index[:-1]),
+            what=self.what,
         )
 
     def positions_of(self, other: "Selection") -> npt.NDArray[np.int64]:
@@ -197,6 +200,7 @@ class Schema:
                 longest_bags=np.full(count, _ANY_LENGTH),
                 sequence=np.ones(count, np.bool_),
                 default=False,
+                what="table",
             )
             self._keep(wanted, selection)
         return selection

@@ -166,7 +166,7 @@ def test_ids_outside_a_table_are_answered_by_its_policy(ranks: int, tmp_path: Pa
     np.testing.assert_array_equal(engine.rows("user", [501, -1]), users[[1, 499]])
     with pytest.raises(IdsOutside, match=r"feature 'genres': expected an id in \[0, 20\), got 20 for sample 1"):
         engine.lookup({"recent": [[-1], [2]], "genres": [[1], [3, 20]]})
-    with pytest.raises(IdsOutside, match=r"feature 'genre': expected an id in \[0, 20\), got 20 for sample 0"):
+    with pytest.raises(IdsOutside, match=r"table 'genre': expected an id in \[0, 20\), got 20 for sample 0"):
         engine.rows("genre", [3, 20])
 
 
@@ -192,6 +192,22 @@ def test_rows_are_those_of_the_table_however_it_is_pooled(kind: str, tmp_path: P
         engine.rows("recent", [1])
     with pytest.raises(InvalidRequest, match="table 'item': expected integers in 1 dimension"):
         engine.rows("item", [[1]])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "why"),
+    [
+        ([2, -1], "table 'word': expected lengths >= 0, got -1 for sample 0"),
+        ([1, 3], "table 'word': expected its bags"),
+    ],
+)
+def test_a_wrong_request_for_rows_is_refused_by_the_name_of_its_table(
+    lengths: list[int], why: str, tmp_path: Path
+) -> None:
+    engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
+    asked = Tensors(None, np.array([1, 2]), np.array(lengths, np.int32), tables=["item", "word"])
+    with pytest.raises(InvalidRequest, match=why):
+        engine.outputs(asked)
 
 
 def test_of_a_key_that_several_tables_read_rows_are_of_one(tmp_path: Path) -> None:
@@ -410,7 +426,7 @@ def test_rows_are_served(served: Served, shared_memory: bool) -> None:
                 np.testing.assert_array_equal(rows, state[f"{key}.weight"].numpy()[np.array(ids, np.int64)])
         with pytest.raises(InvalidRequest, match="table 'recent': expected one of 'user', 'genre', 'item', 'word'"):
             client.rows("recent", [1])
-        with pytest.raises(InvalidRequest, match=r"feature 'item': expected an id in \[0, 300\)"):
+        with pytest.raises(InvalidRequest, match=r"table 'item': expected an id in \[0, 300\)"):
             client.rows("item", [300])
         with pytest.raises(
             InvalidRequest, match="bytes of sequences: expected at most 1048576 in a request, got 1048704"
