@@ -234,7 +234,10 @@ class Engine(_Engine, Closing):
         """
         checked = self._checked(tensors)
         batches = batches_of(self.schema, checked)
-        return outputs_of(checked, batches, _only(self.run(batches)))[0]
+        answers = _only(self.run(batches))
+        scores = self.score_batch(batches[0], answers[0]).get(0, {}) if batches else {}
+        asked = {name: numbers for name, numbers in scores.items() if name in tensors.outputs}
+        return {**outputs_of(checked, batches, answers)[0], **asked}
 
     def run(self, batches: Sequence[Batch]) -> list[Answered]:
         """Look batches up: one TBE call for each, and each rank."""

@@ -71,19 +71,12 @@ class Recorder:
         """
         if self._waiting.qsize() >= _WAITING or not self._has_room(tensors):
             return
-        line = CapturedRequest(
-            at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            why=why,
-            features=None if tensors.features is None else list(tensors.features),
-            tables=None if tensors.tables is None else list(tensors.tables),
-            values=tensors.values.tolist(),
-            lengths=tensors.lengths.tolist(),
-            traceparent=tensors.trace,
-        )
-        self._waiting.put(line)
+        at = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._waiting.put(CapturedRequest.of(tensors, at, why))
 
     def _has_room(self, tensors: Tensors) -> bool:
         least = 2 * (tensors.values.size + tensors.lengths.size)  # a digit and a comma for each number
+        least += sum(each.nbytes for each in tensors.dense.values())  # and more than that in base64
         return os.fstat(self._file).st_size + least < self._max_bytes
 
     def _write(self) -> None:

@@ -139,11 +139,11 @@ class ServingSettings:
     verify_weights: bool = _setting(
         True, None, "Compare the weights with their digests before a version serves: about a second for each GB."
     )
-    # The file is <capture>/<model>.jsonl. Neither weights nor embeddings are captured.
+    # The file is <capture>/<model>.jsonl. Neither weights nor answers are captured.
     capture: str | None = _setting(
         None,
         _ABSOLUTE,
-        "Folder for the requests that are refused, kept for replay: their ids, no weights. The server writes there.",
+        "Folder for the requests that are refused, kept for replay: ids and dense inputs. The server writes there.",
         unset="Capture nothing.",
     )
     capture_slow_ms: float | None = _setting(

@@ -1,8 +1,9 @@
 """The file of captured requests: slow and refused ones, kept for replay. A line is a request, in JSON."""
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from serving.errors import ConfigurationError
 from serving.files.reading import open_file
 from serving.files.strict import UNREADABLE
-from serving.request.tensors import Tensors
+from serving.request.tensors import EMBEDDINGS, SEQUENCES, Array, Tensors
 
 # The file beside config.pbtxt whose requests are answered before a model is ready.
 # `tbe-serve configure --warm-up` makes it.
@@ -19,6 +20,39 @@ WARM_UP = "warm_up.jsonl"
 MOST_WARM_UP_BYTES = 1 << 28
 # The longest line that is read. No request has so many ids.
 LONGEST_LINE = 1 << 28
+# Numbers of a dense input, little-endian.
+_FLOAT32 = np.dtype("<f4")
+# The outputs of a lookup. A line of one does not name them.
+_OF_LOOKUPS = (EMBEDDINGS, SEQUENCES)
+
+
+class CapturedDense(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A dense input of a captured request, bit for bit.
+
+    Attributes:
+        shape: as it was sent, [B, width].
+        float32: its numbers, little-endian; base64 in the file.
+    """
+
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    float32: bytes
+
+    def __post_init__(self) -> None:
+        if (expected := prod(self.shape) * _FLOAT32.itemsize) != len(self.float32):
+            raise ValueError(
+                f"float32: expected {expected} bytes for shape {list(self.shape)}, got {len(self.float32)}"
+            )
+
+    @classmethod
+    def of(cls, array: Array) -> Self:
+        """Of an array [B, width]."""
+        samples, width = array.shape
+        return cls(shape=(samples, width), float32=array.astype(_FLOAT32).tobytes())
+
+    @property
+    def array(self) -> Array:
+        """float32 [B, width]."""
+        return np.frombuffer(self.float32, _FLOAT32).reshape(self.shape).astype(np.float32)
 
 
 class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -31,6 +65,8 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         tables: instead, the tables whose rows were asked for.
         values: ids, feature-major [N].
         lengths: bag sizes, feature-major [F·B].
+        dense: the dense inputs that came, by name.
+        outputs: the outputs asked for; None for those of a lookup.
         traceparent: the W3C trace context of the request, if it had one.
     """
 
@@ -40,13 +76,39 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tables: list[str] | None = None
     values: list[Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]]
     lengths: list[Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]]
+    dense: dict[str, CapturedDense] = {}
+    outputs: list[str] | None = None
     traceparent: str | None = None
+
+    @classmethod
+    def of(cls, tensors: Tensors, at: str, why: str) -> Self:
+        """Of a request; its weights are left out."""
+        return cls(
+            at=at,
+            why=why,
+            features=None if tensors.features is None else list(tensors.features),
+            tables=None if tensors.tables is None else list(tensors.tables),
+            values=tensors.values.tolist(),
+            lengths=tensors.lengths.tolist(),
+            dense={name: CapturedDense.of(array) for name, array in tensors.dense.items()},
+            outputs=None
+            if set(tensors.outputs) == set(_OF_LOOKUPS)
+            else sorted(tensors.outputs),  # Triton names them in any order
+            traceparent=tensors.trace,
+        )
 
     @property
     def tensors(self) -> Tensors:
         """The request as arrays, without weights."""
         values, lengths = np.array(self.values, np.int64), np.array(self.lengths, np.int32)
-        return Tensors(self.features, values, lengths, tables=self.tables)
+        return Tensors(
+            self.features,
+            values,
+            lengths,
+            outputs=_OF_LOOKUPS if self.outputs is None else self.outputs,
+            dense={name: each.array for name, each in self.dense.items()},
+            tables=self.tables,
+        )
 
 
 def read_captured(path: Path, *, follow: bool = False) -> Iterator[CapturedRequest]:

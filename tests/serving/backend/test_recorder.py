@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from export import ExportConfig, export_model
 from serving.backend.recorder import Recorder
 from serving.client import LookupClient
 from serving.errors import InvalidRequest
+from serving.model.settings import ServingSettings
 from serving.request.captured import read_captured
 from serving.request.tensors import Tensors
 from serving.server import run_server
 from tests.support.models import exported
+from tests.support.ranker import ranker
 from tests.support.servers import FREE, metric
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
@@ -73,6 +76,30 @@ def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
     assert all(request.why.startswith("slow: ") and request.features == ["x"] for request in requests)
 
 
+def test_requests_for_scores_are_kept_with_dense_inputs_and_outputs(tmp_path: Path) -> None:
+    """Those that were refused as they came; lookups of the same model name their output."""
+    serving = ServingSettings(capture=str(tmp_path), capture_slow_ms=0.001)
+    export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True, serving=serving))
+    features: dict[str, Any] = {"x": [[1]], "y": [[2]], "z": [[3]]}
+    dense = {"user": np.array([[0.1, np.nan, 3]], np.float32), "item": np.array([[1, -np.inf]], np.float32)}
+    with (
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
+        LookupClient(server.grpc, "m", 30) as client,
+    ):
+        client.score(features, dense, outputs=["both"])
+        client.lookup({"x": [[1]]})
+        with pytest.raises(InvalidRequest):
+            client.score(features | {"x": [[-1]]}, dense)
+        lines(tmp_path / "m.jsonl", 3)
+    scored, looked_up, refused = read_captured(tmp_path / "m.jsonl")
+    assert (scored.outputs, looked_up.outputs, refused.outputs) == (["both"], ["embeddings"], ["both", "like"])
+    for captured in (scored, refused):
+        for name, array in captured.tensors.dense.items():
+            assert array.tobytes() == dense[name].tobytes()
+    assert scored.dense.keys() == refused.dense.keys() == dense.keys()
+    assert not looked_up.dense
+
+
 class NotRead(np.ndarray[Any, Any]):
     """Ids that nobody may turn into text."""
 
@@ -88,6 +115,8 @@ def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path
     recorder.record(Tensors(None, np.zeros(499, np.int64).view(NotRead), lengths), "refused: lengths")
     with pytest.raises(AssertionError, match="it was read"):
         recorder.record(Tensors(None, np.zeros(498, np.int64).view(NotRead), lengths), "refused: lengths")
+    large = {"user": np.zeros((1, 250), np.float32)}
+    recorder.record(Tensors(None, np.zeros(1, np.int64).view(NotRead), lengths, dense=large), "refused: dense")
     recorder.record(Tensors(None, np.zeros(1, np.int64), lengths), "refused: lengths")
     kept.get(timeout=60)
     assert len((tmp_path / "file").read_text().splitlines()) == 1

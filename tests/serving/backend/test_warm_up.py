@@ -1,9 +1,17 @@
 """Requests that a model answers before it is ready."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import numpy as np
+
+from export import ExportConfig, export_model
+from serving.request.captured import CapturedRequest
+from serving.request.tensors import Tensors
 from serving.server import run_server
 from tests.support.models import exported
+from tests.support.ranker import ranker
 from tests.support.servers import FREE, replace_model_py, tbe_serve
 
 RECORD = """
@@ -39,6 +47,39 @@ def test_a_model_warms_up_before_it_is_ready(tmp_path: Path) -> None:
     (tmp_path / "record").unlink()
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
         assert not (tmp_path / "record").exists()
+
+
+RECORD_SCORES = """
+from pathlib import Path
+from serving.backend import TritonPythonModel
+from serving.engine import Engine
+
+score = Engine.score_batch
+
+def record(self, batch, embeddings):
+    found = score(self, batch, embeddings)
+    with Path({record!r}).open("a") as file:
+        print(*(list(each) for each in found.values()), file=file)
+    return found
+
+Engine.score_batch = record
+"""
+
+
+def test_captured_requests_for_scores_are_scored_before_a_model_is_ready(tmp_path: Path) -> None:
+    bundle = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True))
+    replace_model_py(bundle, RECORD_SCORES.format(record=str(tmp_path / "record")))
+    dense = {"user": np.zeros((1, 3), np.float32), "item": np.zeros((1, 2), np.float32)}
+    request = Tensors(None, np.array([1]), np.array([1, 0, 0], np.int32), outputs=["like"], dense=dense)
+    bad = replace(request, dense={"user": dense["user"]})
+    lookup = replace(request, outputs=["embeddings"], dense={})
+    with (tmp_path / "captured.jsonl").open("wb") as file:
+        for each in (request, bad, lookup):
+            file.write(msgspec.json.encode(CapturedRequest.of(each, "", "slow: 9 ms")) + b"\n")
+    done = tbe_serve("configure", str(bundle.parent), "--warm-up", str(tmp_path / "captured.jsonl"))
+    assert done.returncode == 0, done.stderr
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log"):
+        assert (tmp_path / "record").read_text().splitlines() == ["['like', 'both']", ""]
 
 
 def test_a_warm_up_that_is_none_is_refused(tmp_path: Path) -> None:
