@@ -57,15 +57,23 @@ class Pooled:
         shapes = {EMBEDDINGS: [1, pooled[0][0], sum(dim for _, dim in pooled)]} if pooled else {}
         return shapes | ({SEQUENCES: [1, sum(numbers)]} if numbers else {})
 
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether a sum may leave the range of its dtype."""
+        return any(bool(np.isinf(bound).any()) for bound in self.bounds)
+
     def by_feature(self, outputs: Outputs) -> dict[str, npt.NDArray[Any]]:
-        """Cut outputs, `embeddings` [B, D] and `sequences` [M], into features: views [B, dim] or [n, dim]."""
+        """Cut outputs, `embeddings` [B, D] and `sequences` [M], into features: views [B, dim] or [n, dim].
+
+        Features of an output that is not there are left out.
+        """
         found: dict[str, npt.NDArray[Any]] = {}
         column = number = 0
         for name, expected, is_row in zip(self.features, self.answers, self.is_sequence, strict=True):
-            if is_row:
+            if is_row and SEQUENCES in outputs:
                 found[name] = outputs[SEQUENCES][number : number + expected.size].reshape(expected.shape)
                 number += expected.size
-            else:
+            elif not is_row and EMBEDDINGS in outputs:
                 found[name] = outputs[EMBEDDINGS][:, column : column + expected.shape[1]]
                 column += expected.shape[1]
         return found
@@ -74,12 +82,14 @@ class Pooled:
         """The features that are further off than rounding explains.
 
         Args:
-            answers: by feature; float32 or float16 [B, dim] or [n, dim].
+            answers: by feature; float32 or float16 [B, dim] or [n, dim]. Others are not looked at.
 
         Returns:
             The name of each such feature, and its largest error.
         """
         for name, expected, bound in zip(self.features, self.answers, self.bounds, strict=True):
+            if name not in answers:
+                continue
             error = np.abs(answers[name].astype(np.float64) - expected)
             if not ((error <= bound) | np.isinf(bound)).all():
                 yield name, float(error.max(initial=0.0))

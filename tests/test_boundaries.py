@@ -40,7 +40,7 @@ FEW_IMPORT = {
     },
     "triton_python_backend_utils": {"serving.backend.triton"},
     "tritonclient": {
-        "serving.bench.generator",
+        "serving.bench.checking",
         "serving.client.clients",
         "serving.client.exchange",
         "serving.client.serves",

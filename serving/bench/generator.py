@@ -19,13 +19,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
-from tritonclient.grpc import service_pb2
 
+from serving.bench.checking import Checker
 from serving.bench.requests import Prepared
 from serving.bundle.opening import Bundle
 from serving.client import Retries
 from serving.client.connection import Connection, Tls
-from serving.reference import pool
 from serving.triton.sayings import error_of
 
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -43,7 +42,7 @@ class Traffic:
         seconds: how long each repeat takes.
         repeats: how many there are.
         warm_up_s: seconds of the same before the first repeat, not measured.
-        check: share of the answers, in [0, 1], that is compared with the bundle's rows.
+        check: share of the answers, in [0, 1], that is compared with what the bundle says.
         seed: of the order of requests, and of the moments.
     """
 
@@ -66,8 +65,8 @@ class Repeat:
         samples, ids: samples and ids of the requests that were answered.
         errors: requests that got an error, by the error's class name.
         errors_s: how long each error took, in seconds.
-        checked: answers that were compared with the bundle's rows.
-        wrong: a line for each thing that was wrong with them.
+        checked: answers that were compared with what the bundle says.
+        wrong: a line for each of them that was wrong: the first thing about it.
         busy: share of the time that the generator itself was at work, in its busiest process.
         late_s: how long after it was due each request was sent, in seconds.
     """
@@ -149,7 +148,7 @@ class _Generator:
     ) -> None:
         self._connection = connection
         self._traffic = traffic
-        self._bundle = bundle
+        self._checker = None if bundle is None else Checker(bundle)
         self._random = np.random.default_rng(traffic.seed)
         shuffled = [requests[index] for index in self._random.permutation(len(requests))]
         self._source = cycle(shuffled)
@@ -177,8 +176,9 @@ class _Generator:
         for request, answer in kept:  # only now: checking takes longer than answering
             if self._right.get(id(request)) == answer:
                 continue
-            if wrong := what_is_wrong(self._bundle, request, answer):
-                repeat.wrong += wrong
+            assert self._checker is not None  # noqa: S101  else none is kept
+            if wrong := self._checker.what_is_wrong(request, answer):
+                repeat.wrong.append(wrong[0])
             else:
                 self._right[id(request)] = answer
         return repeat
@@ -220,36 +220,9 @@ class _Generator:
         repeat.latencies_s.append(time.perf_counter() - due)
         repeat.samples += request.samples
         repeat.ids += request.tensors.values.size
-        if self._every and self._bundle is not None:
+        if self._every and self._checker is not None:
             if self._answers % self._every == 0:
                 repeat.checked += 1
                 if self._right.get(id(request)) != answer:
                     kept.append((request, answer))
             self._answers += 1
-
-
-def what_is_wrong(bundle: Bundle | None, request: Prepared, answer: bytes) -> list[str]:
-    """What is wrong with an answer, in lines.
-
-    Args:
-        bundle: the version that is served. None: nothing is found wrong.
-        request: what was asked.
-        answer: a serialized ModelInferResponse.
-    """
-    if bundle is None:
-        return []
-    response = service_pb2.ModelInferResponse.FromString(answer)
-    if response.model_version != bundle.path.name:
-        return [f"expected answers of version {bundle.path.name}, the bundle's, got {response.model_version}"]
-    expected = pool(bundle.path, bundle.manifest, request.tensors)
-    found = {output.name: list(output.shape) for output in response.outputs}
-    if found != expected.shapes:
-        return [f"expected outputs of shapes {expected.shapes}, got {found}"]
-    outputs: dict[str, Any] = {
-        output.name: np.frombuffer(content, np.float16 if output.datatype == "FP16" else np.float32).reshape(
-            output.shape[1:]
-        )
-        for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
-    }
-    misses = expected.misses(expected.by_feature(outputs))
-    return [f"feature {name!r}: an answer is off by {error:.3g}" for name, error in misses]

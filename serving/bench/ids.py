@@ -70,6 +70,8 @@ def random_requests(
     pooling_factors: Mapping[str, float],
     seed: int = 0,
     known: Mapping[str, Ids] = MappingProxyType({}),
+    *,
+    scores: bool = False,
 ) -> list[Tensors]:
     """Random requests for all keys of `manifest`.
 
@@ -80,7 +82,14 @@ def random_requests(
         pooling_factors: ids in a bag, by key. A bag of 2.3 has 2 or 3 ids, on average 2.3.
         seed: of the random numbers.
         known: ids that are drawn from, by key, where ids are not row numbers.
+        scores: whether they ask for all scores, with dense inputs in [0, 1), instead of embeddings.
+
+    Raises:
+        ConfigurationError: the bundle has no scores to ask for.
     """
+    part = manifest.dense_part if scores else None
+    if scores and part is None:
+        raise ConfigurationError("scores: expected a bundle with scores: export the model with --scores")
     random = np.random.default_rng(seed)
     rows = manifest.rows_of_keys
     factors = np.array([pooling_factors[key] for key in rows])
@@ -98,9 +107,12 @@ def random_requests(
                 for (key, height), bags in zip(rows.items(), lengths, strict=True)
             ]
         )
-        requests.append(
-            Tensors(None, values, lengths.ravel(), np.ones(values.size, np.float32) if manifest.weighted else None)
-        )
+        weights = np.ones(values.size, np.float32) if manifest.weighted else None
+        request = Tensors(None, values, lengths.ravel(), weights)
+        if part is not None:
+            request.outputs = [each.name for each in part.outputs]
+            request.dense = {each.name: random.random((samples, each.width), np.float32) for each in part.inputs}
+        requests.append(request)
     return requests
 
 

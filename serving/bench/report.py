@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True):
             left out.
         errors: errors by class name, all repeats together.
         answers: answers, all repeats together.
-        checked: answers that were compared with the bundle's rows.
+        checked: answers that were compared with what the bundle says.
         busy: share of the time that the generator itself was at work, in the busiest repeat.
     """
 

@@ -10,7 +10,7 @@ from serving.client import ModelInfo
 from serving.client.exchange import infer_request
 from serving.errors import ConfigurationError
 from serving.request.captured import read_captured
-from serving.request.tensors import Lengths, Tensors
+from serving.request.tensors import LOOKED_UP, Lengths, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Prepared:
     """A request that is ready to be sent.
 
     Attributes:
-        tensors: its ids and lengths.
+        tensors: its ids and lengths, and its dense inputs.
         message: the ModelInferRequest of these, serialized.
         samples: how many it has.
     """
@@ -43,7 +43,8 @@ def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
     A captured request has no weights. For a weighted model each id gets a weight of 1.
 
     Returns:
-        The requests, and how many were left out because their lengths do not fit their features and ids.
+        The requests, and how many were left out: their lengths do not fit their features and ids, or the model does
+        not have these dense inputs and outputs.
 
     Raises:
         ConfigurationError: no request can be sent.
@@ -52,7 +53,7 @@ def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
     requests = [
         replace(each, weights=np.ones(each.values.size, np.float32) if info.weighted else None)
         for each in captured
-        if _adds_up(each, info)
+        if _adds_up(each, info) and _is_known(each, info)
     ]
     if not requests:
         raise ConfigurationError(f"{path}: expected requests, found none that can be sent")
@@ -77,3 +78,9 @@ def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:
         and not (lengths < 0).any()
         and int(lengths.sum(dtype=np.int64)) == tensors.values.size
     )
+
+
+def _is_known(tensors: Tensors, info: ModelInfo) -> bool:
+    """Whether the model has the dense inputs and outputs of a request."""
+    dense, outputs = {each.name for each in info.dense}, {*LOOKED_UP, *info.scores}
+    return dense >= tensors.dense.keys() and outputs >= set(tensors.outputs)

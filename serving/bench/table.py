@@ -53,7 +53,7 @@ def summary(reports: Sequence[Report]) -> str:
         ]
     if checked := sum(each.checked for each in reports):
         answers = sum(each.answers for each in reports)
-        lines.append(f"{checked:,} of {answers:,} answers were compared with the bundle's rows: all right.")
+        lines.append(f"{checked:,} of {answers:,} answers were compared with the bundle: all right.")
     errors = sum((Counter(each.errors) for each in reports), Counter[str]())
     lines.append(f"Errors: {', '.join(f'{count:,} {kind}' for kind, count in errors.items()) or 'none'}.")
     return "\n".join(lines)

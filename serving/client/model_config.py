@@ -7,11 +7,9 @@ from tritonclient.grpc import model_config_pb2
 
 from serving.bundle.scores import DenseInput
 from serving.client.answer import ModelInfo
-from serving.request.tensors import EMBEDDINGS, IDS, ONCE, SEQUENCES
+from serving.request.tensors import EMBEDDINGS, IDS, LOOKED_UP, ONCE
 
 _TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
-# The outputs that are not scores.
-_LOOKED_UP = (EMBEDDINGS, SEQUENCES, ONCE)
 
 
 def info_of(config: Any) -> ModelInfo:
@@ -32,6 +30,6 @@ def info_of(config: Any) -> ModelInfo:
         sequences=frozenset(filter(None, parameters.get("sequences", "").split(","))),
         tables=dict(zip(parameters["tables"].split(","), dims, strict=True)) if "tables" in parameters else {},
         dense=tuple(DenseInput(each.name, each.dims[1]) for each in config.input if each.name not in IDS),
-        scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name not in _LOOKED_UP},
+        scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name not in LOOKED_UP},
         takes_once=any(each.name == ONCE for each in config.output),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,7 @@ class Source:
         samples: samples of a random request; each number gives requests of its own.
         ids: how often each id is asked for.
         pooling_factors: ids in a bag, by feature; "*" for all of them.
+        scores: whether random requests ask for scores.
     """
 
     bundle: Bundle | None
@@ -43,6 +45,7 @@ class Source:
     samples: Sequence[int]
     ids: Distribution
     pooling_factors: Mapping[str, float]
+    scores: bool
 
     def requests(self, model: str, info: ModelInfo) -> list[tuple[int | None, list[Prepared]]]:
         """The requests for a served model, by their number of samples; None for captured ones.
@@ -57,16 +60,18 @@ class Source:
             )
         factors = self._factors(info)
         if self.replay is not None:
+            if self.scores:
+                raise ConfigurationError(
+                    "scores: expected random requests: those of --replay ask for what they asked for"
+                )
             return [(None, prepare(model, _captured(self.replay, info), info))]
         if self.bundle is None:
             raise ConfigurationError("expected --bundle, or --replay: where else are ids to come from?")
         manifest = self.bundle.manifest
         maps = IdMaps.of(self.bundle.path, manifest)
         known = known_of_keys({} if maps is None else maps.known, manifest)
-        return [
-            (size, prepare(model, random_requests(manifest, size, self.ids, factors, known=known), info))
-            for size in self.samples
-        ]
+        draw = partial(random_requests, ids=self.ids, pooling_factors=factors, known=known, scores=self.scores)
+        return [(size, prepare(model, draw(manifest, size), info)) for size in self.samples]
 
     def _factors(self, info: ModelInfo) -> dict[str, float]:
         factors = dict.fromkeys(info.keys, _POOLING_FACTOR)
@@ -83,7 +88,7 @@ def _source(
         Path | None,
         typer.Option(
             help="The version that is served, REPOSITORY/NAME/VERSION. Its tables say which ids there are, and its "
-            "rows what the answers should be."
+            "rows and its dense part what the answers should be."
         ),
     ] = None,
     replay: Annotated[
@@ -99,6 +104,9 @@ def _source(
         list[str] | None,
         typer.Option(metavar="[FEATURE=]X", help="Ids in a bag, of all features or of one; 10 by default."),
     ] = None,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="Ask for scores, with random dense inputs in [0, 1), not for embeddings.")
+    ] = False,
 ) -> Source:
     check_positive(samples=samples or ())
     return Source(
@@ -107,6 +115,7 @@ def _source(
         ids=Distribution.parse(ids),
         pooling_factors={name: _factor(name, text) for name, text in by_name(pooling_factor).items()},
         bundle=None if bundle is None else open_bundle(bundle),
+        scores=scores,
     )
 
 

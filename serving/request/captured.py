@@ -11,7 +11,7 @@ import numpy as np
 from serving.errors import ConfigurationError
 from serving.files.reading import open_file
 from serving.files.strict import UNREADABLE
-from serving.request.tensors import EMBEDDINGS, SEQUENCES, Array, Tensors
+from serving.request.tensors import LOOKED_UP, Array, Tensors
 
 # The file beside config.pbtxt whose requests are answered before a model is ready.
 # `tbe-serve configure --warm-up` makes it.
@@ -22,8 +22,6 @@ MOST_WARM_UP_BYTES = 1 << 28
 LONGEST_LINE = 1 << 28
 # Numbers of a dense input, little-endian.
 _FLOAT32 = np.dtype("<f4")
-# The outputs of a lookup. A line of one does not name them.
-_OF_LOOKUPS = (EMBEDDINGS, SEQUENCES)
 
 
 class CapturedDense(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -91,9 +89,8 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             values=tensors.values.tolist(),
             lengths=tensors.lengths.tolist(),
             dense={name: CapturedDense.of(array) for name, array in tensors.dense.items()},
-            outputs=None
-            if set(tensors.outputs) == set(_OF_LOOKUPS)
-            else sorted(tensors.outputs),  # Triton names them in any order
+            # Triton names them in any order.
+            outputs=None if set(tensors.outputs) == set(LOOKED_UP) else sorted(tensors.outputs),
             traceparent=tensors.trace,
         )
 
@@ -105,7 +102,7 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             self.features,
             values,
             lengths,
-            outputs=_OF_LOOKUPS if self.outputs is None else self.outputs,
+            outputs=LOOKED_UP if self.outputs is None else self.outputs,
             dense={name: each.array for name, each in self.dense.items()},
             tables=self.tables,
         )

@@ -19,6 +19,8 @@ EMBEDDINGS, SEQUENCES = "embeddings", "sequences"
 TABLES = "tables"
 # The request parameter of `Tensors.once`; and the output with the pooled embeddings of such features, [1, D].
 ONCE = "once"
+# The outputs of a lookup. Others are scores.
+LOOKED_UP = (EMBEDDINGS, SEQUENCES, ONCE)
 
 Ids = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
@@ -60,7 +62,7 @@ class Tensors:
     trace: str | None = None
     bundle: str | None = None
     every_host: bool = False
-    outputs: Collection[str] = (EMBEDDINGS, SEQUENCES, ONCE)
+    outputs: Collection[str] = LOOKED_UP
     dense: Mapping[str, Array] = field(default_factory=dict)
     tables: Sequence[str] | None = None
     once: Collection[str] = ()
@@ -90,7 +92,7 @@ class KjtRequest:
     samples: int
     positions: Ids | None = None
     dense: Dense | None = None
-    outputs: Collection[str] = (EMBEDDINGS, SEQUENCES, ONCE)
+    outputs: Collection[str] = LOOKED_UP
     rowless: npt.NDArray[np.bool_] | None = None
     once: Mask | None = None
 

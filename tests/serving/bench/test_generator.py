@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
-from serving.bench.generator import Repeat, Traffic, generate, what_is_wrong
+from serving.bench.generator import Repeat, Traffic, generate
 from serving.bench.ids import Distribution, random_requests
 from serving.bench.report import refusal, summarize
 from serving.bench.requests import Prepared
@@ -195,25 +195,3 @@ def test_ids_outside_a_table_are_answered_by_its_policy(bundle: Path) -> None:
     answer = Engine.open(bundle).answer(request)
     found = pool(bundle, opened.manifest, request)
     assert list(found.misses(found.by_feature({"embeddings": answer}))) == []
-
-
-def test_an_answer_of_another_version_or_shape_is_wrong(bundle: Path) -> None:
-    opened = open_bundle(bundle)
-    (first, *_) = random_requests(
-        opened.manifest, 2, Distribution(), {each.name: 3 for each in opened.manifest.features}
-    )
-    request = Prepared(first, b"", 2)
-    answer = Engine.open(bundle).answer(first)
-
-    def response(version: str, shape: list[int], embeddings: bytes) -> bytes:
-        message = pb.ModelInferResponse(model_version=version, raw_output_contents=[embeddings])
-        message.outputs.add(name="embeddings", datatype="FP32", shape=shape)
-        encoded: bytes = message.SerializeToString()
-        return encoded
-
-    shape = [1, *answer.shape]
-    assert what_is_wrong(opened, request, response("1", shape, answer.tobytes())) == []
-    assert "version" in what_is_wrong(opened, request, response("2", shape, answer.tobytes()))[0]
-    assert "shape" in what_is_wrong(opened, request, response("1", [1, 1, answer.size], answer.tobytes()))[0]
-    (line, *_) = what_is_wrong(opened, request, response("1", shape, (answer + 1).tobytes()))
-    assert "an answer is off by 1" in line

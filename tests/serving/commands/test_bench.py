@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from export import export_model
+from export import ExportConfig, export_model
+from serving.model.settings import ServingSettings
 from serving.server import run_server
 from tests.support.models import SUM, collection, exported
+from tests.support.ranker import ranker
 from tests.support.servers import FREE, metric, tbe_serve
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
@@ -39,7 +42,7 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
             assert done.stdout == ""
         else:
             assert "1 × 50/s" in done.stdout
-            assert "answers were compared with the bundle's rows: all right" in done.stdout
+            assert "answers were compared with the bundle: all right" in done.stdout
             assert max(map(len, done.stdout.splitlines())) <= 80
 
         done = tbe_serve(*bench, "--bundle", str(other), "--clients", "1")
@@ -112,3 +115,55 @@ def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert "InvalidRequest" in done.stdout
         assert "all right" in done.stdout
+
+
+def test_scores_are_measured_checked_and_replayed(tmp_path: Path) -> None:
+    captured = tmp_path / "captured"
+    captured.mkdir()
+    file = captured / "m.jsonl"
+    serving = ServingSettings(capture=str(captured), capture_slow_ms=1e-6, capture_max_bytes=1 << 20)
+    right = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True, serving=serving))
+    changed = ranker()
+    with torch.no_grad():
+        changed.top.bias.add_(1)
+    other = export_model(changed, tmp_path / "other", "m", ExportConfig(scores=True))
+    unscored = export_model(collection(SUM), tmp_path / "r", "unscored")
+    brief = ("--seconds", "0.4", "--repeats", "2", "--warm-up", "0", "--clients", "2", "--check", "1")
+    scores = ("--scores", "--bundle", str(right))
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        bench = ("bench", "m", "--url", server.grpc, *brief)
+        done = tbe_serve(*bench, *scores, "--samples", "1", "--samples", "9", "--json")
+        assert done.returncode == 0, done.stderr
+        for report in map(json.loads, done.stdout.splitlines()):
+            assert report["checked"] == report["answers"] > 0
+            assert report["errors"] == {}
+        assert metric(server, "tbe_stage_seconds_total", model="m", stage="score") > 0
+
+        done = tbe_serve(*bench, "--scores", "--bundle", str(other))
+        assert done.returncode == 1
+        assert "refused: wrong answers" in done.stderr
+        assert "output 'like': a score is off by" in done.stderr
+
+        # What was captured of it are requests for scores, whose every answer is right. Beside them, a line of before
+        # there were any, and one of another model.
+        lines = file.read_text().splitlines()
+        some = tmp_path / "some.jsonl"
+        old = '{"at": "2026-01-01", "why": "slow: 9 ms", "features": ["x"], "values": [7], "lengths": [1]}'
+        strange = '{"at": "", "why": "", "values": [], "lengths": [0, 0, 0], "outputs": ["click"]}'
+        some.write_text("\n".join([*lines[:5], old, strange]) + "\n")
+        assert all(json.loads(line)["outputs"] == ["both", "like"] for line in lines[:5])
+        before = metric(server, "tbe_rejected_total", model="m")
+        done = tbe_serve(*bench, "--replay", str(some), "--bundle", str(right), "--json")
+        assert done.returncode == 0, done.stderr
+        assert "1 of 7 requests are malformed and are not sent" in done.stderr
+        report = json.loads(done.stdout)
+        assert report["checked"] == report["answers"]
+        assert metric(server, "tbe_rejected_total", model="m") == before
+
+        for model, arguments, why in (
+            ("m", (*scores, "--replay", str(some)), "scores: expected random requests"),
+            ("unscored", ("--scores", "--bundle", str(unscored)), "scores: expected a bundle with scores"),
+        ):
+            done = tbe_serve("bench", model, "--url", server.grpc, *brief, *arguments)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert why in done.stderr

@@ -1,0 +1,102 @@
+"""Whether answers are those of a bundle: its rows, pooled by numpy, and its dense part over them."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc import service_pb2
+
+from serving.bench.requests import Prepared
+from serving.bundle.opening import Bundle
+from serving.bundle.tables import OutputDtype
+from serving.reference import Pooled, pool
+from serving.request.tensors import Outputs, Tensors
+
+if TYPE_CHECKING:
+    from serving.dense_part import DenseProgram
+
+# How far rounding moves scores, relative to the largest: products of matrices are added up in another order where
+# requests are merged, and FP16 embeddings are off by 2⁻¹¹ each.
+_ROUNDING = {OutputDtype.FP32: 1e-5, OutputDtype.FP16: 2**-10}
+_DTYPES = {OutputDtype.FP32: np.float32, OutputDtype.FP16: np.float16}
+
+
+class Checker:
+    """Compares answers with a bundle.
+
+    Args:
+        bundle: the version that is served.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+
+    def what_is_wrong(self, request: Prepared, answer: bytes) -> list[str]:
+        """What is wrong with an answer, in lines.
+
+        Args:
+            request: what was asked.
+            answer: a serialized ModelInferResponse.
+
+        Raises:
+            BundleError, EnvironmentMismatch: scores were asked for, and the dense part cannot be loaded.
+        """
+        bundle, tensors = self._bundle, request.tensors
+        response = service_pb2.ModelInferResponse.FromString(answer)
+        if response.model_version != bundle.path.name:
+            return [f"expected answers of version {bundle.path.name}, the bundle's, got {response.model_version}"]
+        expected = pool(bundle.path, bundle.manifest, tensors)
+        shapes = expected.shapes
+        part = bundle.manifest.dense_part
+        if part is not None:
+            shapes |= {each.name: [1, request.samples, *each.shape] for each in part.outputs}
+            shapes = {name: shape for name, shape in shapes.items() if name in tensors.outputs}
+        found = {output.name: list(output.shape) for output in response.outputs}
+        if found != shapes:
+            return [f"expected outputs of shapes {shapes}, got {found}"]
+        outputs: dict[str, Any] = {
+            output.name: np.frombuffer(content, np.float16 if output.datatype == "FP16" else np.float32).reshape(
+                output.shape[1:]
+            )
+            for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
+        }
+        misses = [
+            f"feature {name!r}: an answer is off by {error:.3g}"
+            for name, error in expected.misses(expected.by_feature(outputs))
+        ]
+        return [*misses, *self._missed_scores(expected, tensors, request.samples, outputs)]
+
+    @cached_property
+    def _dense(self) -> "DenseProgram":
+        from serving.dense_part import DenseProgram  # torch, which lookups are checked without
+
+        assert self._bundle.manifest.dense_part is not None  # noqa: S101  else there are no scores
+        return DenseProgram(self._bundle, self._bundle.manifest.dense_part)
+
+    def _missed_scores(self, expected: Pooled, tensors: Tensors, samples: int, outputs: Outputs) -> Iterator[str]:
+        """A line for each score that is further off than rounding explains."""
+        part, manifest = self._bundle.manifest.dense_part, self._bundle.manifest
+        # Where a sum may have left the range of its dtype, nobody knows what is scored.
+        if part is None or not any(each.name in outputs for each in part.outputs) or expected.is_unbounded:
+            return
+        pooled = dict(zip(expected.features, expected.answers, strict=True))
+        columns = [pooled[feature.name] for feature in manifest.features]
+        embeddings = np.concatenate(columns, axis=1).astype(_DTYPES[manifest.output_dtype])
+        dense = [tensors.dense[each.name] for each in part.inputs]
+        (scores,) = self._dense.score(embeddings, [dense], [samples])
+        for each in part.outputs:
+            if each.name in outputs:
+                right = scores[each.name]
+                scale = max(each.parity.scale, float(np.abs(right[np.isfinite(right)]).max(initial=0)))
+                allowed = _ROUNDING[manifest.output_dtype] * scale + 2 * each.parity.scripted
+                error = _largest_difference(outputs[each.name], right)
+                if not error <= allowed:
+                    yield f"output {each.name!r}: a score is off by {error:.3g}, expected at most {allowed:.3g}"
+
+
+def _largest_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
+    """The largest |difference|; NaN or infinity where one number is finite and the other is not."""
+    is_same = (one == other) | (np.isnan(one) & np.isnan(other))
+    return float(np.abs(one[~is_same] - other[~is_same]).max(initial=0))

@@ -1,0 +1,110 @@
+"""What is wrong with an answer is found, and nothing else."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+
+from export import ExportConfig, OutputDtype, WeightDtype, export_model
+from serving.bench.checking import Checker
+from serving.bench.ids import Distribution, random_requests
+from serving.bench.requests import Prepared
+from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.scores import DenseDtype
+from serving.engine import Engine
+from serving.errors import ConfigurationError
+from serving.request.tensors import Tensors
+from tests.support.models import MIXED, collection
+from tests.support.ranker import ranker
+from tests.support.scored import EXACT, two_tower
+
+CONFIGS = {
+    "exact": EXACT,
+    "int4": replace(EXACT, dtype={"*": WeightDtype.INT4}),
+    "fp16": replace(EXACT, output_dtype=OutputDtype.FP16),
+    "bf16": replace(EXACT, dense_dtype=DenseDtype.BF16),
+    "int8": replace(EXACT, dense_dtype=DenseDtype.INT8),
+}
+
+
+def response(outputs: Mapping[str, Any], version: str = "1") -> bytes:
+    message = pb.ModelInferResponse(model_version=version)
+    for name, array in outputs.items():
+        datatype = "FP16" if array.dtype == np.float16 else "FP32"
+        message.outputs.add(name=name, datatype=datatype, shape=[1, *array.shape])
+        message.raw_output_contents.append(array.tobytes())
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def asked(bundle: Bundle, samples: int = 5, *, scores: bool = True) -> Prepared:
+    factors = dict.fromkeys(bundle.manifest.keys, 3.0)
+    tensors, *_ = random_requests(bundle.manifest, samples, Distribution(), factors, scores=scores)
+    return Prepared(tensors, b"", samples)
+
+
+def test_an_answer_of_another_version_or_shape_is_wrong(tmp_path: Path) -> None:
+    bundle = open_bundle(export_model(collection(MIXED), tmp_path, "m"))
+    checker, request = Checker(bundle), asked(bundle, 2, scores=False)
+    answer = Engine(bundle).answer(request.tensors)
+    assert checker.what_is_wrong(request, response({"embeddings": answer})) == []
+    assert "version" in checker.what_is_wrong(request, response({"embeddings": answer}, "2"))[0]
+    assert "shape" in checker.what_is_wrong(request, response({"embeddings": answer.reshape(1, -1)}))[0]
+    (line, *_) = checker.what_is_wrong(request, response({"embeddings": answer + 1}))
+    assert "an answer is off by 1" in line
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scores_are_compared_with_the_dense_part_over_the_rows(name: str, tmp_path: Path) -> None:
+    for model in (ranker(), two_tower()):
+        bundle = open_bundle(export_model(model.eval(), tmp_path, type(model).__name__, CONFIGS[name]))
+        checker, engine = Checker(bundle), Engine(bundle)
+        part = bundle.manifest.dense_part
+        assert part is not None
+        for samples in (0, 1, 40):
+            request = asked(bundle, samples)
+            assert list(request.tensors.outputs) == [each.name for each in part.outputs]
+            answer = dict(engine.outputs(request.tensors))
+            assert checker.what_is_wrong(request, response(answer)) == []
+        # As a wrong id would: one sample gets the scores of another.
+        for output in answer:
+            changed = answer | {output: np.roll(answer[output], 1, axis=0)}
+            (line,) = checker.what_is_wrong(request, response(changed))
+            assert line.startswith(f"output {output!r}: a score is off by ")
+
+
+def test_what_was_not_asked_for_must_not_come_and_what_was_must(tmp_path: Path) -> None:
+    bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
+    checker, engine, both = Checker(bundle), Engine(bundle), asked(bundle)
+    tensors = replace(both.tensors, outputs=["both", "embeddings"])
+    answer = dict(engine.outputs(tensors))
+    assert answer.keys() == {"both", "embeddings"}
+    request = replace(both, tensors=tensors)
+    assert checker.what_is_wrong(request, response(answer)) == []
+    (line,) = checker.what_is_wrong(request, response(answer | {"embeddings": answer["embeddings"] + 1}))[:1]
+    assert "feature 'x': an answer is off by 1" in line
+    assert "shapes" in checker.what_is_wrong(both, response(answer))[0]
+    assert "shapes" in checker.what_is_wrong(request, response({"both": answer["both"]}))[0]
+
+
+def test_scores_that_are_no_numbers_are_right_only_where_they_are_expected(tmp_path: Path) -> None:
+    bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
+    checker, engine, request = Checker(bundle), Engine(bundle), asked(bundle)
+    answer = dict(engine.outputs(request.tensors))
+    answer["like"] = np.where(np.arange(5) == 3, np.float32(np.nan), answer["like"])
+    assert "'like': a score is off by nan" in checker.what_is_wrong(request, response(answer))[0]
+    user = np.array(request.tensors.dense["user"])
+    user[3] = np.nan
+    tensors: Tensors = replace(request.tensors, dense={**request.tensors.dense, "user": user})
+    request = replace(request, tensors=tensors)
+    assert checker.what_is_wrong(request, response(engine.outputs(tensors))) == []
+
+
+def test_a_bundle_without_scores_is_asked_for_none(tmp_path: Path) -> None:
+    bundle = open_bundle(export_model(collection(), tmp_path, "m", ExportConfig()))
+    with pytest.raises(ConfigurationError, match="scores: expected a bundle with scores"):
+        asked(bundle)
