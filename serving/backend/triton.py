@@ -141,7 +141,7 @@ def _decode(request: Any) -> Tensors:
     """The tensors of one of Triton's requests.
 
     Raises:
-        InvalidRequest: an input is not [1, n], or `features`, `tables` or `once` is no string.
+        InvalidRequest: an input is missing or not [1, n], or `features`, `tables` or `once` is no string.
     """
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     weights = inputs.get("weights")
@@ -149,8 +149,8 @@ def _decode(request: Any) -> Tensors:
     parameters = json.loads(text) if text else {}
     return Tensors(
         _names(parameters, "features"),
-        _row("values", inputs["values"]),
-        _row("lengths", inputs["lengths"]),
+        _row("values", inputs.get("values")),
+        _row("lengths", inputs.get("lengths")),
         None if weights is None else _row("weights", weights),
         parameters.get("traceparent"),
         parameters.get(BUNDLE),
@@ -164,6 +164,8 @@ def _decode(request: Any) -> Tensors:
 
 def _row(name: str, tensor: Any) -> Array:
     """The row [n] of an input [1, n]. as_numpy() copies, so the row outlives the request and is aligned."""
+    if tensor is None:  # Triton counts inputs, and takes a dense one in place of this
+        raise InvalidRequest(f"{name}: expected shape [1, n], got none", Reason.SHAPE)
     array: Array = tensor.as_numpy()
     if array.ndim != 2 or array.shape[0] != 1:
         raise InvalidRequest(f"{name}: expected shape [1, n], got {list(array.shape)}", Reason.SHAPE)

@@ -131,8 +131,10 @@ def test_embeddings_beside_scores_are_what_the_tables_hold(server: Server) -> No
         ({"dense_features": np.zeros((7, 12), np.float32)}, "dense_features"),
         ({"dense_features": np.zeros((7, 13))}, "dense_features"),
         ({"other": np.zeros((7, 13), np.float32)}, "other"),
+        ({"values": None}, r"values: expected shape \[1, n\], got none"),
+        ({"lengths": None}, r"lengths: expected shape \[1, n\], got none"),
     ],
-    ids=["none", "samples", "width", "dtype", "another"],
+    ids=["none", "samples", "width", "dtype", "another", "no ids", "no lengths"],
 )
 def test_dense_inputs_that_are_wrong_are_refused_by_name(server: Server, change: dict[str, Any], why: str) -> None:
     bags, dense, expected = asked("dcn", 3)
