@@ -18,11 +18,11 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--messages", action="store_true", help="print what the server said, and how often")
 arguments = parser.parse_args()
 with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
-    model = publish(Path(folder) / "repository")
+    models = publish(Path(folder) / "repository")
     free = Ports(grpc=0, http=0, metrics=0)
     with run_server(Path(folder) / "repository", free, log=Path(folder) / "log") as server:
-        outcome = fuzz(server.grpc, psutil.Process(server.process.pid), model, arguments.count, arguments.seed)
-        recovered_s = recovery_s(server, model)
+        outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, arguments.count, arguments.seed)
+        recovered_s = recovery_s(server, models[0])
 for line in outcome.wrong:
     print(line, file=sys.stderr)
 if arguments.messages:

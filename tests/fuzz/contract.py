@@ -1,8 +1,8 @@
 """What docs/protocol.md says of a message, worked out from its bytes in plain numpy. Shares no code with the server."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,23 +11,26 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from tritonclient.grpc import service_pb2 as pb
 
-_DTYPES = {"values": ("INT64", np.int64), "lengths": ("INT32", np.int32), "weights": ("FP32", np.float32)}
+from tests.fuzz.answers import Answer, Doubles, Feature, answer_lookup, bags_of
+
+_IDS = {"values": ("INT64", np.int64), "lengths": ("INT32", np.int32)}
+# Dense numbers beyond this may leave the range of FP32 on their way.
+_MODERATE = 1e6
 
 
 @dataclass(frozen=True)
-class Feature:
-    """A table's numbers [rows, dim], how bags are pooled, and what an id outside does: error, zero, modulo, or
-    a row. Or the rows of raw ids: any other reads the last row.
+class Scores:
+    """What a model makes of its embeddings.
+
+    Attributes:
+        dense: the width of each dense input.
+        names: of the outputs.
+        of: the outputs, from embeddings [B, D] in the default order, and dense inputs [B, width].
     """
 
-    numbers: npt.NDArray[np.float32]
-    mean: bool
-    outside: str | int | Mapping[int, int]
-
-    @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """The ids that have rows: int64 [n]."""
-        return np.array([*self.outside] if isinstance(self.outside, Mapping) else range(len(self.numbers)), np.int64)
+    dense: Mapping[str, int]
+    names: tuple[str, ...]
+    of: Callable[[Doubles, Mapping[str, Doubles]], Answer]
 
 
 @dataclass(frozen=True)
@@ -39,52 +42,117 @@ class Model:
     features: Mapping[str, Feature]
     most_ids: int
     most_samples: int
+    most_sequence_bytes: int
+    scores: Scores | None = None
+
+    @property
+    def tables(self) -> dict[str, Feature]:
+        """Each table, as a sequence of its rows."""
+        return {each.table: replace(each, is_sequence=True) for each in self.features.values()}
+
+    @property
+    def dense(self) -> Mapping[str, int]:
+        """The width of each dense input."""
+        return {} if self.scores is None else self.scores.dense
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The names of all of its outputs."""
+        return ("embeddings", "sequences", *(() if self.scores is None else self.scores.names))
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What a server has to do: answer so (`must` or may), or refuse (no answer)."""
 
-    answer: npt.NDArray[np.float64] | None
+    answer: Answer | None
     must: bool = True
 
 
 REFUSE = Verdict(None)
 
 
-def judge(model: Model, message: bytes) -> Verdict:
+def judge(models: Sequence[Model], message: bytes) -> Verdict:
     """What docs/protocol.md says of a serialized ModelInferRequest."""
     try:
         request = pb.ModelInferRequest.FromString(message)
     except DecodeError:
         return REFUSE
     # Triton reads names as C does, up to a zero.
-    if request.model_name.partition("\0")[0] != model.name or not _is_version(model, request.model_version):
+    model = next((each for each in models if each.name == request.model_name.partition("\0")[0]), None)
+    if model is None or not _is_version(model, request.model_version):
         return REFUSE
+    arrays = _arrays(model, request)
+    asked = _asked(model, request)
+    if arrays is None or asked is None:
+        return REFUSE
+    is_rows = "tables" in request.parameters
+    wanted = {each.name for each in request.outputs} or {*model.outputs}
+    if is_rows and "sequences" not in wanted:
+        return REFUSE
+    values, lengths, dense = arrays.pop("values"), arrays.pop("lengths"), arrays
+    bags = bags_of(asked, values, lengths)
+    if bags is None or values.size > model.most_ids or bags.samples > model.most_samples:
+        return REFUSE
+    if "sequences" in wanted and bags.sequence_bytes > model.most_sequence_bytes:
+        return REFUSE
+    must = _is_plain(request, model)
+    answer = dict(answer_lookup(bags, wanted))
+    if model.scores is not None and wanted & {*model.scores.names} and not is_rows:
+        if asked.keys() < model.features.keys() or dense.keys() < model.dense.keys():
+            return REFUSE
+        if any(len(each) != bags.samples for each in dense.values()):
+            return REFUSE
+        bags = bags.in_order(list(model.features))
+        answer |= answer_lookup(bags, wanted & {"embeddings"})  # which are in the default order beside scores
+        embeddings = answer_lookup(bags, {"embeddings"})["embeddings"]
+        with np.errstate(invalid="ignore"):  # bytes at random may be a NaN that signals
+            doubles = {name: each.astype(np.float64) for name, each in dense.items()}
+        scores = model.scores.of(embeddings, doubles)
+        answer |= {name: numbers for name, numbers in scores.items() if name in wanted}
+        must &= not any((np.abs(each[np.isfinite(each)]) > _MODERATE).any() for each in dense.values())
+    else:  # dense inputs that nobody needs: whether they are looked at is not said
+        must &= not dense or (not is_rows and all(len(each) == bags.samples for each in dense.values()))
+    return Verdict(answer, must=must)
+
+
+def _arrays(model: Model, request: Any) -> dict[str, npt.NDArray[Any]] | None:
+    """The inputs by name: `values` [N], `lengths` [F·B], and of the dense ones those that are there, [B, width]. None
+    where they are not right.
+    """
     names = [each.name for each in request.inputs]
-    if sorted(names) != ["lengths", "values"] or len(request.raw_input_contents) < 2:
-        return REFUSE
+    if len({*names}) < len(names) or not _IDS.keys() <= {*names} <= _IDS.keys() | model.dense.keys():
+        return None
+    if len(request.raw_input_contents) < len(names):
+        return None
     arrays = {}
     for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=False):
-        datatype, dtype = _DTYPES[tensor.name]
-        size = int(np.prod([int(each) for each in tensor.shape], dtype=object)) if tensor.shape else 0
-        wanted = np.dtype(dtype).itemsize
-        if tensor.datatype != datatype or len(tensor.shape) != 2 or tensor.shape[0] != 1 or tensor.shape[1] < 0:
-            return REFUSE
-        if size * wanted != len(raw):
-            return REFUSE
-        arrays[tensor.name] = np.frombuffer(raw, dtype)
-    asked: Sequence[str] = list(model.features)
-    if "features" in request.parameters:
-        if request.parameters["features"].WhichOneof("parameter_choice") != "string_param":
-            return REFUSE
-        asked = request.parameters["features"].string_param.split(",")
-        if len(set(asked)) < len(asked) or not set(asked) <= model.features.keys():
-            return REFUSE
-    answer = _answer(model, asked, arrays["values"], arrays["lengths"])
-    if answer is None:
-        return REFUSE
-    return Verdict(answer, must=_is_plain(request, model))
+        datatype, dtype = _IDS.get(tensor.name, ("FP32", np.float32))
+        inner = tensor.shape[1:]
+        width = model.dense.get(tensor.name)
+        is_shape = len(inner) == 1 if width is None else len(inner) == 2 and inner[1] == width
+        if tensor.datatype != datatype or tensor.shape[:1] != [1] or not is_shape or inner[0] < 0:
+            return None
+        size = int(np.prod([int(each) for each in inner], dtype=object))
+        if size * np.dtype(dtype).itemsize != len(raw):
+            return None
+        arrays[tensor.name] = np.frombuffer(raw, dtype).reshape(inner)
+    return arrays
+
+
+def _asked(model: Model, request: Any) -> dict[str, Feature] | None:
+    """The features, or tables, that are asked for, in their order; None where the parameters are not right."""
+    there = [name for name in ("features", "tables") if name in request.parameters]
+    if not there:
+        return dict(model.features)
+    parameter = request.parameters[there[0]]
+    if len(there) > 1 or parameter.WhichOneof("parameter_choice") != "string_param":
+        return None
+    known = model.features if there[0] == "features" else model.tables
+    asked = parameter.string_param.split(",")
+    if len({*asked}) < len(asked) or not {*asked} <= known.keys():
+        return None
+    return {name: known[name] for name in asked}
 
 
 def _is_version(model: Model, text: str) -> bool:
@@ -100,47 +168,15 @@ def _is_plain(request: Any, model: Model) -> bool:
     # An entry of a map with a field that nobody knows is an entry without a value to Triton, and none at all to Python.
     if any(len(UnknownFieldSet(each)) for each in (request, *request.inputs, *request.outputs)):
         return False
-    if (
-        len(request.raw_input_contents) != 2
-        or [key for key in request.parameters if key != "features"]
-        or len(request.outputs) > 1
-    ):
+    if len(request.raw_input_contents) != len(request.inputs):
+        return False
+    if [key for key in request.parameters if key not in ("features", "tables")]:
         return False
     if any(each.parameters for each in request.inputs) or any(each.HasField("contents") for each in request.inputs):
         return False
-    return all(each.name == "embeddings" and not each.parameters for each in request.outputs)
-
-
-def _answer(
-    model: Model, asked: Sequence[str], values: npt.NDArray[Any], lengths: npt.NDArray[Any]
-) -> npt.NDArray[np.float64] | None:
-    """The embeddings [B, D]; None where the ids or lengths are not right."""
-    samples, left_over = divmod(lengths.size, len(asked))
-    if left_over or (lengths < 0).any() or int(lengths.sum(dtype=object)) != values.size:
-        return None
-    if values.size > model.most_ids or samples > model.most_samples:
-        return None
-    position, parts = 0, []
-    for name, bags in zip(asked, lengths.reshape(len(asked), samples), strict=True):
-        feature = model.features[name]
-        part = np.zeros((samples, feature.numbers.shape[1]))
-        for sample, count in enumerate(bags.tolist()):
-            ids = values[position : position + count]
-            position += count
-            if isinstance(feature.outside, Mapping):
-                last = len(feature.numbers) - 1
-                ids = np.array([feature.outside.get(id_, last) for id_ in ids.tolist()], np.int64)
-            outside = (ids < 0) | (ids >= len(feature.numbers))
-            if outside.any() and feature.outside == "error":
-                return None
-            if feature.outside == "modulo":
-                ids = ids % len(feature.numbers)
-            elif feature.outside == "zero":
-                ids = ids[~outside]
-            elif isinstance(feature.outside, int):
-                ids = np.where(outside, feature.outside, ids)
-            if ids.size:
-                rows = feature.numbers[ids.astype(np.int64)].astype(np.float64)
-                part[sample] = rows.mean(axis=0) if feature.mean else rows.sum(axis=0)
-        parts.append(part)
-    return np.concatenate(parts, axis=1)
+    names = [each.name for each in request.outputs]
+    return (
+        {*names} <= {*model.outputs}
+        and len({*names}) == len(names)
+        and not any(each.parameters for each in request.outputs)
+    )

@@ -7,27 +7,38 @@ import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.fuzz.contract import Model
-
-Random = np.random.Generator
+from tests.fuzz.good import NUMBERS, Random, add_input, good_request, pick
 
 HUGE = (2**31 - 1, 2**31, 2**32, 2**40, 2**61 + 1, 2**62, 2**63 - 1)
 IDS = (-1, -(2**31), -(2**63), 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1)
 LENGTHS = (-1, -(2**31), 2**31 - 1, 2**30, 1 << 20)
-WORDS = ("", ",", "x", "values", "embeddings", "nobody", "x,x", "x" * 10_000, "\0", "ü", "../../etc", "x, y", "x,")
+WORDS = (
+    "",
+    ",",
+    "x",
+    "values",
+    "embeddings",
+    "sequences",
+    "like",
+    "both",
+    "price",
+    "nobody",
+    "x,x",
+    "x" * 10_000,
+    "\0",
+    "ü",
+    "../../etc",
+    "x, y",
+    "x,",
+)
 BAD_UTF8 = b"\xff\xfe\xc0"
 # Replaced by bytes that are no UTF-8 after serializing, as long.
 _MARK = "\x01@\x01"
 
 
-def good(model: Model, random: Random) -> bytes:
-    """A request that keeps to the contract, over some features in some order."""
-    message: bytes = _good(model, random).SerializeToString()
-    return message
-
-
 def bad(model: Model, random: Random) -> bytes:
     """A request that most often does not."""
-    request = _good(model, random)
+    request = good_request(model, random)
     for _ in range(random.integers(1, 4)):
         MUTATIONS[random.integers(len(MUTATIONS))](request, model, random)
     message: bytes = request.SerializeToString().replace(_MARK.encode(), BAD_UTF8)
@@ -38,7 +49,7 @@ def thieves(model: Model, random: Random) -> list[bytes]:
     """Two requests whose lengths add up only together: merged, the first would be answered from the ids of the second."""
     found: list[bytes] = []
     while len(found) < 2:
-        request = _good(model, random)
+        request = good_request(model, random)
         lengths = np.frombuffer(request.raw_input_contents[1], np.int32).copy()
         if lengths.any():
             lengths[lengths.argmax()] += -1 if found else 1
@@ -71,32 +82,9 @@ def is_known_to_kill(message: bytes) -> bool:
     return False
 
 
-def _good(model: Model, random: Random) -> "pb.ModelInferRequest":
-    names = list(model.features)
-    asked = [names[n] for n in random.permutation(len(names))[: random.integers(1, len(names) + 1)]]
-    samples = int(random.choice((0, 1, 2, 17)))
-    lengths = random.integers(0, 5, (len(asked), samples)).astype(np.int32)
-    ids = [random.choice(model.features[name].ids, bags.sum()) for name, bags in zip(asked, lengths, strict=True)]
-    request = pb.ModelInferRequest(model_name=model.name)
-    _add(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
-    _add(request, "lengths", "INT32", lengths.ravel())
-    if asked != names or random.random() < 0.5:
-        request.parameters["features"].string_param = ",".join(asked)
-    return request
-
-
-def _add(request: "pb.ModelInferRequest", name: str, datatype: str, array: "np.ndarray") -> None:  # type: ignore[type-arg]
-    request.inputs.add(name=name, datatype=datatype, shape=[1, array.size])
-    request.raw_input_contents.append(array.tobytes())
-
-
 def _which(request: "pb.ModelInferRequest", random: Random) -> int | None:
     there = min(len(request.inputs), len(request.raw_input_contents))
     return int(random.integers(there)) if there else None
-
-
-def _pick(random: Random, values: Sequence[object]) -> object:
-    return values[random.integers(len(values))]
 
 
 def _shape(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
@@ -114,7 +102,7 @@ def _shape(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
 def _datatype(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     kinds = ("", "INT32", "INT64", "FP32", "FP16", "BYTES", "BOOL", "UINT64", "int64", "INT64 ", "INT65", _MARK)
     if (at := _which(request, random)) is not None:
-        request.inputs[at].datatype = str(_pick(random, kinds))
+        request.inputs[at].datatype = str(pick(random, kinds))
 
 
 def _raw(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
@@ -138,14 +126,16 @@ def _raw(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
 
 
 def _numbers(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
-    """Ids and lengths at every boundary."""
+    """Ids, lengths and dense numbers at every boundary."""
     if (at := _which(request, random)) is None:
         return
-    raw, is_ids = request.raw_input_contents[at], request.inputs[at].name == "values"
-    kind, size = ("<q", 8) if is_ids else ("<i", 4)
+    raw, name = request.raw_input_contents[at], request.inputs[at].name
+    kind, size = ("<q", 8) if name == "values" else ("<i", 4) if name == "lengths" else ("<f", 4)
     if len(raw) >= size:
         rows = [len(feature.numbers) for feature in model.features.values()]
-        edges = [*IDS, *rows, *(each - 1 for each in rows), 0] if is_ids else [*LENGTHS, 0, 1]
+        edges: Sequence[float] = [*IDS, *rows, *(each - 1 for each in rows), 0]
+        if name != "values":
+            edges = [*LENGTHS, 0, 1] if name == "lengths" else NUMBERS
         start = int(random.integers(len(raw) // size)) * size
         number = struct.pack(kind, edges[random.integers(len(edges))])
         request.raw_input_contents[at] = raw[:start] + number + raw[start + size :]
@@ -154,7 +144,7 @@ def _numbers(request: "pb.ModelInferRequest", model: Model, random: Random) -> N
 def _typed(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     """Numbers in typed fields, beside the raw ones or instead."""
     if (at := _which(request, random)) is not None:
-        field = str(_pick(random, ("int64_contents", "int_contents", "fp32_contents", "bool_contents")))
+        field = str(pick(random, ("int64_contents", "int_contents", "fp32_contents", "bool_contents")))
         getattr(request.inputs[at].contents, field).extend([1, 0, 1])
         if random.random() < 0.5:
             del request.raw_input_contents[:]
@@ -172,21 +162,47 @@ def _inputs(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
         request.inputs.add().CopyFrom(request.inputs[at])
         request.raw_input_contents.append(request.raw_input_contents[at])
     elif what == 2:
-        request.inputs[at].name = str(_pick(random, (*WORDS, _MARK)))
+        request.inputs[at].name = str(pick(random, (*WORDS, _MARK)))
     elif what == 3:
         raw = list(request.raw_input_contents)[::-1]
         del request.raw_input_contents[:]
         request.raw_input_contents.extend(raw)
     else:
-        _add(request, "weights", "FP32", np.ones(len(request.raw_input_contents[0]) // 8, np.float32))
+        add_input(request, "weights", "FP32", np.ones(len(request.raw_input_contents[0]) // 8, np.float32))
 
 
-def _features(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
-    words = (*WORDS, _MARK, ",".join(model.features) + ",", ",".join([*model.features] * 2000))
-    parameter = request.parameters["features"]
+def _dense_rows(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
+    """Dense inputs of a sample more or less, of another width, of another dtype, of another's name, or none."""
+    at = [number for number, each in enumerate(request.inputs) if each.name in model.dense]
+    if not at or len(request.raw_input_contents) < len(request.inputs):
+        return
+    tensor, number = request.inputs[at[0]], at[0]
+    samples, width = tensor.shape[1:] if len(tensor.shape) == 3 else (1, 1)
+    samples = min(samples, 1000)  # it may have been changed before
+    shapes = ((samples + 1, width), (max(samples - 1, 0), width), (samples, width + 1), (width, samples), (0, width))
+    what = random.integers(5)
+    if what == 0 or what == 1:
+        changed = np.ones(shapes[random.integers(len(shapes))], np.float32 if what else np.float64)
+        tensor.datatype = "FP32" if what else "FP64"
+        tensor.shape[:] = [1, *changed.shape]
+        request.raw_input_contents[number] = changed.tobytes()
+    elif what == 2:
+        del request.inputs[number]
+        del request.raw_input_contents[number]
+    elif what == 3:
+        tensor.name = next(name for name in (*model.dense, "") if name != tensor.name)
+    else:
+        add_input(request, str(pick(random, (*WORDS, *model.dense))), "FP32", np.ones((1, 3), np.float32))
+
+
+def _names(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
+    """What is asked for: nobody's names, others', and those of features for tables."""
+    known = list(pick(random, (model.features, model.tables)))  # type: ignore[call-overload]
+    words = (*WORDS, _MARK, ",".join(known), ",".join(known) + ",", ",".join(known * 2000))
+    parameter = request.parameters[str(pick(random, ("features", "tables")))]
     what = random.integers(5)
     if what < 3:
-        parameter.string_param = str(_pick(random, words))
+        parameter.string_param = str(pick(random, words))
     elif what == 3:
         parameter.int64_param = int(random.integers(-(2**62), 2**62))
     else:
@@ -203,51 +219,54 @@ def _parameters(request: "pb.ModelInferRequest", _: Model, random: Random) -> No
     holders = [request.parameters]
     if (at := _which(request, random)) is not None:
         holders.append(request.inputs[at].parameters)
-    parameter = holders[random.integers(len(holders))][str(_pick(random, names))]
+    parameter = holders[random.integers(len(holders))][str(pick(random, names))]
     what = random.integers(3)
     if what == 0:
-        parameter.int64_param = int(_pick(random, (-1, 0, 1, 2**62, -(2**63))))  # type: ignore[call-overload]
+        parameter.int64_param = int(pick(random, (-1, 0, 1, 2**62, -(2**63))))  # type: ignore[call-overload]
     elif what == 1:
-        parameter.string_param = str(_pick(random, (*WORDS, _MARK)))
+        parameter.string_param = str(pick(random, (*WORDS, _MARK)))
     else:
         parameter.bool_param = bool(random.integers(2))
 
 
-def _outputs(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
+def _outputs(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
+    if random.random() < 0.3:
+        del request.outputs[:]
     for _each in range(random.integers(1, 4)):
-        output = request.outputs.add(name=str(_pick(random, ("embeddings", *WORDS))))
+        output = request.outputs.add(name=str(pick(random, (*model.outputs, *WORDS))))
         if random.random() < 0.5:
-            name = str(_pick(random, ("classification", "shared_memory_region", "shared_memory_byte_size", "binary")))
+            name = str(pick(random, ("classification", "shared_memory_region", "shared_memory_byte_size", "binary")))
             if random.random() < 0.5:
-                output.parameters[name].int64_param = int(_pick(random, (-1, 0, 1, 2**62)))  # type: ignore[call-overload]
+                output.parameters[name].int64_param = int(pick(random, (-1, 0, 1, 2**62)))  # type: ignore[call-overload]
             else:
-                output.parameters[name].string_param = str(_pick(random, WORDS))
+                output.parameters[name].string_param = str(pick(random, WORDS))
 
 
 def _model(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     if random.random() < 0.5:
-        request.model_name = str(_pick(random, (*WORDS, "m/1", "m\0", _MARK)))
+        request.model_name = str(pick(random, (*WORDS, "m/1", "m\0", "m", "rows", _MARK)))
     else:
-        request.model_version = str(
-            _pick(random, ("0", "-1", "2", "1.0", "99999999999999999999", "one", " 1", _MARK))
-        )
+        request.model_version = str(pick(random, ("0", "-1", "2", "1.0", "99999999999999999999", "one", " 1", _MARK)))
 
 
 def _id(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
-    request.id = str(_pick(random, (*WORDS, "i" * 100_000, _MARK)))
+    request.id = str(pick(random, (*WORDS, "i" * 100_000, _MARK)))
 
 
-def _gigantic(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
-    """More ids, or more samples, than anyone may ask for."""
+def _gigantic(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
+    """More ids, samples or rows than anyone may ask for."""
     del request.inputs[:]
     del request.raw_input_contents[:]
-    count = int(random.choice((100_000, 1_000_000)))
+    count = int(random.choice((6_000, 100_000, 1_000_000)))
     if random.random() < 0.5:
-        _add(request, "values", "INT64", np.zeros(count, np.int64))
-        _add(request, "lengths", "INT32", np.array([count], np.int32))
+        parameter = "tables" if "tables" in request.parameters else "features"
+        request.parameters[parameter].string_param = str(pick(random, list(getattr(model, parameter))))
+    if random.random() < 0.5:
+        add_input(request, "values", "INT64", np.zeros(count, np.int64))
+        add_input(request, "lengths", "INT32", np.array([count], np.int32))
     else:
-        _add(request, "values", "INT64", np.zeros(0, np.int64))
-        _add(request, "lengths", "INT32", np.zeros(count, np.int32))
+        add_input(request, "values", "INT64", np.zeros(0, np.int64))
+        add_input(request, "lengths", "INT32", np.zeros(count, np.int32))
 
 
 def _empty(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
@@ -258,7 +277,7 @@ def _empty(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
 
 
 MUTATIONS: tuple[Callable[["pb.ModelInferRequest", Model, Random], None], ...] = (
-    *(_shape, _raw, _numbers, _numbers, _features, _parameters, _inputs) * 3,
+    *(_shape, _raw, _numbers, _numbers, _names, _parameters, _inputs, _dense_rows) * 3,
     *(_datatype, _typed, _outputs, _model, _id) * 2,
     _gigantic,
     _empty,

@@ -2,10 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import grpc
@@ -13,8 +12,10 @@ import numpy as np
 import psutil
 from tritonclient.grpc import service_pb2 as pb
 
+from tests.fuzz.answers import Answer
 from tests.fuzz.contract import Model, judge
-from tests.fuzz.messages import bad, good, is_known_to_hang, is_known_to_kill, thieves
+from tests.fuzz.good import good
+from tests.fuzz.messages import bad, is_known_to_hang, is_known_to_kill, thieves
 
 DEADLINE_S = 60
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -29,6 +30,8 @@ TOLD = {
     "UNIMPLEMENTED",
     "CANCELLED",
 }
+# What is said where something of ours failed, which no message may bring about.
+OUR_FAULT = "lookup failed: the server's log says why"
 # So many messages are in flight at once, and so many good ones among them.
 TOGETHER, WELL = 20, 4
 # How often memory is looked at.
@@ -62,16 +65,20 @@ class Outcome:
         )
 
 
-def fuzz(address: str, server: psutil.Process, model: Model, count: int, seed: int = 0) -> Outcome:
-    """Send `count` messages, many at once and good ones among them; stop at the tenth thing that is wrong."""
+def fuzz(address: str, server: psutil.Process, models: Sequence[Model], count: int, seed: int = 0) -> Outcome:
+    """Send `count` messages, many at once to one of the models and good ones among them; stop at the tenth thing that is
+    wrong.
+    """
     outcome = Outcome()
     random = np.random.default_rng(seed)
     processes = _processes(server)
-    source = _messages(model, random, count)
     with grpc.insecure_channel(address, LIMITS) as channel:
         call = channel.unary_unary(METHOD)
-        while len(outcome.wrong) < 10 and (hostile := list(islice(source, TOGETHER))):
-            _send_together(call, model, hostile, random, outcome)
+        while len(outcome.wrong) < 10 and outcome.sent < count:
+            model = models[random.integers(len(models))]
+            well = [good(model, random) for _ in range(WELL)]
+            hostile = _hostile(model, random, min(TOGETHER, count - outcome.sent))
+            _send_together(call, models, well, hostile, random, outcome)
             if outcome.sent * LOOKS >= count * (len(outcome.memory_bytes) + 1):
                 outcome.memory_bytes.append(_memory_bytes(server))
     if _processes(server) != processes:
@@ -79,41 +86,43 @@ def fuzz(address: str, server: psutil.Process, model: Model, count: int, seed: i
     return outcome
 
 
-def _messages(model: Model, random: np.random.Generator, count: int) -> Iterator[bytes]:
+def _hostile(model: Model, random: np.random.Generator, count: int) -> list[bytes]:
     """One in ten is half of a pair whose lengths add up only together."""
-    made = 0
-    while made < count:
+    made: list[bytes] = []
+    while len(made) < count:
         few = thieves(model, random) if random.random() < 0.05 else [bad(model, random)]
-        for message in few[: count - made]:
-            if not is_known_to_hang(message) and not is_known_to_kill(message):
-                made += 1
-                yield message
+        made += [each for each in few if not is_known_to_hang(each) and not is_known_to_kill(each)]
+    return made[:count]
 
 
 def _send_together(
-    call: Any, model: Model, hostile: Sequence[bytes], random: np.random.Generator, outcome: Outcome
+    call: Any,
+    models: Sequence[Model],
+    well: Sequence[bytes],
+    hostile: Sequence[bytes],
+    random: np.random.Generator,
+    outcome: Outcome,
 ) -> None:
     """All in flight at once, so that the server merges them; each is judged by itself."""
-    well = [good(model, random) for _ in range(WELL)]
     # Where hostile ones lie side by side, as pairs do, good ones come before and behind.
     at = int(random.integers(len(hostile) + 1))
     messages = [*well[: WELL // 2], *hostile[:at], *well[WELL // 2 :], *hostile[at:]]
     sent = [call.future(message, timeout=DEADLINE_S) for message in messages]
     is_well = set(map(id, well))
     for message, answer in zip(messages, sent, strict=True):
-        (_judge_well if id(message) in is_well else _judge)(answer, model, message, outcome)
+        (_judge_well if id(message) in is_well else _judge)(answer, models, message, outcome)
 
 
-def _judge(answer: Any, model: Model, message: bytes, outcome: Outcome) -> None:
+def _judge(answer: Any, models: Sequence[Model], message: bytes, outcome: Outcome) -> None:
     outcome.sent += 1
-    verdict = judge(model, message)
+    verdict = judge(models, message)
     try:
         response = pb.ModelInferResponse.FromString(answer.result())
     except grpc.RpcError as error:
         status, said = error.code().name, error.details() or ""
         outcome.statuses[status] += 1
         outcome.said.setdefault(status, Counter())[re.sub(r"[0-9]+|'[^']*'", "…", said)[:120]] += 1
-        if status not in TOLD or "Traceback" in said or 'File "' in said or not said:
+        if status not in TOLD or "Traceback" in said or 'File "' in said or not said or said == OUR_FAULT:
             outcome.wrong.append(f"{status}: {said[:300]!r} for {message[:200]!r}")
         elif verdict.answer is not None and verdict.must:
             outcome.wrong.append(f"refused though it is right: {status}: {said[:300]!r} for {message[:300]!r}")
@@ -126,9 +135,9 @@ def _judge(answer: Any, model: Model, message: bytes, outcome: Outcome) -> None:
         outcome.wrong.append(f"{why} for {message[:300]!r}")
 
 
-def _judge_well(answer: Any, model: Model, message: bytes, outcome: Outcome) -> None:
+def _judge_well(answer: Any, models: Sequence[Model], message: bytes, outcome: Outcome) -> None:
     outcome.well += 1
-    expected = judge(model, message).answer
+    expected = judge(models, message).answer
     assert expected is not None
     try:
         response = pb.ModelInferResponse.FromString(answer.result())
@@ -139,12 +148,17 @@ def _judge_well(answer: Any, model: Model, message: bytes, outcome: Outcome) -> 
         outcome.wrong.append(f"a good request: {why}")
 
 
-def _differs(response: Any, expected: "np.ndarray[Any, Any]") -> str | None:
-    shape = [1, *expected.shape]
-    if len(response.outputs) != 1 or list(response.outputs[0].shape) != shape:
-        return f"expected shape {shape}, got {[list(each.shape) for each in response.outputs]}"
-    answer = np.frombuffer(response.raw_output_contents[0], np.float32).reshape(expected.shape)
-    return None if np.allclose(answer, expected, rtol=1e-4, atol=1e-4) else "expected other numbers"
+def _differs(response: Any, expected: Answer) -> str | None:
+    found = {output.name: list(output.shape) for output in response.outputs}
+    shapes = {name: [1, *numbers.shape] for name, numbers in expected.items()}
+    if len(response.outputs) != len(expected) or found != shapes:
+        return f"expected shapes {shapes}, got {found}"
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        numbers = expected[output.name]
+        answer = np.frombuffer(raw, np.float32).reshape(numbers.shape)
+        if not np.allclose(answer, numbers, rtol=1e-4, atol=1e-4, equal_nan=True):
+            return f"expected other numbers in {output.name!r}"
+    return None
 
 
 def _is_lenient(message: bytes) -> bool:

@@ -1,5 +1,6 @@
 """Malformed and hostile requests to a real server: five thousand here, a hundred thousand in `make fuzz`."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,28 +13,33 @@ from tritonclient.grpc import service_pb2 as pb
 from serving.client import LookupClient
 from serving.server import Server, run_server
 from tests.fuzz.contract import Model, judge
+from tests.fuzz.good import good
 from tests.fuzz.killer import recovery_s
-from tests.fuzz.messages import good
 from tests.fuzz.run import LOOKS, METHOD, TOGETHER, WELL, fuzz
 from tests.fuzz.served import publish
 from tests.support.growth import keeps_growing
-from tests.support.servers import FREE, metric
+from tests.support.servers import FREE, metric, replace_model_py
 
 COUNT = 5000
 NOISE_BYTES = 256 << 10
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Model, Server]]:
-    folder = tmp_path_factory.mktemp("fuzz")
-    model = publish(folder / "r")
-    with run_server(folder / "r", FREE, log=folder / "log") as server:
-        yield model, server
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Model], Path]:
+    repository = tmp_path_factory.mktemp("fuzz") / "r"
+    return publish(repository), repository
 
 
-def test_every_message_is_answered_right_or_refused_clearly(served: tuple[Model, Server]) -> None:
-    model, server = served
-    outcome = fuzz(server.grpc, psutil.Process(server.process.pid), model, COUNT, seed=1)
+@pytest.fixture(scope="module")
+def served(published: tuple[list[Model], Path]) -> Iterator[tuple[list[Model], Server]]:
+    models, repository = published
+    with run_server(repository, FREE, log=repository.with_name("log")) as server:
+        yield models, server
+
+
+def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[Model], Server]) -> None:
+    models, server = served
+    outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, COUNT, seed=1)
     assert outcome.wrong == []
     assert outcome.sent == COUNT
     assert outcome.well == COUNT // TOGETHER * WELL
@@ -44,25 +50,72 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[Model,
     assert metric(server, "tbe_calls_total") < metric(server, "tbe_requests_total"), "nothing was merged"
 
 
-def test_the_oracle_is_not_taken_in(served: tuple[Model, Server]) -> None:
+# What a server may do wrong, each by a line in model.py; and the model that does it.
+FAULTS = {
+    "dense inputs of the wrong size are taken": (
+        "m",
+        "kjt.accept_dense = lambda inputs, given, samples: "
+        "[np.resize(given.get(each.name, np.ones(1, np.float32)), (samples, each.width)) for each in inputs]",
+    ),
+    "dense inputs are those of a neighbour": ("m", "dense_part._joined = lambda each: np.concatenate(each[::-1])"),
+    "scores are answered in the order of the features asked for": (
+        "m",
+        "reordered = kjt._reordered; kjt._reordered = lambda request, names, chosen, selection: "
+        "reordered(request, names, chosen if selection.reads is not None else np.sort(chosen), selection)",
+    ),
+    "rows are answered in the order of the tables": (
+        "rows",
+        "select = schema.Schema.select_rows; "
+        "schema.Schema.select_rows = lambda self, tables: select(self, sorted(tables, reverse=True))",
+    ),
+    "ids outside a sequence read a row": (
+        "rows",
+        "apply = kjt.apply_id_policies; "
+        "kjt.apply_id_policies = lambda request: (replace(apply(request)[0], rowless=None), {})",
+    ),
+    "sequences may be of any size": ("rows", "kjt.check_sequences = lambda request, limits: None"),
+}
+FAULTY = """
+from dataclasses import replace
+import numpy as np
+from serving import dense_part
+from serving.backend import TritonPythonModel
+from serving.request import kjt, schema
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_a_server_does_wrong_is_found(fault: str, published: tuple[list[Model], Path], tmp_path: Path) -> None:
+    models, repository = published
+    name, line = FAULTS[fault]
+    shutil.copytree(repository, tmp_path / "r")
+    replace_model_py(tmp_path / "r" / name / "1", FAULTY + line)
+    (model,) = (each for each in models if each.name == name)
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        outcome = fuzz(server.grpc, psutil.Process(server.process.pid), [model], COUNT, seed=1)
+    assert outcome.wrong
+    assert not any("a process of the server died" in each for each in outcome.wrong)
+
+
+def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
     """What judges the server tells right from wrong by itself."""
-    model, _ = served
+    models, _ = served
     random = np.random.default_rng(0)
     refused = 0
-    for _ in range(50):
-        request = pb.ModelInferRequest.FromString(good(model, random))
-        assert judge(model, request.SerializeToString()).answer is not None
+    for number in range(50):
+        request = pb.ModelInferRequest.FromString(good(models[number % 2], random))
+        assert judge(models, request.SerializeToString()).answer is not None
         request.raw_input_contents[0] += bytes(8)
-        assert judge(model, request.SerializeToString()).answer is None
+        assert judge(models, request.SerializeToString()).answer is None
         refused += 1
     assert refused == 50
 
 
 def test_after_a_shape_that_overflows_the_model_serves_again(tmp_path: Path) -> None:
     """Triton 2.51's own fault; how soon is for `make fuzz` to say."""
-    model = publish(tmp_path / "r")
+    models = publish(tmp_path / "r")
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
-        recovery_s(server, model)
+        recovery_s(server, models[0])
 
 
 def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: Path, tmp_path: Path) -> None:
@@ -83,10 +136,10 @@ def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: P
         server.process.kill()  # it would wait for that request until its exit timeout
 
 
-def test_what_triton_and_python_read_differently_need_not_be_answered(served: tuple[Model, Server]) -> None:
+def test_what_triton_and_python_read_differently_need_not_be_answered(served: tuple[list[Model], Server]) -> None:
     """The entry `features` with its value in a field that nobody knows: to Python, there is no entry."""
-    model, _ = served
-    request = good(model, np.random.default_rng(0))
+    models, _ = served
+    request = good(models[0], np.random.default_rng(0))
     entry = b'"\x15\n\x08features2\t\x1a\x07item_id'
-    assert judge(model, request).must
-    assert not judge(model, request + entry).must
+    assert judge(models, request).must
+    assert not judge(models, request + entry).must

@@ -1,0 +1,115 @@
+"""What bags of ids are answered with, in plain numpy. Shares no code with the server."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Doubles = npt.NDArray[np.float64]
+# By the name of the output, without the leading 1.
+Answer = Mapping[str, Doubles]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A table's numbers [rows, dim], how bags are pooled, and what an id outside does: error, zero, modulo, or
+    a row. Or the rows of raw ids: any other reads the last row.
+    """
+
+    table: str
+    numbers: npt.NDArray[np.float32]
+    mean: bool
+    outside: str | int | Mapping[int, int]
+    is_sequence: bool = False
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The ids that have rows: int64 [n]."""
+        return np.array([*self.outside] if isinstance(self.outside, Mapping) else range(len(self.numbers)), np.int64)
+
+    def rows(self, ids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
+        """The row of each id, int64 [n]; −1 for those that contribute nothing. None: an id is refused."""
+        if isinstance(self.outside, Mapping):
+            last = len(self.numbers) - 1
+            return np.array([self.outside.get(id_, last) for id_ in ids.tolist()], np.int64)
+        is_outside = (ids < 0) | (ids >= len(self.numbers))
+        if self.outside == "error":
+            return None if is_outside.any() else ids
+        if self.outside == "modulo":
+            return ids % len(self.numbers)
+        return np.where(is_outside, -1 if self.outside == "zero" else self.outside, ids)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """What is looked up: by feature, the rows of its ids, [n], and its bag sizes, [B]."""
+
+    features: Mapping[str, Feature]
+    rows: Mapping[str, npt.NDArray[np.int64]]
+    lengths: Mapping[str, npt.NDArray[np.int32]]
+    samples: int
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of the rows of sequences, as FP32."""
+        return sum(
+            self.rows[name].size * each.numbers.shape[1] * 4
+            for name, each in self.features.items()
+            if each.is_sequence
+        )
+
+    def in_order(self, names: Sequence[str]) -> "Bags":
+        """The same features in another order."""
+        return Bags({name: self.features[name] for name in names}, self.rows, self.lengths, self.samples)
+
+
+def bags_of(features: Mapping[str, Feature], values: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Bags | None:
+    """The bags of features; None where the ids or lengths are not right."""
+    samples, left_over = divmod(lengths.size, len(features))
+    if left_over or (lengths < 0).any() or int(lengths.sum(dtype=object)) != values.size:
+        return None
+    position, rows = 0, {}
+    by_feature = dict(zip(features, lengths.reshape(len(features), samples), strict=True))
+    for name, feature in features.items():
+        count = int(by_feature[name].sum(dtype=np.int64))
+        found = feature.rows(values[position : position + count])
+        position += count
+        if found is None:
+            return None
+        rows[name] = found
+    return Bags(features, rows, by_feature, samples)
+
+
+def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
+    """The outputs of a lookup that are wanted: `embeddings` [B, D] of the features that are pooled, and `sequences` [M]
+    of the others.
+    """
+    pooled = [_pooled(bags, name) for name, each in bags.features.items() if not each.is_sequence]
+    rows = [_numbers(each, bags.rows[name]).ravel() for name, each in bags.features.items() if each.is_sequence]
+    answer = {}
+    if pooled and "embeddings" in wanted:
+        answer["embeddings"] = np.concatenate(pooled, axis=1)
+    if rows and "sequences" in wanted:
+        answer["sequences"] = np.concatenate(rows)
+    return answer
+
+
+def _pooled(bags: Bags, name: str) -> Doubles:
+    feature, position = bags.features[name], 0
+    found = np.zeros((bags.samples, feature.numbers.shape[1]))
+    for sample, count in enumerate(bags.lengths[name].tolist()):
+        rows = bags.rows[name][position : position + count]
+        position += count
+        if (rows := rows[rows >= 0]).size:
+            numbers = _numbers(feature, rows)
+            found[sample] = numbers.mean(axis=0) if feature.mean else numbers.sum(axis=0)
+    return found
+
+
+def _numbers(feature: Feature, rows: npt.NDArray[np.int64]) -> Doubles:
+    """Rows [n, dim]; zeros for −1."""
+    found: Doubles = feature.numbers[rows].astype(np.float64)
+    found[rows < 0] = 0
+    return found

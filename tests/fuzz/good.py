@@ -1,0 +1,80 @@
+"""Requests that keep to the contract, made by rule."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from tritonclient.grpc import service_pb2 as pb
+
+from tests.fuzz.contract import Model
+
+Random = np.random.Generator
+
+# Dense numbers at every boundary. The last two are in the range of FP32, and their sums are not.
+NUMBERS = (np.nan, np.inf, -np.inf, -0.0, 1e-45, 1e6, 3.4e38, -3.4e38)
+
+
+def good(model: Model, random: Random) -> bytes:
+    """A request that keeps to the contract, over some features in some order."""
+    message: bytes = good_request(model, random).SerializeToString()
+    return message
+
+
+def good_request(model: Model, random: Random) -> "pb.ModelInferRequest":
+    """A lookup; or rows of tables; or, of a model that has them, scores."""
+    what = random.random()
+    if what < 0.15:
+        request, _ = _asking(model, "tables", random)
+        outputs = ["sequences"]
+    elif what < 0.6 and model.scores is not None:
+        request, samples = _asking(model, "features", random, every=True)
+        for name in random.permutation(list(model.dense)).tolist():
+            add_input(request, name, "FP32", _dense(random, samples, model.dense[name]))
+        scores = list(model.scores.names)
+        outputs = scores[: random.integers(1, len(scores) + 1)] + ["embeddings"] * int(random.integers(2))
+    else:
+        request, _ = _asking(model, "features", random)
+        outputs = list(random.permutation(("embeddings", "sequences"))[: random.integers(1, 3)])
+    # Without outputs, all are asked for. So a lookup of a model with scores has to name some.
+    is_lookup = "tables" not in request.parameters and len(request.inputs) == 2
+    if random.random() < 0.5 or (model.scores is not None and is_lookup):
+        for name in outputs:
+            request.outputs.add(name=name)
+    return request
+
+
+def _asking(
+    model: Model, parameter: str, random: Random, *, every: bool = False
+) -> tuple["pb.ModelInferRequest", int]:
+    """A request for some features or tables, in some order, or for all features; and how many samples it has."""
+    known = model.tables if parameter == "tables" else model.features
+    names = list(known)
+    count = len(names) if every else random.integers(1, len(names) + 1)
+    asked = [names[n] for n in random.permutation(len(names))[:count]] if random.random() < 0.8 else names
+    samples = int(random.choice((0, 1, 2, 17)))
+    lengths = random.integers(0, 5, (len(asked), samples)).astype(np.int32)
+    ids = [random.choice(known[name].ids, bags.sum()) for name, bags in zip(asked, lengths, strict=True)]
+    request = pb.ModelInferRequest(model_name=model.name)
+    add_input(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
+    add_input(request, "lengths", "INT32", lengths.ravel())
+    if asked != list(model.features) or random.random() < 0.5:
+        request.parameters[parameter].string_param = ",".join(asked)
+    return request, samples
+
+
+def _dense(random: Random, samples: int, width: int) -> "np.ndarray":  # type: ignore[type-arg]
+    """Numbers [B, width], some of which may be none."""
+    numbers = random.normal(size=(samples, width)).astype(np.float32)
+    if numbers.size and random.random() < 0.3:
+        numbers[random.integers(samples), random.integers(width)] = pick(random, NUMBERS[:-2])
+    return numbers
+
+
+def add_input(request: "pb.ModelInferRequest", name: str, datatype: str, array: "np.ndarray") -> None:  # type: ignore[type-arg]
+    """Add an input, [1, *shape]."""
+    request.inputs.add(name=name, datatype=datatype, shape=[1, *array.shape])
+    request.raw_input_contents.append(array.tobytes())
+
+
+def pick(random: Random, values: Sequence[object]) -> object:
+    """One of some values."""
+    return values[random.integers(len(values))]
