@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import clients, files, memory, servers
+from tests.faults import clients, files, memory, servers, whole
 from tests.faults.hosts import machines
 
 IDS = 237_000_000  # 1.9 GB
@@ -24,7 +24,11 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
         lambda: clients.give_up(folder / "given-up", 20).line(),
         lambda: clients.slow(folder / "slow", 40).line(),
         lambda: memory.shared_memory_full(folder / "full").line(),
-        lambda: memory.huge(folder / "huge", IDS, 5).line(),
+        lambda: memory.huge(folder / "huge", clients.message(IDS), 5).line(),
+        lambda: "scores: " + servers.stub_killed(folder / "scored", 10, whole.published).line(),
+        lambda: "scores: " + servers.restarted(folder / "scored-again", 10, whole.published).line(),
+        lambda: whole.damaged_rolled_out(folder / "damaged", whole.DAMAGES).line(),
+        lambda: whole.shed(folder / "shed", 200).line(),
     ]
     for fault in faults:
         figures.append(fault())

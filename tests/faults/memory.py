@@ -1,6 +1,7 @@
 """Memory that is not there, or is taken and has to be given back."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from tritonclient.grpc import service_pb2 as pb
 from serving.client import LookupClient, Retries
 from serving.errors import SharedMemoryFull
 from tests.faults.clients import message
-from tests.faults.tools import Oracle, publish
+from tests.faults.tools import Asked, Oracle, publish, published
 from tests.fuzz.run import METHOD
 from tests.support.servers import Running, running, shared_regions
 
@@ -35,10 +36,9 @@ class Huge:
         )
 
 
-def huge(folder: Path, ids: int, times: int) -> Huge:
-    """Requests far beyond every limit: refused, and their memory given back."""
-    oracle = Oracle(publish(folder))
-    content = message(ids)
+def huge(folder: Path, content: bytes, times: int, asked: Callable[[Path], Asked] = published) -> Huge:
+    """A request far beyond every limit, sent so many times: refused, and its memory given back."""
+    oracle = asked(folder)
     told, kept = set(), []
     with running(folder / "r") as server, LookupClient(server.grpc, "m", 30) as client:
         assert oracle.is_right(client, 0)

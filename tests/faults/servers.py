@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.tools import Oracle, asking, publish, wait_until_all_are_answered
+from tests.faults.tools import Asked, asking, published, wait_until_all_are_answered
 from tests.support.servers import running, shared_regions
 
 
@@ -37,10 +38,9 @@ class Restarted:
         )
 
 
-def restarted(folder: Path, times: int) -> Restarted:
+def restarted(folder: Path, times: int, asked: Callable[[Path], Asked] = published) -> Restarted:
     """Kill a server under load and start another on its ports: clients find it by themselves."""
-    bundle = publish(folder)
-    oracle = Oracle(bundle)
+    oracle = asked(folder)
     worst, left = 0.0, 0
     # An address of its own, so that nobody else takes the port meanwhile.
     host = str(ip_address("127.1.0.0") + os.getpid())
@@ -90,9 +90,9 @@ class Mended:
         )
 
 
-def stub_killed(folder: Path, times: int) -> Mended:
+def stub_killed(folder: Path, times: int, asked: Callable[[Path], Asked] = published) -> Mended:
     """Kill the process of a model under load: `tbe-serve run` loads it anew."""
-    oracle = Oracle(publish(folder))
+    oracle = asked(folder)
     worst = 0.0
     with running(folder / "r") as server, asking(server.grpc, oracle) as seen:
         for _ in range(times):

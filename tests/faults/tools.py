@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,6 +25,22 @@ PATIENCE_S = 60
 def publish(folder: Path) -> Path:
     """A bundle of the model `m`."""
     return export_model(collection(SUM), folder / "r", "m")
+
+
+class Asked(Protocol):
+    """Requests, by number, and whether a server's answers to them are right."""
+
+    @property
+    def requests(self) -> Sequence[Any]:
+        """All of them."""
+
+    def is_right(self, client: LookupClient, number: int) -> bool:
+        """Ask, and compare."""
+
+
+def published(folder: Path) -> "Oracle":
+    """Publish the model `m`; lookups of it."""
+    return Oracle(publish(folder))
 
 
 class Oracle:
@@ -54,7 +70,7 @@ class Seen:
 
 
 @contextmanager
-def asking(url: str, oracle: Oracle, clients: int = 4, timeout_s: float = 1.0) -> Iterator[list[Seen]]:
+def asking(url: str, oracle: Asked, clients: int = 4, timeout_s: float = 1.0) -> Iterator[list[Seen]]:
     """Clients that ask all the time, each with what it has seen so far."""
     seen, stopped = [Seen() for _ in range(clients)], threading.Event()
 

@@ -1,0 +1,54 @@
+"""Faults under a load of scores; `make faults` does them more often and tells how long they took."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import memory, servers, whole
+from tests.support.growth import keeps_growing
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+
+def test_clients_are_scored_again_when_a_model_s_process_was_killed(tmp_path: Path) -> None:
+    seen = servers.stub_killed(tmp_path, times=1, asked=whole.published)
+    print(seen.line())
+    assert seen.wrong == 0
+    assert seen.answers >= 8
+
+
+def test_clients_are_scored_by_a_server_that_was_killed_and_started_again(tmp_path: Path) -> None:
+    seen = servers.restarted(tmp_path, times=1, asked=whole.published)
+    print(seen.line())
+    assert seen.wrong == 0
+    assert seen.answers >= 8
+    assert seen.errors <= {"ServerUnavailable", "DeadlineExceeded"}
+    assert seen.left == 0
+
+
+def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_before_goes_on(tmp_path: Path) -> None:
+    seen = whole.damaged_rolled_out(tmp_path, whole.DAMAGES)
+    print(seen.line())
+    assert (seen.wrong, seen.failed) == (0, 0)
+    assert seen.version == 2 + len(whole.DAMAGES)
+    for (file, _), said in zip(whole.DAMAGES, seen.refused, strict=True):
+        assert file in said
+
+
+def test_requests_for_scores_that_would_wait_too_long_are_refused_and_the_others_are_right(tmp_path: Path) -> None:
+    seen = whole.shed(tmp_path, at_once=64)
+    print(seen.line())
+    assert seen.others == []
+    assert seen.right > 0
+    assert seen.refused > 0
+    assert seen.afterwards == 16
+
+
+def test_the_memory_of_huge_dense_inputs_is_given_back(tmp_path: Path) -> None:
+    """0.4 GB for a request of one sample."""
+    seen = memory.huge(tmp_path, whole.large_message(33_000_000), times=5, asked=whole.published)
+    print(seen.line())
+    # Some do not fit into the instance's shared memory beside what the first left there.
+    assert seen.told <= {"INVALID_ARGUMENT", "INTERNAL"}
+    assert seen.right == 16
+    assert not keeps_growing(seen.kept_bytes, seen.request_bytes // 2), seen.kept_bytes
