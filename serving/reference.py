@@ -22,7 +22,7 @@ from serving.bundle.rows import (
 )
 from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
 from serving.bundle.weights import weights_path
-from serving.request.tensors import EMBEDDINGS, SEQUENCES, Ids, Outputs, Tensors
+from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Ids, Outputs, Tensors
 
 Doubles = npt.NDArray[np.float64]
 # Numbers that are unpacked at a time, so that a large request takes no more memory than its answer.
@@ -38,24 +38,28 @@ class Pooled:
 
     Attributes:
         features: names, in the order of the answer.
-        answers: of each feature, float64 [B, dim]; of one that is not pooled [n, dim].
+        answers: of each feature, float64 [B, dim]; [1, dim] of one that comes once, [n, dim] of one that is not
+            pooled.
         bounds: of each feature likewise, the largest error that rounding explains. It is infinite where a sum may
             leave the range of its dtype.
-        is_sequence: whether a feature is not pooled.
+        outputs: the output that each feature is answered in.
     """
 
     features: Sequence[str]
     answers: Sequence[Doubles]
     bounds: Sequence[Doubles]
-    is_sequence: Sequence[bool]
+    outputs: Sequence[str]
 
     @property
     def shapes(self) -> dict[str, list[int]]:
         """The shape of each output, as it travels."""
-        pooled = [a.shape for a, is_row in zip(self.answers, self.is_sequence, strict=True) if not is_row]
-        numbers = [a.size for a, is_row in zip(self.answers, self.is_sequence, strict=True) if is_row]
-        shapes = {EMBEDDINGS: [1, pooled[0][0], sum(dim for _, dim in pooled)]} if pooled else {}
-        return shapes | ({SEQUENCES: [1, sum(numbers)]} if numbers else {})
+        shapes: dict[str, list[int]] = {}
+        for name, answer in zip(self.outputs, self.answers, strict=True):
+            if name == SEQUENCES:
+                shapes.setdefault(name, [1, 0])[1] += answer.size
+            else:
+                shapes.setdefault(name, [1, len(answer), 0])[2] += answer.shape[1]
+        return shapes
 
     @property
     def is_unbounded(self) -> bool:
@@ -63,19 +67,18 @@ class Pooled:
         return any(bool(np.isinf(bound).any()) for bound in self.bounds)
 
     def by_feature(self, outputs: Outputs) -> dict[str, npt.NDArray[Any]]:
-        """Cut outputs, `embeddings` [B, D] and `sequences` [M], into features: views [B, dim] or [n, dim].
+        """Cut outputs, `embeddings` [B, D], `once` [1, D] and `sequences` [M], into features.
 
-        Features of an output that is not there are left out.
+        They are views, shaped as `answers`. Features of an output that is not there are left out.
         """
         found: dict[str, npt.NDArray[Any]] = {}
-        column = number = 0
-        for name, expected, is_row in zip(self.features, self.answers, self.is_sequence, strict=True):
-            if is_row and SEQUENCES in outputs:
-                found[name] = outputs[SEQUENCES][number : number + expected.size].reshape(expected.shape)
-                number += expected.size
-            elif not is_row and EMBEDDINGS in outputs:
-                found[name] = outputs[EMBEDDINGS][:, column : column + expected.shape[1]]
-                column += expected.shape[1]
+        ends = dict.fromkeys(self.outputs, 0)
+        for name, expected, output in zip(self.features, self.answers, self.outputs, strict=True):
+            if output not in outputs:
+                continue
+            start = ends[output]
+            ends[output] = end = start + (expected.size if output == SEQUENCES else expected.shape[1])
+            found[name] = outputs[output][..., start:end].reshape(expected.shape)
         return found
 
     def misses(self, answers: Mapping[str, npt.NDArray[Any]]) -> Iterator[tuple[str, float]]:
@@ -122,10 +125,10 @@ def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
     keys = _asked(manifest, request)
     pieces = manifest.plan.pieces_by_table
     known = {name: _rows_of_known(directory, each.id_map, request) for name, each in tables.items() if each.id_map}
-    lengths_by_key = request.lengths.reshape(len(keys), -1)
-    ends = np.cumsum(lengths_by_key.sum(axis=1, dtype=np.int64))
-    names, answers, bounds, sequences = [], [], [], []
-    for features, lengths, end in zip(keys.values(), lengths_by_key, ends, strict=True):
+    lengths_by_key = _lengths_by_key(request, list(keys))
+    ends = np.cumsum([lengths.sum(dtype=np.int64) for lengths in lengths_by_key])
+    names, answers, bounds, outputs = [], [], [], []
+    for (key, features), lengths, end in zip(keys.items(), lengths_by_key, ends, strict=True):
         here = slice(end - int(lengths.sum(dtype=np.int64)), end)
         ids: Ids = request.values[here].astype(np.int64, copy=False)
         for feature in features:
@@ -140,8 +143,16 @@ def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
             names.append(feature.name)
             answers.append(answer)
             bounds.append(bound)
-            sequences.append(is_sequence)
-    return Pooled(names, answers, bounds, sequences)
+            outputs.append(SEQUENCES if is_sequence else ONCE if key in request.once else EMBEDDINGS)
+    return Pooled(names, answers, bounds, outputs)
+
+
+def _lengths_by_key(request: Tensors, keys: Sequence[str]) -> list[npt.NDArray[Any]]:
+    """The lengths of each key: one of a key that comes once, as many as there are samples of any other."""
+    once = sum(key in request.once for key in keys)
+    samples = (request.lengths.size - once) // max(len(keys) - once, 1)
+    ends = np.cumsum([1 if key in request.once else samples for key in keys])
+    return np.split(request.lengths, ends[:-1])
 
 
 def _asked(manifest: Manifest, request: Tensors) -> dict[str, tuple[Feature, ...]]:

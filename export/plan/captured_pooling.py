@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from serving.bundle.tables import Feature
-from serving.errors import ConfigurationError
+from serving.errors import ConfigurationError, InvalidRequest
 from serving.request.captured import CapturedRequest, read_captured
+from serving.request.once import lengths_by_key
+from serving.request.tensors import Lengths
 
 # The average of a feature that no captured request asks for.
 _UNKNOWN = 1.0
@@ -16,7 +18,8 @@ _UNKNOWN = 1.0
 def captured_pooling(path: Path, features: Sequence[Feature]) -> dict[str, float]:
     """The average number of ids in a bag of each feature, over the samples of the requests that ask for it.
 
-    A request that the model cannot answer is left out: refused requests are captured too. So is one for rows.
+    A request that the model cannot answer is left out: refused requests are captured too. So is one for rows. Ids
+    that come once are divided by the samples that they count for: they are looked up once.
 
     Args:
         path: a file that serving captured.
@@ -34,12 +37,13 @@ def captured_pooling(path: Path, features: Sequence[Feature]) -> dict[str, float
     for request in read_captured(path, follow=True):
         requests += 1
         asked = keys if request.features is None else request.features
-        lengths = _lengths(request, len(asked))
+        lengths = _lengths(request, asked)
         if lengths is None or request.tables is not None or not set(asked) <= ids.keys():
             continue
-        for key, found in zip(asked, lengths, strict=True):
+        samples = max(found.size for found in lengths.values())
+        for key, found in lengths.items():
             ids[key] += int(found.sum())
-            bags[key] += found.size
+            bags[key] += samples
     if not any(bags.values()):
         raise ConfigurationError(
             f"traffic: {path}: expected requests for the keys {', '.join(keys)}, found none among {requests} requests"
@@ -48,8 +52,12 @@ def captured_pooling(path: Path, features: Sequence[Feature]) -> dict[str, float
     return {feature.name: average[feature.key] for feature in features}
 
 
-def _lengths(request: CapturedRequest, keys: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]] | None:
-    """The bag sizes of a request for so many keys, int32 [F, B]; None where they are wrong."""
+def _lengths(request: CapturedRequest, keys: Sequence[str]) -> dict[str, Lengths] | None:
+    """The bag sizes of a request by key, int32 [B] or [1]; None where they are wrong."""
     lengths = np.array(request.lengths, np.int32)
-    fits = keys and lengths.size % keys == 0 and (lengths >= 0).all() and int(lengths.sum()) == len(request.values)
-    return lengths.reshape(keys, -1) if fits else None
+    if not keys or (lengths < 0).any() or int(lengths.sum()) != len(request.values):
+        return None
+    try:
+        return lengths_by_key(request.tensors, keys)
+    except InvalidRequest:
+        return None

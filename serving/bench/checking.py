@@ -82,9 +82,13 @@ class Checker:
         if part is None or not any(each.name in outputs for each in part.outputs) or expected.is_unbounded:
             return
         pooled = dict(zip(expected.features, expected.answers, strict=True))
-        columns = [pooled[feature.name] for feature in manifest.features]
+        # What comes once has one row, which counts for all samples.
+        columns = [
+            np.broadcast_to(pooled[feature.name], (samples, table.dim))
+            for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
+        ]
         embeddings = np.concatenate(columns, axis=1).astype(_DTYPES[manifest.output_dtype])
-        dense = [tensors.dense[each.name] for each in part.inputs]
+        dense = [np.broadcast_to(tensors.dense[each.name], (samples, each.width)) for each in part.inputs]
         (scores,) = self._dense.score(embeddings, [dense], [samples])
         for each in part.outputs:
             if each.name in outputs:

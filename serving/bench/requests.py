@@ -8,8 +8,9 @@ import numpy as np
 
 from serving.client import ModelInfo
 from serving.client.exchange import infer_request
-from serving.errors import ConfigurationError
+from serving.errors import ConfigurationError, InvalidRequest
 from serving.request.captured import read_captured
+from serving.request.once import once_of, samples_of
 from serving.request.tensors import LOOKED_UP, Lengths, Tensors
 
 
@@ -33,7 +34,7 @@ def prepare(model: str, requests: Sequence[Tensors], info: ModelInfo) -> list[Pr
     prepared = []
     for tensors in requests:
         message = infer_request(model, tensors, info).SerializeToString()
-        prepared.append(Prepared(tensors, message, tensors.lengths.size // len(_names(tensors, info))))
+        prepared.append(Prepared(tensors, message, _samples(tensors, info)))
     return prepared
 
 
@@ -67,17 +68,27 @@ def _names(tensors: Tensors, info: ModelInfo) -> Sequence[str]:
     return list(info.keys) if tensors.features is None else tensors.features
 
 
+def _samples(tensors: Tensors, info: ModelInfo) -> int:
+    """The samples of a request.
+
+    Raises:
+        InvalidRequest: its lengths do not fit what it names.
+    """
+    names = _names(tensors, info)
+    return samples_of(tensors, names, once_of(names, [each.name for each in info.dense], tensors.once))
+
+
 def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:
     names = _names(tensors, info)
     known = info.keys.keys() if tensors.tables is None else info.tables.keys()
     lengths: Lengths = tensors.lengths  # type: ignore[assignment]
-    return (
-        bool(names)
-        and known >= set(names)
-        and not lengths.size % len(names)
-        and not (lengths < 0).any()
-        and int(lengths.sum(dtype=np.int64)) == tensors.values.size
-    )
+    if not names or not known >= set(names):
+        return False
+    try:
+        _samples(tensors, info)
+    except InvalidRequest:
+        return False
+    return not (lengths < 0).any() and int(lengths.sum(dtype=np.int64)) == tensors.values.size
 
 
 def _is_known(tensors: Tensors, info: ModelInfo) -> bool:

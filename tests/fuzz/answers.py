@@ -1,7 +1,7 @@
 """What bags of ids are answered with, in plain numpy. Shares no code with the server."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,12 +44,13 @@ class Feature:
 
 @dataclass(frozen=True)
 class Bags:
-    """What is looked up: by feature, the rows of its ids, [n], and its bag sizes, [B]."""
+    """What is looked up: by feature, the rows of its ids, [n], and its bag sizes, [B], or [1] if it comes `once`."""
 
     features: Mapping[str, Feature]
     rows: Mapping[str, npt.NDArray[np.int64]]
     lengths: Mapping[str, npt.NDArray[np.int32]]
     samples: int
+    once: Collection[str] = ()
 
     @property
     def sequence_bytes(self) -> int:
@@ -62,16 +63,29 @@ class Bags:
 
     def in_order(self, names: Sequence[str]) -> "Bags":
         """The same features in another order."""
-        return Bags({name: self.features[name] for name in names}, self.rows, self.lengths, self.samples)
+        return replace(self, features={name: self.features[name] for name in names})
 
 
-def bags_of(features: Mapping[str, Feature], values: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> Bags | None:
-    """The bags of features; None where the ids or lengths are not right."""
-    samples, left_over = divmod(lengths.size, len(features))
-    if left_over or (lengths < 0).any() or int(lengths.sum(dtype=object)) != values.size:
+def bags_of(
+    features: Mapping[str, Feature],
+    values: npt.NDArray[Any],
+    lengths: npt.NDArray[Any],
+    once: Collection[str] = (),
+    otherwise: int = 1,
+) -> Bags | None:
+    """The bags of features, some of which come once; None where the ids or lengths are not right. Where all come once,
+    there are `otherwise` samples.
+    """
+    once = [name for name in features if name in once]
+    if len(once) == len(features):
+        samples, left_over = otherwise, lengths.size - len(once)
+    else:
+        samples, left_over = divmod(lengths.size - len(once), len(features) - len(once))
+    if left_over or samples < 0 or (lengths < 0).any() or int(lengths.sum(dtype=object)) != values.size:
         return None
     position, rows = 0, {}
-    by_feature = dict(zip(features, lengths.reshape(len(features), samples), strict=True))
+    ends = np.cumsum([1 if name in once else samples for name in features])
+    by_feature = dict(zip(features, np.split(lengths, ends[:-1]), strict=True))
     for name, feature in features.items():
         count = int(by_feature[name].sum(dtype=np.int64))
         found = feature.rows(values[position : position + count])
@@ -79,26 +93,38 @@ def bags_of(features: Mapping[str, Feature], values: npt.NDArray[Any], lengths: 
         if found is None:
             return None
         rows[name] = found
-    return Bags(features, rows, by_feature, samples)
+    return Bags(features, rows, by_feature, samples, once)
 
 
 def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
-    """The outputs of a lookup that are wanted: `embeddings` [B, D] of the features that are pooled, and `sequences` [M]
-    of the others.
+    """The outputs of a lookup that are wanted: `embeddings` [B, D] of the features that are pooled, and `once` [1, D] of
+    those that come once, and `sequences` [M] of the others.
     """
-    pooled = [_pooled(bags, name) for name, each in bags.features.items() if not each.is_sequence]
+    sums = {name: _pooled(bags, name) for name, each in bags.features.items() if not each.is_sequence}
+    pooled = [found for name, found in sums.items() if name not in bags.once]
+    single = [found for name, found in sums.items() if name in bags.once]
     rows = [_numbers(each, bags.rows[name]).ravel() for name, each in bags.features.items() if each.is_sequence]
     answer = {}
     if pooled and "embeddings" in wanted:
         answer["embeddings"] = np.concatenate(pooled, axis=1)
+    if single and "once" in wanted:
+        answer["once"] = np.concatenate(single, axis=1)
     if rows and "sequences" in wanted:
         answer["sequences"] = np.concatenate(rows)
     return answer
 
 
+def embeddings_of(bags: Bags) -> Doubles:
+    """What scores are made of: all features, [B, D]. What comes once is repeated."""
+    width = {name: each.numbers.shape[1] for name, each in bags.features.items()}
+    return np.concatenate(
+        [np.broadcast_to(_pooled(bags, name), (bags.samples, width[name])) for name in bags.features], axis=1
+    )
+
+
 def _pooled(bags: Bags, name: str) -> Doubles:
     feature, position = bags.features[name], 0
-    found = np.zeros((bags.samples, feature.numbers.shape[1]))
+    found = np.zeros((len(bags.lengths[name]), feature.numbers.shape[1]))
     for sample, count in enumerate(bags.lengths[name].tolist()):
         rows = bags.rows[name][position : position + count]
         position += count

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from tritonclient.grpc import service_pb2 as pb
 
-from tests.fuzz.answers import Answer, Doubles, Feature, answer_lookup, bags_of
+from tests.fuzz.answers import Answer, Doubles, Feature, answer_lookup, bags_of, embeddings_of
 
 _IDS = {"values": ("INT64", np.int64), "lengths": ("INT32", np.int32)}
 # Dense numbers beyond this may leave the range of FP32 on their way.
@@ -58,7 +58,7 @@ class Model:
     @property
     def outputs(self) -> tuple[str, ...]:
         """The names of all of its outputs."""
-        return ("embeddings", "sequences", *(() if self.scores is None else self.scores.names))
+        return ("embeddings", "sequences", "once", *(() if self.scores is None else self.scores.names))
 
 
 @dataclass(frozen=True)
@@ -91,28 +91,37 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     if is_rows and "sequences" not in wanted:
         return REFUSE
     values, lengths, dense = arrays.pop("values"), arrays.pop("lengths"), arrays
-    bags = bags_of(asked, values, lengths)
+    once = _once(model, request, asked)
+    if once is None:
+        return REFUSE
+    rows = [len(each) for name, each in dense.items() if name not in once]
+    bags = bags_of(asked, values, lengths, once, rows[0] if rows else 1)
     if bags is None or values.size > model.most_ids or bags.samples > model.most_samples:
         return REFUSE
     if "sequences" in wanted and bags.sequence_bytes > model.most_sequence_bytes:
+        return REFUSE
+    comes_once = any(not each.is_sequence for name, each in asked.items() if name in once)
+    if comes_once and "embeddings" in wanted and "once" not in wanted:
         return REFUSE
     must = _is_plain(request, model)
     answer = dict(answer_lookup(bags, wanted))
     if model.scores is not None and wanted & {*model.scores.names} and not is_rows:
         if asked.keys() < model.features.keys() or dense.keys() < model.dense.keys():
             return REFUSE
-        if any(len(each) != bags.samples for each in dense.values()):
+        if any(len(each) != (1 if name in once else bags.samples) for name, each in dense.items()):
             return REFUSE
         bags = bags.in_order(list(model.features))
-        answer |= answer_lookup(bags, wanted & {"embeddings"})  # which are in the default order beside scores
-        embeddings = answer_lookup(bags, {"embeddings"})["embeddings"]
+        answer |= answer_lookup(bags, wanted & {"embeddings", "once"})  # which are in the default order beside scores
         with np.errstate(invalid="ignore"):  # bytes at random may be a NaN that signals
-            doubles = {name: each.astype(np.float64) for name, each in dense.items()}
-        scores = model.scores.of(embeddings, doubles)
+            doubles = {
+                name: np.broadcast_to(each.astype(np.float64), (bags.samples, each.shape[1]))
+                for name, each in dense.items()
+            }
+        scores = model.scores.of(embeddings_of(bags), doubles)
         answer |= {name: numbers for name, numbers in scores.items() if name in wanted}
         must &= not any((np.abs(each[np.isfinite(each)]) > _MODERATE).any() for each in dense.values())
     else:  # dense inputs that nobody needs: whether they are looked at is not said
-        must &= not dense or (not is_rows and all(len(each) == bags.samples for each in dense.values()))
+        must &= not dense or (not is_rows and not once and all(len(each) == bags.samples for each in dense.values()))
     return Verdict(answer, must=must)
 
 
@@ -155,6 +164,20 @@ def _asked(model: Model, request: Any) -> dict[str, Feature] | None:
     return {name: known[name] for name in asked}
 
 
+def _once(model: Model, request: Any, asked: Mapping[str, Feature]) -> Sequence[str] | None:
+    """What comes once; None where the parameter is not right."""
+    if "once" not in request.parameters:
+        return ()
+    parameter = request.parameters["once"]
+    if parameter.WhichOneof("parameter_choice") != "string_param":
+        return None
+    text = parameter.string_param.partition("\0")[0]  # as Triton reads it
+    once = text.split(",") if text else []
+    if once and "tables" in request.parameters:
+        return None
+    return once if len({*once}) == len(once) and {*once} <= {*asked, *model.dense} else None
+
+
 def _is_version(model: Model, text: str) -> bool:
     """Triton reads a number and lets what is around it be, as strtoll(3) does."""
     found = re.match(r"\s*\+?0*([0-9]+)", text)
@@ -170,7 +193,7 @@ def _is_plain(request: Any, model: Model) -> bool:
         return False
     if len(request.raw_input_contents) != len(request.inputs):
         return False
-    if [key for key in request.parameters if key not in ("features", "tables")]:
+    if [key for key in request.parameters if key not in ("features", "tables", "once")]:
         return False
     if any(each.parameters for each in request.inputs) or any(each.HasField("contents") for each in request.inputs):
         return False

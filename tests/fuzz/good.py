@@ -27,13 +27,18 @@ def good_request(model: Model, random: Random) -> "pb.ModelInferRequest":
         outputs = ["sequences"]
     elif what < 0.6 and model.scores is not None:
         request, samples = _asking(model, "features", random, every=True)
+        once = request.parameters["once"].string_param.split(",") if "once" in request.parameters else []
+        single = [name for name in model.dense if random.random() < 0.2 and len(once) < len(model.features)]
         for name in random.permutation(list(model.dense)).tolist():
-            add_input(request, name, "FP32", _dense(random, samples, model.dense[name]))
+            add_input(request, name, "FP32", _dense(random, 1 if name in single else samples, model.dense[name]))
+        if single:
+            request.parameters["once"].string_param = ",".join((*once, *single))
         scores = list(model.scores.names)
-        outputs = scores[: random.integers(1, len(scores) + 1)] + ["embeddings"] * int(random.integers(2))
+        outputs = scores[: random.integers(1, len(scores) + 1)] + ["embeddings", "once"] * int(random.integers(2))
     else:
         request, _ = _asking(model, "features", random)
         outputs = list(random.permutation(("embeddings", "sequences"))[: random.integers(1, 3)])
+        outputs += ["once"] if "embeddings" in outputs or random.random() < 0.5 else []
     # Without outputs, all are asked for. So a lookup of a model with scores has to name some.
     is_lookup = "tables" not in request.parameters and len(request.inputs) == 2
     if random.random() < 0.5 or (model.scores is not None and is_lookup):
@@ -51,11 +56,16 @@ def _asking(
     count = len(names) if every else random.integers(1, len(names) + 1)
     asked = [names[n] for n in random.permutation(len(names))[:count]] if random.random() < 0.8 else names
     samples = int(random.choice((0, 1, 2, 17)))
-    lengths = random.integers(0, 5, (len(asked), samples)).astype(np.int32)
+    once = [name for name in asked if parameter == "features" and random.random() < 0.5] * int(random.random() < 0.4)
+    if len(once) == len(asked):
+        samples = 1
+    lengths = [random.integers(0, 5, 1 if name in once else samples).astype(np.int32) for name in asked]
     ids = [random.choice(known[name].ids, bags.sum()) for name, bags in zip(asked, lengths, strict=True)]
     request = pb.ModelInferRequest(model_name=model.name)
     add_input(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
-    add_input(request, "lengths", "INT32", lengths.ravel())
+    add_input(request, "lengths", "INT32", np.concatenate(lengths))
+    if once:
+        request.parameters["once"].string_param = ",".join(once)
     if asked != list(model.features) or random.random() < 0.5:
         request.parameters[parameter].string_param = ",".join(asked)
     return request, samples

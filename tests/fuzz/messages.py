@@ -209,6 +209,17 @@ def _names(request: "pb.ModelInferRequest", model: Model, random: Random) -> Non
         parameter.bool_param = True
 
 
+def _once(request: "pb.ModelInferRequest", model: Model, random: Random) -> None:
+    """What comes once, and does not: some names, nobody's, and no names."""
+    known = [*model.features, *model.tables, *model.dense]
+    some = [known[n] for n in random.permutation(len(known))[: random.integers(1, 4)]]
+    parameter = request.parameters["once"]
+    if random.random() < 0.8:
+        parameter.string_param = str(pick(random, (*WORDS, _MARK, *[",".join(some)] * 20)))
+    else:
+        parameter.int64_param = 1
+
+
 def _parameters(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
     """What Triton gives a meaning to, with absurd values."""
     names = (
@@ -277,7 +288,7 @@ def _empty(request: "pb.ModelInferRequest", _: Model, random: Random) -> None:
 
 
 MUTATIONS: tuple[Callable[["pb.ModelInferRequest", Model, Random], None], ...] = (
-    *(_shape, _raw, _numbers, _numbers, _names, _parameters, _inputs, _dense_rows) * 3,
+    *(_shape, _raw, _numbers, _numbers, _names, _parameters, _inputs, _dense_rows, _once) * 3,
     *(_datatype, _typed, _outputs, _model, _id) * 2,
     _gigantic,
     _empty,

@@ -54,14 +54,23 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[M
 FAULTS = {
     "dense inputs of the wrong size are taken": (
         "m",
-        "kjt.accept_dense = lambda inputs, given, samples: "
+        "accept.accept_dense = lambda inputs, given, samples, once=(): "
         "[np.resize(given.get(each.name, np.ones(1, np.float32)), (samples, each.width)) for each in inputs]",
     ),
-    "dense inputs are those of a neighbour": ("m", "dense_part._joined = lambda each: np.concatenate(each[::-1])"),
+    "dense inputs are those of a neighbour": ("m", "dense_part.joined = lambda each: np.concatenate(each[::-1])"),
     "scores are answered in the order of the features asked for": (
         "m",
-        "reordered = kjt._reordered; kjt._reordered = lambda request, names, chosen, selection: "
+        "reordered = accept._reordered; accept._reordered = lambda request, names, chosen, selection: "
         "reordered(request, names, chosen if selection.reads is not None else np.sort(chosen), selection)",
+    ),
+    "what comes once counts for one sample": (
+        "m",
+        "dense_part.spread = lambda embeddings, request: embeddings[: request.samples]",
+    ),
+    "what comes once is answered as if it did not": (
+        "rows",
+        "batches_of = batches.batches_of; answering.batches_of = lambda schema, checked: "
+        "[replace(each, is_once=False) for each in batches_of(schema, checked)]",
     ),
     "rows are answered in the order of the tables": (
         "rows",
@@ -73,14 +82,15 @@ FAULTS = {
         "apply = kjt.apply_id_policies; "
         "kjt.apply_id_policies = lambda request: (replace(apply(request)[0], rowless=None), {})",
     ),
-    "sequences may be of any size": ("rows", "kjt.check_sequences = lambda request, limits: None"),
+    "sequences may be of any size": ("rows", "accept.check_sequences = lambda request, limits: None"),
 }
 FAULTY = """
 from dataclasses import replace
 import numpy as np
 from serving import dense_part
 from serving.backend import TritonPythonModel
-from serving.request import kjt, schema
+from serving.backend import answering
+from serving.request import accept, batches, kjt, schema
 """
 
 
