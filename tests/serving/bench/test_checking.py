@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
@@ -17,6 +18,7 @@ from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError
+from serving.request.captured import CapturedRequest, read_captured
 from serving.request.tensors import Tensors
 from tests.support.models import MIXED, collection
 from tests.support.ranker import ranker
@@ -89,6 +91,41 @@ def test_what_was_not_asked_for_must_not_come_and_what_was_must(tmp_path: Path) 
     assert "feature 'x': an answer is off by 1" in line
     assert "shapes" in checker.what_is_wrong(both, response(answer))[0]
     assert "shapes" in checker.what_is_wrong(request, response({"both": answer["both"]}))[0]
+
+
+def test_what_comes_once_is_checked(tmp_path: Path) -> None:
+    """As it is captured, and sent again."""
+    bundle = open_bundle(export_model(ranker(), tmp_path, "m", EXACT))
+    checker, engine, whole = Checker(bundle), Engine(bundle), asked(bundle)
+    keys = bundle.manifest.keys
+    lengths = dict(zip(keys, whole.tensors.lengths.reshape(len(keys), -1), strict=True))
+    values = dict(
+        zip(keys, np.split(whole.tensors.values, np.cumsum([e.sum() for e in lengths.values()])[:-1]), strict=True)
+    )
+    (key, *_), (name, *_) = keys, whole.tensors.dense
+    lengths[key], values[key] = lengths[key][:1], values[key][: lengths[key][0]]
+    sent = Tensors(
+        None,
+        np.concatenate([*values.values()]),
+        np.concatenate([*lengths.values()]),
+        outputs=[*whole.tensors.outputs, "embeddings", "once"],
+        dense={**whole.tensors.dense, name: whole.tensors.dense[name][:1]},
+        once=[key, name],
+    )
+    (tmp_path / "captured.jsonl").write_bytes(msgspec.json.encode(CapturedRequest.of(sent, "", "slow: 9 ms")))
+    (captured,) = read_captured(tmp_path / "captured.jsonl")
+    request = Prepared(captured.tensors, b"", 5)
+    answer = dict(engine.outputs(captured.tensors))
+    assert {output: len(each) for output, each in answer.items()} == {
+        "embeddings": 5,
+        "once": 1,
+        "like": 5,
+        "both": 5,
+    }
+    assert checker.what_is_wrong(request, response(answer)) == []
+    for output in ("once", "like"):
+        (line, *_) = checker.what_is_wrong(request, response(answer | {output: answer[output] + 1}))
+        assert "is off by 1" in line or "is off by 0.99" in line
 
 
 def test_scores_that_are_no_numbers_are_right_only_where_they_are_expected(tmp_path: Path) -> None:
