@@ -26,9 +26,9 @@ from serving.engine import Engine
 
 run = Engine.run
 
-def run_slowly(self, batch):
-    time.sleep(batch.values.size * {s_per_id})
-    return run(self, batch)
+def run_slowly(self, batches):
+    time.sleep(sum(batch.values.size for batch in batches) * {s_per_id})
+    return run(self, batches)
 
 Engine.run = run_slowly
 """

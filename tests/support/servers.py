@@ -96,11 +96,11 @@ from serving.engine import Engine
 
 run, gate = Engine.run, Path({gate!r})
 
-def run_when_open(self, batch):
+def run_when_open(self, batches):
     while gate.exists():
         Path({entered!r}).touch()
         time.sleep(0.01)
-    return run(self, batch)
+    return run(self, batches)
 
 Engine.run = run_when_open
 """

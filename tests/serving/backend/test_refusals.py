@@ -108,10 +108,10 @@ def broken_decode(request):
         raise ValueError("secret of decoding")
     return tensors
 
-def broken_run(self, batch):
-    if 14 in batch.values:
+def broken_run(self, batches):
+    if any(14 in batch.values for batch in batches):
         raise ValueError("secret of looking up")
-    return run(self, batch)
+    return run(self, batches)
 
 backend._decode, engine.Engine.run = broken_decode, broken_run
 """

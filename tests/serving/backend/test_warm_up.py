@@ -21,10 +21,11 @@ from serving.engine import Engine
 
 run = Engine.run
 
-def record(self, batch):
+def record(self, batches):
     with Path({record!r}).open("a") as file:
-        print(*batch.values.tolist(), file=file)
-    return run(self, batch)
+        for batch in batches:
+            print(*batch.values.tolist(), file=file)
+    return run(self, batches)
 
 Engine.run = record
 """

@@ -167,10 +167,10 @@ from serving.engine import Engine
 
 run = Engine.run
 
-def run_or_hang(self, batch):
+def run_or_hang(self, batches):
     while Path({loop!r}).exists():
         pass
-    return run(self, batch)
+    return run(self, batches)
 
 Engine.run = run_or_hang
 """
