@@ -23,8 +23,8 @@ from tests.support.models import Spec, collection
 from tests.support.scored import EXACT, QUERY, own_scores, random_request, trained
 
 ITEM = (Spec("item", 300, 8, "SUM", ("item_id",)), Spec("seen", 300, 12, "MEAN", ("recent", "item_id")))
-# TorchRec's names of the answers: in `item` two tables read item_id. None is left out: FBGEMM's backward then gives the
-# gradient of its columns whatever was in memory.
+# TorchRec's names of the answers: in `item` two tables read item_id. None is left out: rows whose
+# columns no group had were not numbers after training.
 GROUPS = [["words", "user_id"], ["item_id@item", "item_id@item"], ["country", "item_id@seen", "recent"]]
 QUERY_GROUPS = [["words"], ["country", "user_id"]]
 
