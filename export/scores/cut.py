@@ -13,6 +13,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from export.errors import ModelError
 from export.scores.outputs import not_tensors, tensors_of
 from export.scores.trace import WAY_OUT, traced
+from export.trained.inner import inner_of
 from export.trained.lines import line_of
 from export.trained.modules import selects
 from serving.bundle.scores import wrong_names
@@ -68,6 +69,7 @@ def cut(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> Cut:
     with graph.inserting_before(next(iter(graph.nodes))):
         given = graph.placeholder(EMBEDDINGS)
         embeddings = graph.call_method("float", (given,))
+    _expect_one_argument_for_each_key(entry, module, collections)
     ids = _replace_calls(module, collections, embeddings)
     _erase_selections(graph, ids)
     for node in placeholders:
@@ -137,6 +139,25 @@ def _erase_selections(graph: fx.Graph, ids: Sequence[str]) -> None:
     for node in reversed(graph.nodes):
         if node in chosen and node.op != "placeholder" and not node.users:
             graph.erase_node(node)
+
+
+def _expect_one_argument_for_each_key(
+    entry: nn.Module, module: fx.GraphModule, collections: Mapping[nn.Module, Columns]
+) -> None:
+    """Refuse a model that looks a key up from several arguments: a request has one bag of it for each sample."""
+    argument: dict[str, str] = {}
+    for node in module.graph.nodes:
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if called is None or called not in collections:
+            continue
+        for config in inner_of(called)[1].embedding_bag_configs():
+            for key in config.feature_names:
+                root = str(_root(node).target)
+                if argument.setdefault(key, root) != root:
+                    raise ModelError(
+                        f"{type(entry).__name__}: looks key {key!r} up from the arguments {argument[key]!r} and "
+                        f"{root!r}, a request has it once{line_of(node)}: give each argument keys of its own"
+                    )
 
 
 def _replace_calls(

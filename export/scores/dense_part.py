@@ -102,6 +102,11 @@ def dense_part(
         path, entry, checkpoint = "", own, None
         found = around(own, _spans(manifest), widths)
     inputs = inputs_of(found, widths)
+    if keys := [each.name for each in inputs if each.name in manifest.keys]:
+        raise ModelError(
+            f"{type(entry).__name__}: dense input {keys[0]!r}: expected a name that no key has: rename it in the "
+            "forward"
+        )
     request = make_probe(manifest, known)
     samples = request.lengths.size // len(manifest.keys)
     dense = make_dense(inputs, samples)

@@ -91,6 +91,7 @@ def measured(directory: Path, scored: Scored, requests: Sequence[LabelledRequest
     engine = Engine.open(directory)
     part = engine.bundle.manifest.dense_part
     assert part is not None  # noqa: S101  it was made of `scored`
+    _check_names(requests, [each.name for each in part.outputs])
     outputs = {each.name: each for each in part.outputs if _is_measured(each, requests)}
     if not outputs:
         raise ConfigurationError(
@@ -147,6 +148,28 @@ def _is_measured(output: ScoreOutput, requests: Sequence[LabelledRequest]) -> bo
     return has_labels and int(np.prod(output.shape)) == 1
 
 
+def _check_names(requests: Sequence[LabelledRequest], outputs: Sequence[str]) -> None:
+    """Refuse labels for outputs that are unknown, or not those of the first line: an AUC is one of all samples.
+
+    Raises:
+        ConfigurationError: naming the line.
+    """
+    first = _labelled_outputs(requests[0], outputs)
+    for request in requests:
+        named = _labelled_outputs(request, outputs)
+        if unknown := [name for name in named if name not in outputs]:
+            one_of = ", ".join(map(repr, outputs))
+            raise ConfigurationError(f"{request.where}: label {unknown[0]!r}: expected one of the outputs {one_of}")
+        if set(named) != set(first):
+            expected = ", ".join(map(repr, first))
+            raise ConfigurationError(f"{request.where}: label: expected labels for {expected}, as the first line has")
+
+
+def _labelled_outputs(request: LabelledRequest, outputs: Sequence[str]) -> Sequence[str]:
+    """The outputs that a line has labels for; a list is for all."""
+    return [*request.label] if isinstance(request.label, Mapping) else outputs
+
+
 def _served(engine: Engine, request: LabelledRequest) -> Mapping[str, npt.NDArray[Any]]:
     try:
         return engine.score(request.features, request.dense)
@@ -173,7 +196,10 @@ def _measured(name: str, labels: Labels, served: npt.NDArray[Any], trained: Sequ
     own = np.concatenate(trained) if trained else None
     for scores in (served, own):
         if scores is not None and np.isnan(scores).any():
-            raise ModelError(f"output {name!r}: a labelled sample's score is not a number")
+            raise ModelError(
+                f"labelled (--labelled): output {name!r}: a sample's score is not a number: give labels by output, "
+                "without it"
+            )
     return LabelledAuc(len(labels), auc_of(served, labels), None if own is None else auc_of(own, labels))
 
 

@@ -70,6 +70,7 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
     """
     once = _names(once)
     if isinstance(features, Kjt) and not isinstance(features, Mapping):
+        _expect_as_in_requests(features, once)
         return replace(_of_kjt(features, weighted), once=once)
     if not isinstance(features, Mapping):
         raise InvalidRequest(
@@ -79,8 +80,7 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
         raise InvalidRequest("features: expected at least one, got none")
     columns = {name: _column(name, bags) for name, bags in features.items()}
     samples = {name: len(lengths) for name, (_, lengths, _) in columns.items()}
-    _expect_one_bag({name: samples[name] for name in once if name in samples})
-    _expect_one_number_of_samples(features, {name: count for name, count in samples.items() if name not in once})
+    _expect_samples(samples, once, {name for name, bags in features.items() if _is_flat(bags)})
     weights = [
         np.ones(values.size, np.float32) if column_weights is None else column_weights
         for name, (values, _, column_weights) in columns.items()
@@ -161,27 +161,36 @@ def _names(once: Any) -> tuple[str, ...]:
     return tuple(once)
 
 
-def _expect_one_bag(samples: Mapping[str, int]) -> None:
-    for name, found in samples.items():
-        if found != 1:
-            raise InvalidRequest(f"feature {name!r}: expected one bag, because it comes once, got {found}")
+def _expect_as_in_requests(kjt: Any, once: Collection[str]) -> None:
+    """Refuse a KeyedJaggedTensor whose keys have other numbers of bags than those of a request, as far as it says."""
+    if hasattr(kjt, "stride_per_key"):
+        _expect_samples(dict(zip(kjt.keys(), kjt.stride_per_key(), strict=True)), once)
+    if hasattr(kjt, "inverse_indices_or_none") and kjt.inverse_indices_or_none() is not None:
+        raise InvalidRequest("features: expected a KeyedJaggedTensor without inverse indices: name keys in `once`")
 
 
-def _expect_one_number_of_samples(features: Mapping[str, Any], samples: Mapping[str, int]) -> None:
-    if not samples:
-        return
-    (first, expected), *others = samples.items()
-    for name, found in others:
-        if found != expected:
-            flat = next((repr(each) for each in (name, first) if _is_flat(features[each])), None)
-            hint = (
-                f": {flat} is a list of ids, one for each sample; a sample with several is [[id, …]]" if flat else ""
-            )
-            if not hint and 1 in (found, expected):
-                hint = ": what comes once and counts for all samples is named in `once`"
-            raise InvalidRequest(
-                f"feature {name!r}: expected as many samples as {first!r} has, {expected}, got {found}{hint}"
-            )
+def _expect_samples(samples: Mapping[str, int], once: Collection[str], flat: Collection[str] = ()) -> None:
+    """Refuse features with other numbers of samples than the first, or than one for what comes once.
+
+    Args:
+        samples: of each feature.
+        once: those that come once.
+        flat: those that were given as a list of ids.
+    """
+    for name in once:
+        if samples.get(name, 1) != 1:
+            raise InvalidRequest(f"feature {name!r}: expected one bag, because it comes once, got {samples[name]}")
+    many = [name for name in samples if name not in once]
+    for name in many:
+        first, found, expected = many[0], samples[name], samples[many[0]]
+        if found == expected:
+            continue
+        hint = ": what comes once and counts for all samples is named in `once`" if 1 in (found, expected) else ""
+        if one := next((each for each in (name, first) if each in flat), None):
+            hint = f": {one!r} is a list of ids, one for each sample; a sample with several is [[id, …]]"
+        raise InvalidRequest(
+            f"feature {name!r}: expected as many samples as {first!r} has, {expected}, got {found}{hint}"
+        )
 
 
 def _sends_weights(name: str, given: bool, weighted: Collection[str]) -> bool:

@@ -1,7 +1,8 @@
 """Find models that hang: that are alive, but paused or in an endless loop.
 
-A canary is a lookup without samples. A model hangs if it answers neither the canary nor anybody else, and reads
-nothing from the disk. A model that is only busy goes on answering others, or reading its tables, meanwhile.
+A canary is a lookup without samples. It asks for no scores, since these need dense inputs. A model hangs if it
+answers neither the canary nor anybody else, and reads nothing from the disk. A model that is only busy goes on
+answering others, or reading its tables, meanwhile.
 """
 
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 from serving.errors import ServingError
 from serving.model.settings import ServingSettings, parsed
 from serving.ranks.settings import hosts_of
+from serving.request.tensors import LOOKED_UP
 from serving.triton.control import Control
 
 # A model that answered nobody for PERIOD_S is asked. It hangs if it answers nobody for _PATIENCE_S more. A router has
@@ -29,13 +31,17 @@ class Canary:
 
     Attributes:
         overdue_s: the model hangs if it answered nobody for so long, in seconds.
+        request: what is sent, in JSON.
     """
 
     def __init__(self, model: str, version: int, config: Any) -> None:
         self._model = model
         self._version = version
         self.overdue_s = PERIOD_S + _PATIENCE_S + 2 * _shard_timeout_s(config)
-        self._request = {"inputs": [_empty(each) for each in config["input"]]}
+        self.request = {
+            "inputs": [_empty(each) for each in config["input"] if not each.get("optional")],
+            "outputs": [{"name": each["name"]} for each in config["output"] if each["name"] in LOOKED_UP],
+        }
         self._progress: object = None
         self._since = time.monotonic()
         self._thread: threading.Thread | None = None
@@ -59,7 +65,7 @@ class Canary:
     def _ask(self, control: Control) -> None:
         """Send a canary. Its answer shows in the server's counts."""
         with suppress(ServingError):
-            control.infer(self._model, self._version, self._request)
+            control.infer(self._model, self._version, self.request)
 
 
 def _empty(tensor: Any) -> dict[str, Any]:

@@ -240,6 +240,50 @@ def test_what_clients_cannot_send_is_refused(once: Any, features: Any, why: str,
         engine.lookup(features, once=once)
 
 
+def kjt(strides: Sequence[int], **others: Any) -> KeyedJaggedTensor:
+    """user_id and genres, one id in each bag."""
+    bags = sum(strides)
+    return KeyedJaggedTensor(
+        ["user_id", "genres"],
+        torch.arange(bags),
+        lengths=torch.ones(bags, dtype=torch.int32),
+        stride_per_key_per_rank=[[each] for each in strides],
+        **others,
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "once", "why"),
+    [
+        (kjt([2, 2]), ["user_id"], "feature 'user_id': expected one bag, because it comes once, got 2"),
+        (kjt([1, 3]), ["genres"], "feature 'genres': expected one bag, because it comes once, got 3"),
+        (
+            kjt([1, 3]),
+            [],
+            "feature 'genres': expected as many samples as 'user_id' has, 1, got 3: .* named in `once`",
+        ),
+        (
+            kjt([2, 2], inverse_indices=(["user_id", "genres"], torch.tensor([[0, 1, 1], [0, 0, 1]]))),
+            [],
+            "without inverse indices: name keys in `once`",
+        ),
+    ],
+    ids=["too_many", "the_other", "not_named", "inverse"],
+)
+def test_a_kjt_whose_keys_have_other_batch_sizes_is_refused(given: Any, once: Any, why: str, mixed: Path) -> None:
+    """Else bags would be those of another key."""
+    with pytest.raises(InvalidRequest, match=why):
+        Engine.open(mixed).lookup(given, once=once)
+
+
+def test_a_kjt_with_a_batch_size_for_each_key_is_answered(mixed: Path) -> None:
+    engine = Engine.open(mixed)
+    answer = engine.lookup(kjt([1, 3]), once=["user_id"])
+    expected = engine.lookup({"user_id": [[0]] * 3, "genres": [[1], [2], [3]]})
+    np.testing.assert_array_equal(answer["user_id"], expected["user_id"][:1])
+    np.testing.assert_array_equal(answer["genres"], expected["genres"])
+
+
 # --- Scores
 
 

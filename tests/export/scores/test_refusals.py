@@ -14,11 +14,12 @@ from torchrec import KeyedJaggedTensor
 from torchrec.models.dlrm import DLRMTrain
 
 from export import ExportConfig, export_model
-from export.errors import ExportError
+from export.errors import ExportError, ModelError
 from serving.bundle.opening import open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.errors import ConfigurationError
-from tests.support.scored import EXACT, dlrm, even
+from tests.support.models import collection
+from tests.support.scored import EVEN, EXACT, dlrm, even
 
 
 class _Model(nn.Module):
@@ -171,3 +172,51 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], why: str
 def test_widths_of_other_inputs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"'prices': expected one of 'dense_features'"):
         export_model(dlrm(), tmp_path, "m", replace(EXACT, dense_widths={"prices": 13}))
+
+
+class Siamese(nn.Module):
+    """The same key from two arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = collection(EVEN)
+
+    def forward(self, positive: KeyedJaggedTensor, negative: KeyedJaggedTensor) -> Tensor:
+        margin: Tensor = self.bags(positive)["f0"] - self.bags(negative)["f1"]
+        return margin
+
+
+class TwoSides(Siamese):
+    """Two collections, one key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = collection(EVEN[:1])
+
+    def forward(self, positive: KeyedJaggedTensor, negative: KeyedJaggedTensor) -> Tensor:
+        product: Tensor = self.bags(positive)["f1"] * self.other(negative)["f0"]
+        return product
+
+
+class NamedAsKey(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.over = collection(EVEN), nn.Linear(3, 16)
+
+    def forward(self, ids: KeyedJaggedTensor, f1: Tensor) -> Tensor:
+        product: Tensor = self.bags(ids)["f0"] * self.over(f1)
+        return product
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Siamese, "Siamese: looks key 'f0' up from the arguments 'positive' and 'negative', a request has it once at "),
+        (TwoSides, "TwoSides: looks key 'f0' up from the arguments 'positive' and 'negative', a request has it once at "),
+        (NamedAsKey, "NamedAsKey: dense input 'f1': expected a name that no key has: rename it in the forward"),
+    ],
+)  # fmt: skip
+def test_what_a_request_cannot_tell_apart_is_refused(model: type[nn.Module], why: str, tmp_path: Path) -> None:
+    """Their scores would be those of one bag, whatever the caller meant."""
+    with pytest.raises(ModelError, match=why):
+        export_model(model(), tmp_path, "m", EXACT)
