@@ -181,7 +181,8 @@ class Answerer:
             return
         if self._recorder is not None and self._recorder.is_slow(times[-1] - started):
             for position in group:
-                self._record(handover, position, f"slow: {1e3 * (times[-1] - started):.1f} ms")
+                if handover.accepted[position].samples:  # one without is a canary
+                    self._record(handover, position, f"slow: {1e3 * (times[-1] - started):.1f} ms")
 
     def _apply_id_policies(self, handover: "_Handover", position: int) -> bool:
         """Do what the tables' id policies say to one request. False if it was refused."""

@@ -13,10 +13,12 @@ from export import ExportConfig, export_model
 from serving.backend.recorder import Recorder
 from serving.client import LookupClient
 from serving.errors import InvalidRequest
+from serving.model.config_file import as_json, read_config
 from serving.model.settings import ServingSettings
 from serving.request.captured import read_captured
 from serving.request.tensors import Tensors
 from serving.server import run_server
+from serving.server.canary import Canary
 from tests.support.models import exported
 from tests.support.ranker import ranker
 from tests.support.servers import FREE, metric
@@ -60,6 +62,16 @@ def test_refused_requests_are_kept_without_weights_and_with_their_trace(tmp_path
     }  # fmt: skip
     assert "0.25" not in (tmp_path / "m.jsonl").read_text()
     assert (tmp_path / "m.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_a_canary_is_not_captured(tmp_path: Path) -> None:
+    exported(tmp_path, capture=str(tmp_path), capture_slow_ms=0.000001)
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
+        server.control(30).infer("m", 1, Canary("m", 1, as_json(read_config(tmp_path / "r" / "m"))).request)
+        with LookupClient(server.grpc, "m", 30) as client:
+            client.lookup({"x": [[7]]})
+        (line,) = lines(tmp_path / "m.jsonl", 1)
+    assert line["values"] == [7]
 
 
 def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
