@@ -19,7 +19,7 @@ from export.trained.checkpoint import Checkpoint
 from export.trained.generated import GeneratedTable, generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.client import ModelInfo
-from serving.client.exchange import infer_request
+from serving.client.message import infer_request
 from serving.request.tensors import Tensors
 
 Ids = npt.NDArray[np.int64]

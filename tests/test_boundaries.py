@@ -43,6 +43,7 @@ FEW_IMPORT = {
         "serving.bench.checking",
         "serving.client.clients",
         "serving.client.exchange",
+        "serving.client.message",
         "serving.client.model_config",
         "serving.client.serves",
         "serving.model.config_file",

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from serving.client import ModelInfo
-from serving.client.exchange import infer_request
+from serving.client.message import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.request.captured import read_captured
 from serving.request.once import once_of, samples_of
