@@ -63,7 +63,7 @@ def run(_: Workload, folder: Path) -> list[Result]:
     asked = [request(seed, engines["dcn"].bundle.manifest.keys) for seed in range(REQUESTS)]
     for engine in engines.values():
         for each in asked:
-            once, repeated = (engine.scores(tensors)["scores"] for tensors in each)
+            once, repeated = (engine.outputs(tensors)["scores"] for tensors in each)
             np.testing.assert_allclose(once, repeated, rtol=1e-5, atol=1e-5)
     with (
         run_server(folder / "repository", Ports(grpc=0, http=0, metrics=0)) as server,
@@ -131,7 +131,7 @@ def _candidates(client: Any, engines: Mapping[str, Engine], asked: Sequence[Aske
                 return client.infer(model_, [*next(inputs), dense], outputs=scores, parameters=parameters)
 
             def score_here(engine: Engine = engine, tensors: Any = tensors) -> Any:
-                return engine.scores(next(tensors))
+                return engine.outputs(next(tensors))
 
             candidates |= {f"scores_{model_}_{name}": score, f"scores_{model_}_inprocess_{name}": score_here}
     return candidates

@@ -76,7 +76,7 @@ def _in_process(workload: ScoresWorkload, engine: Engine, rows: Path) -> Iterato
         saved = dict(np.load(rows / f"requests_{samples}.npz"))
         ours, theirs = cycle(workload.tensors(samples)), cycle(zip(saved["ids"], saved["dense"], strict=True))
         candidates: dict[str, Callable[[], Any]] = {
-            "ours": lambda ours=ours: engine.scores(next(ours)),  # type: ignore[misc]
+            "ours": lambda ours=ours: engine.outputs(next(ours)),  # type: ignore[misc]
             "peers": lambda theirs=theirs: peer(*next(theirs)),  # type: ignore[misc]
         }
         found = {name: p50(seconds) for name, seconds in interleave(candidates, times).items()}

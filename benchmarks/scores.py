@@ -91,7 +91,7 @@ def _candidates(
 def score(engine: Engine, request: Arrays, dense: Any) -> Any:
     """What the backend does for one request, without Triton."""
     tensors = Tensors(None, request.values, request.lengths, outputs=("scores",), dense={DENSE: dense})
-    return engine.scores(tensors)["scores"]
+    return engine.outputs(tensors)["scores"]
 
 
 def _input(numbers: Any) -> Any:

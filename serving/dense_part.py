@@ -53,7 +53,7 @@ class DenseProgram:
             embeddings: what the ranks say to the batch, float32 or float16 [B, D]. What comes once is spread in it.
 
         Returns:
-            By the position of the request in the batch: its outputs by name, float32 [B_r, …].
+            By the position of the request in the batch: the outputs that it asks for by name, float32 [B_r, …].
         """
         asking = [number for number, request in enumerate(batch.requests) if request.dense is not None]
         if not asking:
@@ -64,7 +64,11 @@ class DenseProgram:
             parts = [embeddings[first[number] : first[number + 1]] for number in asking]
             embeddings = joined([spread(part, each) for part, each in zip(parts, requests, strict=True)])
         dense = [request.dense for request in requests if request.dense is not None]
-        return dict(zip(asking, self.score(embeddings, dense, [each.samples for each in requests]), strict=True))
+        scores = self.score(embeddings, dense, [each.samples for each in requests])
+        return {
+            number: {name: numbers for name, numbers in found.items() if name in request.outputs}
+            for number, request, found in zip(asking, requests, scores, strict=True)
+        }
 
     def score(self, embeddings: Embeddings, dense: Sequence[Dense], samples: Sequence[int]) -> list[Outputs]:
         """The scores of R requests, together unless the dense part mixes samples.

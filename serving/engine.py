@@ -76,9 +76,9 @@ class _Engine:
             checked = kjt.check([request])
         return checked
 
-    def score_batch(self, batch: Batch, embeddings: Embeddings) -> dict[int, Outputs]:
-        """The scores of those requests of a batch that ask for some; see `DenseProgram.score_batch`."""
-        return {} if self._dense is None else self._dense.score_batch(batch, embeddings)
+    def score_batch(self, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[int, Outputs]:
+        """The scores of those requests that ask for some, made of the first batch; see `DenseProgram.score_batch`."""
+        return self._dense.score_batch(batches[0], answers[0]) if self._dense is not None and batches else {}
 
     def _for_scores(self, features: Features, dense: DenseFeatures, once: Collection[str]) -> Tensors:
         part = self.bundle.manifest.dense_part
@@ -86,6 +86,11 @@ class _Engine:
             raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
         names = [each.name for each in part.outputs]
         return replace(self._encoded(features, once), outputs=names, dense=encode_dense(dense))
+
+    def _outputs(self, checked: Checked, batches: Sequence[Batch], answered: Sequence[Answered]) -> Outputs:
+        """The outputs of one request."""
+        answers = _only(answered)
+        return {**outputs_of(checked, batches, answers)[0], **self.score_batch(batches, answers).get(0, {})}
 
     def _by_feature(
         self, tensors: Tensors, checked: Checked, batches: Sequence[Batch], answered: Sequence[Answered]
@@ -205,12 +210,7 @@ class Engine(_Engine, Closing):
             InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
             HostUnavailable: as `lookup`.
         """
-        return self.scores(self._for_scores(features, dense, once))
-
-    def scores(self, tensors: Tensors) -> Outputs:
-        """Answer one request for scores; returns and raises as `score`."""
-        batch = kjt.merge(self.schema, self._checked(tensors))
-        return self.score_batch(batch, _only(self.run([batch]))[0])[0]
+        return self.outputs(self._for_scores(features, dense, once))
 
     def answer(self, tensors: Tensors) -> Embeddings:
         """Answer one request for features that are pooled.
@@ -234,10 +234,7 @@ class Engine(_Engine, Closing):
         """
         checked = self._checked(tensors)
         batches = batches_of(self.schema, checked)
-        answers = _only(self.run(batches))
-        scores = self.score_batch(batches[0], answers[0]).get(0, {}) if batches else {}
-        asked = {name: numbers for name, numbers in scores.items() if name in tensors.outputs}
-        return {**outputs_of(checked, batches, answers)[0], **asked}
+        return self._outputs(checked, batches, self.run(batches))
 
     def run(self, batches: Sequence[Batch]) -> list[Answered]:
         """Look batches up: one TBE call for each, and each rank."""
@@ -262,8 +259,9 @@ class AsyncEngine(_Engine, AsyncClosing):
         self, features: Features, dense: DenseFeatures = NO_DENSE, *, once: Collection[str] = ()
     ) -> Outputs:
         """As `Engine.score`."""
-        batch = kjt.merge(self.schema, self._checked(self._for_scores(features, dense, once)))
-        return self.score_batch(batch, _only(await self.ranks.answer_async([batch]))[0])[0]
+        checked = self._checked(self._for_scores(features, dense, once))
+        batches = batches_of(self.schema, checked)
+        return self._outputs(checked, batches, await self.ranks.answer_async(batches))
 
     async def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
         """As `Engine.rows`."""

@@ -163,16 +163,14 @@ class Answerer:
             answered = self._engine.run(batches)
             times.append(perf_counter())
             found = [each.embeddings for each in answered]
-            scores = self._engine.score_batch(batches[0], found[0]) if batches else {}
+            scores = self._engine.score_batch(batches, found)
             times.append(perf_counter())
             outputs = outputs_of(checked, batches, found)
             if any(map(_overflows, found)):
                 self._metrics.count_overflows(sum(any(map(_overflows, each.values())) for each in outputs))
             failed = failed_of(answered)
             for index, (position, each) in enumerate(zip(group, outputs, strict=True)):
-                asked = handover.tensors[position].outputs
-                scored = {name: numbers for name, numbers in scores.get(index, {}).items() if name in asked}
-                handover.outcomes[position] = failed.get(index, {**each, **scored})
+                handover.outcomes[position] = failed.get(index, {**each, **scores.get(index, {})})
             self._metrics.count_lost(len(failed), zeroed_of(answered))
             times.append(perf_counter())
             self._metrics.count_call(checked, times)

@@ -58,7 +58,7 @@ def test_everyone_is_asked_for_the_same_scores_and_answers_them(
         asked = [{name: saved[name][number] for name in ("ids", "dense")} for number in range(len(tensors))]
         for request, each, answer in zip(asked, tensors, expected, strict=True):
             np.testing.assert_allclose(peer(**request), answer, atol=0.02)
-            np.testing.assert_allclose(engine.scores(each)["scores"], answer, atol=0.02)
+            np.testing.assert_allclose(engine.outputs(each)["scores"], answer, atol=0.02)
         for joined, answer in zip(peer.together(asked), expected, strict=True):
             np.testing.assert_allclose(joined, answer, atol=0.02)
     # What would pass if nobody looked at the ids, or at the dense inputs.

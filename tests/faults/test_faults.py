@@ -5,14 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import clients, files, memory, servers
+from tests.faults import clients, files, memory, servers, whole
+from tests.faults.tools import Asked, published
 from tests.support.growth import keeps_growing
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
+BOTH = pytest.mark.parametrize("asked", [published, whole.published], ids=["lookups", "scores"])
 
 
-def test_clients_find_a_server_that_was_killed_and_started_again(tmp_path: Path) -> None:
-    seen = servers.restarted(tmp_path, times=1)
+@BOTH
+def test_clients_find_a_server_that_was_killed_and_started_again(
+    asked: Callable[[Path], Asked], tmp_path: Path
+) -> None:
+    seen = servers.restarted(tmp_path, times=1, asked=asked)
     print(seen.line())
     assert seen.wrong == 0
     assert seen.answers >= 8
@@ -20,8 +25,11 @@ def test_clients_find_a_server_that_was_killed_and_started_again(tmp_path: Path)
     assert seen.left == 0
 
 
-def test_clients_are_answered_again_when_a_model_s_process_was_killed(tmp_path: Path) -> None:
-    seen = servers.stub_killed(tmp_path, times=1)
+@BOTH
+def test_clients_are_answered_again_when_a_model_s_process_was_killed(
+    asked: Callable[[Path], Asked], tmp_path: Path
+) -> None:
+    seen = servers.stub_killed(tmp_path, times=1, asked=asked)
     print(seen.line())
     assert seen.wrong == 0
     assert seen.answers >= 8

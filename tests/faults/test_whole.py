@@ -4,26 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import memory, servers, whole
+from tests.faults import memory, whole
 from tests.support.growth import keeps_growing
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
-
-
-def test_clients_are_scored_again_when_a_model_s_process_was_killed(tmp_path: Path) -> None:
-    seen = servers.stub_killed(tmp_path, times=1, asked=whole.published)
-    print(seen.line())
-    assert seen.wrong == 0
-    assert seen.answers >= 8
-
-
-def test_clients_are_scored_by_a_server_that_was_killed_and_started_again(tmp_path: Path) -> None:
-    seen = servers.restarted(tmp_path, times=1, asked=whole.published)
-    print(seen.line())
-    assert seen.wrong == 0
-    assert seen.answers >= 8
-    assert seen.errors <= {"ServerUnavailable", "DeadlineExceeded"}
-    assert seen.left == 0
 
 
 def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_before_goes_on(tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ from serving.engine import Engine
 
 score = Engine.score_batch
 
-def slowly(self, batch, embeddings):
+def slowly(self, batches, answers):
     time.sleep(0.05)
-    return score(self, batch, embeddings)
+    return score(self, batches, answers)
 
 Engine.score_batch = slowly
 """

@@ -30,7 +30,7 @@ from tests.support.models import MIXED, MIXED_CONFIG, Bags, collection, flat, ra
 from tests.support.positioned import LONGEST, positioned
 from tests.support.positioned import SPECS as POSITIONED
 from tests.support.quick_reload import quick_reload
-from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
+from tests.support.scored import EXACT, ON_HOSTS, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
 from tests.support.sequences import POOLED, ROWS, Mixed, kjt_of
 from tests.support.servers import FREE, at_once, tbe_serve
 
@@ -485,10 +485,8 @@ def test_a_model_of_an_earlier_export_is_not_asked(tmp_path: Path) -> None:
 def test_through_a_router(tmp_path: Path) -> None:
     """Bit for bit what one request for each pair gets; a host that is lost is named where a row of it is needed."""
     module = trained(two_tower())
-    types = {"user": "row_wise", "word": "table_wise", "item": "column_wise", "seen": "data_parallel"}
-    config = replace(EXACT, sharding=Sharding(ranks=3, ranks_per_host=1, types=types, min_partition={"item": 4}))
     with quick_reload():
-        router = export_hosts(tmp_path, module, config)
+        router = export_hosts(tmp_path, module, ON_HOSTS)
     bags, dense, once, expected = pairs(module, 0, 9)
     whole = repeated(bags, once, 9)
 

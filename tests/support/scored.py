@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 
-from export import ExportConfig, WeightDtype
+from export import ExportConfig, Sharding, WeightDtype
 from tests.support.models import Bags, Spec, collection, flat
 from tests.support.positioned import LONGEST, positioned
 
@@ -68,6 +69,18 @@ class Centred(nn.Module):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         logits: Tensor = self.over(self.bags(ids).values())
         return logits - logits.mean(dim=0)
+
+
+# The two towers' tables, cut over two hosts and a router.
+ON_HOSTS = replace(
+    EXACT,
+    sharding=Sharding(
+        ranks=3,
+        ranks_per_host=1,
+        types={"user": "row_wise", "word": "table_wise", "item": "column_wise", "seen": "data_parallel"},
+        min_partition={"item": 4},
+    ),
+)
 
 
 def even() -> EmbeddingBagCollection:

@@ -57,8 +57,8 @@ from serving.engine import Engine
 
 score = Engine.score_batch
 
-def record(self, batch, embeddings):
-    found = score(self, batch, embeddings)
+def record(self, batches, answers):
+    found = score(self, batches, answers)
     with Path({record!r}).open("a") as file:
         print(*(list(each) for each in found.values()), file=file)
     return found
@@ -71,7 +71,7 @@ def test_captured_requests_for_scores_are_scored_before_a_model_is_ready(tmp_pat
     bundle = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True))
     replace_model_py(bundle, RECORD_SCORES.format(record=str(tmp_path / "record")))
     dense = {"user": np.zeros((1, 3), np.float32), "item": np.zeros((1, 2), np.float32)}
-    request = Tensors(None, np.array([1]), np.array([1, 0, 0], np.int32), outputs=["like"], dense=dense)
+    request = Tensors(None, np.array([1]), np.array([1, 0, 0], np.int32), outputs=["like", "both"], dense=dense)
     bad = replace(request, dense={"user": dense["user"]})
     lookup = replace(request, outputs=["embeddings"], dense={})
     with (tmp_path / "captured.jsonl").open("wb") as file:

@@ -21,17 +21,15 @@ from tests.support.host_faults import until
 from tests.support.hosts import MODEL, export_hosts, fleet, in_one_process
 from tests.support.models import MIXED
 from tests.support.quick_reload import quick_reload
-from tests.support.scored import EXACT, own_scores, random_request, trained, two_tower
+from tests.support.scored import EXACT, ON_HOSTS, own_scores, random_request, trained, two_tower
 from tests.support.whole import RAW, Whole, random_whole
 
 
 def test_scores_through_a_router_are_those_of_one_process(tmp_path: Path) -> None:
     module = trained(two_tower())
-    types = {"user": "row_wise", "word": "table_wise", "item": "column_wise", "seen": "data_parallel"}
-    config = replace(EXACT, sharding=Sharding(ranks=3, ranks_per_host=1, types=types, min_partition={"item": 4}))
     with quick_reload():
-        router = export_hosts(tmp_path, module, config)
-        one = Engine.open(in_one_process(tmp_path, module, config, router))
+        router = export_hosts(tmp_path, module, ON_HOSTS)
+        one = Engine.open(in_one_process(tmp_path, module, ON_HOSTS, router))
     bags, dense = random_request(module, np.random.default_rng(0), 12)
     expected = own_scores(module, bags, dense)
     alone = one.score(bags, dense)
