@@ -91,8 +91,8 @@ def measured(directory: Path, scored: Scored, requests: Sequence[LabelledRequest
     engine = Engine.open(directory)
     part = engine.bundle.manifest.dense_part
     assert part is not None  # noqa: S101  it was made of `scored`
-    _check_names(requests, [each.name for each in part.outputs])
-    outputs = {each.name: each for each in part.outputs if _is_measured(each, requests)}
+    labelled = _labelled(requests, [each.name for each in part.outputs])
+    outputs = [each.name for each in part.outputs if each.name in labelled and int(np.prod(each.shape)) == 1]
     if not outputs:
         raise ConfigurationError(
             "labelled (--labelled): expected labels for an output with one number for each sample, the model has "
@@ -143,16 +143,11 @@ def _request(where: str, line: bytes) -> LabelledRequest:
     return LabelledRequest(where, found["features"], found.get("dense", {}), found["label"])
 
 
-def _is_measured(output: ScoreOutput, requests: Sequence[LabelledRequest]) -> bool:
-    has_labels = all(not isinstance(each.label, Mapping) or output.name in each.label for each in requests)
-    return has_labels and int(np.prod(output.shape)) == 1
-
-
-def _check_names(requests: Sequence[LabelledRequest], outputs: Sequence[str]) -> None:
-    """Refuse labels for outputs that are unknown, or not those of the first line: an AUC is one of all samples.
+def _labelled(requests: Sequence[LabelledRequest], outputs: Sequence[str]) -> Sequence[str]:
+    """The outputs that all lines have labels for: an AUC is one of all samples.
 
     Raises:
-        ConfigurationError: naming the line.
+        ConfigurationError: a line, which is named, has labels for an unknown output, or others than the first.
     """
     first = _labelled_outputs(requests[0], outputs)
     for request in requests:
@@ -163,6 +158,7 @@ def _check_names(requests: Sequence[LabelledRequest], outputs: Sequence[str]) ->
         if set(named) != set(first):
             expected = ", ".join(map(repr, first))
             raise ConfigurationError(f"{request.where}: label: expected labels for {expected}, as the first line has")
+    return first
 
 
 def _labelled_outputs(request: LabelledRequest, outputs: Sequence[str]) -> Sequence[str]:
