@@ -3,8 +3,6 @@
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from serving.server import Ports, run_server
 from tests.support import oracle
 from tests.support.models import collection, random_bags, table_of
 from tests.support.sharded_training import SHARDED
+from tests.support.two_processes import run_module
 
 
 def save_state(module: nn.Module, path: Path) -> None:
@@ -107,9 +106,7 @@ def test_a_missing_checkpoint_and_a_module_without_weights(tmp_path: Path) -> No
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint folder that two processes saved."""
     folder = tmp_path_factory.mktemp("sharded") / "checkpoint"
-    subprocess.run(
-        [sys.executable, "-m", "tests.support.sharded_training", str(folder)], check=True, capture_output=True
-    )
+    run_module("tests.support.sharded_training", str(folder))
     return folder
 
 

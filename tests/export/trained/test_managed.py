@@ -1,8 +1,6 @@
 """Managed collision modules: maps are read from modules and every kind of checkpoint, others are refused by name."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from tests.support.managed import CPU, ROWS, SPECS, bags_of, behind, kjt_of, man
 from tests.support.models import Spec
 from tests.support.saved import State, save_dcp, save_safetensors
 from tests.support.sequences import sequences as plain
+from tests.support.two_processes import run_module
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
 
@@ -231,9 +230,7 @@ def test_around_a_dense_part(tmp_path: Path) -> None:
 def test_a_checkpoint_that_several_processes_saved(pooling: str, tmp_path: Path) -> None:
     """Each has sorted its own raw ids. What TorchRec answers with that checkpoint in one process is the oracle."""
     folder = tmp_path / "dcp"
-    subprocess.run(
-        [sys.executable, "-m", "tests.support.sharded_managed", str(folder), pooling], check=True, capture_output=True
-    )
+    run_module("tests.support.sharded_managed", str(folder), pooling)
     config = ExportConfig(dtype={"*": WeightDtype.FP32})
     engine = Engine.open(export_model(sharded_managed.whole(pooling), tmp_path / "r", "m", config, checkpoint=folder))
     module = sharded_managed.whole(pooling)
