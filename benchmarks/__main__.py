@@ -8,11 +8,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import (
+    beyond_memory,
     curves,
     document,
     exporting,
@@ -20,6 +22,7 @@ from benchmarks import (
     inprocess,
     loading,
     once,
+    pages,
     peers_all,
     peers_hosts,
     peers_scores,
@@ -28,9 +31,11 @@ from benchmarks import (
     sequences,
     served,
     sharding,
+    threads,
     throughput,
 )
 from benchmarks.measure import Result, machine
+from benchmarks.quietness import Quietness
 from benchmarks.workload import Workload
 from serving.files.replacing import replacing
 
@@ -45,12 +50,15 @@ QUICK: tuple[Part, ...] = (
 )
 ALL: tuple[Part, ...] = (
     *QUICK[:2],
+    ("one request on several threads", lambda workload, _: threads.run(workload)),
     ("ranks on other hosts", routed.run),
     ("whole models", scores.run),
     ("the user side once", once.run),
     ("sequences", lambda _, folder: sequences.run(folder)),
     ("many clients at once", throughput.run),
     ("tables cut over ranks, beside TorchRec's", sharding.run),
+    ("huge pages", lambda _, folder: pages.run(folder)),
+    ("tables larger than memory", lambda _, folder: beyond_memory.run(folder)),
     ("load time, 2 MB against 2 GB", lambda _, folder: loading.run(folder)),
     ("cost curves", lambda _, folder: curves.run(folder)),
     ("beside other servers", lambda _, folder: peers_all.run(folder)),
@@ -72,6 +80,7 @@ def main() -> None:
     console = Console(highlight=False)
     results: list[Result] = []
     started = time.monotonic()
+    quietness = Quietness()
     with tempfile.TemporaryDirectory(prefix="tbe-bench-") as folder:
         console.print("exporting 26 tables with the multi-hot sizes of MLPerf DLRM-v2, dim 64, int8 …")
         workload = Workload.export(Path(folder) / "dlrm" / "repository")
@@ -81,7 +90,7 @@ def main() -> None:
     console.print(_table(results))
     console.print(f"took {time.monotonic() - started:.0f} s")
     if not quick and arguments.only is None:
-        console.print(f"written {_write(results).relative_to(Path.cwd())}")
+        console.print(f"written {_write(results, quietness.seen()).relative_to(Path.cwd())}")
         console.print(f"written {document.write(RESULTS / 'latest.json').relative_to(Path.cwd())}")
 
 
@@ -94,14 +103,16 @@ def _table(results: list[Result]) -> Table:
     return table
 
 
-def _write(results: list[Result]) -> Path:
-    """`<date>-<machine>.json`, and the link `latest.json` to it."""
+def _write(results: list[Result], others: dict[str, Any]) -> Path:
+    """`<date>-<machine>.json`, and the link `latest.json` to it. `others`: as `Quietness.seen`."""
     about = machine()
     report = {
         "command": "make bench",
         **about,
+        "others": others,
         "results": {result.name: result.value for result in results if not result.is_ratio and not result.note},
         "ratios": {result.name: result.value for result in results if result.is_ratio},
+        "spreads": {result.name: result.spread for result in results if result.spread is not None},
         "absent": {result.name: result.note for result in results if result.note},
     }
     cpu = re.sub(r"[^a-z0-9]+", "-", f"{about['machine']['cpu']} {about['machine']['cores']} cores".lower()).strip(

@@ -4,16 +4,15 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 
-import psutil
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.measure import Result, interleave, p50
+from benchmarks.model_memory import in_memory, private_bytes, settle
 from export import ExportConfig, export_model
 from export.trained.generated import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bench.ids import Distribution, random_requests
-from serving.engine import Engine
 from serving.model.settings import ServingSettings
 from serving.server import Ports, run_server
 
@@ -43,7 +42,7 @@ def _curve(name: str, points: dict[int, tuple[Path, int, int]]) -> Iterator[Resu
     """Medians of points that were called in turn."""
     candidates = {}
     for value, (bundle, samples, ids) in points.items():
-        engine = Engine.open(bundle)
+        engine = in_memory(bundle)
         factors = dict.fromkeys((feature.name for feature in engine.bundle.manifest.features), float(ids))
         requests = cycle(random_requests(engine.bundle.manifest, samples, Distribution(), factors))
         candidates[str(value)] = lambda engine=engine, requests=requests: engine.answer(next(requests))
@@ -67,8 +66,8 @@ def _private_bytes(bundle: Path) -> int:
     with run_server(
         bundle.parent.parent, Ports(grpc=0, http=0, metrics=0), log=bundle.parent.parent / "log"
     ) as server:
-        stubs = psutil.Process(server.process.pid).children(recursive=True)
-        return sum(stub.memory_full_info().uss for stub in stubs)
+        settle(server)
+        return private_bytes(server)
 
 
 def _export(folder: Path, rows: Sequence[int], serving: ServingSettings | None = None) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import jinja2
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from benchmarks import once, peers_scores, sequences
+from benchmarks import beyond_memory, once, pages, peers_scores, sequences, switching, threads
 from benchmarks.peer_servers import PEERS
 from benchmarks.peers_hosts import CASE as HOSTS_CASE
 from benchmarks.peers_hosts import PEERS as HOSTS_PEERS
@@ -67,7 +68,7 @@ def render(run: dict[str, Any], file: str) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown
     )
-    environment.filters |= {"ms": _ms, "rate": _rate, "ratio": _ratio, "bytes": _bytes}
+    environment.filters |= {"ms": _ms, "rate": _rate, "ratio": _ratio, "bytes": _bytes, "share": _share}
     candidates = {"ours": "**ours**", "donothing": "a model that does nothing"}
     return environment.get_template(TEMPLATE).render(
         run=run,
@@ -85,6 +86,11 @@ def render(run: dict[str, Any], file: str) -> str:
         dense_width=WIDTH,
         once=once,
         sequences=sequences,
+        threads=threads,
+        pages=pages,
+        switching=switching,
+        beyond=beyond_memory,
+        interval=partial(_interval, run),
         scores_candidates=candidates | {name: name.replace("_", " ") for name in peers_scores.SERVERS},
         scores_loads=peers_scores.LOADS,
         scores_ahead=list(_ahead(run["results"], peers_scores.NAME, peers_scores.LOADS, peers_scores.SERVERS)),
@@ -96,6 +102,13 @@ def render(run: dict[str, Any], file: str) -> str:
         hosts_peers=HOSTS_PEERS,
         hosts_ahead=list(_ahead_of_router(run["ratios"])),
     )
+
+
+def _interval(run: dict[str, Any], name: str) -> str:
+    """A ratio, and the least and the largest of its repeats where there were some."""
+    spread = run.get("spreads", {}).get(name)
+    shown = _ratio(run["ratios"][name])
+    return shown if spread is None else f"{shown} ({_ratio(spread[0])} to {_ratio(spread[1])})"
 
 
 def draw(got: dict[str, float]) -> Figure:
@@ -184,6 +197,10 @@ def _rate(per_s: float) -> str:
 
 def _ratio(number: float) -> str:
     return f"{number:.2f}"
+
+
+def _share(number: float) -> str:
+    return f"{number:.0%}".replace("%", " %")
 
 
 def _bytes(size: float) -> str:

@@ -6,6 +6,7 @@ that the peak is the export's.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from benchmarks.measure import Result, ratio
+from benchmarks.measure import Result, ratio, ratio_of
 from export import export_model
 from export.progress import Progress
 
@@ -23,37 +24,45 @@ DIM = 64
 BLOCK_ROWS = 4096  # 1 MiB: fits a core's cache
 KEY = "embedding_bags.t.weight"
 OP_BYTES = 2_000_000_000
+REPEATS = 3
 
 
 def run(folder: Path) -> list[Result]:
-    """Write a checkpoint of random rows, and export it as int8 while it is in the page cache as far as it fits."""
+    """Write a checkpoint of random rows, and export it as int8, with the page cache as full as that left it.
+
+    Each repeat compares an export with the operator right after it. Figures are of the median repeat.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rows = int(0.26 * memory) // (4 * DIM)
     folder.mkdir(parents=True)
     checkpoint = folder / "w.safetensors"
     # `make` limits processes to one thread, as servers are; an export has the machine to itself.
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    for command in (["--write", str(checkpoint)], [str(checkpoint), str(folder / "repository")]):
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.exporting", *command, str(rows)],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environment,
-        )
-    found = json.loads(done.stdout.splitlines()[-1])
+
+    def start(*arguments: str) -> str:
+        command = [sys.executable, "-m", "benchmarks.exporting", *arguments, str(rows)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+    start("--write", str(checkpoint))
+    repeats = []
+    for _ in range(REPEATS):
+        repeats.append(json.loads(start(str(checkpoint), str(folder / "repository")).splitlines()[-1]))
+        shutil.rmtree(folder / "repository")
     checkpoint.unlink()
     size = rows * DIM * 4
+    repeats.sort(key=lambda each: -each["seconds"] * each["op_rate"])
+    ratios = [size / each["seconds"] / each["op_rate"] for each in repeats]
+    found = repeats[REPEATS // 2]
     return [
         Result("export_bytes", size, unit="B"),
         Result("export_s", found["seconds"]),
         Result("export_rate", size / found["seconds"], unit="B/s"),
         Result("export_storing_rate", size / found["storing_s"], unit="B/s"),
         Result("quantize_op_rate", found["op_rate"], unit="B/s"),
-        Result("export_peak_above_start", found["peak_bytes"], unit="B"),
-        ratio("export_over_quantize_op", size / found["seconds"] / found["op_rate"]),
+        Result("export_peak_above_start", max(each["peak_bytes"] for each in repeats), unit="B"),
+        ratio_of("export_over_quantize_op", ratios),
         ratio("export_storing_over_quantize_op", size / found["storing_s"] / found["op_rate"]),
-        ratio("export_peak_over_table", found["peak_bytes"] / size),
+        ratio("export_peak_over_table", max(each["peak_bytes"] for each in repeats) / size),
     ]
 
 

@@ -12,16 +12,18 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 
 import numpy as np
-import psutil
 import torch
 
 from benchmarks.inprocess import bare_operator, bare_tbe, indices_and_offsets
-from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.measure import Result, interleave, p50, ratio, ratio_of
+from benchmarks.model_memory import private_bytes, settle
+from benchmarks.pages import forget, read_in_small_pages
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from benchmarks.workload import NAME, whole
 from examples.hosts.dlrm import IDS_PER_SAMPLE
@@ -35,13 +37,15 @@ from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from serving.ranks.weights import map_weights
 from serving.server import Ports, run_server
 
 DIM = 128
 SAMPLES = (1, 128)
 CLIENTS = (1, 32)
 NEEDED_BYTES = 15_000_000_000
+# Calls in process, by samples; and how often the file is read in small pages, and in huge ones.
+ROUNDS = {1: 1000, 16: 400, 128: 200}
+REPEATS = 3
 
 
 def run(folder: Path) -> Iterator[Result]:
@@ -79,19 +83,58 @@ def _exported(repository: Path) -> Iterator[Result]:
 
 
 def _in_process(bundle: Bundle) -> Iterator[Result]:
-    """Beside the bare operator, and beside reading as many rows of as many bytes from anywhere in the same file."""
+    """Beside the bare operator, and beside reading as many rows of as many bytes from anywhere in the same file.
+
+    The operator alone runs over the file in small pages, too, as ordinary programs write and read it. Memory cannot
+    hold both, so they take turns.
+    """
     torch.set_num_threads(1)
     start = time.perf_counter()
-    engine = Engine.open(bundle.path)
+    opened = Engine.open(bundle.path)
     yield Result("headline_open_s", time.perf_counter() - start)
-    _read_once(bundle)
-    operator = bare_operator(bare_tbe(engine))
-    (weights,) = map_weights(bundle.path, bundle.manifest.plan)
+    opened.close()
+    small, huge, share = [], [], 0.0
+    for _ in range(REPEATS):
+        read_in_small_pages(bundle.path / "weights.0.bin")
+        small.append(_timed(Engine(bundle), ("operator",)))
+        forget(bundle.path / "weights.0.bin")
+        engine = Engine(bundle)
+        engine.weights.verify()
+        share = engine.weights.used().huge / engine.weights.used().mapped
+        huge.append(_timed(engine, ("inprocess", "operator", "rows")))
+        del engine
+    yield ratio("headline_huge_share", share)
     row_bytes = bundle.manifest.tables[0].row_bytes
+    for samples in ROUNDS:
+        for name in ("inprocess", "operator", "rows"):
+            seconds = [each[name, samples] for each in huge]
+            yield Result(f"headline_{name}_p50_b{samples}_s", median(seconds))
+        yield Result(f"headline_small_operator_p50_b{samples}_s", median(each["operator", samples] for each in small))
+        bandwidth = sum(IDS_PER_SAMPLE) * samples * row_bytes / median(each["rows", samples] for each in huge)
+        yield Result(f"headline_row_bandwidth_b{samples}", bandwidth, unit="B/s")
+        pairs = [*zip(small, huge, strict=True)]
+        yield ratio_of(
+            f"headline_inprocess_over_operator_b{samples}",
+            (theirs["inprocess", samples] / ours["operator", samples] for ours, theirs in pairs),
+        )
+        for limit in ("operator", "rows"):
+            yield ratio_of(
+                f"headline_inprocess_over_{limit}_huge_b{samples}",
+                (each["inprocess", samples] / each[limit, samples] for each in huge),
+            )
+
+
+def _timed(engine: Engine, names: Sequence[str]) -> dict[tuple[str, int], float]:
+    """Medians of some candidates, by their names and samples, in seconds."""
+    manifest = engine.bundle.manifest
+    operator = bare_operator(bare_tbe(engine))
+    (weights,) = engine.weights.tensors
+    row_bytes = manifest.tables[0].row_bytes
     rows = weights[: weights.numel() // row_bytes * row_bytes].view(-1, row_bytes)
-    factors = {feature.name: ids for feature, ids in zip(bundle.manifest.features, IDS_PER_SAMPLE, strict=True)}
-    for samples, rounds in ((1, 1000), (128, 200)):
-        requests = random_requests(bundle.manifest, samples, Distribution(), factors)
+    factors = {feature.name: ids for feature, ids in zip(manifest.features, IDS_PER_SAMPLE, strict=True)}
+    found: dict[tuple[str, int], float] = {}
+    for samples, rounds in ROUNDS.items():
+        requests = random_requests(manifest, samples, Distribution(), factors)
         prepared = [indices_and_offsets(each) for each in requests]
         random = torch.Generator().manual_seed(0)
         anywhere = [torch.randint(0, len(rows), (each.values.size,), generator=random) for each in requests]
@@ -101,13 +144,9 @@ def _in_process(bundle: Bundle) -> Iterator[Result]:
             "operator": lambda alone=alone: operator(*next(alone)),
             "rows": lambda places=places: rows.index_select(0, next(places)),
         }
-        times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
-        for name, seconds in times.items():
-            yield Result(f"headline_{name}_p50_b{samples}_s", seconds)
-        ids = requests[0].values.size
-        yield Result(f"headline_row_bandwidth_b{samples}", ids * row_bytes / times["rows"], unit="B/s")
-        for limit in ("operator", "rows"):
-            yield ratio(f"headline_inprocess_over_{limit}_b{samples}", times["inprocess"] / times[limit])
+        times = interleave({name: candidates[name] for name in names}, rounds)
+        found |= {(name, samples): p50(seconds) for name, seconds in times.items()}
+    return found
 
 
 def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
@@ -120,6 +159,7 @@ def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
         yield Result("headline_ready_s", time.perf_counter() - start)
         with LookupClient(server.grpc, NAME) as client:
             info = client.info()
+        settle(server)
         for ids in ("uniform", "zipf:1.05"):
             for samples in SAMPLES:
                 tensors = random_requests(bundle.manifest, samples, Distribution.parse(ids), factors)
@@ -140,17 +180,7 @@ def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
                     if clients == 1 and ids == "uniform":
                         over = times[NAME] / times[do_nothing_name(samples)]
                         yield ratio(f"headline_served_over_donothing_p50_b{samples}", over)
-        processes = psutil.Process(server.process.pid).children(recursive=True)
-        private = sum(each.memory_info().rss - each.memory_info().shared for each in processes)
-        yield Result("headline_private", private, unit="B")
-
-
-def _read_once(bundle: Bundle) -> None:
-    """Into the page cache, as far as it fits: what is measured is memory, not the disk."""
-    for name in bundle.manifest.weights_files:
-        with (bundle.path / name).open("rb", buffering=0) as file:
-            while file.read(1 << 24):
-                pass
+        yield Result("headline_private", private_bytes(server), unit="B")
 
 
 def _export(repository: Path) -> None:

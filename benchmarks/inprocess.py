@@ -12,9 +12,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
 
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.workload import Arrays, Workload
 from serving.engine import Engine
-from serving.ranks.weights import map_weights
+from serving.ranks.weights import Weights
 from serving.request.tensors import Embeddings, Tensors
 
 Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -26,7 +27,7 @@ ROUNDS = {1: 2000, 128: 400}
 def run(workload: Workload) -> list[Result]:
     """Check and lookup of a request in arrays ÷ the TBE call alone, for 1 and 128 samples."""
     torch.set_num_threads(1)
-    engine = Engine.open(workload.bundle)
+    engine = in_memory(workload.bundle)
     tbe = bare_tbe(engine)
     operator = bare_operator(tbe)
     results = []
@@ -79,7 +80,7 @@ def bare_tbe(engine: Engine) -> IntNBitTableBatchedEmbeddingBagsCodegen:
         row_alignment=1,
         bounds_check_mode=BoundsCheckMode.NONE,
     )
-    (tbe.weights_host,) = map_weights(engine.bundle.path, engine.bundle.manifest.plan)
+    (tbe.weights_host,) = Weights(engine.bundle.path, engine.bundle.manifest).tensors
     tbe.weights_physical_offsets = [shard.offset_bytes for shard in engine.bundle.manifest.plan.shards]
     tbe.initialize_logical_weights_placements_and_offsets()
     tbe.weight_initialized = True

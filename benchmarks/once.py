@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn
 from benchmarks.served import inputs_of
 from benchmarks.workload import DIM, ROW_CAP, Workload, module
@@ -59,7 +60,7 @@ def run(_: Workload, folder: Path) -> list[Result]:
     widths = {"towers": {DENSE: WIDTH}}
     for name, whole in {"dcn": dlrm_dcn(module()), "towers": Towers()}.items():
         export_model(whole, folder / "repository", name, replace(config, dense_widths=widths.get(name, {})))
-    engines = {name: Engine.open(folder / "repository" / name / "1") for name in ("dcn", "towers")}
+    engines = {name: in_memory(folder / "repository" / name / "1") for name in ("dcn", "towers")}
     asked = [request(seed, engines["dcn"].bundle.manifest.keys) for seed in range(REQUESTS)]
     for engine in engines.values():
         for each in asked:

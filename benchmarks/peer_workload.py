@@ -20,6 +20,7 @@ from export.trained.generated import GeneratedTable, generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.client import ModelInfo
 from serving.client.message import infer_request
+from serving.ranks.pages import MappedFile
 from serving.request.tensors import Tensors
 
 Ids = npt.NDArray[np.int64]
@@ -135,6 +136,8 @@ class PeerWorkload:
                 rows = stored.read(start, min(start + _BLOCK, self.rows[number]))
                 file.write(_packed(rows, kind))
             file.write(_packed(torch.zeros(1, self.dims[number]), kind))
+        for _ in MappedFile(path, path.stat().st_size, huge=True).chunks():
+            pass  # into huge pages, where ours are
 
     def padded(self, samples: int) -> Ids:
         """The requests as peers take them: padded with the number of the row of zeros."""

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.peer_servers import HERE
 from benchmarks.peer_workload import PeerWorkload
 from benchmarks.peers_served import TOLERANCE
-from serving.engine import Engine
 
 ROUNDS = {1: 500, 128: 100}
 
@@ -30,7 +30,7 @@ def run(workload: PeerWorkload, bundle: Path, rows: Path) -> Iterator[Result]:
     from tables import Tables  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)
-    engine = Engine.open(bundle)
+    engine = in_memory(bundle)
     peers = {kind: Tables(rows, kind) for kind in ("fp32", "int8")}
     for samples, rounds in ROUNDS.items():
         saved = np.load(rows / f"requests_{samples}.npz")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.peer_servers import HERE, PEERS
 from benchmarks.peer_workload import MODEL, dlrm
 from benchmarks.peers_served import NOTHING, Comparison, Line, compare, seen
@@ -57,7 +58,7 @@ def run(folder: Path) -> Iterator[Result]:
         workload.write(folder / "rows", client.info())
     for samples, _ in LOADS:
         publish_do_nothing(repository, samples, (1, samples, 1), like=MODEL, output=OUTPUT)
-    yield from _in_process(workload, Engine.open(bundle), folder / "rows")
+    yield from _in_process(workload, in_memory(bundle), folder / "rows")
     lines, absent = compare(Comparison(NAME, folder, LOADS, ROUNDS, TOLERANCE), SERVERS)
     yield from seen(NAME, lines, absent)
     yield from ratios(lines)

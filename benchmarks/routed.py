@@ -25,6 +25,7 @@ from benchmarks.fan_out import Asked, FanOut, asked_of
 from benchmarks.fleet import FREE, memory_bytes, name_hosts, start_hosts
 from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.served import do_nothing_name, inputs_of, publish_do_nothing
 from benchmarks.workload import NAME, WIDTH, Arrays, Workload, module
 from examples.hosts.dlrm import IDS_PER_SAMPLE, ROWS
@@ -81,7 +82,7 @@ ALL = (
 
 def run(one_rank: Workload, folder: Path, cases: tuple[Case, ...] = ALL) -> Iterator[Result]:
     """One client, one request at a time."""
-    one = Engine.open(one_rank.bundle)
+    one = in_memory(one_rank.bundle)
     for case in cases:
         yield from _run_case(case, one, folder / case.name)
 

@@ -10,6 +10,7 @@ import torch
 import tritonclient.grpc as triton
 
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn
 from benchmarks.served import inputs_of
 from benchmarks.workload import Arrays, Workload, module
@@ -37,7 +38,7 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     for name, dtype in {NAME: DenseDtype.FP32, **{f"{NAME}_{name}": each for name, each in NARROW.items()}}.items():
         config = ExportConfig(scores=True, dense_dtype=dtype, serving=ServingSettings(max_busy_ms=10_000))
         export_model(whole, repository, name, config)
-    engines = {name: Engine.open(repository / name / "1") for name in (NAME, *(f"{NAME}_{each}" for each in NARROW))}
+    engines = {name: in_memory(repository / name / "1") for name in (NAME, *(f"{NAME}_{each}" for each in NARROW))}
     results = []
     ports = Ports(grpc=0, http=0, metrics=0)
     with run_server(repository, ports) as server, triton.InferenceServerClient(server.grpc) as client:

@@ -12,6 +12,7 @@ import tritonclient.grpc as triton
 from torchrec import EmbeddingCollection, EmbeddingConfig
 
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.perf_analyzer import PerfAnalyzer, write_requests
 from benchmarks.served import do_nothing_name, inputs_of, publish_do_nothing
 from benchmarks.workload import Arrays
@@ -35,7 +36,7 @@ def run(folder: Path) -> Iterator[Result]:
     torch.set_num_threads(1)
     repository = folder / "repository"
     config = ExportConfig(serving=ServingSettings(max_busy_ms=10_000))
-    engine = Engine.open(export_model(module(), repository, NAME, config))
+    engine = in_memory(export_model(module(), repository, NAME, config))
     for samples in ROUNDS:
         publish_do_nothing(repository, samples, (1, samples * FEATURES * IDS * DIM), like=NAME, output=SEQUENCES)
     models = [NAME, *map(do_nothing_name, ROUNDS)]

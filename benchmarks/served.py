@@ -13,6 +13,7 @@ from tritonclient.grpc import model_config_pb2
 
 from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.workload import NAME, WIDTH, Arrays, Workload
 from serving.engine import Engine
 from serving.request.tensors import Tensors
@@ -28,7 +29,7 @@ def run(workload: Workload) -> list[Result]:
     repository = workload.bundle.parent.parent
     for samples in ROUNDS:
         publish_do_nothing(repository, samples, (1, samples, WIDTH))
-    engine = Engine.open(workload.bundle)
+    engine = in_memory(workload.bundle)
     results = []
     with (
         run_server(

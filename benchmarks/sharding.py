@@ -12,6 +12,7 @@ import torch
 from benchmarks import torchrec_peer, workload
 from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.model_memory import in_memory
 from benchmarks.workload import Arrays, Workload
 from export import ExportConfig, Sharding
 from serving.bundle.plan import ShardingType
@@ -26,13 +27,13 @@ REQUESTS = 16
 def run(one_rank: Workload, folder: Path) -> list[Result]:
     """The program against TorchRec's, both from (values, lengths) to embeddings; all types at 2 and 4 ranks."""
     torch.set_num_threads(1)
-    engines: dict[tuple[str, int], Engine] = {("table_wise", 1): Engine.open(one_rank.bundle)}
+    engines: dict[tuple[str, int], Engine] = {("table_wise", 1): in_memory(one_rank.bundle)}
     for ranks in RANKS:
         for kind in ShardingType:
             cut = kind.value, ranks
             sharding = Sharding(ranks=ranks, ranks_per_host=2, types={"*": kind.value})
             exported = Workload.export(folder / f"{cut}" / "repository", ExportConfig(sharding=sharding))
-            engines[cut] = Engine.open(exported.bundle)
+            engines[cut] = in_memory(exported.bundle)
     module = workload.module()
     peers: dict[tuple[str, int], Any] = {}
     bundle = engines["table_wise", 1].bundle

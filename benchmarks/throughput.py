@@ -13,7 +13,7 @@ import psutil
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from benchmarks.measure import Result, interleave, p50, ratio
+from benchmarks.measure import Result, interleave, p50, ratio, ratio_of
 from benchmarks.perf_analyzer import Measured, PerfAnalyzer, write_requests
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from benchmarks.workload import NAME, WIDTH, Workload
@@ -28,8 +28,9 @@ from serving.server import Ports, Server, Supervisor, run_server
 
 SAMPLES = (1, 16, 128)
 CLIENTS = (1, 8, 32, 128)
-# Answered one request at a time.
+# Ours, answered one request at a time; ours and do-nothing, by two instances.
 SINGLE = "single"
+TWO, TWO_NOTHING = "two", "donothing_two"
 REQUESTS = 64
 SECONDS = 1.5
 ROUNDS = 5
@@ -41,12 +42,14 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     """Closed loops by perf_analyzer, open ones by our own generator; then a client's import, and a recovery."""
     folder.mkdir()
     repository = workload.bundle.parent.parent
-    _publish_single(repository)
     for samples in SAMPLES:
         publish_do_nothing(repository, samples, (1, samples, WIDTH))
         write_requests(folder / f"b{samples}.json", [workload.request(samples, seed) for seed in range(REQUESTS)])
+    _publish_as(repository, NAME, SINGLE, max_batch_size=1)
+    _publish_as(repository, NAME, TWO, instances=2)
+    _publish_as(repository, do_nothing_name(1), TWO_NOTHING, instances=2)
     load = PerfAnalyzer.fetch(folder / "perf_analyzer")
-    models = [NAME, SINGLE, *map(do_nothing_name, SAMPLES)]
+    models = [NAME, SINGLE, TWO, TWO_NOTHING, *map(do_nothing_name, SAMPLES)]
     with run_server(repository, Ports(grpc=0, http=0, metrics=0), models=models) as server:
         results = [*_closed(load, server, folder), *_ratios(load, server, folder), *_open(server, workload)]
     return [*results, *_client_import(), *_recovery(repository)]
@@ -68,15 +71,22 @@ def _closed(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result
 
 def _ratios(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result]:
     """32 clients with one sample each; the models in turn, and the median of their rates."""
-    seen: dict[str, list[Measured]] = {NAME: [], do_nothing_name(1): [], SINGLE: []}
+    nothing = do_nothing_name(1)
+    seen: dict[str, list[Measured]] = {model: [] for model in (NAME, nothing, SINGLE, TWO, TWO_NOTHING)}
     for _ in range(ROUNDS):
         for model, found in seen.items():
             found.append(load.run(server.grpc, model, folder / "b1.json", 32, SECONDS))
-    served, nothing, single = (median(each.answers_per_s for each in found) for found in seen.values())
-    yield Result("donothing_c32_b1", nothing, unit="/s")
-    yield Result("single_c32_b1", single, unit="/s")
-    yield ratio("served_over_donothing_rps_c32_b1", served / nothing)
-    yield ratio("merged_over_single_rps_c32_b1", served / single)
+    rates = {model: [each.answers_per_s for each in found] for model, found in seen.items()}
+    shown = {nothing: "donothing", TWO_NOTHING: "donothing_two_instances", TWO: "two_instances", SINGLE: SINGLE}
+    for model, name in shown.items():
+        yield Result(f"{name}_c32_b1", median(rates[model]), unit="/s")
+    for name, ours, theirs in (
+        ("served_over_donothing_rps_c32_b1", NAME, nothing),
+        ("served_over_donothing_rps_c32_b1_two_instances", TWO, TWO_NOTHING),
+        ("two_instances_over_one_rps_c32_b1", TWO, NAME),
+        ("merged_over_single_rps_c32_b1", NAME, SINGLE),
+    ):
+        yield ratio_of(name, (one / other for one, other in zip(rates[ours], rates[theirs], strict=True)))
 
 
 def _open(server: Server, workload: Workload) -> Iterator[Result]:
@@ -136,11 +146,15 @@ def _recovery(repository: Path) -> Iterator[Result]:
     yield Result("recovery_s", median(times))
 
 
-def _publish_single(repository: Path) -> None:
-    """Our model, but for its name and that Triton hands it one request at a time."""
-    model = repository / SINGLE
-    shutil.copytree(repository / NAME, model)
-    config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
-    config.name = SINGLE
-    config.max_batch_size = 1
-    (model / "config.pbtxt").write_text(text_format.MessageToString(config))
+def _publish_as(
+    repository: Path, model: str, name: str, *, max_batch_size: int | None = None, instances: int = 1
+) -> None:
+    """A model once more, but for its name, how many requests Triton hands over together, and its instances."""
+    shutil.copytree(repository / model, repository / name)
+    file = repository / name / "config.pbtxt"
+    config = text_format.Parse(file.read_text(), model_config_pb2.ModelConfig())
+    config.name = name
+    config.instance_group[0].count = instances
+    if max_batch_size is not None:
+        config.max_batch_size = max_batch_size
+    file.write_text(text_format.MessageToString(config))

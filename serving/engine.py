@@ -1,117 +1,32 @@
 """A loaded bundle that answers lookups in this process, no server needed."""
 
-import os
-import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
-from serving.bundle.manifest import MANIFEST
+from serving.arguments import check_argument
 from serving.bundle.opening import Bundle, open_bundle
-from serving.bundle.use import hold
 from serving.closing import AsyncClosing, Closing
-from serving.dense_part import DenseProgram
 from serving.errors import ConfigurationError, InvalidRequest, Reason
+from serving.loaded import Loaded
+from serving.model.settings import ServingSettings
 from serving.ranks.answered import Answered
 from serving.ranks.here import Here
 from serving.ranks.hosts import Hosts
 from serving.ranks.routed import Routed
-from serving.request import kjt
-from serving.request.accept import accept
-from serving.request.batches import batches_of, outputs_of
-from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
-from serving.request.encoding import Features, decode, encode, encode_rows
-from serving.request.id_maps import IdMaps
-from serving.request.once import lengths_by_key
-from serving.request.schema import Schema
-from serving.request.sequence import Sequence as RowSequence
-from serving.request.sequences import rows_of
-from serving.request.tensors import EMBEDDINGS, Batch, Checked, Embeddings, Outputs, Tensors
+from serving.ranks.weights import Weights, WeightsMemory
+from serving.request.batches import batches_of
+from serving.request.dense import NO_DENSE, DenseFeatures
+from serving.request.encoding import Features
+from serving.request.tensors import EMBEDDINGS, Batch, Embeddings, Outputs, Tensors
 
 # Addresses of each host of a router's plan, by its number; see `Hosts`.
 Addresses = Mapping[int, str | Sequence[str]]
 
 
-class _Engine:
-    """What both engines share: requests are checked and made a batch, answers are cut.
-
-    Attributes:
-        bundle: the bundle.
-        schema: the features that requests are checked against.
-        ranks: where partial sums come from.
-    """
-
-    def __init__(self, bundle: Bundle, ranks: Here | Routed) -> None:
-        self.bundle = bundle
-        self.ranks = ranks
-        # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
-        linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
-        for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:
-            weakref.finalize(self, os.close, hold(folder))
-        part = bundle.manifest.dense_part
-        self._dense = None if part is None else DenseProgram(bundle, part)
-        self.schema = Schema.of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
-        self._weighted = bundle.manifest.weighted_keys
-
-    def _encoded(self, features: Features, once: Collection[str]) -> Tensors:
-        return encode(features, self._weighted, once)
-
-    def _encoded_rows(self, table: str, ids: npt.ArrayLike) -> Tensors:
-        return encode_rows(table, ids, weighted=self.schema.weighted)
-
-    def _checked(self, tensors: Tensors) -> Checked:
-        """One request, checked.
-
-        Raises:
-            InvalidRequest: naming the feature, what was expected and what came.
-        """
-        request = accept(self.schema, tensors)
-        try:
-            checked = kjt.check([request])
-        except InvalidRequest:
-            request, _ = kjt.apply_id_policies(request)
-            checked = kjt.check([request])
-        return checked
-
-    def score_batch(self, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[int, Outputs]:
-        """The scores of those requests that ask for some, made of the first batch; see `DenseProgram.score_batch`."""
-        return self._dense.score_batch(batches[0], answers[0]) if self._dense is not None and batches else {}
-
-    def _for_scores(self, features: Features, dense: DenseFeatures, once: Collection[str]) -> Tensors:
-        part = self.bundle.manifest.dense_part
-        if part is None:
-            raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
-        names = [each.name for each in part.outputs]
-        return replace(self._encoded(features, once), outputs=names, dense=encode_dense(dense))
-
-    def _outputs(self, checked: Checked, batches: Sequence[Batch], answered: Sequence[Answered]) -> Outputs:
-        """The outputs of one request."""
-        answers = _only(answered)
-        return {**outputs_of(checked, batches, answers)[0], **self.score_batch(batches, answers).get(0, {})}
-
-    def _by_feature(
-        self, tensors: Tensors, checked: Checked, batches: Sequence[Batch], answered: Sequence[Answered]
-    ) -> dict[str, Any]:
-        """The answer to one request, by feature: nothing is copied."""
-        answers = _only(answered)
-        (request,) = checked.requests
-        selection = request.selection
-        found: dict[str, Any] = {}
-        for batch, answer in zip(batches, answers, strict=True):
-            if batch.row_bounds is None:
-                found |= decode(answer, dict(zip(batch.selection.names, batch.selection.dims.tolist(), strict=True)))
-        rows = rows_of(batches, answers)
-        lengths = lengths_by_key(tensors, selection.keys) if rows else {}
-        for name, key, position in zip(selection.names, selection.key_of, selection.positions.tolist(), strict=True):
-            if (0, position) in rows:
-                found[name] = RowSequence(rows[0, position], lengths[key])
-        return {name: found[name] for name in selection.names}
-
-
-class Engine(_Engine, Closing):
+class Engine(Loaded, Closing):
     """The program of an opened bundle over its memory-mapped weights, and over its hosts where it has some.
 
     Engines on one bundle, in any number of processes, share one copy of the weights, in the page cache. Several
@@ -122,38 +37,70 @@ class Engine(_Engine, Closing):
         hosts: where the hosts of its plan are. Only a router's bundle has hosts.
         patience_s: how long hosts are waited for that do not answer yet, in seconds. None: they are not asked whether
             they have their bundles.
+        threads: as `open`.
+        memory: as `open`.
+        processes: how many have the bundle loaded on this machine, this one among them. Memory has to hold them, too.
 
     Raises:
         As `open`.
     """
 
-    def __init__(self, bundle: Bundle, hosts: Hosts | None = None, patience_s: float | None = 0.0) -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        hosts: Hosts | None = None,
+        patience_s: float | None = 0.0,
+        *,
+        threads: int = 1,
+        memory: WeightsMemory = WeightsMemory.MAPPED,
+        processes: int = 1,
+    ) -> None:
+        _check(threads, memory)
         given = _hosts_of(bundle, hosts)
-        super().__init__(bundle, Here(bundle) if given is None else Routed.open(bundle, given, patience_s))
+        weights = Weights(bundle.path, bundle.manifest, memory, processes)
+        ranks: Here | Routed = (
+            Here(bundle, weights, threads) if given is None else Routed.open(bundle, weights, given, patience_s)
+        )
+        super().__init__(bundle, weights, ranks)
 
     @classmethod
-    def open(cls, path: Path | str, hosts: Hosts | Addresses | None = None) -> "Engine":
+    def open(
+        cls,
+        path: Path | str,
+        hosts: Hosts | Addresses | None = None,
+        *,
+        threads: int = 1,
+        memory: WeightsMemory = WeightsMemory.MAPPED,
+    ) -> "Engine":
         """Load the bundle at `path`. The time does not depend on the size of its tables.
 
-        Rows are read from disk when they are looked up, and are not compared with their digests:
-        `serving.bundle.verify_digests` does that. `tbe-export prune` leaves the bundle alone while the engine lives.
+        Its files are brought into memory meanwhile, in huge pages where the kernel can, unless they are larger than
+        that. Nothing compares them with their digests: `serving.bundle.verify_digests` does. `tbe-export prune`
+        leaves the bundle alone while the engine lives.
 
         Args:
             path: the bundle, <model>/<version>.
             hosts: where the hosts of a router's plan are: `Hosts`, or their addresses alone, such as
                 {0: ["a:8001", "b:8001"], 1: "dns:///movies-host-1:8001"}.
+            threads: how many look a large request up, the one that calls among them. Answers are the same, bit for
+                bit. They sleep between large requests. A router's own rank is looked up by one.
+            memory: where its weights lie. Where they have to be copied, the time depends on their size.
 
         Raises:
             BundleError: the bundle cannot be opened (see `serving.bundle.opening.open_bundle`) or mapped.
             EnvironmentMismatch: torch and FBGEMM do not work together.
-            ConfigurationError: `hosts` does not fit the bundle.
+            ConfigurationError: `hosts` does not fit the bundle, `threads` is no number from 1 to 1024, or the machine
+                cannot keep the weights where they are to lie.
             HostUnavailable: naming each host that lacks its bundle, or does not answer.
         """
-        return cls(open_bundle(Path(path)), _as_hosts(hosts))
+        engine = cls(open_bundle(Path(path)), _as_hosts(hosts), threads=threads, memory=memory)
+        engine.weights.populate()
+        return engine
 
     def close(self) -> None:
-        """Close the connections to hosts. An engine without hosts need not be closed."""
+        """Close the connections to hosts, end threads, and let the weights go."""
         self.ranks.close()
+        self.weights.close()
 
     def lookup(self, features: Features, *, once: Collection[str] = ()) -> dict[str, Any]:
         """Look up the embeddings of some features.
@@ -241,15 +188,30 @@ class Engine(_Engine, Closing):
         return self.ranks.answer(batches)
 
 
-class AsyncEngine(_Engine, AsyncClosing):
+class AsyncEngine(Loaded, AsyncClosing):
     """Engine for asyncio: while hosts are asked, others may run. `open` makes one, in the loop that uses it."""
 
     @classmethod
-    async def open(cls, path: Path | str, hosts: Hosts | Addresses | None = None) -> "AsyncEngine":
+    async def open(
+        cls,
+        path: Path | str,
+        hosts: Hosts | Addresses | None = None,
+        *,
+        threads: int = 1,
+        memory: WeightsMemory = WeightsMemory.MAPPED,
+    ) -> "AsyncEngine":
         """As `Engine.open`."""
+        _check(threads, memory)
         bundle = open_bundle(Path(path))
         given = _hosts_of(bundle, _as_hosts(hosts))
-        return cls(bundle, Here(bundle) if given is None else await Routed.open_async(bundle, given, 0.0))
+        weights = Weights(bundle.path, bundle.manifest, memory)
+        ranks: Here | Routed
+        if given is None:
+            ranks = Here(bundle, weights, threads)
+        else:
+            ranks = await Routed.open_async(bundle, weights, given, 0.0)
+        weights.populate()
+        return cls(bundle, weights, ranks)
 
     async def lookup(self, features: Features, *, once: Collection[str] = ()) -> dict[str, Any]:
         """As `Engine.lookup`."""
@@ -276,14 +238,13 @@ class AsyncEngine(_Engine, AsyncClosing):
     async def close(self) -> None:
         """As `Engine.close`."""
         await self.ranks.close_async()
+        self.weights.close()
 
 
-def _only(answered: Sequence[Answered]) -> list[Embeddings]:
-    """The answers to the batches of one request."""
-    for each in answered:
-        if each.failed:
-            raise each.failed[0]
-    return [each.embeddings for each in answered]
+def _check(threads: int, memory: WeightsMemory) -> None:
+    """Refuse threads that the setting may not have, and what is no memory."""
+    ServingSettings(threads=threads)
+    check_argument("memory", memory, WeightsMemory)
 
 
 def _as_hosts(hosts: Hosts | Addresses | None) -> Hosts | None:
@@ -298,6 +259,9 @@ def _hosts_of(bundle: Bundle, hosts: Hosts | None) -> Hosts | None:
     """
     if not bundle.manifest.hosts:
         if hosts is not None and hosts.addresses:
-            raise ConfigurationError(f"{bundle.path}: expected no hosts: all its ranks are in the bundle")
+            raise ConfigurationError(
+                f"{bundle.path}: expected no hosts: all its ranks are in the bundle: leave them out (`tbe-serve "
+                "configure --no-hosts`)"
+            )
         return None
     return hosts or Hosts(addresses={})

@@ -25,6 +25,7 @@ EXPORT_MAY_IMPORT = {
     "serving.bench": "`tbe-export compare` draws its requests and its figures as `tbe-serve bench` does",
     "serving.files": "files are read and replaced as serving does it",
     "serving.terminal": "both programs speak in one way",
+    "serving.machine_memory": "both ask how much memory there is",
     "serving.pins": "both programs check the same versions",
 }
 # Libraries that few rooms of `serving` import: a client has no torch, and Triton's own module is in its backend alone.
@@ -34,6 +35,8 @@ FEW_IMPORT = {
         "serving.dense_part",
         "serving.ranks.fbgemm",
         "serving.ranks.here",
+        "serving.ranks.kept_memory",
+        "serving.ranks.pieces",
         "serving.ranks.program",
         "serving.ranks.routed",
         "serving.ranks.weights",

@@ -53,8 +53,8 @@ def _started(command: Sequence[str], log: IO[str]) -> "subprocess.Popen[str]":
 
 
 @contextmanager
-def memory_limit(name: str) -> Iterator[Path | None]:
-    """A cgroup of LIMIT_BYTES; None where none can be made."""
+def memory_limit(name: str, limit_bytes: int = LIMIT_BYTES) -> Iterator[Path | None]:
+    """A cgroup that may take `limit_bytes` of memory; None where none can be made."""
     for root, limit in _CGROUPS:
         group = Path(root) / name
         try:
@@ -65,7 +65,7 @@ def memory_limit(name: str) -> Iterator[Path | None]:
         if not (group / limit).exists():
             group.rmdir()
             continue
-        (group / limit).write_text(str(LIMIT_BYTES))
+        (group / limit).write_text(str(limit_bytes))
         try:
             yield group
         finally:

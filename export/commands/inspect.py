@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from export.commands.show import (
+    show_cached,
     show_hosts,
     show_parity,
     show_placement,
@@ -39,4 +40,5 @@ def inspect(
     show_parity(manifest.parity)
     show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
+    show_cached(bundle, manifest)
     out.print("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))

@@ -12,6 +12,7 @@ from export.sizes import size_text
 from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.scores import SCORES, DensePart, LabelledAuc
+from serving.files.page_cache import cached
 from serving.terminal.program import out
 
 _MARKS = {
@@ -190,6 +191,15 @@ def show_remarks(noted: Manifest | PlanReport) -> None:
         out.print(f"left out: {', '.join(noted.left_out)}", soft_wrap=True)
     for note in noted.notes:
         out.print(f"note: {note}", soft_wrap=True)
+
+
+def show_cached(bundle: Path, manifest: Manifest) -> None:
+    """Print how much of the weights is in memory, in which pages; nothing where that cannot be told."""
+    found = [cached(bundle / name) for name in manifest.weights_files]
+    there = [each for each in found if each is not None]
+    if there and len(there) == len(found):
+        size, huge = (size_text(sum(numbers)) for numbers in zip(*there, strict=True))
+        out.print(f"in the page cache: {size} of the weights, {huge} of that in huge pages")
 
 
 def show_verification(verification: Verification) -> None:

@@ -31,7 +31,7 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.rows import WeightDtype
 from serving.bundle.weights import weights_paths
 from serving.errors import ConfigurationError
-from serving.ranks.weights import map_weights
+from serving.ranks.weights import Weights
 from serving.reference import pool
 
 ONE_RANK = "one_rank"
@@ -147,7 +147,7 @@ def _checked_program(directory: Path, manifest: Manifest) -> torch.jit.ScriptMod
         ParityError: it answers a probe otherwise than the stored rows say.
     """
     program = compile_program(manifest)
-    program.weights_host = map_weights(directory, manifest.plan)
+    program.weights_host = Weights(directory, manifest).tensors
     probe = make_probe(manifest, {})
     expected = pool(directory, manifest, probe)
     for feature, error in expected.misses(expected.by_feature(run_program(program, manifest, probe, None))):

@@ -10,6 +10,7 @@ from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
+from serving.files.page_cache import HUGE_PAGE
 from serving.model.config_file import read_config, settings_of
 
 
@@ -25,6 +26,7 @@ class Member:
         weights_bytes: of all these versions.
         instances: processes that answer.
         replicas: how many pods; the fewest, where their number changes with the load.
+        huge_bytes: what the weights take of a file system of huge pages, where the model is served from one.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Member:
     weights_bytes: int
     instances: int
     replicas: int
+    huge_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +129,7 @@ def read_fleet(
             host=host,
             versions=_versions(bundles),
             weights_bytes=sum(map(_weights_bytes, bundles)),
-            instances=_instances(bundles[0].path.parent, trusted),
+            **_settings(bundles, trusted),
             replicas=replicas.of_host.get(host, replicas.of_hosts),
         )
         for host, bundles in held.items()
@@ -138,7 +141,7 @@ def read_fleet(
         model=model,
         versions=(version,),
         weights_bytes=_weights_bytes(bundle),
-        instances=_instances(bundle.path.parent, trusted),
+        **_settings([bundle], trusted),
         replicas=replicas.routers,
     )
     there = {each.parent.parent.name for each in repository.glob(f"*/*/{MANIFEST}")}
@@ -185,5 +188,11 @@ def _weights_bytes(bundle: Bundle) -> int:
     return sum(bundle.manifest.files[name].size_bytes for name in bundle.manifest.mapped_files)
 
 
-def _instances(model: Path, trusted: TrustedKeys | None) -> int:
-    return settings_of(read_config(model, trusted)).instances
+def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[str, int]:
+    """What the settings of a model say of its pods."""
+    settings = settings_of(read_config(bundles[0].path.parent, trusted))
+    huge = 0
+    if settings.weights_memory == "huge":
+        files = [each.manifest.files[name].size_bytes for each in bundles for name in each.manifest.weights_files]
+        huge = sum(-(-size // HUGE_PAGE) * HUGE_PAGE for size in files)
+    return {"instances": settings.instances, "huge_bytes": huge}

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from export.kubernetes.fleet import Member
+from serving.machine_memory import MOST_OF_MEMORY
 
 # What a process of a model takes beside its tables. tritonserver and `tbe-serve run` together take as much.
 _PROCESS_BYTES = 512 << 20
@@ -19,13 +20,19 @@ _START_S = 120
 def resources(member: Member) -> dict[str, Any]:
     """Of a server: a core for each process and one for tritonserver; memory for tables and processes.
 
-    The request has room for all tables. The limit also has room for requests and answers on their way. There is no
-    limit to cores: it would make answers late, not cheap.
+    The request has room for all tables. The limit also has room for requests and answers on their way, and is so
+    large that tables are kept in memory. There is no limit to cores: it would make answers late, not cheap. Huge
+    pages are a memory of their own, whose request and limit have to be equal: weights in them do not count as memory.
     """
-    memory_bytes = member.weights_bytes + _PROCESS_BYTES * (member.instances + 1)
+    processes = _PROCESS_BYTES * (member.instances + 1)
+    memory_bytes = processes if member.huge_bytes else member.weights_bytes + processes
+    limit_bytes = memory_bytes + shared_bytes(member)
+    if not member.huge_bytes:
+        limit_bytes = max(limit_bytes, math.ceil(member.weights_bytes / MOST_OF_MEMORY))
+    huge = {"hugepages-2Mi": mebibytes(member.huge_bytes)} if member.huge_bytes else {}
     return {
-        "requests": {"cpu": str(member.instances + 1), "memory": mebibytes(memory_bytes)},
-        "limits": {"memory": mebibytes(memory_bytes + shared_bytes(member))},
+        "requests": {"cpu": str(member.instances + 1), "memory": mebibytes(memory_bytes), **huge},
+        "limits": {"memory": mebibytes(limit_bytes), **huge},
     }
 
 

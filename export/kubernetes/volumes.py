@@ -30,6 +30,8 @@ def server_mounts(fleet: Fleet, member: Member, options: PodOptions) -> Iterator
     yield model_mount("repository", f"{REPOSITORY}/{member.model}", member)
     yield {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108  in the pod
     yield TMP_MOUNT
+    if member.huge_bytes:
+        yield {"name": "huge-pages", "mountPath": "/hugepages"}
     if not options.insecure:
         yield {"name": "tls", "mountPath": TLS, "readOnly": True}
         if calls_hosts(fleet, member):
@@ -50,6 +52,8 @@ def volumes(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Objec
     shared = {"medium": "Memory", "sizeLimit": mebibytes(shared_bytes(member))}
     yield {"name": "shared-memory", "emptyDir": shared}
     yield {"name": "tmp", **_folder(SMALL_BYTES)}
+    if member.huge_bytes:
+        yield {"name": "huge-pages", "emptyDir": {"medium": "HugePages-2Mi"}}
     if not options.insecure:
         yield {"name": "tls", **_secret(secret_of(fleet, member))}
         if calls_hosts(fleet, member):

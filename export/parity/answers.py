@@ -14,7 +14,7 @@ from export.program.compile import build_program
 from export.rows.tally import Tally, finite
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.tables import Table
-from serving.ranks.weights import map_weights
+from serving.ranks.weights import Weights
 from serving.reference import Pooled, pool
 from serving.request.id_maps import IdMaps, known_of_keys
 from serving.request.tensors import Tensors
@@ -111,7 +111,7 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module) -> Ans
     probe = make_probe(manifest, known_of_keys({} if maps is None else maps.known, manifest))
     built = build_program(manifest)
     for each in (built, program):
-        each.weights_host = map_weights(directory, manifest.plan)  # type: ignore[assignment]
+        each.weights_host = Weights(directory, manifest).tensors  # type: ignore[assignment]
     pooled = pool(directory, manifest, probe)
     return Answers(
         probe=probe,

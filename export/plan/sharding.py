@@ -10,12 +10,12 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from export.patterns import check_patterns, last_match
 from export.plan.captured_pooling import captured_pooling
-from export.plan.machine_memory import memory_here
 from export.sizes import MOST_BYTES
 from serving.arguments import check_arguments
 from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
 from serving.bundle.tables import Feature
 from serving.errors import ConfigurationError
+from serving.machine_memory import memory_here
 
 AUTO = "auto"
 AUTO_SIMPLE = "auto-simple"

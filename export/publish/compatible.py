@@ -1,5 +1,6 @@
 """Whether a new version can stand beside those already published: they share one config.pbtxt."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 from export.errors import PublishError
@@ -34,7 +35,9 @@ def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings 
             "clients would break; publish under another name"
         )
     if settings is not None and settings != served:
+        wanted, has = asdict(settings), asdict(served)
+        differ = ", ".join(f"{name} {has[name]}, not {wanted[name]}" for name in has if has[name] != wanted[name])
         raise PublishError(
-            f"{model / CONFIG}: expected the settings that the model is served with, {served}, got {settings}: "
-            f"publish without them, then `tbe-serve configure {model}`"
+            f"{model / CONFIG}: expected the settings that the model is served with: {differ}: "
+            f"publish without settings, then `tbe-serve configure {model}`"
         )

@@ -21,6 +21,7 @@ from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import versions
 from serving.bundle.signature import sign
 from serving.errors import ConfigurationError
+from serving.files.page_cache import HUGE_PAGE
 from serving.files.temporary import temporary_folder
 from serving.model.config_file import CONFIG
 from serving.model.settings import ServingSettings
@@ -78,6 +79,7 @@ class Draft:
             return published
         check_compatible(model, self.manifest, self.settings)
         _sync(self.path)
+        _forget(self.path)
         while True:
             version = self.version or next_version(model)
             bundle = model / str(version)
@@ -101,6 +103,7 @@ class Draft:
         self.path.rename(draft / str(version))
         self._sign(draft / str(version), version)
         _sync(draft)
+        _forget(draft / str(version))
         if not _rename(draft, model):
             (draft / str(version)).rename(self.path)
             return None
@@ -204,6 +207,14 @@ def _sync(root: Path) -> None:
             with (Path(folder) / name).open("rb") as file:
                 os.fsync(file.fileno())
         _sync_folder(Path(folder))
+
+
+def _forget(version: Path) -> None:
+    """Leave large files out of the page cache: it has what was written in small pages, and servers want huge ones."""
+    for path in version.iterdir():
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size >= HUGE_PAGE:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_folder(path: Path) -> None:

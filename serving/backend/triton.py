@@ -18,6 +18,7 @@ from serving.backend.answering import Answerer, Outcome
 from serving.backend.families import triton_families
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import LookupMetrics, Publisher
+from serving.backend.page_metrics import PageMetrics
 from serving.backend.recorder import Recorder
 from serving.backend.warm_up import warm_up
 from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
@@ -37,6 +38,7 @@ from serving.model.settings import RECOVERED, ServingSettings, parsed
 from serving.ranks.message import BUNDLE
 from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
+from serving.ranks.weights import WeightsMemory
 from serving.request.tensors import EVERY_HOST, IDS, ONCE, TABLES, Array, Tensors
 from serving.triton.presence import BUSY, IDLE, show
 
@@ -50,6 +52,8 @@ _STATUS = {
     ModelNotFound: "NOT_FOUND",
     RequestCancelled: "CANCELLED",
 }
+# What Triton says of a request without parameters. To read it as JSON takes longer than to read an input.
+_NO_PARAMETERS = ("{}", "")
 # How long a router's hosts are waited for when it is loaded, in seconds: they may start at the same time.
 _HOSTS_PATIENCE_S = 30.0
 # How often a router looks which replicas of its hosts are there, in seconds.
@@ -65,20 +69,22 @@ class TritonPythonModel:
         Raises:
             TritonModelException: the bundle or a setting cannot be used. The message is one line, without a trace.
         """
-        # A TBE call on CPU runs on one thread; a pool for the rest would only take cores from other instances.
+        # A TBE call on CPU runs on one thread; torch's pool for the rest would only take cores from other instances.
+        # The setting `threads` is for threads that call it at once.
         torch.set_num_threads(1)
         # Triton ignores SIGCHLD, because it does not wait for its models' processes. Inherited, that would hide from
         # this process how its children end.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         show(IDLE)
         try:
-            self._answerer, self._publisher = _load(args)
+            self._engine, self._answerer, self._publisher = _load(args)
         except ServingError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 
     def finalize(self) -> None:
-        """Publish the last counts."""
+        """Publish the last counts, and let the weights go."""
         self._publisher.stop()
+        self._engine.close()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer a handover: each request with its outputs [1, B, …], or its own error."""
@@ -89,46 +95,48 @@ class TritonPythonModel:
             show(IDLE)
 
 
-def _load(args: Mapping[str, str]) -> tuple[Answerer, Publisher]:
+def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
     model = Path(args["model_repository"])
-    config = json.loads(args["model_config"])["parameters"]
+    config = json.loads(args["model_config"])
     # JSON may have left an empty string out.
-    parameters = {key: value.get("string_value", "") for key, value in config.items()}
+    parameters = {key: value.get("string_value", "") for key, value in config["parameters"].items()}
     settings = ServingSettings(**parsed(parameters))
     bundle = open_bundle(model / args["model_version"], TrustedKeys.of_environment())
     if settings.score_threads is not None:
         torch.set_num_threads(settings.score_threads)
     recovered = parameters.get(RECOVERED)
     is_verified = recovered is not None and not weights_changed_since(bundle, float(recovered))
+    # What served before serves again, whoever else is lost: requests that need no lost host are answered.
+    patience_s = _HOSTS_PATIENCE_S if recovered is None else None
+    memory = WeightsMemory(settings.weights_memory or WeightsMemory.MAPPED)
+    instances = sum(group["count"] for group in config["instance_group"])
+    engine = Engine(
+        bundle, hosts_of(settings), patience_s, threads=settings.threads, memory=memory, processes=instances
+    )
     # Every instance verifies. Where one fails and another does not, Triton 2.51 may hang and lose the version that
     # serves.
     if settings.verify_weights and not is_verified:
-        verify_digests(bundle)
-    # What served before serves again, whoever else is lost: requests that need no lost host are answered.
-    engine = Engine(bundle, hosts_of(settings), _HOSTS_PATIENCE_S if recovered is None else None)
+        verify_digests(bundle, but=bundle.manifest.weights_files)
+        engine.weights.verify()
     warm_up(engine, model)
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
-    metrics = LookupMetrics(
-        families,
-        labels,
-        [table.name for table in manifest.tables],
-        manifest.exported_at,
-    )
+    metrics = LookupMetrics(families, labels, [table.name for table in manifest.tables], manifest.exported_at)
+    pages = PageMetrics(families, labels, engine.weights, pb_utils.Logger.log_warn)
     if recovered is not None and args["model_instance_name"].endswith("_0"):  # by one instance of several
         metrics.count_recovery()
     recorder = Recorder.of(settings, args["model_name"], metrics.count_captured)
     answerer = Answerer(engine, settings, metrics, recorder, pb_utils.Logger.log_error)
-    if not isinstance(engine.ranks, Routed):
-        return answerer, Publisher(metrics.publish)
-    engine.ranks.watch_replicas(_REPLICAS_PERIOD_S)
-    by_host = HostMetrics(families, labels, engine.ranks)
+    published = [metrics.publish, pages.publish]
+    if isinstance(engine.ranks, Routed):
+        engine.ranks.watch_replicas(_REPLICAS_PERIOD_S)
+        published.append(HostMetrics(families, labels, engine.ranks).publish)
 
     def publish() -> None:
-        metrics.publish()
-        by_host.publish()
+        for each in published:
+            each()
 
-    return answerer, Publisher(publish)
+    return engine, answerer, Publisher(publish)
 
 
 def _is_cancelled(request: Any) -> bool:
@@ -146,7 +154,7 @@ def _decode(request: Any) -> Tensors:
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     weights = inputs.get("weights")
     text = request.parameters()
-    parameters = json.loads(text) if text else {}
+    parameters = {} if text in _NO_PARAMETERS else json.loads(text)
     return Tensors(
         _names(parameters, "features"),
         _row("values", inputs.get("values")),

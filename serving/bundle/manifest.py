@@ -38,6 +38,8 @@ NEWEST_FORMAT_VERSION = 7
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
+# As a pattern of file names: the weights of all ranks.
+WEIGHTS_FILES = "weights.*.bin"
 # The device whose kernels read the rows. Other devices need other packing.
 DEVICE = "cpu"
 # Bytes. Shards start at multiples of two cache lines, as tables of FBGEMM's own allocator do.

@@ -47,7 +47,9 @@ def load(
     try:
         if version is not None:
             check_published(Path(run.repository) / model, (version,))
-        switched = switch(control, model, () if version is None else (version,), private=run.private)
+        served = Path(run.repository) if run.private is None else run.private.repository
+        wanted = () if version is None else (version,)
+        switched = switch(control, model, wanted, private=run.private, repository=served)
     except ServingError:
         now = control.ready(model)
         out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")

@@ -82,7 +82,7 @@ def _hosts(models: Iterable[ModelStatus]) -> Table:
 
 
 def _processes(status: Status) -> Table:
-    table = _table("process", "of", "now", "resident", "share (PSS)", "tables mapped")
+    table = _table("process", "of", "now", "resident", "share (PSS)", "tables mapped", "in huge pages")
     table.add_row(str(status.process), "tritonserver", "", *_memory(status.memory))
     for model in status.models:
         for version in model.versions:
@@ -109,13 +109,13 @@ def _table(*columns: str) -> Table:
     return table
 
 
-_NUMBERS = {"instances", "tables", "in page cache", "resident", "share (PSS)", "tables mapped"}
+_NUMBERS = {"instances", "tables", "in page cache", "resident", "share (PSS)", "tables mapped", "in huge pages"}
 
 
-def _memory(memory: ProcessMemory | None) -> tuple[str, str, str]:
+def _memory(memory: ProcessMemory | None) -> tuple[str, str, str, str]:
     if memory is None:
-        return "", "", ""
-    return _size(memory.resident), _size(memory.share), _size(memory.mapped)
+        return "", "", "", ""
+    return _size(memory.resident), _size(memory.share), _size(memory.mapped), _size(memory.huge)
 
 
 def _size(size_bytes: int | None) -> str:

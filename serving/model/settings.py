@@ -90,8 +90,13 @@ class ServingSettings:
     instances: int = _setting(
         1,
         _between(1, _INT32),
-        "Processes that answer. Each uses one core; all share one copy of the weights.",
+        "Processes that answer. Each uses a core for each of its threads; all share one copy of the weights.",
         is_parameter=False,
+    )
+    threads: int = _setting(
+        1,
+        _between(1, 1024),
+        "Threads of each instance that look a large request up, each on a core of its own.",
     )
     merged_requests: int = _setting(64, _between(1, _INT32), "Most requests that one TBE call answers.")
     # With either of Triton's limits, Triton 2.51 stalls an idle model for up to 500 ms (docs/decisions/0009).
@@ -138,6 +143,13 @@ class ServingSettings:
     # Without it, a byte that changed after the export is served.
     verify_weights: bool = _setting(
         True, None, "Compare the weights with their digests before a version serves: about a second for each GB."
+    )
+    weights_memory: str | None = _setting(
+        None,
+        Allowed(lambda value: value in ("mapped", "locked", "huge"), "mapped, locked or huge"),
+        "Where the weights lie: 'mapped' (default) in the page cache, in huge pages where the kernel can; 'locked' "
+        "the same, and never given back; 'huge' in one copy for all instances, on a hugetlbfs or a tmpfs with huge=.",
+        unset="Take the default.",
     )
     # The file is <capture>/<model>.jsonl. Neither weights nor answers are captured.
     capture: str | None = _setting(

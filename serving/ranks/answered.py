@@ -1,10 +1,22 @@
-"""What the ranks say to a batch."""
+"""What the ranks say to batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from serving.errors import ServingError
+from serving.errors import InternalError, ServingError
 from serving.request.tensors import Embeddings
+
+
+class Loss(NamedTuple):
+    """A host that gave no sums.
+
+    Attributes:
+        error: why; it names the host.
+        tables: whose rows there are needed.
+    """
+
+    error: ServingError
+    tables: frozenset[str]
 
 
 class Answered(NamedTuple):
@@ -12,24 +24,47 @@ class Answered(NamedTuple):
 
     Attributes:
         embeddings: the features of the batch side by side; float32 or float16 [B, D].
-        failed: requests of the batch that got no answer, by their position in it. The others are not affected.
-        zeroed: how many requests got zeros for a table whose host was lost, by table.
+        lost: why requests of the batch got no answer, by their position in it. The others are not affected.
+        zeroed: the tables that requests got zeros for, since a host was lost, by their position.
     """
 
     embeddings: Embeddings
-    failed: Mapping[int, ServingError] = {}
-    zeroed: Mapping[str, int] = {}
+    lost: Mapping[int, Sequence[Loss]] = {}
+    zeroed: Mapping[int, frozenset[str]] = {}
 
 
-def failed_of(answered: Sequence[Answered]) -> Mapping[int, ServingError]:
-    """Requests that got no answer from some of several batches, by their position in all of them."""
-    return {position: error for each in answered for position, error in each.failed.items()}
+def failed_of(answered: Sequence[Answered]) -> dict[int, ServingError]:
+    """Requests that got no answer from some of several batches, by their position in all of them.
 
-
-def zeroed_of(answered: Sequence[Answered]) -> Mapping[str, int]:
-    """How many requests got zeros in several batches, by table. One that got some in two batches counts twice."""
-    zeroed: dict[str, int] = {}
+    The error names each lost host once, with the tables of all batches. It is INTERNAL if that of one host is.
+    """
+    if not any(each.lost for each in answered):
+        return {}
+    losses: dict[int, dict[str, Loss]] = {}
     for each in answered:
-        for table, count in each.zeroed.items():
-            zeroed[table] = zeroed.get(table, 0) + count
-    return zeroed
+        for position, lost in each.lost.items():
+            kept = losses.setdefault(position, {})
+            for error, tables in lost:
+                before = kept.get(str(error))
+                kept[str(error)] = Loss(error, tables if before is None else before.tables | tables)
+    return {position: _error_of([*kept.values()]) for position, kept in losses.items()}
+
+
+def zeroed_of(answered: Sequence[Answered]) -> dict[str, int]:
+    """How many requests got zeros in several batches, by table; those that got no answer do not count."""
+    tables: dict[int, frozenset[str]] = {}
+    for each in answered:
+        for position, zeroed in each.zeroed.items():
+            tables[position] = tables.get(position, frozenset()) | zeroed
+    failed = {position for each in answered for position in each.lost}
+    counts: dict[str, int] = {}
+    for position, zeroed in tables.items():
+        for table in zeroed if position not in failed else ():
+            counts[table] = counts.get(table, 0) + 1
+    return counts
+
+
+def _error_of(losses: Sequence[Loss]) -> ServingError:
+    said = "; ".join(f"tables {', '.join(map(repr, sorted(tables)))}: {error}" for error, tables in losses)
+    kind = next((type(error) for error, _ in losses if isinstance(error, InternalError)), type(losses[0].error))
+    return kind(said)

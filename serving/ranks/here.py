@@ -1,4 +1,4 @@
-"""All ranks in this process: one call of the program."""
+"""All ranks in this process: a call of the program for each batch, or some for a large one."""
 
 from collections.abc import Sequence
 
@@ -6,45 +6,62 @@ import torch
 
 from serving.bundle.opening import Bundle
 from serving.ranks.answered import Answered
+from serving.ranks.pieces import Pieces
 from serving.ranks.program import load_program, torchscript
-from serving.ranks.weights import map_weights
-from serving.request.tensors import Batch
+from serving.ranks.weights import Weights
+from serving.request.tensors import Batch, Embeddings
 
 
 class Here:
     """The program of a bundle over its memory-mapped weights.
 
+    Args:
+        bundle: with all its ranks.
+        weights: its files.
+        threads: how many look a large batch up, the one that calls among them.
+
     Attributes:
         forward: the program's, frozen.
 
     Raises:
-        BundleError: the program cannot be loaded, or a file cannot be mapped.
+        BundleError: the program cannot be loaded.
         EnvironmentMismatch: torch and FBGEMM do not work together.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle, weights: Weights, threads: int = 1) -> None:
         program = load_program(bundle)
-        program.weights_host = map_weights(bundle.path, bundle.manifest.plan)
+        program.weights_host = weights.tensors
+        self._read_ahead = weights.read_ahead
         # Freezing folds constants in. `forward` avoids the hooks of nn.Module.__call__: a third of a small lookup.
         with torchscript():
             self.forward = torch.jit.freeze(program.eval()).forward
+        self._pieces = Pieces(program, bundle.manifest, threads) if threads > 1 else None
 
     def answer(self, batches: Sequence[Batch]) -> list[Answered]:
-        """Make one TBE call for each batch, or one for each rank."""
-        return [Answered(self.forward(*arguments(batch)).numpy()) for batch in batches]
+        """Make one TBE call for each batch, or one for each rank; several threads make some for a large batch."""
+        for batch in batches:
+            self._read_ahead(batch)
+        return [Answered(self._answer(batch)) for batch in batches]
+
+    def _answer(self, batch: Batch) -> Embeddings:
+        found = None if self._pieces is None else self._pieces.answer(batch)
+        return self.forward(*arguments(batch)).numpy() if found is None else found
 
     async def answer_async(self, batches: Sequence[Batch]) -> list[Answered]:
-        """As `answer`: a call takes less time than another thread."""
+        """As `answer`: the event loop waits."""
         return self.answer(batches)
 
     def check(self) -> None:
         """There are no hosts."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """End the threads, where there are some. One thread still answers."""
+        if self._pieces is not None:
+            self._pieces.close()
 
     async def close_async(self) -> None:
         """As `close`."""
+        self.close()
 
 
 def arguments(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from serving.bundle.opening import Bundle
 from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weights
 from serving.errors import ServingError
-from serving.ranks.answered import Answered
+from serving.ranks.answered import Answered, Loss
 from serving.ranks.counts import HostCounts
 from serving.ranks.direct import DirectHosts, wait_all
 from serving.ranks.fan_out import LoopThread, ask_all, check_all
@@ -24,7 +24,7 @@ from serving.ranks.hosts import Hosts, OnLost
 from serving.ranks.partial import PartialRequest, PartialSums
 from serving.ranks.program import load_program, torchscript
 from serving.ranks.replicas import HostReplicas, replicas_of
-from serving.ranks.weights import map_weights
+from serving.ranks.weights import Weights
 from serving.request.tensors import Batch
 
 # The router's own rank.
@@ -74,11 +74,12 @@ class Split:
 class Routed:
     """A router's program, and the hosts of its plan. `open` or `open_async` makes one."""
 
-    def __init__(self, bundle: Bundle, hosts: Hosts, loop: LoopThread | None) -> None:
+    def __init__(self, bundle: Bundle, weights: Weights, hosts: Hosts, loop: LoopThread | None) -> None:
         manifest = bundle.manifest
         hosts.check(manifest)
         program = load_program(bundle)
-        program.weights_host = map_weights(bundle.path, manifest.plan)
+        program.weights_host = weights.tensors
+        self._read_ahead = weights.read_ahead
         with torchscript():
             self._program = torch.jit.freeze(program.eval(), preserved_attrs=["split", "lookup", "merge"])
         self._segments = segments_by_rank(manifest)
@@ -95,20 +96,21 @@ class Routed:
         self._kept: dict[bytes, list[_Asked]] = {}
 
     @classmethod
-    def open(cls, bundle: Bundle, hosts: Hosts, patience_s: float | None) -> Self:
+    def open(cls, bundle: Bundle, weights: Weights, hosts: Hosts, patience_s: float | None) -> Self:
         """Connect to the hosts; for `answer`, which one thread calls at a time.
 
         Args:
             bundle: the router's.
+            weights: its files: the router's own rank.
             hosts: where the hosts are.
             patience_s: how long hosts are waited for that do not answer yet, in seconds. None: they are not asked.
 
         Raises:
-            BundleError: the program cannot be loaded, or the weights cannot be mapped.
+            BundleError: the program cannot be loaded.
             ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
             HostUnavailable: naming each host that lacks its bundle, or does not answer.
         """
-        routed = cls(bundle, hosts, LoopThread())
+        routed = cls(bundle, weights, hosts, LoopThread())
         try:
             assert routed._loop is not None  # noqa: S101
             routed._loop.start(routed._connect(patience_s)).result()
@@ -119,9 +121,9 @@ class Routed:
         return routed
 
     @classmethod
-    async def open_async(cls, bundle: Bundle, hosts: Hosts, patience_s: float | None) -> Self:
+    async def open_async(cls, bundle: Bundle, weights: Weights, hosts: Hosts, patience_s: float | None) -> Self:
         """Connect to the hosts from the event loop that runs; for `answer_async`. As `open`."""
-        routed = cls(bundle, hosts, None)
+        routed = cls(bundle, weights, hosts, None)
         try:
             await routed._connect(patience_s)
         except BaseException:
@@ -179,6 +181,8 @@ class Routed:
         splits = [self.split(batch) for batch in batches]
         assert self._direct is not None  # noqa: S101  `open` made it
         calls = [self._direct.ask(split.to_send) for split in splits]
+        for batch in batches:
+            self._read_ahead(batch)
         own = [self._own_sums(split) for split in splits]
         found = map(wait_all, calls)
         return [self._merge(*each) for each in zip(batches, splits, own, found, strict=True)]
@@ -188,6 +192,8 @@ class Routed:
         splits = [self.split(batch) for batch in batches]
         asked = asyncio.gather(*(ask_all(self._hosts, split.to_send) for split in splits))
         await asyncio.sleep(0)  # so that it begins
+        for batch in batches:
+            self._read_ahead(batch)
         own = [self._own_sums(split) for split in splits]
         return [self._merge(*each) for each in zip(batches, splits, own, await asked, strict=True)]
 
@@ -247,25 +253,19 @@ class Routed:
     ) -> Answered:
         """Which requests of a batch need what the lost hosts hold: they fail, or have zeros in its place."""
         bounds = dict(zip(batch.selection.positions.tolist(), batch.bounds, strict=True))
-        failed: dict[int, ServingError] = {}
-        reasons: dict[int, list[str]] = {}
-        zeroed: dict[int, set[str]] = {}
+        losses: dict[int, list[Loss]] = {}
+        zeroed: dict[int, frozenset[str]] = {}
         for rank, error in lost.items():
             ends = np.pad(np.cumsum(split.by_rank[rank][1].numpy(), axis=1), ((0, 0), (1, 0)))
             ends = np.take_along_axis(ends, np.array([bounds[each] for each in split.asked[rank].features]), axis=1)
             needed = np.diff(ends, axis=1) > 0  # bool [segments, requests]
             for request in np.flatnonzero(needed.any(axis=0)).tolist():
-                tables = {split.asked[rank].tables[segment] for segment in np.flatnonzero(needed[:, request])}
-                refused = sorted(each for each in tables if self._on_lost[each] is OnLost.ERROR)
-                if refused:
-                    reasons.setdefault(request, []).append(f"tables {', '.join(map(repr, refused))}: {error}")
-                    failed[request] = type(error)("; ".join(reasons[request]))
-                zeroed.setdefault(request, set()).update(tables)
-        counts: dict[str, int] = {}
-        for request, tables in zeroed.items():
-            for table in tables if request not in failed else ():
-                counts[table] = counts.get(table, 0) + 1
-        return Answered(embeddings, failed, counts)
+                here = np.flatnonzero(needed[:, request])
+                tables = frozenset(split.asked[rank].tables[segment] for segment in here)
+                if refused := frozenset(each for each in tables if self._on_lost[each] is OnLost.ERROR):
+                    losses.setdefault(request, []).append(Loss(error, refused))
+                zeroed[request] = zeroed.get(request, frozenset()) | tables
+        return Answered(embeddings, losses, zeroed)
 
 
 def _asked_of(segments: Sequence[FeatureShard], features: set[int] | None) -> _Asked:

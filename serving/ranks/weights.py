@@ -1,43 +1,262 @@
 """The bytes of ranks, mapped from their files."""
 
-import mmap
+import enum
+import hashlib
+import threading
 import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from serving.bundle.digests import check_digest, check_sha256
+from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Plan
-from serving.errors import BundleError
+from serving.errors import BundleError, ConfigurationError
+from serving.files.page_cache import HUGE_PAGE
+from serving.ranks.pages import MappedFile, leave_out_of_memory
+from serving.ranks.read_ahead import ReadAhead
+from serving.ranks.room import room_alone, weights_of_others
+from serving.ranks.shared_copy import SharedCopies
+from serving.request.tensors import Batch
+
+# How often it is looked whether there is room by now, in seconds.
+_LOOKS_S = 1.0
 
 
-def map_weights(directory: Path, plan: Plan) -> list[torch.Tensor]:
-    """Map the weights file of each rank.
+class WeightsMemory(enum.Enum):
+    """Where the weights of a bundle lie while it is served.
 
-    Returns:
-        For each rank, the bytes of its file: uint8 [size of the file], which nobody may write to. A page is read when
-        it is first touched. Of a rank on another host, nothing: uint8 [0].
+    mapped: in the page cache, which all processes of the machine share; in huge pages where the kernel can.
+    locked: the same, and never given back (mlock(2)).
+    huge: in one copy for all processes, on a file system of huge pages: hugetlbfs, or a tmpfs with `huge=`.
+    """
+
+    MAPPED = "mapped"
+    LOCKED = "locked"
+    HUGE = "huge"
+
+
+class PagesUsed(NamedTuple):
+    """The pages of the weights that a process has mapped, in bytes.
+
+    Attributes:
+        mapped: all of them.
+        huge: those of 2 MiB.
+        most_huge: what huge pages can hold: not the end of a file that is shorter than one.
+    """
+
+    mapped: int
+    huge: int
+    most_huge: int
+
+
+class Weights:
+    """The files of a bundle's ranks, mapped. Nothing is read until it is needed, unless the copy has to be made.
+
+    Args:
+        directory: of the bundle.
+        manifest: of the bundle; its files are read by `verify`, and where copies are made.
+        memory: where they are to lie.
+        processes: how many have them mapped on this machine, this one among them.
+
+    Attributes:
+        tensors: of each rank, the bytes of its file: uint8 [size of the file], which nobody may write to. Of a rank
+            on another host, nothing: uint8 [0].
+        fits: whether memory holds them, beside those of other bundles that are served. While it does not, rows are
+            read from the disk one by one, as they are needed.
 
     Raises:
         BundleError: a file cannot be mapped.
+        ConfigurationError: this machine cannot keep them where they are to lie; the message says what it lacks.
     """
-    return [
-        torch.empty(0, dtype=torch.uint8) if rank.weights_file is None else _map(directory / rank.weights_file)
-        for rank in plan.ranks
-    ]
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        memory: WeightsMemory = WeightsMemory.MAPPED,
+        processes: int = 1,
+    ) -> None:
+        sizes = {name: (directory / name).stat().st_size for name in sorted(manifest.weights_files)}
+        self._directory = directory
+        self._room_alone = partial(room_alone, processes, kept=memory is not WeightsMemory.MAPPED)
+        self._size_bytes = sum(sizes.values())
+        self._paths = [directory / name for name in sizes]
+        self.fits = self._size_bytes <= self._room()
+        self._digests = manifest.files
+        self._copies = SharedCopies(has_room=self.fits) if memory is WeightsMemory.HUGE else None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._files: dict[str, MappedFile] = {}
+        for name, size in sizes.items():
+            if size:  # else a rank without shards: an empty file cannot be mapped
+                self._files[name] = self._map(name, size)
+        self.tensors = _tensors(manifest.plan, self._files)
+        if self._copies is not None:  # they could be made
+            self.fits = True
+        self._ahead = None if self.fits else ReadAhead(manifest, {name: directory / name for name in self._files})
+        if memory is WeightsMemory.LOCKED:
+            self._lock()
+
+    def _map(self, name: str, size: int) -> MappedFile:
+        path = self._directory / name
+        if self._copies is not None:
+            path = self._copies.take(path, self._digests[name])
+        try:
+            return MappedFile(path, size, huge=self.fits or self._copies is not None)
+        except OSError as error:
+            raise BundleError(
+                f"{path}: cannot be mapped: {error.strerror}: it takes address space, and memory only as it is read: "
+                "look at `ulimit -v` and the limits of the container"
+            ) from error
+
+    def verify(self) -> None:
+        """Read all files, and compare them with their digests. They are in memory then, as far as they fit.
+
+        Raises:
+            BundleError: naming the first file that differs, or cannot be read.
+        """
+        if self._copies is not None:  # they were compared as they were made
+            return
+        for name, file in self._files.items():
+            if not self.fits:
+                check_digest(file.path, self._digests[name], follow=True)
+                continue
+            sha256 = hashlib.sha256()
+            for chunk in _next_read(file):
+                sha256.update(chunk)
+            check_sha256(file.path, sha256.hexdigest(), self._digests[name])
+
+    def populate(self, done: Callable[[PagesUsed], None] = lambda _: None) -> None:
+        """Bring all files into memory while lookups go on, once they fit.
+
+        Args:
+            done: called when they are, on another thread.
+        """
+        can_fit = self.fits or self._size_bytes <= self._room_alone()
+        if can_fit and self._thread is None and any(each.bytes.size >= HUGE_PAGE for each in self._files.values()):
+            self._thread = threading.Thread(target=self._populate, args=(done,), name="weights", daemon=True)
+            self._thread.start()
+
+    def _populate(self, done: Callable[[PagesUsed], None]) -> None:
+        try:
+            if self._ahead is not None and not self._waited_for_room():
+                return
+            for name, file in self._files.items():
+                if self._copies is not None:
+                    file.populate()
+                    continue
+                for _ in file.chunks(partial(self._brings, name)):
+                    if self._stopping.is_set():
+                        return
+        except OSError:  # the log of the kernel says why; what needs it ends the process, and is recovered
+            return
+        self._ahead = None
+        done(self.used())
+
+    def _brings(self, name: str, stop: int) -> None:
+        """A file is being brought into memory up to here, in large pages. Small ones would be in the way."""
+        if self._ahead is not None:
+            self._ahead.leave_out(name, stop)
+
+    def _waited_for_room(self) -> bool:
+        """Wait until others have left room, such as the version before this one. False: this is closed."""
+        before: set[Path] = set()
+        while self._size_bytes > self._room():
+            before |= {*self._of_others()}
+            if self._stopping.wait(_LOOKS_S):
+                return False
+        # Their pages would stay, and there would be few huge ones among what is left.
+        for path in before - {*self._of_others()}:
+            leave_out_of_memory(path)
+        for file in self._files.values():
+            file.huge = True
+        self.fits = True
+        return True
+
+    def _room(self) -> int:
+        return self._room_alone() - sum(self._of_others().values())
+
+    def _of_others(self) -> dict[Path, int]:
+        return weights_of_others(self._directory, self._paths)
+
+    def read_ahead(self, batch: Batch) -> None:
+        """Before a batch is looked up: ask the disk for its rows, if memory does not hold all."""
+        if (ahead := self._ahead) is not None:
+            ahead.ask(batch)
+
+    def used(self) -> PagesUsed:
+        """How this process has mapped them."""
+        files = self._files.values()
+        return PagesUsed(
+            mapped=sum(each.bytes.size for each in files),
+            huge=sum(each.huge_bytes() for each in files),
+            most_huge=sum(each.bytes.size // HUGE_PAGE * HUGE_PAGE for each in files),
+        )
+
+    def why_small(self) -> str:
+        """What this machine lacks, where not all is in huge pages."""
+        return next((each.why_small() for each in self._files.values()), "there is nothing to map")
+
+    def close(self) -> None:
+        """Stop populating, and let the copies go."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._copies is not None:
+            self._copies.release()
+
+    def _lock(self) -> None:
+        if not self.fits:
+            room = max(self._room(), 0)
+            raise ConfigurationError(
+                f"weights-memory: expected 'mapped', got 'locked': {self._directory} has {self._size_bytes} bytes of "
+                f"weights; the memory of this machine, or of its control group, has room for {room} beside other "
+                "bundles that are served, and a quarter of a GB for each process"
+            )
+        for file in self._files.values():
+            try:
+                file.lock()
+            except OSError as error:
+                raise ConfigurationError(
+                    f"weights-memory: {file.path} cannot be locked: {error.strerror}: it has {file.bytes.size} "
+                    "bytes: look at `ulimit -l`, or give the container the capability IPC_LOCK"
+                ) from error
 
 
-def _map(path: Path) -> torch.Tensor:
-    if path.stat().st_size == 0:  # a rank without shards: an empty file cannot be mapped
-        return torch.empty(0, dtype=torch.uint8)
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except OSError as error:
-        raise BundleError(
-            f"{path}: cannot be mapped: {error.strerror}: it takes address space, and memory only as it is read: "
-            "look at `ulimit -v` and the limits of the container"
-        ) from error
+def _tensors(plan: Plan, files: dict[str, MappedFile]) -> list[torch.Tensor]:
     with warnings.catch_warnings():
         # torch has no read-only tensors. The program only reads them.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return [
+            torch.from_numpy(files[rank.weights_file].bytes)
+            if rank.weights_file in files
+            else torch.empty(0, dtype=torch.uint8)
+            for rank in plan.ranks
+        ]
+
+
+def _next_read(file: MappedFile) -> Iterator[memoryview]:
+    """The chunks of a file. The next one is read while the caller works on one.
+
+    Raises:
+        BundleError: it cannot be read.
+    """
+    chunks = file.chunks()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, chunks, None)
+        while True:
+            try:
+                chunk = coming.result()
+            except OSError as error:
+                raise BundleError(
+                    f"{file.path}: cannot be read: {error.strerror}: publish the bundle again"
+                ) from error
+            if chunk is None:
+                return
+            coming = pool.submit(next, chunks, None)
+            yield chunk.data

@@ -43,7 +43,9 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     _expect_vector("values", values, _INT64)
     _expect_vector("lengths", lengths, _INT32)
     part = schema.dense_part
-    once = once_of(selection.keys, () if part is None else [each.name for each in part.inputs], tensors.once)
+    once = None
+    if tensors.once:
+        once = once_of(selection.keys, () if part is None else [each.name for each in part.inputs], tensors.once)
     samples = samples_of(tensors, selection.keys, once)
     if limits is not None:
         check_size(values.size, samples, limits)
@@ -53,7 +55,7 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
         request = _reordered(request, selection.keys, selection.reads, selection)
     if limits is not None and selection.pooled is not selection:
         check_sequences(request, limits)
-    if tensors.tables is None and wants_scores(part, tensors.outputs):
+    if part is not None and tensors.tables is None and wants_scores(part, tensors.outputs):
         request = _with_dense(schema, request, tensors)
     if request.once is not None:
         _expect_output(request, request.once)

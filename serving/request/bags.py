@@ -1,12 +1,16 @@
 """Where the bags and the ids of each feature lie in a request."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.jagged import bounds_of, offsets_of
+from serving.request.jagged import bounds_of, joined, offsets_of
 from serving.request.tensors import Ids, KjtRequest, Mask
+
+# Most requests have one of few numbers of samples. Bounds are kept for so many.
+_KEPT_BOUNDS = 256
 
 
 def bag_bounds(features: int, samples: int, once: Mask | None) -> Ids:
@@ -17,15 +21,33 @@ def bag_bounds(features: int, samples: int, once: Mask | None) -> Ids:
         samples: B.
         once: which of them have one bag, bool [F]. The others have B. None: all have B.
     """
-    return bounds_of(bags_of(features, samples, once))
+    if once is None:
+        return _even_bounds(features, samples)
+    return bounds_of(np.where(once, 1, samples))
 
 
-def bags_of(features: int, samples: int, once: Mask | None) -> Ids:
-    """The number of bags of each feature, int64 [features]; arguments as `bag_bounds`."""
-    bags: Ids = np.full(features, samples)
-    if once is not None:
-        bags[once] = 1
-    return bags
+@lru_cache(_KEPT_BOUNDS)
+def _even_bounds(features: int, samples: int) -> Ids:
+    """The bounds of bags where each feature has as many; not to be written to."""
+    bounds: Ids = np.arange(features + 1) * samples
+    bounds.flags.writeable = False
+    return bounds
+
+
+def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:
+    """Where the bags of each segment start in the lengths of all requests, then their number: int64 [S + 1]."""
+    first = requests[0]
+    if len(requests) == 1:
+        return bag_bounds(len(first.selection.names), first.samples, first.once)
+    features = [len(each.selection.names) for each in requests]
+    bags = np.array([each.samples for each in requests]).repeat(features)
+    if any(each.once is not None for each in requests):
+        come_once = [
+            np.zeros(count, np.bool_) if each.once is None else each.once
+            for each, count in zip(requests, features, strict=True)
+        ]
+        bags[joined(come_once)] = 1
+    return bounds_of(bags)
 
 
 def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:

@@ -25,15 +25,20 @@ from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 
 from serving.bundle.id_maps import IDS
 from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason
-from serving.request.bags import bag_bounds, bags_of, id_bounds, place_of
+from serving.request.bags import bag_bounds, id_bounds, place_of, segment_bounds
 from serving.request.id_maps import IdMaps
-from serving.request.jagged import bounds_of, joined, offsets_of, ranges
+from serving.request.jagged import joined, offsets_of, ranges
 from serving.request.positions import expect_short_bags, positions_of, weights_by_position
 from serving.request.schema import Schema, Selection
-from serving.request.tensors import Batch, Checked, Embeddings, Ids, KjtRequest, Weights
+from serving.request.tensors import Batch, Checked, Embeddings, Ids, KjtRequest, Lengths, Weights
+
+_UINT64 = np.dtype(np.uint64)
+_NO_SEGMENTS: Ids = np.empty(0, np.int64)
+_max_of_each = np.maximum.reduceat
 
 
 def check(requests: Sequence[KjtRequest]) -> Checked:
@@ -50,26 +55,18 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
         InvalidRequest: at least one request is wrong. `apply_id_policies` tells which one, and why.
         InternalError: a map says another row than its table has: its file was damaged.
     """
-    values = joined([request.values for request in requests])
-    lengths = joined([request.lengths for request in requests])
+    values, lengths, rows = _joined(requests)
     offsets = offsets_of(lengths)
-    ends = offsets[list(accumulate(request.lengths.size for request in requests))]
-    if ends.tolist() != list(accumulate(request.values.size for request in requests)):
-        raise InvalidRequest("lengths: expected them to add up to the number of ids", Reason.LENGTHS)
-
-    rows = joined([request.selection.rows for request in requests])
-    bags = _bag_bounds(requests)
+    _expect_sums(requests, offsets)
+    bags = segment_bounds(requests)
     ids = offsets[bags]
     if (id_maps := requests[0].selection.id_maps) is not None:
         values = _remapped(requests, id_maps, values, ids)
-    starts = ids[:-1]
-    filled = starts < ids[1:]  # for an empty segment, reduceat would give the id behind it
-    # As an unsigned number, a negative id is larger than any table.
-    outside = np.maximum.reduceat(values.view(np.uint64), starts[filled]) >= rows[filled]
-    if outside.any():
-        if (joined([request.selection.maps for request in requests])[filled][outside] >= 0).any():
+    outside = _segments_outside(values, ids, rows)
+    if outside.size:
+        if (joined([request.selection.maps for request in requests])[outside] >= 0).any():
             raise InternalError(f"{IDS}: expected rows of its tables, got others: publish the bundle again")
-        if not joined([request.selection.modulo for request in requests])[filled][outside].all():
+        if not joined([request.selection.modulo for request in requests])[outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
         # In [0, rows) for negative ids too. It changes no id that is there already.
         values = np.remainder(values, rows.astype(np.int64).repeat(np.diff(ids)))
@@ -180,9 +177,38 @@ def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
     return answers
 
 
-def _bag_bounds(requests: Sequence[KjtRequest]) -> Ids:
-    """Where the bags of each segment start in the lengths of all requests, then their number: int64 [S + 1]."""
-    return bounds_of(joined([bags_of(len(each.selection.names), each.samples, each.once) for each in requests]))
+def _joined(requests: Sequence[KjtRequest]) -> tuple[Ids, Lengths, npt.NDArray[np.uint64]]:
+    """The ids of all requests, int64 [N], their lengths, int32 [bags], and the rows of their tables, uint64 [S]."""
+    if len(requests) == 1:
+        (request,) = requests
+        return request.values, request.lengths, request.selection.rows
+    return (
+        joined([request.values for request in requests]),
+        joined([request.lengths for request in requests]),
+        joined([request.selection.rows for request in requests]),
+    )
+
+
+def _expect_sums(requests: Sequence[KjtRequest], offsets: Ids) -> None:
+    """Refuse requests if the lengths of one do not add up to the number of its ids."""
+    bags = ids = 0
+    for request in requests:
+        bags += request.lengths.size
+        ids += request.values.size
+        if offsets.item(bags) != ids:
+            raise InvalidRequest("lengths: expected them to add up to the number of ids", Reason.LENGTHS)
+
+
+def _segments_outside(values: Ids, id_bounds: Ids, rows: npt.NDArray[np.uint64]) -> Ids:
+    """The segments with an id outside [0, rows): their positions, int64. `rows`: uint64 [S], of their tables."""
+    # As an unsigned number, a negative id is larger than any table.
+    unsigned, starts = values.view(_UINT64), id_bounds[:-1]
+    # For an empty segment, reduceat gives the id behind it, and fails if there is none. Ids that are in all of their
+    # tables are mostly in these, too: so it is cheaper to look for empty segments afterwards.
+    if id_bounds.item(-2) < values.size and not np.count_nonzero(_max_of_each(unsigned, starts) >= rows):
+        return _NO_SEGMENTS
+    filled = np.flatnonzero(starts < id_bounds[1:])
+    return filled[_max_of_each(unsigned, starts[filled]) >= rows[filled]]
 
 
 def _remapped(requests: Sequence[KjtRequest], maps: IdMaps, values: Ids, id_bounds: Ids) -> Ids:

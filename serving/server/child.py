@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,9 @@ from serving.triton.output import Output
 # mapped again page by page, which slows large requests. Triton's own pool would keep any size for ever.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
 
+# How long processes that were killed are waited for, and how often it is looked for them, in seconds.
+_KILLED_S, _LOOKS_S = 2.0, 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Child:
@@ -28,16 +32,36 @@ class Child:
     output: Output
 
     def end(self, timeout_s: float) -> None:
-        """Have it answer what it accepted, and end. After `timeout_s` kill it and the processes of its models."""
+        """Have it answer what it accepted, and end. After `timeout_s` kill it and the processes of its models.
+
+        All are gone then, and what they held, but for one that the kernel cannot end yet.
+        """
         if self.process.poll() is None:
             self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-        # The models' processes notice that their server was killed. But one that hangs would keep its memory.
+        # Processes of models outlive a server that was killed, and keep their memory.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        _await_group(self.process.pid)
         self.output.drain()
+
+
+def _await_group(group: int) -> None:
+    """Wait until no process of a group that was killed is left. Nobody may ask how one ended: it is a zombie then."""
+    end = time.monotonic() + _KILLED_S
+    while time.monotonic() < end and any(map(partial(_is_in, group), Path("/proc").glob("[0-9]*/stat"))):
+        time.sleep(_LOOKS_S)
+
+
+def _is_in(group: int, stat: Path) -> bool:
+    """Whether a process that has not ended is of a group, by its file /proc/PID/stat of proc(5)."""
+    try:
+        state, _, of_group, *_ = stat.read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return False
+    return int(of_group) == group and state not in "ZX"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

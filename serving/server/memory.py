@@ -1,24 +1,15 @@
-"""The memory of a process and of files, as Linux says: proc_pid_smaps(5), proc_pid_maps(5) and mincore(2)."""
+"""The memory of a process, as Linux says: proc_pid_smaps(5) and proc_pid_maps(5)."""
 
-import ctypes
-import mmap
-import os
 import re
 from pathlib import Path
 
-import numpy as np
-
-from serving.files.reading import open_file
+from serving.files.page_cache import huge_bytes_of
 from serving.files.strict import Strict
+from serving.ranks.shared_copy import COPY_PREFIX
 
-_WEIGHTS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*/weights\.\d+\.bin$", re.MULTILINE)
-_CHUNK_BYTES = 1 << 30
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-_FAILED = ctypes.c_void_p(-1).value
+_WEIGHTS = re.compile(
+    rf"^([0-9a-f]+)-([0-9a-f]+) .*/(?:weights\.\d+\.bin|{COPY_PREFIX}[0-9a-f]{{64}})$", re.MULTILINE
+)
 
 
 class ProcessMemory(Strict, frozen=True):
@@ -29,11 +20,13 @@ class ProcessMemory(Strict, frozen=True):
         share: the same, with a page that N processes use counted as 1/N of it (PSS). The shares of all processes add
             up to what they use together.
         mapped: the files of weights that it has mapped, in memory or not.
+        huge: what it has mapped in huge pages, of files or of copies of them.
     """
 
     resident: int
     share: int
     mapped: int
+    huge: int
 
 
 def process_memory(pid: int) -> ProcessMemory | None:
@@ -49,35 +42,5 @@ def process_memory(pid: int) -> ProcessMemory | None:
         resident=kib["Rss"] << 10,
         share=kib["Pss"] << 10,
         mapped=sum(int(end, 16) - int(start, 16) for start, end in _WEIGHTS.findall(maps)),
+        huge=huge_bytes_of(rollup),
     )
-
-
-def cached_bytes(path: Path) -> int | None:
-    """How many bytes of a file are in the page cache, in whole pages.
-
-    None if that cannot be told: it is gone, or neither ours nor ours to write to. Linux then says that all are.
-    """
-    try:
-        with open_file(path, follow=True) as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() and not os.access(path, os.W_OK, effective_ids=True):
-                return None
-            starts = range(0, found.st_size, _CHUNK_BYTES)
-            return sum(_cached(file.fileno(), start, min(_CHUNK_BYTES, found.st_size - start)) for start in starts)
-    except OSError:
-        return None
-
-
-def _cached(file: int, start: int, size_bytes: int) -> int:
-    pages = -(-size_bytes // mmap.PAGESIZE)
-    states = ctypes.create_string_buffer(pages)
-    address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, file, start)
-    if address == _FAILED:
-        raise OSError(ctypes.get_errno(), "cannot be mapped")
-    try:
-        if _LIBC.mincore(address, size_bytes, states):
-            raise OSError(ctypes.get_errno(), "mincore")
-    finally:
-        _LIBC.munmap(address, size_bytes)
-    # The lowest bit of each byte says whether that page is in memory.
-    return int((np.frombuffer(memoryview(states).cast("B"), np.uint8) & 1).sum()) * mmap.PAGESIZE

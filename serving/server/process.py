@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from serving.errors import ServingError, TritonserverFailed
+from serving.ranks.shared_copy import remove_unused_copies
 from serving.server.access import Access
 from serving.server.child import Child, Launch, signals_deferred
 from serving.server.models import Pins, ServedModel, check_pins, find_models
@@ -225,6 +226,8 @@ def _started(
                 repository=repository,
                 private=private,
             )
+            # Triton may have no time to end all models by themselves, so that the last one would remove its copies.
+            stack.callback(remove_unused_copies)
             stack.callback(server.end)
         if models:  # with none, there is no sign that it has copied its options before it answers
             erase_from_command_line(server.process, key)

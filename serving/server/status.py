@@ -6,14 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from serving.bundle.manifest import WEIGHTS_FILES
 from serving.bundle.opening import open_bundle
 from serving.errors import ServingError
+from serving.files.page_cache import cached
 from serving.files.strict import Strict
 from serving.model.config_file import of_json, settings_of
 from serving.model.settings import ServingSettings
 from serving.ranks.replicas import HostReplicas, replicas_of
 from serving.ranks.settings import hosts_of
-from serving.server.memory import ProcessMemory, cached_bytes, process_memory
+from serving.server.memory import ProcessMemory, process_memory
 from serving.server.run_file import Recovery, RunFile
 from serving.triton.control import UNLOADED, Control, VersionState
 from serving.triton.stubs import Stub, living_stubs
@@ -54,7 +56,7 @@ class ModelStatus(Strict, frozen=True):
 
     Attributes:
         name: its name.
-        chosen_by: what says which versions are served: "pin" (`--serve`), "release" (`--follow`) or "config".
+        chosen_by: what says which versions a start serves: "pin" (`--serve`), "release" (`--follow`) or "config".
         versions: those that were not unloaded, oldest first.
         settings: how it is served; none while no version serves. `tbe-serve configure` explains them.
     """
@@ -127,9 +129,10 @@ def _model(
 
 def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettings | None) -> VersionStatus:
     own = [stub for stub in stubs if (stub.model, stub.version) == (state.model, state.version)]
-    weights = sorted(own[0].bundle.glob("weights.*.bin")) if own else []
+    weights = sorted(own[0].bundle.glob(WEIGHTS_FILES)) if own else []
     size = sum(map(_size_bytes, weights))
-    cached = [cached_bytes(path) for path in weights]
+    found = [cached(path) for path in weights]
+    there = None if None in found else sum(each.size for each in found if each is not None)
     return VersionStatus(
         version=state.version,
         state=state.state,
@@ -139,7 +142,7 @@ def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettin
             for stub in own
         ),
         weights_bytes=size if own else None,
-        cached_bytes=min(size, sum(each or 0 for each in cached)) if own and None not in cached else None,
+        cached_bytes=min(size, there) if own and there is not None else None,
         hosts=_hosts(own[0].bundle, settings) if own and settings is not None and settings.hosts else (),
     )
 

@@ -23,9 +23,9 @@ def switch(
     model: str,
     versions: Sequence[int] = (),
     *,
+    repository: Path,
     beside: Sequence[int] = (),
     private: PrivateFolder | None = None,
-    repository: Path | None = None,
 ) -> Switched:
     """Serve exactly `versions` of a model, and those `beside` them.
 
@@ -35,10 +35,10 @@ def switch(
         control: the server's control API.
         model: the model's name.
         versions: none: those that config.pbtxt says.
+        repository: what Triton serves: versions are loaded with the config.pbtxt that is there, also if Triton has
+            seen it already, and was given another config since.
         beside: versions that serve already, and go on.
         private: the private folder that the server serves. Signed versions are copied into it first.
-        repository: what Triton serves: `versions` are loaded with the config.pbtxt that is there. None: they are
-            loaded with the config that the model is served with.
 
     Raises:
         ServingError: a version is missing, not signed, or cannot be loaded. What served before goes on.
@@ -48,5 +48,5 @@ def switch(
         if private is not None:
             for version in versions or (None,):
                 private.bring(model, version, serving={*before, *versions})
-        config = None if repository is None else as_json(read_config(repository / model))
+        config = as_json(read_config(repository / model))
         return Switched(before, control.load(model, sorted({*versions, *beside}), config))

@@ -99,8 +99,8 @@ class Control:
         Args:
             model: its name.
             versions: none: those that config.pbtxt says. Callers that name no version get the newest of them.
-            config: the ModelConfig, as JSON, that `versions` are loaded with. None: the one that the model is served
-                with.
+            config: the ModelConfig, as JSON, that they are loaded with. None: the one that the model is served with,
+                or, without `versions`, what Triton makes of config.pbtxt.
 
         Returns:
             The versions that serve now.
@@ -115,7 +115,9 @@ class Control:
             if missing := sorted({*versions} - {*now}):
                 raise ModelNotFound(f"model {model!r}: expected version {missing[0]} to serve, got {list(now)}")
             return now
-        self._load(model)
+        self._load(model, config)
+        if config is not None:
+            return self.ready(model)
         # Triton reads config.pbtxt only if that file or a version changed. Otherwise it keeps the config that it was
         # last given, which may name other versions.
         config = self.config(model)

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from benchmarks import document, peers_hosts
 from benchmarks.peer_servers import HERE, PEERS
 from benchmarks.peer_workload import PeerWorkload, movielens
+from benchmarks.quietness import Quietness
 from serving.engine import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,14 @@ def test_the_last_run_has_every_server_or_says_why_not() -> None:
             assert run["ratios"][f"ours_over_best_peer_rps_{workload}_b{samples}"] > 0
     for peer in peers_hosts.PEERS:
         assert f"{peer}_p50_b1_s" in run["results"] or run["absent"][f"{peer}_absent"]
+
+
+@pytest.mark.parametrize(("quiet", "said"), [(True, "It was a quiet run."), (False, "It was not a quiet run")])
+def test_the_page_says_whether_the_run_was_quiet(quiet: bool, said: str) -> None:
+    run = json.loads(LATEST.read_text())
+    page = document.render(run | {"others": Quietness().seen() | {"quiet": quiet, "before": 1.234}}, "x.json")
+    assert "Other processes kept 1.23 cores busy before the run" in page
+    assert said in page
 
 
 def test_results_are_named_by_date_and_machine() -> None:

@@ -238,7 +238,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from serving.ranks.weights import map_weights
+from serving.ranks.weights import Weights
 from serving.bundle import open_bundle
 from serving.errors import BundleError
 
@@ -246,7 +246,7 @@ bundle = open_bundle(Path(sys.argv[1]))
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), used + (8 << 20)))
 try:
-    map_weights(bundle.path, bundle.manifest.plan)
+    Weights(bundle.path, bundle.manifest)
 except BundleError as error:
     print(error)
 """

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -512,4 +513,10 @@ def test_through_a_router(tmp_path: Path) -> None:
             server.process.wait()
             with pytest.raises(ServerUnavailable, match=f"host {host} "):
                 client.score(bags, dense, once=once, timeout_s=5)
+            named = []
+            for asked in (partial(client.lookup, whole), partial(client.lookup, bags, once=once)):
+                with pytest.raises(ServerUnavailable, match=r"tables .*: host ") as refused:
+                    asked(timeout_s=5)
+                named.append(str(refused.value).partition("tables ")[2].partition(": host ")[0])
+            assert named[0] == named[1]
             break

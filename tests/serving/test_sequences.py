@@ -603,8 +603,7 @@ def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> Non
         expected = [engine.lookup(each) for each in no_need]
         before = engine.lookup(whole)
         for server in served.servers[lost]:
-            server.triton.kill()
-            server.process.kill()
+            server.lose()
         answers = at_once([partial(client.lookup, each) for each in [*need, *no_need] * 4])
         assert len(answers) == 20
         for number, answer in enumerate(answers):

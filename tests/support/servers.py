@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -81,6 +82,14 @@ def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
         with suppress(psutil.ZombieProcess):  # Triton does not wait for one that was killed
             found += [child] if any(f"/{model}/" in part for part in child.cmdline()) else []
     return found
+
+
+def wait_for_stubs(server: psutil.Process, model: str, count: int) -> None:
+    """Wait until so many processes answer for a model: those that others replaced may still be ending."""
+    deadline = time.monotonic() + 60
+    while (found := len(stubs(server, model))) != count:
+        assert time.monotonic() < deadline, f"expected {count} processes of {model}, found {found}"
+        time.sleep(0.1)
 
 
 def shared_regions(process: psutil.Process) -> list[Path]:
@@ -239,6 +248,12 @@ class Running:
     def triton(self) -> psutil.Process:
         """Its tritonserver."""
         return tritonserver_of(self.process)
+
+    def lose(self) -> None:
+        """Kill all of its processes at once, as if its machine were gone."""
+        group = self.triton.pid
+        self.process.kill()
+        os.killpg(group, signal.SIGKILL)
 
 
 @contextmanager

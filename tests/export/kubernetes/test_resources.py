@@ -1,9 +1,12 @@
 """What a pod asks for, by the bytes of its weights and its processes."""
 
+from dataclasses import replace
+
 import pytest
 
 from export.kubernetes.fleet import Member
 from export.kubernetes.resources import copy_bytes, mebibytes, resources, start_s
+from serving.ranks import room
 
 GIB = 1 << 30
 
@@ -20,12 +23,37 @@ def member(weights_gib: int, instances: int) -> Member:
     )
 
 
-@pytest.mark.parametrize(("weights_gib", "instances"), [(0, 1), (10, 1), (500, 4)])
-def test_memory_is_that_of_the_weights_and_the_processes(weights_gib: int, instances: int) -> None:
+@pytest.mark.parametrize(
+    # 500 GiB are nine tenths of 568,889 MiB, which is more than there would be beside requests and answers.
+    ("weights_gib", "instances", "limit"),
+    [(0, 1, 2048), (10, 1, 12288), (500, 4, 568_889)],
+)
+def test_memory_is_that_of_the_weights_and_the_processes(weights_gib: int, instances: int, limit: int) -> None:
     found = resources(member(weights_gib, instances))
     requested = weights_gib * 1024 + 512 * (instances + 1)
     assert found["requests"] == {"cpu": str(instances + 1), "memory": f"{requested}Mi"}
-    assert found["limits"] == {"memory": f"{requested + 1024 * instances}Mi"}
+    assert found["limits"] == {"memory": f"{limit}Mi"}
+
+
+@pytest.mark.parametrize(("weights_gib", "instances"), [(0, 1), (10, 1), (30, 1), (100, 2), (500, 4)])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_server_with_that_limit_keeps_its_weights_in_memory(
+    weights_gib: int, instances: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = mebibytes_of(resources(member(weights_gib, instances))["limits"]["memory"]) << 20
+    monkeypatch.setattr(room, "memory_here", lambda: limit)
+    assert room.room_alone(instances, kept=kept) >= weights_gib * GIB
+
+
+def mebibytes_of(quantity: str) -> int:
+    assert quantity.endswith("Mi")
+    return int(quantity[:-2])
+
+
+def test_weights_in_huge_pages_are_asked_for_as_such_and_not_as_memory() -> None:
+    found = resources(replace(member(10, 2), huge_bytes=10 * GIB + (2 << 20)))
+    assert found["requests"] == {"cpu": "3", "memory": "1536Mi", "hugepages-2Mi": "10242Mi"}
+    assert found["limits"] == {"memory": "3584Mi", "hugepages-2Mi": "10242Mi"}
 
 
 def test_a_copy_has_room_and_its_server_has_time() -> None:

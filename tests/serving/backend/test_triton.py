@@ -1,6 +1,7 @@
 """Lookups by a real tritonserver: what is answered is right, alone or merged with others."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
+from export import export_model
 from serving.client import LookupClient
+from serving.engine import Engine
+from serving.model.settings import ServingSettings
 from serving.server import Server
 from tests.support import oracle
-from tests.support.models import MIXED, SUM, Bags, collection, flat, float_tables, random_bags, table_of
-from tests.support.servers import held, metric, raw_request, wait_for_execution, wait_for_pending
+from tests.support.models import MIXED, MIXED_CONFIG, SUM, Bags, collection, flat, float_tables, random_bags, table_of
+from tests.support.servers import held, metric, raw_request, running, stubs, wait_for_execution, wait_for_pending
 
 FEATURES = list(table_of(MIXED))
 
@@ -140,3 +144,21 @@ def test_the_default_order_needs_no_parameter(server: Server, client: LookupClie
     answer = raw_request(server, values[np.newaxis], lengths[np.newaxis])
     assert answer.shape == (1, 4, 16 + 32 + 32 + 8 + 24)
     np.testing.assert_array_equal(answer[0], np.concatenate(list(client.lookup(bags).values()), axis=1))
+
+
+def test_threads_of_an_instance_answer_a_large_request_as_one_thread(tmp_path: Path) -> None:
+    for name, threads in (("one", 1), ("three", 3)):
+        config = replace(MIXED_CONFIG, serving=ServingSettings(threads=threads))
+        export_model(collection(MIXED), tmp_path / "r", name, config)
+    random = np.random.default_rng(3)
+    with running(tmp_path / "r") as server, Engine.open(tmp_path / "r" / "one" / "1") as engine:
+        for samples in (1, 8000):  # the answer to the second is more than 2 MB
+            bags = random_bags(random, MIXED, samples)
+            expected = engine.lookup(bags)
+            for name in ("one", "three"):
+                with LookupClient(server.grpc, name, timeout_s=30) as client:
+                    answer = client.lookup(bags)
+                for feature, rows in expected.items():
+                    np.testing.assert_array_equal(answer[feature], rows)
+        one, three = (stubs(server.triton, name)[0].num_threads() for name in ("one", "three"))
+    assert three == one + 2

@@ -10,7 +10,7 @@ from export import export_model
 from serving.client import LookupClient
 from serving.server.run_file import find_run_file
 from tests.support.models import SUM, collection
-from tests.support.servers import running, stubs, tbe_serve, wait_for_answer
+from tests.support.servers import running, stubs, tbe_serve, wait_for_answer, wait_for_stubs
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
 
@@ -25,6 +25,7 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
         with LookupClient(one.grpc, "m", 30) as client:
             wait_until_recovered(one.grpc)
             wait_for_answer(client)
+        wait_for_stubs(one.triton, "m", 2)
 
         done = tbe_serve("status", one.grpc, "--json")
         assert done.returncode == 0, done.stderr

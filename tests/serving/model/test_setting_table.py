@@ -36,6 +36,7 @@ parameters { key: "verify_weights" value { string_value: "false" } }
 # Settings that a config of that release does not have.
 LATER: dict[str, Any] = {
     "score_threads": 2,
+    "weights_memory": "locked",
     "hosts": {"0": "a:8001,b:8001", "1": "dns:///c:8001"},
     "shard_timeout_ms": 50,
     "on_lost": {"*": "zero", "item": "error"},
@@ -62,7 +63,7 @@ SAID: dict[str, Any] = {
     "capture_max_bytes": 1000,
 }
 # Of every setting a value that is not its default.
-CHANGED = SAID | LATER | {"max_sequence_bytes": 9}
+CHANGED = SAID | LATER | {"max_sequence_bytes": 9, "threads": 3}
 
 
 def old_config() -> Any:
@@ -72,11 +73,12 @@ def old_config() -> Any:
 def test_a_config_of_an_earlier_release_is_read_and_written_as_it_was() -> None:
     config = old_config()
     settings = settings_of(config)
-    later = dict.fromkeys(LATER) | {"max_sequence_bytes": 256 << 20}
+    later = dict.fromkeys(LATER) | {"max_sequence_bytes": 256 << 20, "threads": 1}
     assert asdict(settings) == SAID | later
     apply_settings(config, settings)
     expected = old_config()
     expected.parameters["max_sequence_bytes"].string_value = str(256 << 20)
+    expected.parameters["threads"].string_value = "1"
     assert config == expected
 
 

@@ -131,8 +131,7 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         zeroed = Hosts(addresses=served.addresses, on_lost=dict.fromkeys(needed, OnLost.ZERO))
         with Engine.open(router, zeroed) as engine:
             for server in served.servers[lost]:
-                server.triton.kill()
-                server.process.kill()
+                server.lose()
             found = engine.score(bags[3], dense[3])
             looked_up = engine.lookup(bags[3])
     assert not looked_up["user_id"].any()

@@ -56,6 +56,13 @@ def test_a_bad_request_is_refused_by_name(values: Any, lengths: Any, features: A
         checked(schema(), good, tensors(values, lengths, None, features), good)
 
 
+def test_an_id_is_not_compared_with_the_empty_table_in_front_of_its_own() -> None:
+    assert checked(schema(), tensors(ints(99, 99), lens(0, 0, 0, 0, 1, 1))).id_bounds.tolist() == [0, 0, 0, 2]
+    assert checked(schema(), tensors(ints(9, 9), lens(2, 0, 0))).id_bounds.tolist() == [0, 2, 2, 2]
+    with pytest.raises(IdsOutside, match=r"feature 'c': expected an id in \[0, 100\), got 100 for sample 0"):
+        checked(schema(), tensors(ints(100), lens(0, 0, 1)))
+
+
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [

@@ -34,6 +34,7 @@ from tests.support.servers import (
     wait_for_answer,
     wait_for_execution,
     wait_for_pending,
+    wait_for_stubs,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
@@ -106,7 +107,7 @@ def test_one_of_two_instances_that_died_is_noticed(repository: Path) -> None:
         while metric(server, "tbe_recoveries_total", model="m") != 1:
             assert time.monotonic() < deadline
         wait_for_answer(client)
-        assert len(stubs(server.triton, "m")) == 2
+        wait_for_stubs(server.triton, "m", 2)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
 
@@ -201,10 +202,10 @@ from serving.engine import Engine
 
 init = Engine.__init__
 
-def init_with_little(self, *arguments):
+def init_with_little(self, *arguments, **options):
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (taken + {spare_bytes}, taken + {spare_bytes}))
-    init(self, *arguments)
+    init(self, *arguments, **options)
 
 Engine.__init__ = init_with_little
 """

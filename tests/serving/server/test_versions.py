@@ -17,6 +17,7 @@ from export import export_model
 from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import ServingError
+from serving.model.config_file import of_json, settings_of
 from serving.server import Control, Server, run_server
 from tests.support import oracle
 from tests.support.models import SUM, Bags, collection, random_bags, table_of
@@ -160,6 +161,20 @@ def test_a_model_that_is_not_there_cannot_be_loaded(server: Server) -> None:
         done = tbe_serve("load", "m", "--url", url, "--timeout-s", "5")
         assert done.returncode == 1
         assert f"{url}: expected the gRPC address of a server that you run here with `tbe-serve run`" in done.stderr
+
+
+def test_settings_take_effect_with_every_load(repository: Path, server: Server) -> None:
+    """Also after a version was named, and with one: Triton itself then keeps the settings that it had."""
+    export_version(repository, 2)
+    for samples, version in enumerate(("1", None, "2", None, None), start=100):
+        done = tbe_serve("configure", str(repository / "m"), "--max-request-samples", str(samples))
+        assert done.returncode == 0, done.stderr
+        named = () if version is None else ("--version", version)
+        done = tbe_serve("load", "m", *named, "--url", server.grpc)
+        assert done.stdout.endswith(f"→ {version or 2}\n"), done.stderr
+        settings = settings_of(of_json(server.control(30).config("m")))
+        assert settings is not None
+        assert settings.max_request_samples == samples
 
 
 def test_the_configured_version_is_served_after_a_restart(repository: Path, tmp_path: Path) -> None:

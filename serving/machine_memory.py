@@ -1,10 +1,11 @@
 """How much memory this process may use."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
+# Weights are kept in memory if they fill no more of it than this: processes, requests and answers need the rest.
+MOST_OF_MEMORY = 0.9
 _CGROUPS = Path("/sys/fs/cgroup")
 _OF_PROCESS = Path("/proc/self/cgroup")
 
@@ -22,7 +23,7 @@ def memory_of(total_bytes: int, groups: Path, cgroups: Path) -> int:
 
 def memory_here() -> int:
     """The most memory that this process may use, in bytes."""
-    return memory_of(psutil.virtual_memory().total, _OF_PROCESS, _CGROUPS)
+    return memory_of(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _OF_PROCESS, _CGROUPS)
 
 
 def _limits(groups: Path, cgroups: Path) -> Iterator[int]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from export.plan.machine_memory import memory_of
+from serving.machine_memory import memory_of
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,243 @@
+"""One copy of a file of weights for all processes of a machine, on a file system of huge pages.
+
+It is for machines whose own file systems give no huge pages. A copy is called by its digest. Every process that uses
+one holds a lock on it; the last one to let go removes it. A copy whose users were killed is removed when the
+next one is taken, or `tbe-serve run` ends: it may have changed since it was compared with its digest.
+"""
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import stat
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from serving.bundle.digests import FileDigest, check_sha256
+from serving.errors import BundleError, ConfigurationError
+from serving.files.page_cache import HUGE_PAGE
+from serving.files.reading import open_file
+
+_MOUNTS = Path("/proc/self/mountinfo")
+# How copies are called: this, and the SHA-256 of the file.
+COPY_PREFIX = "tbe-weights-"
+_PARTIAL = ".partial"
+_STEP_BYTES = 16 << 20
+# How often a copy that another process makes is looked for, in seconds.
+_WAIT_S = 0.05
+_KINDS_OF_TMPFS = {"huge=always", "huge=within_size"}
+
+
+class HugeFolder(NamedTuple):
+    """Where a file system of huge pages is mounted. hugetlbfs has pages of its own; a tmpfs takes of all memory."""
+
+    path: Path
+    is_hugetlbfs: bool
+
+
+class SharedCopies:
+    """The copies that this process uses.
+
+    Args:
+        has_room: whether memory has room for the copies that are not there yet, if they are on a tmpfs.
+
+    Raises:
+        ConfigurationError: no file system of huge pages is mounted where this process may write.
+    """
+
+    def __init__(self, *, has_room: bool = True) -> None:
+        self._has_room = has_room
+        self._folders = list(huge_page_folders(_MOUNTS))
+        if not self._folders:
+            raise ConfigurationError(
+                "weights-memory: expected 'mapped' or 'locked', got 'huge': no hugetlbfs, and no tmpfs with huge=, "
+                "is mounted where this process may write: mount one (`mount -t tmpfs -o huge=always,size=… tmpfs "
+                "/mnt/huge`), or in Kubernetes a volume with `medium: HugePages-2Mi`"
+            )
+        self._held: list[int] = []
+        weakref.finalize(self, _release, self._held)
+
+    def take(self, path: Path, digest: FileDigest) -> Path:
+        """The copy of a file, made if it is not there; whoever else makes it is waited for.
+
+        Args:
+            path: the file.
+            digest: its size and SHA-256, which are compared as the copy is made.
+
+        Returns:
+            The copy. It is there until `release`, or the end of the process.
+
+        Raises:
+            BundleError: the file differs from its digest, or cannot be read.
+            ConfigurationError: there is no room; naming the folders, and what is wanted.
+        """
+        _remove_unused(self._folders)
+        problems = []
+        for folder in self._folders:
+            copy = folder.path / f"{COPY_PREFIX}{digest.sha256}"
+            try:
+                self._held.append(_taken(copy, path, digest, has_room=self._has_room or folder.is_hugetlbfs))
+            except OSError as error:
+                problems.append(f"{copy}: {error.strerror}")
+            else:
+                return copy
+        raise ConfigurationError(
+            f"weights-memory: {path} cannot be copied to huge pages: it takes {-(-digest.size_bytes // HUGE_PAGE)} "
+            f"of 2 MiB: {'; '.join(problems)}: where there is no room, give the machine more (`sysctl "
+            "vm.nr_hugepages`, `size=` of a tmpfs, the limit of the container), or unload what else is served"
+        )
+
+    def release(self) -> None:
+        """Let all copies go; those that nobody else uses are removed."""
+        _release(self._held)
+
+
+def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
+    """Where file systems of huge pages are mounted, and this process may write; hugetlbfs first.
+
+    One that another file system covers is left out.
+
+    Args:
+        mounts: what Linux says of mounts, /proc/self/mountinfo of proc(5).
+    """
+    found: list[HugeFolder] = []
+    for line in mounts.read_text().splitlines():
+        where, _, what = line.partition(" - ")
+        kind, _, options = what.split(" ", 2)
+        _, _, device, _, encoded, *_ = where.split(" ")
+        folder = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), encoded))  # space, tab, newline, \
+        wanted = {*options.split(",")}
+        is_hugetlbfs = kind == "hugetlbfs" and bool(wanted & {"pagesize=2M", "pagesize=2048K"})
+        is_huge = is_hugetlbfs or (kind == "tmpfs" and bool(wanted & _KINDS_OF_TMPFS))
+        if is_huge and os.access(folder, os.W_OK) and _is_on(folder, device):
+            found.append(HugeFolder(folder, is_hugetlbfs))
+    yield from sorted(found, key=lambda each: not each.is_hugetlbfs)
+
+
+def _is_on(folder: Path, device: str) -> bool:
+    found = os.stat(folder).st_dev
+    return device == f"{os.major(found)}:{os.minor(found)}"
+
+
+def _taken(copy: Path, source: Path, digest: FileDigest, *, has_room: bool) -> int:
+    """A descriptor of the copy, which holds it."""
+    partial = copy.with_name(copy.name + _PARTIAL)
+    while True:
+        try:
+            return _expect_size(_locked(copy, os.O_RDONLY, fcntl.LOCK_SH), digest)
+        except FileNotFoundError:
+            pass
+        if not has_room:
+            raise OSError(errno.ENOMEM, "the memory of this machine, or of its control group, has no room for it")
+        try:
+            file = _locked(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:  # another process finished it, or gave up
+            continue
+        except BlockingIOError:  # another process is at it; it goes on to hold what it made, so nobody waits for it
+            time.sleep(_WAIT_S)
+            continue
+        try:
+            if copy.exists():
+                partial.unlink()
+                continue
+            _fill(file, source, digest)
+            partial.rename(copy)
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if _is_at(file, copy):  # nobody took it for unused meanwhile
+                return os.dup(file)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+
+
+def _expect_size(file: int, digest: FileDigest) -> int:
+    """The descriptor. It is closed if it cannot be of a copy."""
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != _room_of(digest):
+        os.close(file)
+        raise OSError(errno.EINVAL, "is no copy of it: remove it")
+    return file
+
+
+def _room_of(digest: FileDigest) -> int:
+    """The size of a copy: hugetlbfs has whole pages only."""
+    return -(-digest.size_bytes // HUGE_PAGE) * HUGE_PAGE
+
+
+def _locked(path: Path, flags: int, lock: int) -> int:
+    """Open a file and lock it.
+
+    Raises:
+        FileNotFoundError: it is not there, or was removed or renamed before it was locked.
+        PermissionError: it is another user's, who may have put anything in it.
+    """
+    # O_NONBLOCK: to open a FIFO would wait for whoever writes to it. It means nothing for files.
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        if os.fstat(file).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"{path.name} is another user's", str(path))
+        fcntl.flock(file, lock)
+        if not _is_at(file, path):
+            raise FileNotFoundError(path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _fill(file: int, source: Path, digest: FileDigest) -> None:
+    """Copy `source`, and compare what was copied with its digest."""
+    room = _room_of(digest)
+    os.ftruncate(file, room)
+    os.posix_fallocate(file, 0, room)  # else a write to a page that is not there would be a bus error
+    sha256, start = hashlib.sha256(), 0
+    try:
+        original = open_file(source, follow=True)
+    except OSError as error:
+        raise BundleError(f"{source}: cannot be read: {error.strerror}: publish the bundle again") from error
+    with original, mmap.mmap(file, room) as pages:  # hugetlbfs takes no write(2)
+        while data := original.read(min(_STEP_BYTES, digest.size_bytes - start)):
+            sha256.update(data)
+            pages[start : start + len(data)] = data
+            start += len(data)
+    check_sha256(source, sha256.hexdigest(), digest)
+
+
+def remove_unused_copies() -> None:
+    """Remove the copies that nobody holds."""
+    _remove_unused(huge_page_folders(_MOUNTS))
+
+
+def _remove_unused(folders: Iterable[HugeFolder]) -> None:
+    for copy in (copy for folder in folders for copy in folder.path.glob(f"{COPY_PREFIX}*")):
+        with suppress(OSError):  # somebody holds it, it is somebody else's, is a folder, or was just removed
+            file = _locked(copy, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                copy.unlink()
+            finally:
+                os.close(file)
+
+
+def _release(held: list[int]) -> None:
+    """Let files go. Who is the only one to hold a file removes it."""
+    while held:
+        file = held.pop()
+        with suppress(OSError):  # others hold it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(os.readlink(f"/proc/self/fd/{file}")).unlink()
+        os.close(file)

@@ -1,0 +1,37 @@
+"""Where shards lie in their ranks' files."""
+
+from itertools import pairwise
+
+from export.plan.layout import whole_shard, with_offsets
+from serving.bundle.plan import Shard
+from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import IdPolicy, Pooling, Table
+
+MIB = 1 << 20
+
+
+def table(name: str, rows: int) -> Table:
+    """A table of so many rows of 64 bytes."""
+    return Table(
+        name=name,
+        rows=rows,
+        dim=16,
+        pooling=Pooling.SUM,
+        weighted=False,
+        dtype=WeightDtype.FP32,
+        id_policy=IdPolicy.ERROR,
+    )
+
+
+def laid_out(**rows: int) -> list[Shard]:
+    tables = [table(name, count) for name, count in rows.items()]
+    return [*with_offsets(tables, {each.name: [whole_shard(each, 0)] for each in tables})]
+
+
+def test_a_large_shard_starts_at_a_huge_page_and_a_small_one_at_a_cache_line() -> None:
+    shards = laid_out(first=3, large=MIB, small=5, next=MIB - 1, last=2 * MIB)
+    # 192 bytes; 64 MiB; 320 bytes; 64 bytes less than 64 MiB; 128 MiB.
+    expected = [0, 2 * MIB, 66 * MIB, 66 * MIB + 384, 132 * MIB]
+    assert [each.offset_bytes for each in shards] == expected
+    for before, after in pairwise(shards):
+        assert before.offset_bytes + 64 * before.rows[1] <= after.offset_bytes

@@ -1,0 +1,38 @@
+"""What several batches of one group of requests come to, where hosts are lost."""
+
+import numpy as np
+
+from serving.errors import HostUnavailable, InternalError
+from serving.ranks.answered import Answered, Loss, failed_of, zeroed_of
+
+NOTHING = np.zeros((0, 0), np.float32)
+ONE, TWO = HostUnavailable("host 1 (m-host-1): no answer"), HostUnavailable("host 2 (m-host-2): no answer")
+
+
+def tables(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+def test_an_error_names_the_tables_of_all_batches_by_host() -> None:
+    pooled = Answered(NOTHING, {0: [Loss(ONE, tables("word", "item"))], 1: [Loss(ONE, tables("word"))]})
+    rows = Answered(NOTHING, {0: [Loss(HostUnavailable(str(ONE)), tables("hist")), Loss(TWO, tables("item"))]})
+    found = failed_of([pooled, Answered(NOTHING), rows])
+    assert {position: str(error) for position, error in found.items()} == {
+        0: "tables 'hist', 'item', 'word': host 1 (m-host-1): no answer; tables 'item': host 2 (m-host-2): no answer",
+        1: "tables 'word': host 1 (m-host-1): no answer",
+    }
+    assert {type(error) for error in found.values()} == {HostUnavailable}
+
+
+def test_an_internal_error_of_one_host_is_one_in_any_order() -> None:
+    wrong = Answered(NOTHING, {0: [Loss(InternalError("host 3 (m-host-3): bytes"), tables("item"))]})
+    lost = Answered(NOTHING, {0: [Loss(ONE, tables("word"))]})
+    assert [type(failed_of(each)[0]) for each in ([wrong, lost], [lost, wrong])] == [InternalError] * 2
+
+
+def test_a_request_with_zeros_in_two_batches_counts_once() -> None:
+    pooled = Answered(
+        NOTHING, {2: [Loss(ONE, tables("word"))]}, {0: tables("item"), 1: tables("item"), 2: tables("item")}
+    )
+    rows = Answered(NOTHING, {}, {0: tables("item", "hist"), 2: tables("hist")})
+    assert zeroed_of([pooled, rows]) == {"item": 2, "hist": 1}
