@@ -10,6 +10,7 @@ from export.config import ExportConfig
 from export.hosts.export import HostsExport
 from export.manifest import describe
 from export.parity.answers import answer_probe
+from export.parity.fresh_process import FreshProcess
 from export.parity.overflow import overflow_notes
 from export.prepare import prepare
 from export.program.compile import compile_program
@@ -76,13 +77,16 @@ def export_model(
         return HostsExport(prepared, Path(repository), name).publish(version)
     config, trained, manifest = prepared.config, prepared.trained.tables, prepared.manifest
     program = compile_program(manifest)
-    with draft(Path(repository), name, version, manifest, config.serving, prepared.signing_key) as new:
+    new_draft = draft(Path(repository), name, version, manifest, config.serving, prepared.signing_key)
+    with FreshProcess() as fresh, new_draft as new:
         prepared.maps.write(new.path)
-        errors = store(weights_paths(new.path, manifest), trained, manifest, prepared.weights, progress)
+        weights = weights_paths(new.path, manifest)
+        errors, digests = store(weights, trained, manifest, prepared.weights, progress)
+        known = {path.name: digests[rank] for rank, path in weights.items()}
         progress(Progress("parity", total := float_bytes(*trained), total))
         with new.syncing():
-            manifest = write_program(new.path, manifest, program, scored=prepared.scored)
-            answers = answer_probe(new.path, manifest, program)
+            manifest = write_program(new.path, manifest, program, known, prepared.scored)
+            answers = answer_probe(new.path, manifest, program, fresh)
             parity = parity_of(manifest, errors, limits_of(manifest, config), answers, prepared.runnable)
             notes = tuple(overflow_notes(manifest, errors, config.sharding))
             part = scores_of(prepared.scored, answers)

@@ -14,6 +14,7 @@ from export.parity.limits import check_parity
 from export.parity.trained_answers import compare_trained, trained_answers
 from export.program.compile import save_program
 from export.progress import Progress, float_bytes
+from export.rows.digests_behind import DigestsBehind
 from export.rows.store_blocks import store_rows
 from export.rows.table_error import TableError
 from export.scores.dense_part import Scored, compare_scores, save_scores
@@ -33,7 +34,7 @@ def store(
     manifest: Manifest,
     weights: Checkpoint,
     progress: Callable[[Progress], None],
-) -> dict[str, TableError]:
+) -> tuple[dict[str, TableError], dict[int, FileDigest]]:
     """Write the weights files of some ranks.
 
     Args:
@@ -44,16 +45,18 @@ def store(
         progress: called as rows are stored.
 
     Returns:
-        How far the rows of each table moved, among those that were read.
+        How far the rows of each table moved, among those that were read; and the digests of the files, by rank.
     """
     errors: dict[str, TableError] = {}
     total = float_bytes(*trained)
     done = 0
-    for name, error, elements in store_rows(files_of_ranks, trained, manifest, weights):
-        errors[name] = error
-        done += 4 * elements
-        progress(Progress(name, done, total))
-    return errors
+    with DigestsBehind(files_of_ranks, manifest) as digests:
+        for stored in store_rows(files_of_ranks, trained, manifest, weights):
+            digests.written(stored.table, stored.stop)
+            errors[stored.table] = stored.error
+            done += 4 * stored.elements
+            progress(Progress(stored.table, done, total))
+        return errors, digests.finish()
 
 
 def write_program(

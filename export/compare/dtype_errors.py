@@ -47,4 +47,4 @@ def _agreements(tables: ComparedTables, held: Sequence[TrainedTable], dtype: Wei
     manifest = tables.describe(dtype, Sharding(), of=held)
     with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder:
         stored = store_rows(weights_paths(Path(folder), manifest), held, manifest, tables.weights)
-        return {name: error.tally.agreement for name, error, _ in stored}
+        return {each.table: each.error.tally.agreement for each in stored}

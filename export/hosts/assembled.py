@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from export.parity.answers import Answers, answer_probe
+from export.parity.fresh_process import FreshProcess
 from export.steps import write_program
 from serving.bundle.digests import FileDigest
 from serving.bundle.id_maps import IDS
@@ -39,6 +40,7 @@ def answer_assembled(
     program: torch.jit.ScriptModule,
     weights: Mapping[int, Path],
     digests: Mapping[int, FileDigest],
+    fresh: FreshProcess,
 ) -> Answers:
     """Answer a probe with all ranks in one process.
 
@@ -48,6 +50,7 @@ def answer_assembled(
         program: the router's, compiled.
         weights: the file of each rank, by its number.
         digests: of these files.
+        fresh: another process.
 
     Raises:
         ParityError: a fresh process cannot answer.
@@ -61,7 +64,7 @@ def answer_assembled(
         if IDS in whole.mapped_files:
             (Path(folder) / IDS).symlink_to((directory / IDS).absolute())
             known[IDS] = router.files[IDS]
-        return answer_probe(Path(folder), write_program(Path(folder), whole, program, known), program)
+        return answer_probe(Path(folder), write_program(Path(folder), whole, program, known), program, fresh)
 
 
 @contextmanager

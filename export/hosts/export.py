@@ -15,6 +15,7 @@ from export.hosts.assembled import answer_assembled, assembled_manifest
 from export.hosts.part import part_manifest, part_models, table_of_part
 from export.hosts.published import open_parts, recorded_errors
 from export.parity.answers import Answers, answer_probe
+from export.parity.fresh_process import FreshProcess
 from export.parity.overflow import overflow_notes
 from export.prepare import Prepared
 from export.program.compile import compile_program
@@ -22,6 +23,7 @@ from export.progress import Progress, float_bytes
 from export.publish.draft import Draft, draft, next_version
 from export.rows.table_error import TableError
 from export.steps import limits_of, parity_of, read_back, scores_of, store, write_program
+from serving.bundle.digests import FileDigest
 from serving.bundle.hosts import FIRST_WEIGHTS, HostBundle
 from serving.bundle.manifest import Manifest, write_manifest
 from serving.bundle.opening import Bundle
@@ -44,6 +46,7 @@ class HostsExport:
         self._manifest = prepared.manifest
         self._repository = repository
         self._name = name
+        self._fresh = FreshProcess()
 
     def publish(self, version: int | None) -> Path:
         """Publish all bundles, under one version, from one read of the checkpoint.
@@ -58,12 +61,13 @@ class HostsExport:
             models = [self._name, *part_models(self._manifest, self._name).values()]
             version = max(next_version(self._repository / model) for model in models)
         with ExitStack() as stack:
+            stack.enter_context(self._fresh)
             parts = {rank: stack.enter_context(self._draft_of(rank, version)) for rank in self._elsewhere}
             router = stack.enter_context(self._draft(self._name, version, self._manifest))
             files = {rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()}
-            errors = self._store({0: weights_path(router.path, self._manifest, 0), **files})
-            finished = {rank: self._finish(rank, part, errors) for rank, part in parts.items()}
-            self._finish_router(router, version, errors, finished)
+            errors, digests = self._store({0: weights_path(router.path, self._manifest, 0), **files})
+            finished = {rank: self._finish(rank, part, errors, digests[rank]) for rank, part in parts.items()}
+            self._finish_router(router, version, errors, finished, digests[0])
             for part in parts.values():
                 part.publish()
             return router.publish()
@@ -86,10 +90,11 @@ class HostsExport:
         if unknown := sorted({*hosts} - rank_of.keys()):
             raise ConfigurationError(f"only_hosts: expected hosts of the plan, 0 to {max(rank_of)}, got {unknown[0]}")
         with ExitStack() as stack:
+            stack.enter_context(self._fresh)
             parts = {rank_of[each]: stack.enter_context(self._draft_of(rank_of[each], version)) for each in hosts}
-            errors = self._store({rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()})
+            errors, digests = self._store({rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()})
             for rank, part in parts.items():
-                self._finish(rank, part, errors)
+                self._finish(rank, part, errors, digests[rank])
             return [part.publish() for part in parts.values()]
 
     def complete(self, version: int) -> Path:
@@ -105,14 +110,14 @@ class HostsExport:
             PublishError: a host's bundle is missing, damaged, or part of another plan; all are named.
         """
         parts = open_parts(self._repository, self._manifest, self._name, version)
-        with self._draft(self._name, version, self._manifest) as router:
-            errors = self._store({0: weights_path(router.path, self._manifest, 0)})
+        with self._fresh, self._draft(self._name, version, self._manifest) as router:
+            errors, digests = self._store({0: weights_path(router.path, self._manifest, 0)})
             for name, error in recorded_errors(self._manifest, parts).items():
                 if name in errors:
                     errors[name].join(error)
                 else:
                     errors[name] = error
-            self._finish_router(router, version, errors, parts)
+            self._finish_router(router, version, errors, parts, digests[0])
             return router.publish()
 
     @property
@@ -131,22 +136,22 @@ class HostsExport:
         manifest = part_manifest(self._manifest, rank, self._name, self._config.sums_dtype)
         return self._draft(part_models(self._manifest, self._name)[rank], version, manifest)
 
-    def _store(self, files: Mapping[int, Path]) -> dict[str, TableError]:
+    def _store(self, files: Mapping[int, Path]) -> tuple[dict[str, TableError], dict[int, FileDigest]]:
         return store(
             files, self._prepared.trained.tables, self._manifest, self._prepared.weights, self._prepared.progress
         )
 
-    def _finish(self, rank: int, part: Draft, errors: Mapping[str, TableError]) -> Bundle:
-        """Complete the draft of a host's bundle, whose rows are stored; the bundle, as serving would open it."""
+    def _finish(self, rank: int, part: Draft, errors: Mapping[str, TableError], stored: FileDigest) -> Bundle:
+        """Complete the draft of a host's bundle, whose rows are `stored`; the bundle, as serving would open it."""
         tables = table_of_part(self._manifest, rank)
         limits = limits_of(self._manifest, self._config)
         program = compile_program(part.manifest)
-        manifest = write_program(part.path, part.manifest, program)
+        manifest = write_program(part.path, part.manifest, program, {FIRST_WEIGHTS: stored})
         parity = parity_of(
             manifest,
             {name: errors[table] for name, table in tables.items()},
             {name: limits[table] for name, table in tables.items()},
-            answer_probe(part.path, manifest, program),
+            answer_probe(part.path, manifest, program, self._fresh),
             None,
         )
         held = {name: error for name, error in errors.items() if name in tables.values()}
@@ -160,6 +165,7 @@ class HostsExport:
         version: int,
         errors: Mapping[str, TableError],
         parts: Mapping[int, Bundle],
+        stored: FileDigest,
     ) -> None:
         """Complete the draft of the router's bundle: the rows of its own rank and all hosts' bundles are there.
 
@@ -168,12 +174,14 @@ class HostsExport:
             version: of all bundles.
             errors: of every table.
             parts: the bundle of each rank that is on another host.
+            stored: the digest of the rows of its own rank.
         """
         self._prepared.maps.write(router.path)
         self._prepared.progress(Progress("parity", total := float_bytes(*self._prepared.trained.tables), total))
         program = compile_program(self._manifest)
         scored = self._prepared.scored
-        manifest = write_program(router.path, self._manifest, program, scored=scored)
+        own = weights_path(router.path, self._manifest, 0).name
+        manifest = write_program(router.path, self._manifest, program, {own: stored}, scored)
         answers = self._answers_in_one_process(router, manifest, program, parts)
         whole = assembled_manifest(manifest)
         parity = parity_of(whole, errors, limits_of(whole, self._config), answers, self._prepared.runnable)
@@ -206,4 +214,4 @@ class HostsExport:
         files = {0: router.path / own} | {rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()}
         digests = {0: manifest.files[own]}
         digests |= {rank: part.manifest.files[FIRST_WEIGHTS] for rank, part in parts.items()}
-        return answer_assembled(router.path, manifest, program, files, digests)
+        return answer_assembled(router.path, manifest, program, files, digests, self._fresh)

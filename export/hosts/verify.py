@@ -6,6 +6,7 @@ from pathlib import Path
 from export.errors import ModelError
 from export.hosts.assembled import answer_assembled
 from export.parity.answers import answer_probe
+from export.parity.fresh_process import FreshProcess
 from export.parity.verify import Verification, compare
 from export.scores.verify import verify_scores
 from export.trained.checkpoint import WeightSource, open_weights
@@ -51,16 +52,18 @@ def verify(
         raise ModelError(
             f"{path}: holds shards of {manifest.part_of.model!r}: give the bundle of that to compare float rows"
         )
-    verify_digests(bundle)
-    program = load_program(bundle)
-    if absent := _absent_hosts(bundle):
-        if trained is not None:
-            raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")
-        return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
-    if manifest.hosts:
-        answers = answer_assembled(path, manifest, program, weights_paths(path, manifest), _digests(bundle, trusted))
-    else:
-        answers = answer_probe(path, manifest, program)
+    with FreshProcess() as fresh:
+        verify_digests(bundle)
+        program = load_program(bundle)
+        if absent := _absent_hosts(bundle):
+            if trained is not None:
+                raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")
+            return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
+        if manifest.hosts:
+            files, digests = weights_paths(path, manifest), _digests(bundle, trusted)
+            answers = answer_assembled(path, manifest, program, files, digests, fresh)
+        else:
+            answers = answer_probe(path, manifest, program, fresh)
     weights = None
     if trained is not None and checkpoint is not None:
         weights = open_weights(trained.module, trained.tables, checkpoint)

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import nn
 
-from export.parity.probe import make_probe, run_program, run_reloaded
+from export.parity.fresh_process import FreshProcess
+from export.parity.probe import make_probe, run_program
 from export.program.compile import build_program
 from export.rows.tally import Tally, finite
 from serving.bundle.manifest import Agreement, Manifest, Parity
@@ -96,13 +97,14 @@ class Answers:
         )
 
 
-def answer_probe(directory: Path, manifest: Manifest, program: nn.Module) -> Answers:
+def answer_probe(directory: Path, manifest: Manifest, program: nn.Module, fresh: FreshProcess) -> Answers:
     """Answer a probe at each step.
 
     Args:
         directory: of the bundle, published or not. It has a manifest.
         manifest: of the bundle.
         program: the compiled program.
+        fresh: another process.
 
     Raises:
         ParityError: a fresh process cannot answer from the directory.
@@ -118,7 +120,7 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module) -> Ans
         pooled=pooled,
         sharded=pooled.by_feature(run_program(built, manifest, probe, maps)),
         scripted=pooled.by_feature(run_program(program, manifest, probe, maps)),
-        reloaded=pooled.by_feature(run_reloaded(directory, probe)),
+        reloaded=pooled.by_feature(fresh.outputs(directory, probe)),
     )
 
 

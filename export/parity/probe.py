@@ -1,18 +1,11 @@
-"""One request to every table, and its answer by a program here or by a fresh process."""
+"""One request to every table, and its answer by a program here."""
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from export.errors import ParityError
 from serving.bundle.manifest import Manifest
 from serving.ranks.here import arguments
 from serving.request import kjt
@@ -99,22 +92,3 @@ def run_program(program: nn.Module, manifest: Manifest, probe: Tensors, maps: Id
     checked = kjt.check([accept(schema, probe)])
     batches = batches_of(schema, checked)
     return outputs_of(checked, batches, [program(*arguments(batch)).numpy() for batch in batches])[0]
-
-
-def run_reloaded(directory: Path, probe: Tensors) -> Outputs:
-    """The outputs of a fresh process, which opens the bundle at `directory` as serving does.
-
-    Raises:
-        ParityError: it cannot open the bundle, or refuses the probe.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        arrays: dict[str, npt.NDArray[Any]] = {"values": probe.values, "lengths": probe.lengths}
-        if probe.weights is not None:
-            arrays["weights"] = probe.weights
-        np.savez(Path(folder) / "probe.npz", **arrays)
-        command = [sys.executable, "-P", str(Path(__file__).with_name("reload.py")), str(directory), folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ParityError(f"{directory}: a fresh process could not answer from it:\n{done.stderr.strip()}")
-        with np.load(Path(folder) / "outputs.npz", allow_pickle=False) as outputs:
-            return dict(outputs)

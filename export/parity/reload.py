@@ -1,8 +1,10 @@
-"""Answer a probe from a bundle, with nothing imported but `serving`. `export.parity.probe` runs this as a script.
+"""Answer probes from bundles, with nothing imported but `serving`. `export.parity.fresh_process` runs this script.
 
-Usage: reload.py BUNDLE FOLDER. It reads FOLDER/probe.npz and writes FOLDER/outputs.npz.
+Each line of its input is JSON, [BUNDLE, FOLDER]. It reads FOLDER/probe.npz, writes FOLDER/outputs.npz, and prints
+"answered". It ends where its input does: with the export.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -21,4 +23,6 @@ def main(bundle: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    for line in sys.stdin:
+        main(*map(Path, json.loads(line)))
+        print("answered", flush=True)

@@ -1,10 +1,15 @@
 """Float rows become the bytes that FBGEMM's TBE kernel reads."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from export.errors import QuantizeError
+from export.rows.compiled import code
 from serving.bundle.rows import WeightDtype
+
+_NOT_FINITE = "holds NaN or infinity: find out how the training made it"
 
 
 def packs(dim: int, dtype: WeightDtype) -> bool:
@@ -46,12 +51,12 @@ def quantize(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor
     Raises:
         QuantizeError: a row holds NaN or infinity. Or a number, scale or bias that is stored as FP16 is beyond it.
     """
-    _expect_finite(table, start, rows, "holds NaN or infinity: find out how the training made it")
     return (_coded if dtype.format.quantized else _rounded)(table, start, rows, dtype)
 
 
 def _rounded(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor:
     """Rows of floats: `rows` as `quantize` takes them → uint8 [n, row bytes]."""
+    _expect_finite(table, start, rows, _NOT_FINITE)
     floats = rows.to(torch_dtype(dtype))
     if dtype is not WeightDtype.FP32:
         largest = f"±{torch.finfo(floats.dtype).max:.0f}"
@@ -61,13 +66,13 @@ def _rounded(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor
 
 def _coded(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor:
     """Rows of codes behind a scale and a bias: `rows` as `quantize` takes them → uint8 [n, row bytes]."""
-    fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows.contiguous(), dtype.format.bits)
-    codes, scales_and_biases = fused.tensor_split([-dtype.format.header_bytes], dim=1)
-    scales_and_biases = scales_and_biases.contiguous()
-    halves = scales_and_biases.view(torch.float16)
-    _expect_finite(table, start, halves, "has a scale or bias beyond FP16 (±65504): store the table as FP32")
-    # The op puts scale and bias behind the codes. The kernel reads them in front.
-    return torch.cat((scales_and_biases, codes), dim=1)
+    halves = torch.empty(len(rows), 2, dtype=torch.float16)
+    stored, total, total_of_halves = code(rows.contiguous(), dtype.format.bits, halves.view(torch.uint8), halves)
+    if not math.isfinite(total):
+        _expect_finite(table, start, rows, _NOT_FINITE)
+    if not math.isfinite(total_of_halves):
+        _expect_finite(table, start, halves, "has a scale or bias beyond FP16 (±65504): store the table as FP32")
+    return stored
 
 
 def _expect_finite(table: str, start: int, rows: Tensor, otherwise: str) -> None:

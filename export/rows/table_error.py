@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from export.rows.compiled import bounds_of_codes, compare_codes
 from export.rows.tally import Tally
 from serving.bundle.rows import (
     FP16_SUBNORMAL,
@@ -17,6 +18,8 @@ from serving.bundle.rows import (
     dequantize,
     scales_and_biases_of,
 )
+
+_UNITS = (FP16_UNIT, FP16_SUBNORMAL, FP32_UNIT)
 
 Doubles = npt.NDArray[np.float64]
 
@@ -33,27 +36,14 @@ def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> Doubles:
         float64 [n].
     """
     if dtype.format.float_name is None:
-        return _bounds_of_codes(stored, dtype)
+        halves = torch.from_numpy(scales_and_biases_of(stored))
+        found: Doubles = bounds_of_codes(halves, dtype.format.largest_code, _UNITS).numpy()
+        return found
     if dtype is WeightDtype.FP32:
         return np.zeros(len(rows))
     number = np.finfo(dtype.format.float_name)
     half_unit, half_subnormal = float(number.eps) / 2, float(number.smallest_subnormal) / 2
     bounds: Doubles = np.abs(rows).max(axis=1) * half_unit + half_subnormal
-    return bounds
-
-
-def _bounds_of_codes(stored: Bytes, dtype: WeightDtype) -> Doubles:
-    """The largest error of an element of each row that was stored as codes: uint8 [n, row bytes] → float64 [n].
-
-    A number rounds to its nearest code, half a step away at most. Scale and bias round to FP16. The rounded scale
-    moves the largest code by its own size times half a unit of FP16, the rounded bias moves all by half a unit of it.
-    """
-    scales_and_biases = scales_and_biases_of(stored).astype(np.float64)
-    scale, bias = scales_and_biases[:, 0], np.abs(scales_and_biases[:, 1])
-    steps = dtype.format.largest_code
-    bounds: Doubles = scale * (0.5 + steps * FP16_UNIT) + (steps + 1) * FP16_SUBNORMAL
-    # The op computes in FP32: a few of its units of the largest number in the row.
-    bounds += bias * FP16_UNIT + 4 * FP32_UNIT * (bias + steps * scale)
     return bounds
 
 
@@ -75,21 +65,39 @@ class TableError:
     largest: float = 0.0
     unexplained_row: int | None = None
 
-    def add(self, start: int, rows: Floats, stored: Bytes) -> None:
+    def add(self, start: int, rows: Floats, stored: Bytes, scratch: Floats) -> None:
         """Compare some rows with what was stored for them.
 
         Args:
             start: index of the first row.
             rows: float32 [n, dim].
             stored: uint8 [n, row bytes].
+            scratch: float32 [n, dim], contiguous, is overwritten. New memory for each block would cost as much as
+                the comparison.
         """
-        worst = self.tally.add(start, rows, dequantize(stored, self.dtype))
+        if self.dtype.format.quantized:
+            self._add_codes(start, rows, stored, scratch)
+            return
+        worst = self.tally.add(start, rows, dequantize(stored, self.dtype), scratch)
         low, high = torch.from_numpy(rows).aminmax()
         self.largest = max(self.largest, float(high), -float(low))
         bounds = rounding_bounds(rows, stored, self.dtype)
         self.bound = max(self.bound, float(bounds.max()))
         if self.unexplained_row is None and (worst > bounds).any():
             self.unexplained_row = start + int(np.argmax(worst > bounds))
+
+    def _add_codes(self, start: int, rows: Floats, stored: Bytes, scratch: Floats) -> None:
+        """As `add`, of a dtype with codes."""
+        worst_row, sums, largest, bound, unexplained = compare_codes(
+            torch.from_numpy(rows),
+            torch.from_numpy(stored[:, self.dtype.format.header_bytes :]),
+            self.dtype.format.bits,
+            torch.from_numpy(scales_and_biases_of(stored)),
+            torch.from_numpy(scratch),
+            _UNITS,
+        )
+        tally = Tally.of(start, worst_row, rows.size, sums)
+        self.join(TableError(self.dtype, tally, bound, largest, None if unexplained < 0 else start + unexplained))
 
     def join(self, later: "TableError") -> None:
         """Add what was found in rows after these."""

@@ -1,14 +1,15 @@
 """How far two versions a and b of a table's numbers are from one another, gathered block by block."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
+from export.rows.compiled import compare
 from serving.bundle.manifest import Agreement
 
 
@@ -34,30 +35,30 @@ class Tally:
     squared_a: float = 0.0
     squared_b: float = 0.0
 
-    def add(self, start: int, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def add(
+        self, start: int, a: npt.NDArray[Any], b: npt.NDArray[Any], out: npt.NDArray[Any] | None = None
+    ) -> npt.NDArray[Any]:
         """Compare some rows of both versions.
 
         Args:
             start: index of the first row.
             a: float32 or float64 [n, dim], n > 0. All numbers are finite: see `finite`.
             b: likewise.
+            out: in the dtype of a − b, contiguous, takes the errors, and may be b; None: memory of their own.
 
         Returns:
             The largest error of each row [n], in the dtype of a − b.
         """
-        # By torch: numpy takes several times as long to reduce short rows, or starts BLAS threads.
-        error = torch.from_numpy(a - b)
-        self.squared += _squared(error)
-        self.squared_a += _squared(torch.from_numpy(a))
-        self.squared_b += _squared(torch.from_numpy(b))
-        error.abs_()
-        worst: npt.NDArray[Any] = error.amax(1).numpy()
-        self.absolute += float(error.sum())
-        self.elements += error.numel()
-        if not worst.max() <= self.largest:
-            self.worst_row = start + int(np.argmax(worst))
-            self.largest = float(worst.max())
-        return worst
+        error = np.empty(a.shape, np.result_type(a, b)) if out is None else out
+        worst, worst_row, sums = compare(torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(error))
+        self.join(Tally.of(start, worst_row, error.size, sums))
+        found: npt.NDArray[Any] = worst.numpy()
+        return found
+
+    @classmethod
+    def of(cls, start: int, worst_row: int, elements: int, sums: Sequence[float]) -> Self:
+        """What `export.rows.compiled.compare` found in `elements` elements of rows that begin at `start`."""
+        return cls(sums[0], start + worst_row, elements, *sums[1:])
 
     def join(self, later: "Tally") -> None:
         """Add what was found in rows after these."""
@@ -90,13 +91,3 @@ def finite(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], 
     """Both answers, any shape, with 0 in both where both are NaN or the same infinity."""
     same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
     return np.where(same, 0, a), np.where(same, 0, b)
-
-
-def _squared(numbers: Tensor) -> float:
-    """The sum of the squares of numbers, of any shape."""
-    flat = numbers.reshape(-1)
-    squared = float(torch.dot(flat, flat))
-    if math.isfinite(squared):
-        return squared
-    flat = flat.double()  # squares beyond FP32
-    return float(torch.dot(flat, flat))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from export.errors import CheckpointError
 from export.trained import dcp
 from export.trained.archive import locate_tensors
-from export.trained.sources import InMemory, InSafetensors, StoredTable
+from export.trained.sources import InFile, InMemory, StoredTable
 from export.trained.tables import TrainedTable
 
 # Hugging Face's tools write it beside the files of a sharded set: {"weight_map": {key: file name}}.
@@ -128,9 +129,14 @@ WeightSource = Path | str | Checkpoint | None
 
 def block_bounds(table: TrainedTable) -> Iterator[tuple[int, int]]:
     """Divide the rows of `table` into blocks [start, stop), from the first to the last."""
-    step = max(1, _BLOCK_BYTES // (4 * table.dim))
+    step = block_rows(table)
     for start in range(0, table.rows, step):
         yield start, min(start + step, table.rows)
+
+
+def block_rows(table: TrainedTable) -> int:
+    """The most rows of `table` in a block."""
+    return min(max(1, _BLOCK_BYTES // (4 * table.dim)), table.rows)
 
 
 def blocks(table: TrainedTable, weights: Checkpoint) -> Iterator[tuple[int, Tensor]]:
@@ -209,7 +215,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     )
 
 
-def _open_safetensors_set(index: Path) -> dict[str, InSafetensors]:
+def _open_safetensors_set(index: Path) -> dict[str, InFile]:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
@@ -217,14 +223,22 @@ def _open_safetensors_set(index: Path) -> dict[str, InSafetensors]:
     return {key: table for name in sorted(names) for key, table in _open_safetensors(index.parent / name).items()}
 
 
-def _open_safetensors(path: Path) -> dict[str, InSafetensors]:
+def _open_safetensors(path: Path) -> dict[str, InFile]:
+    """The tensors of a safetensors file: a header that says where each lies, then their numbers.
+
+    The format: https://huggingface.co/docs/safetensors#format.
+    """
     stored = {}
     try:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                slice_ = file.get_slice(key)
-                dtype = _SAFETENSORS_DTYPES.get(slice_.get_dtype(), torch.uint8)
-                stored[key] = InSafetensors(path, key, tuple(slice_.get_shape()) or (1,), dtype)
+        with safe_open(path, framework="pt"), path.open("rb") as file:  # the library checks the header
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: expected a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    for key, tensor in header.items():
+        dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"], torch.uint8)
+        shape = tuple(tensor["shape"]) or (1,)
+        strides = tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        stored[key] = InFile(path, 8 + header_bytes + tensor["data_offsets"][0], shape, strides, dtype)
     return stored

@@ -1,4 +1,4 @@
-"""Where the rows of a table can be: in memory, in a file, in a safetensors file. Reading keeps nothing in memory."""
+"""Where the rows of a table can be: in memory, in a file. Reading keeps nothing in memory."""
 
 from dataclasses import dataclass
 from math import prod
@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 # numpy has no bfloat16: its numbers are read as the integers with their bits.
@@ -72,20 +71,3 @@ class InFile:
         mapped = np.memmap(self.path, np.uint8, mode="r")
         rows: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = np.ndarray(shape, kind, mapped, begin, self.strides)
         return torch.from_numpy(rows.copy()).view(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class InSafetensors:
-    """A tensor of a safetensors file."""
-
-    path: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop): a copy [stop − start, dim]. The file is opened each time: closing unmaps the rows."""
-        with safe_open(self.path, framework="pt") as file:
-            # A slice of a single number cannot be taken.
-            rows: Tensor = file.get_slice(self.key)[start:stop] if self.shape != (1,) else file.get_tensor(self.key)
-        return rows

@@ -1,13 +1,22 @@
 """Weights files: rows one after another, whatever blocks they were read in."""
 
+import errno
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from export import export_model
+from export.errors import PublishError, QuantizeError
+from export.rows import store_blocks
+from export.rows.quantize import quantize
 from export.trained import checkpoint
 from serving.bundle.opening import open_bundle
+from tests.support.folders import files
 from tests.support.models import Spec, collection
 
 
@@ -28,3 +37,39 @@ def test_blocks_do_not_change_the_bytes(tmp_path: Path, monkeypatch: pytest.Monk
         for name in ("mean", "cosine"):
             assert getattr(one.quantized, name) == pytest.approx(getattr(other.quantized, name))
         assert msgspec.structs.replace(one, quantized=other.quantized) == other
+
+
+def test_a_disk_that_is_full_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 3000)
+    write, left = os.pwrite, iter(range(20))
+
+    def full(file: int, data: memoryview, offset: int) -> int:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(PublishError, match="the draft cannot be written: No space left on device: make room beside"):
+        export_model(collection(), tmp_path / "r", "m")
+    assert files(tmp_path) == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+
+
+def test_the_first_row_that_does_not_fit_is_named_whichever_thread_is_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the next table are begun before the last of a table is done."""
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 3000)
+    module = collection()
+    with torch.no_grad():
+        module.embedding_bags["user"].weight[490, 0] = float("nan")
+        module.embedding_bags["item"].weight[3, 0] = float("nan")
+
+    def slowly(table: str, start: int, *arguments: Any) -> torch.Tensor:
+        if table == "user":
+            time.sleep(0.02)
+        return quantize(table, start, *arguments)
+
+    monkeypatch.setattr(store_blocks, "quantize", slowly)
+    with pytest.raises(QuantizeError, match="table 'user': row 490 holds NaN"):
+        export_model(module, tmp_path / "r", "m")

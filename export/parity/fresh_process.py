@@ -1,0 +1,70 @@
+"""Another process, which answers probes from the files of bundles as serving does."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from export.errors import ParityError
+from serving.request.tensors import Outputs, Tensors
+
+ANSWERED = "answered"
+
+
+class FreshProcess:
+    """A process with nothing imported but `serving`, for the time of a `with` block.
+
+    It is started before there is a bundle: its imports take seconds, in which the export stores rows.
+    """
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+            command = [sys.executable, "-P", str(Path(__file__).with_name("reload.py"))]
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
+            stack.callback(self._stop)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def outputs(self, directory: Path, probe: Tensors) -> Outputs:
+        """The outputs for `probe` of the bundle at `directory`.
+
+        Raises:
+            ParityError: the process cannot open the bundle, or refuses the probe. It is of no use then.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            arrays: dict[str, npt.NDArray[np.generic]] = {"values": probe.values, "lengths": probe.lengths}
+            if probe.weights is not None:
+                arrays["weights"] = probe.weights
+            np.savez(Path(folder) / "probe.npz", **arrays)
+            if not self._answers([str(directory.absolute()), folder]):
+                self._process.wait()
+                self._errors.seek(0)
+                said = self._errors.read().strip()
+                raise ParityError(f"{directory}: a fresh process could not answer from it:\n{said}")
+            with np.load(Path(folder) / "outputs.npz", allow_pickle=False) as outputs:
+                return dict(outputs)
+
+    def _answers(self, asked: list[str]) -> bool:
+        """Whether it answers; it has ended otherwise."""
+        assert self._process.stdin is not None  # noqa: S101  it is a pipe
+        assert self._process.stdout is not None  # noqa: S101
+        with suppress(BrokenPipeError):  # what it said before it ended is in its errors
+            print(json.dumps(asked), file=self._process.stdin, flush=True)
+        # Libraries may print lines of their own.
+        return any(line.strip() == ANSWERED for line in self._process.stdout)
+
+    def _stop(self) -> None:
+        self._process.kill()
+        with suppress(BrokenPipeError):
+            self._process.communicate()

@@ -1,0 +1,142 @@
+"""The steps of a block of rows, compiled: Python's lock is taken once for all of them, and not once for each.
+
+On virtual machines a thread takes 50 to 100 µs to wake up, and each step takes as long. Called one by one from four
+threads, the steps kept one core busy (docs/decisions/0020-export-pipeline.md).
+"""
+
+import math
+
+import fbgemm_gpu  # noqa: F401  the operator has to be known when it is compiled
+import torch
+from torch import Tensor
+
+from serving.ranks.program import torchscript
+
+
+def code(rows: Tensor, bits: int, headers: Tensor, halves: Tensor) -> tuple[Tensor, float, float]:
+    """FBGEMM's own operator, with scale and bias moved from behind the codes to where its kernel reads them.
+
+    Args:
+        rows: float32 or float16 [n, dim], contiguous.
+        bits: of a code.
+        headers: uint8 [n, 4], contiguous, takes the scales and biases.
+        halves: float16 [n, 2], the same memory.
+
+    Returns:
+        uint8 [n, row bytes]; the sums of `rows` and `halves`, which show whether all are finite.
+    """
+    fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
+    width = headers.size(1)
+    headers.copy_(fused[:, -width:])
+    stored = torch.cat([headers, fused[:, :-width]], dim=1)
+    return stored, float(rows.sum(dtype=torch.float32)), float(halves.sum(dtype=torch.float32))
+
+
+def squared(numbers: Tensor) -> float:
+    """The sum of the squares of numbers, of any shape."""
+    flat = numbers.reshape(-1)
+    found = float(torch.dot(flat, flat))
+    if math.isfinite(found):
+        return found
+    flat = flat.to(torch.float64)  # squares beyond FP32
+    return float(torch.dot(flat, flat))
+
+
+def compare(a: Tensor, b: Tensor, error: Tensor) -> tuple[Tensor, int, list[float]]:
+    """Compare two versions of some rows, float32 or float64 [n, dim], n > 0.
+
+    Args:
+        a: one version.
+        b: the other.
+        error: in the dtype of a − b, contiguous, is overwritten; it may be b.
+
+    Returns:
+        The largest |a − b| of each row [n]; the first row with the largest of all; that, and the sums of |a − b|,
+        (a − b)², a² and b².
+    """
+    squared_a, squared_b = squared(a), squared(b)
+    torch.sub(a, b, out=error)
+    squared_error = squared(error)
+    error.abs_()
+    worst = error.amax(1)
+    return worst, int(worst.argmax()), [float(worst.max()), float(error.sum()), squared_error, squared_a, squared_b]
+
+
+def unpack(codes: Tensor, bits: int, scales_and_biases: Tensor, numbers: Tensor) -> None:
+    """Write the numbers that codes stand for: aten's arithmetic, which shares no code with FBGEMM.
+
+    Args:
+        codes: uint8 [n, dim · bits / 8], the lower bits of a byte first.
+        bits: of a code.
+        scales_and_biases: float32 [n, 2].
+        numbers: float32 [n, dim], contiguous, is written.
+    """
+    step = max(1, 65_536 // numbers.size(1))  # 256 KiB stay in a core's cache between the steps
+    for start in range(0, numbers.size(0), step):
+        part = numbers[start : start + step]
+        packed = codes[start : start + step]
+        if bits == 8:
+            part.copy_(packed)
+        else:
+            spread = part.view(part.size(0), -1, 8 // bits)
+            for place in range(8 // bits):
+                shifted = packed.bitwise_right_shift(place * bits)
+                spread[:, :, place].copy_(shifted.bitwise_and((1 << bits) - 1))
+        part.mul_(scales_and_biases[start : start + step, :1]).add_(scales_and_biases[start : start + step, 1:])
+
+
+def bounds_of_codes(halves: Tensor, largest_code: int, units: tuple[float, float, float]) -> Tensor:
+    """The largest error of an element of each row that was stored as codes.
+
+    A number rounds to its nearest code, half a step away at most. Scale and bias round to FP16. The rounded scale
+    moves the largest code by its own size times half a unit of FP16, the rounded bias moves all by half a unit of it.
+
+    Args:
+        halves: float16 [n, 2], scales and biases.
+        largest_code: of the dtype.
+        units: FP16_UNIT, FP16_SUBNORMAL and FP32_UNIT of `serving.bundle.rows`.
+
+    Returns:
+        float64 [n].
+    """
+    fp16_unit, fp16_subnormal, fp32_unit = units
+    doubles = halves.to(torch.float64)
+    scale, bias = doubles[:, 0], doubles[:, 1].abs()
+    bounds = scale * (0.5 + largest_code * fp16_unit) + (largest_code + 1) * fp16_subnormal
+    # The op computes in FP32: a few of its units of the largest number in the row.
+    return bounds + (bias * fp16_unit + 4 * fp32_unit * (bias + largest_code * scale))
+
+
+def compare_codes(
+    rows: Tensor, codes: Tensor, bits: int, halves: Tensor, scratch: Tensor, units: tuple[float, float, float]
+) -> tuple[int, list[float], float, float, int]:
+    """Compare float rows with codes that were stored for them.
+
+    Args:
+        rows: float32 [n, dim], n > 0.
+        codes: uint8 [n, dim · bits / 8].
+        bits: of a code.
+        halves: float16 [n, 2], scales and biases.
+        scratch: float32 [n, dim], contiguous, is overwritten.
+        units: as `bounds_of_codes`.
+
+    Returns:
+        The worst row and the sums of `compare`; the largest |element| of `rows`; the largest of `bounds_of_codes`;
+        the first row that moved further than its bound, or -1.
+    """
+    unpack(codes, bits, halves.to(torch.float32), scratch)
+    worst, worst_row, sums = compare(rows, scratch, scratch)
+    low, high = torch.aminmax(rows)
+    bounds = bounds_of_codes(halves, (1 << bits) - 1, units)
+    moved = worst > bounds
+    unexplained = int(moved.to(torch.uint8).argmax()) if bool(moved.any()) else -1
+    return worst_row, sums, max(float(high), -float(low)), float(bounds.max()), unexplained
+
+
+with torchscript():
+    code = torch.jit.script(code)
+    squared = torch.jit.script(squared)
+    compare = torch.jit.script(compare)
+    unpack = torch.jit.script(unpack)
+    bounds_of_codes = torch.jit.script(bounds_of_codes)
+    compare_codes = torch.jit.script(compare_codes)

@@ -1,0 +1,94 @@
+"""The digests that follow behind the writes are those of the published files, however tables are cut."""
+
+import hashlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from export import ExportConfig, Sharding, WeightDtype, export_model
+from export.errors import QuantizeError
+from export.plan.sharding import CHOICES
+from export.rows import digests_behind
+from export.rows.digests_behind import DigestsBehind
+from export.trained import checkpoint
+from serving.bundle.hosts import path_of
+from serving.bundle.opening import open_bundle
+from tests.support.models import collection
+
+pytestmark = pytest.mark.usefixtures("quick_reload")
+
+
+DTYPES = {"user": WeightDtype.INT8, "item": WeightDtype.FP32, "genre": WeightDtype.INT2, "word": WeightDtype.INT4}
+
+
+def config_of(sharding: Sharding) -> ExportConfig:
+    return ExportConfig(dtype=DTYPES, sharding=sharding)
+
+
+def assert_digests_are_of_the_files(bundle: Path) -> None:
+    for name, digest in open_bundle(bundle).manifest.files.items():
+        content = (bundle / name).read_bytes()
+        assert (digest.size_bytes, digest.sha256) == (len(content), hashlib.sha256(content).hexdigest()), name
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of every table but the smallest, and several reads of a block."""
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(digests_behind, "_READ_BYTES", 1000)
+
+
+@pytest.mark.parametrize("sharding_type", CHOICES)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_digests_are_of_the_published_files(tmp_path: Path, sharding_type: str, ranks: int) -> None:
+    sharding = Sharding(ranks=ranks, ranks_per_host=ranks // 2 or None, types={"*": sharding_type})
+    assert_digests_are_of_the_files(export_model(collection(), tmp_path / "r", "m", config_of(sharding)))
+
+
+def test_digests_where_columns_of_a_table_lie_one_after_the_other_in_a_file(tmp_path: Path) -> None:
+    """They are written at once: the first rows of the second block of columns long before it is its turn."""
+    sharding = Sharding(ranks=2, types={"*": "column_wise"}, min_partition={"*": 8})
+    bundle = export_model(collection(), tmp_path / "r", "m", config_of(sharding))
+    shards = Counter((shard.table, shard.rank) for shard in open_bundle(bundle).manifest.plan.shards)
+    assert max(shards.values()) > 1
+    assert_digests_are_of_the_files(bundle)
+
+
+def test_digests_of_hosts_bundles_are_of_the_published_files(tmp_path: Path) -> None:
+    sharding = Sharding(
+        ranks=3, ranks_per_host=1, memory_bytes=1 << 20, types={"*": "row_wise"}, hosts_as_models=True
+    )
+    router = export_model(collection(), tmp_path / "r", "m", config_of(sharding))
+    assert_digests_are_of_the_files(router)
+    hosts = open_bundle(router).manifest.hosts
+    assert len(hosts) == 3
+    for host in hosts:
+        assert_digests_are_of_the_files(path_of(router, host))
+
+
+def test_files_are_hashed_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    follow = DigestsBehind._follow
+
+    def watched(digests: DigestsBehind, rank: int, stop: int) -> None:
+        asked.append(stop)
+        follow(digests, rank, stop)
+
+    monkeypatch.setattr(DigestsBehind, "_follow", watched)
+    bundle = export_model(collection(), tmp_path / "r", "m")
+    size = (bundle / "weights.0.bin").stat().st_size
+    assert asked == sorted(asked)
+    assert len(asked) > 10
+    assert asked[-2:] == [size, size]  # nothing was left when all rows were stored
+
+
+def test_a_failure_half_way_leaves_nothing(tmp_path: Path) -> None:
+    module = collection()
+    with torch.no_grad():
+        module.embedding_bags["word"].weight[900, 2] = float("nan")
+    with pytest.raises(QuantizeError, match="table 'word': row 900 holds NaN"):
+        export_model(module, tmp_path / "r", "m")
+    assert list((tmp_path / "r").iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
