@@ -20,9 +20,11 @@ from tests.fuzz.served import publish
 from tests.support.growth import keeps_growing
 from tests.support.servers import FREE, metric, replace_model_py
 
-# A server that never answered such messages grows until about the ten thousandth: buffers of all sizes, for each thread.
 COUNT = 15_000
 FAULTY_COUNT = 5_000
+# A server that never answered such messages grows until about the ten thousandth: buffers of all sizes, for each thread.
+# On a busy machine it takes longer. It has so many times COUNT messages to come to an end.
+MOST_TIMES = 4
 NOISE_BYTES = 256 << 10
 
 
@@ -47,9 +49,15 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[M
     assert outcome.well == COUNT // TOGETHER * WELL
     assert outcome.statuses["INVALID_ARGUMENT"] > COUNT // 3
     assert outcome.statuses["OK"] > COUNT // 50
-    assert len(outcome.memory_bytes) == LOOKS
-    assert not keeps_growing(outcome.memory_bytes, NOISE_BYTES), outcome.memory_bytes
     assert metric(server, "tbe_calls_total") < metric(server, "tbe_requests_total"), "nothing was merged"
+    memory_bytes = outcome.memory_bytes
+    for seed in range(2, MOST_TIMES + 1):
+        if not keeps_growing(memory_bytes[-LOOKS:], NOISE_BYTES):
+            break
+        more = fuzz(server.grpc, psutil.Process(server.process.pid), models, COUNT, seed)
+        assert more.wrong == []
+        memory_bytes += more.memory_bytes
+    assert not keeps_growing(memory_bytes[-LOOKS:], NOISE_BYTES), memory_bytes
 
 
 # What a server may do wrong, each by a line in model.py; and the model that does it.
