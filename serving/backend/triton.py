@@ -108,7 +108,7 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
     is_verified = recovered is not None and not weights_changed_since(bundle, float(recovered))
     # What served before serves again, whoever else is lost: requests that need no lost host are answered.
     patience_s = _HOSTS_PATIENCE_S if recovered is None else None
-    memory = WeightsMemory(settings.weights_memory or WeightsMemory.MAPPED)
+    memory = WeightsMemory(settings.weights_memory)
     instances = sum(group["count"] for group in config["instance_group"])
     engine = Engine(
         bundle, hosts_of(settings), patience_s, threads=settings.threads, memory=memory, processes=instances

@@ -144,12 +144,11 @@ class ServingSettings:
     verify_weights: bool = _setting(
         True, None, "Compare the weights with their digests before a version serves: about a second for each GB."
     )
-    weights_memory: str | None = _setting(
-        None,
+    weights_memory: str = _setting(
+        "mapped",
         Allowed(lambda value: value in ("mapped", "locked", "huge"), "mapped, locked or huge"),
         "Where the weights lie: 'mapped' (default) in the page cache, in huge pages where the kernel can; 'locked' "
         "the same, and never given back; 'huge' in one copy for all instances, on a hugetlbfs or a tmpfs with huge=.",
-        unset="Take the default.",
     )
     # The file is <capture>/<model>.jsonl. Neither weights nor answers are captured.
     capture: str | None = _setting(

@@ -31,6 +31,8 @@ _PARTIAL = ".partial"
 _STEP_BYTES = 16 << 20
 # How often a copy that another process makes is looked for, in seconds.
 _WAIT_S = 0.05
+# What to do where there is no room.
+_MORE = "give it more (`sysctl vm.nr_hugepages`, `size=`, the container's limit), or unload what else is served"
 _KINDS_OF_TMPFS = {"huge=always", "huge=within_size"}
 
 
@@ -45,20 +47,20 @@ class SharedCopies:
     """The copies that this process uses.
 
     Args:
-        has_room: whether memory has room for the copies that are not there yet, if they are on a tmpfs.
+        lacks: why memory has no room for the copies that are not there yet, if they are on a tmpfs. Empty: it has.
 
     Raises:
         ConfigurationError: no file system of huge pages is mounted where this process may write.
     """
 
-    def __init__(self, *, has_room: bool = True) -> None:
-        self._has_room = has_room
+    def __init__(self, *, lacks: str = "") -> None:
+        self._lacks = lacks
         self._folders = list(huge_page_folders(_MOUNTS))
         if not self._folders:
             raise ConfigurationError(
-                "weights-memory: expected 'mapped' or 'locked', got 'huge': no hugetlbfs, and no tmpfs with huge=, "
-                "is mounted where this process may write: mount one (`mount -t tmpfs -o huge=always,size=… tmpfs "
-                "/mnt/huge`), or in Kubernetes a volume with `medium: HugePages-2Mi`"
+                "weights-memory 'huge': no hugetlbfs, and no tmpfs with huge=, is mounted where this process may "
+                "write: mount one (`mount -t tmpfs -o huge=always,size=… tmpfs /mnt/huge`), or in Kubernetes a "
+                "volume with `medium: HugePages-2Mi`; or set 'mapped'"
             )
         self._held: list[int] = []
         weakref.finalize(self, _release, self._held)
@@ -82,15 +84,15 @@ class SharedCopies:
         for folder in self._folders:
             copy = folder.path / f"{COPY_PREFIX}{digest.sha256}"
             try:
-                self._held.append(_taken(copy, path, digest, has_room=self._has_room or folder.is_hugetlbfs))
+                self._held.append(_taken(copy, path, digest, "" if folder.is_hugetlbfs else self._lacks))
             except OSError as error:
-                problems.append(f"{copy}: {error.strerror}")
+                more = f": {_MORE}" if error.errno in (errno.ENOSPC, errno.ENOMEM) else ""
+                problems.append(f"{copy}: {error.strerror}{more}")
             else:
                 return copy
         raise ConfigurationError(
-            f"weights-memory: {path} cannot be copied to huge pages: it takes {-(-digest.size_bytes // HUGE_PAGE)} "
-            f"of 2 MiB: {'; '.join(problems)}: where there is no room, give the machine more (`sysctl "
-            "vm.nr_hugepages`, `size=` of a tmpfs, the limit of the container), or unload what else is served"
+            f"weights-memory 'huge': {path} cannot be copied, which takes {_room_of(digest) // HUGE_PAGE} pages of "
+            f"2 MiB: {'; '.join(problems)}"
         )
 
     def release(self) -> None:
@@ -125,7 +127,7 @@ def _is_on(folder: Path, device: str) -> bool:
     return device == f"{os.major(found)}:{os.minor(found)}"
 
 
-def _taken(copy: Path, source: Path, digest: FileDigest, *, has_room: bool) -> int:
+def _taken(copy: Path, source: Path, digest: FileDigest, lacks: str) -> int:
     """A descriptor of the copy, which holds it."""
     partial = copy.with_name(copy.name + _PARTIAL)
     while True:
@@ -133,8 +135,8 @@ def _taken(copy: Path, source: Path, digest: FileDigest, *, has_room: bool) -> i
             return _expect_size(_locked(copy, os.O_RDONLY, fcntl.LOCK_SH), digest)
         except FileNotFoundError:
             pass
-        if not has_room:
-            raise OSError(errno.ENOMEM, "the memory of this machine, or of its control group, has no room for it")
+        if lacks:
+            raise OSError(errno.ENOMEM, lacks)
         try:
             file = _locked(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:  # another process finished it, or gave up
@@ -183,7 +185,7 @@ def _locked(path: Path, flags: int, lock: int) -> int:
     file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if os.fstat(file).st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, f"{path.name} is another user's", str(path))
+            raise PermissionError(errno.EPERM, "is another user's: remove it", str(path))
         fcntl.flock(file, lock)
         if not _is_at(file, path):
             raise FileNotFoundError(path)

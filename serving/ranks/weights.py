@@ -88,7 +88,8 @@ class Weights:
         self._paths = [directory / name for name in sizes]
         self.fits = self._size_bytes <= self._room()
         self._digests = manifest.files
-        self._copies = SharedCopies(has_room=self.fits) if memory is WeightsMemory.HUGE else None
+        lacks = "" if self.fits else self._lacks()
+        self._copies = SharedCopies(lacks=lacks) if memory is WeightsMemory.HUGE else None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._files: dict[str, MappedFile] = {}
@@ -132,13 +133,12 @@ class Weights:
             check_sha256(file.path, sha256.hexdigest(), self._digests[name])
 
     def populate(self, done: Callable[[PagesUsed], None] = lambda _: None) -> None:
-        """Bring all files into memory while lookups go on, once they fit.
+        """Bring all files into memory while lookups go on, once they fit: a limit may grow, and others may leave.
 
         Args:
             done: called when they are, on another thread.
         """
-        can_fit = self.fits or self._size_bytes <= self._room_alone()
-        if can_fit and self._thread is None and any(each.bytes.size >= HUGE_PAGE for each in self._files.values()):
+        if self._thread is None and any(each.bytes.size >= HUGE_PAGE for each in self._files.values()):
             self._thread = threading.Thread(target=self._populate, args=(done,), name="weights", daemon=True)
             self._thread.start()
 
@@ -164,7 +164,7 @@ class Weights:
             self._ahead.leave_out(name, stop)
 
     def _waited_for_room(self) -> bool:
-        """Wait until others have left room, such as the version before this one. False: this is closed."""
+        """Wait until there is room: others have left, such as the version before this one. False: this is closed."""
         before: set[Path] = set()
         while self._size_bytes > self._room():
             before |= {*self._of_others()}
@@ -180,6 +180,13 @@ class Weights:
 
     def _room(self) -> int:
         return self._room_alone() - sum(self._of_others().values())
+
+    def _lacks(self) -> str:
+        return (
+            f"{self._directory} has {self._size_bytes} bytes of weights; the memory of this machine, or of its "
+            f"control group, has room for {max(self._room(), 0)} beside other bundles that are served, and a quarter "
+            "of a GB for each process"
+        )
 
     def _of_others(self) -> dict[Path, int]:
         return weights_of_others(self._directory, self._paths)
@@ -200,6 +207,8 @@ class Weights:
 
     def why_small(self) -> str:
         """What this machine lacks, where not all is in huge pages."""
+        if self._size_bytes > self._room():
+            return self._lacks()
         return next((each.why_small() for each in self._files.values()), "there is nothing to map")
 
     def close(self) -> None:
@@ -212,19 +221,16 @@ class Weights:
 
     def _lock(self) -> None:
         if not self.fits:
-            room = max(self._room(), 0)
             raise ConfigurationError(
-                f"weights-memory: expected 'mapped', got 'locked': {self._directory} has {self._size_bytes} bytes of "
-                f"weights; the memory of this machine, or of its control group, has room for {room} beside other "
-                "bundles that are served, and a quarter of a GB for each process"
+                f"weights-memory 'locked': {self._lacks()}: give it more, unload what else is served, or set 'mapped'"
             )
         for file in self._files.values():
             try:
                 file.lock()
             except OSError as error:
                 raise ConfigurationError(
-                    f"weights-memory: {file.path} cannot be locked: {error.strerror}: it has {file.bytes.size} "
-                    "bytes: look at `ulimit -l`, or give the container the capability IPC_LOCK"
+                    f"weights-memory 'locked': {file.path} cannot be locked: {error.strerror}: it has "
+                    f"{file.bytes.size} bytes: look at `ulimit -l`, or give the container the capability IPC_LOCK"
                 ) from error
 
 

@@ -92,5 +92,17 @@ def test_the_defaults_of_serving_are_those_of_the_code() -> None:
     for each in dataclasses.fields(ServingSettings):
         default = re.search(rf"^\| `{each.name}` \| \w+ \| ([^|]+) \|", PAGE, re.MULTILINE)
         assert default is not None
-        number = f"{each.default:,}" if type(each.default) is int else ""
-        assert default[1].strip() in ((number,) if number else ("none", "the newest", "true"))
+        assert default[1].strip() in _written(each.default)
+
+
+def _written(default: object) -> tuple[str, ...]:
+    """How the page may write a default."""
+    match default:
+        case None:
+            return "none", "the newest"
+        case bool():
+            return (str(default).lower(),)
+        case int():
+            return (f"{default:,}",)
+        case _:
+            return (f"`{default}`",)

@@ -36,7 +36,6 @@ parameters { key: "verify_weights" value { string_value: "false" } }
 # Settings that a config of that release does not have.
 LATER: dict[str, Any] = {
     "score_threads": 2,
-    "weights_memory": "locked",
     "hosts": {"0": "a:8001,b:8001", "1": "dns:///c:8001"},
     "shard_timeout_ms": 50,
     "on_lost": {"*": "zero", "item": "error"},
@@ -63,7 +62,7 @@ SAID: dict[str, Any] = {
     "capture_max_bytes": 1000,
 }
 # Of every setting a value that is not its default.
-CHANGED = SAID | LATER | {"max_sequence_bytes": 9, "threads": 3}
+CHANGED = SAID | LATER | {"max_sequence_bytes": 9, "threads": 3, "weights_memory": "locked"}
 
 
 def old_config() -> Any:
@@ -73,12 +72,13 @@ def old_config() -> Any:
 def test_a_config_of_an_earlier_release_is_read_and_written_as_it_was() -> None:
     config = old_config()
     settings = settings_of(config)
-    later = dict.fromkeys(LATER) | {"max_sequence_bytes": 256 << 20, "threads": 1}
+    later = dict.fromkeys(LATER) | {"max_sequence_bytes": 256 << 20, "threads": 1, "weights_memory": "mapped"}
     assert asdict(settings) == SAID | later
     apply_settings(config, settings)
     expected = old_config()
     expected.parameters["max_sequence_bytes"].string_value = str(256 << 20)
     expected.parameters["threads"].string_value = "1"
+    expected.parameters["weights_memory"].string_value = "mapped"
     assert config == expected
 
 

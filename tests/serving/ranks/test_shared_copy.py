@@ -135,11 +135,11 @@ except ServingError as error:
 def test_what_memory_has_no_room_for_is_not_copied(tmp_path: Path, bundle: Path) -> None:
     program = """
 try:
-    SharedCopies(has_room=False).take(file, digest)
+    SharedCopies(lacks="there is no room").take(file, digest)
 except ServingError as error:
-    print("has no room for it" in str(error), "unload what else is served" in str(error), copies())
+    print("there is no room" in str(error), "unload what else is served" in str(error), copies())
 held = other()
-mine = SharedCopies(has_room=False)  # it takes no more memory
+mine = SharedCopies(lacks="there is no room")  # it takes no more memory
 print(len(copies()), mine.take(file, digest).exists())
 held.communicate()
 """
@@ -181,7 +181,7 @@ print(len(copies()))
     ("size", "change", "expected"),
     [
         pytest.param("64m", "sha256='0' * 64", "expected SHA-256 000000000000…", id="another digest"),
-        pytest.param("4m", "sha256=digest.sha256", "takes 3 of 2 MiB: ", id="no room"),
+        pytest.param("4m", "sha256=digest.sha256", "takes 3 pages of 2 MiB: ", id="no room"),
     ],
 )
 def test_what_cannot_be_copied_is_refused_and_leaves_nothing(

@@ -91,12 +91,30 @@ def test_what_is_larger_than_memory_is_read_row_by_row(bundle: Bundle, monkeypat
     monkeypatch.setattr(room, "memory_here", lambda: ROWS * 68)  # beside them nothing would have room
     with Engine.open(bundle.path) as engine:
         assert not engine.weights.fits
-        assert not [each for each in threading.enumerate() if each.name == "weights"]
         flags = Path("/proc/self/smaps").read_text().split(str(bundle.path / "weights.0.bin"))[1]
         assert " rr " in flags[: flags.index("\n", flags.index("VmFlags:"))] + " "
         np.testing.assert_array_equal(engine.lookup({"x": [[0, 5], [ROWS - 1]]})["x"], expected)
-    with pytest.raises(ConfigurationError, match=rf"got 'locked': .* has {ROWS * 68} bytes of weights"):
+    with pytest.raises(ConfigurationError, match=rf"'locked': .* has {ROWS * 68} bytes of weights.* has room for 0 "):
         of(bundle, WeightsMemory.LOCKED)
+
+
+def test_a_limit_that_grows_ends_reading_row_by_row(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(weights, "_LOOKS_S", 0.01)
+    memory = [ROWS * 68]
+    monkeypatch.setattr(room, "memory_here", lambda: memory[0])
+    done = threading.Event()
+    opened = of(bundle)
+    opened.populate(lambda _: done.set())
+    assert not done.wait(0.2)
+    assert not opened.fits
+    assert "has room for 0 beside" in opened.why_small()
+    memory[0] = 1 << 30
+    assert done.wait(60)
+    assert opened.fits
+    expect_huge(opened.used().huge, 2 * HUGE_PAGE, tmp_path)
+    opened.close()
 
 
 def test_each_process_that_has_them_needs_room(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +141,7 @@ def test_what_has_no_room_beside_another_version_gets_it_when_that_is_gone(
         assert not engine.weights.fits
         engine.weights.verify()
         np.testing.assert_array_equal(engine.lookup(asked)["x"], expected)
-        with pytest.raises(ConfigurationError, match=r"expected 'mapped', got 'locked': .* beside other bundles"):
+        with pytest.raises(ConfigurationError, match=r"'locked': .* beside other bundles"):
             Weights(second, engine.bundle.manifest, WeightsMemory.LOCKED)
         before.close()
         del before
