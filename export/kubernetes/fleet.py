@@ -25,6 +25,7 @@ class Member:
         versions: that are served, the newest first.
         weights_bytes: of all these versions.
         instances: processes that answer.
+        cores: that each of them can keep busy.
         replicas: how many pods; the fewest, where their number changes with the load.
         huge_bytes: what the weights take of a file system of huge pages, where the model is served from one.
     """
@@ -35,6 +36,7 @@ class Member:
     versions: tuple[int, ...]
     weights_bytes: int
     instances: int
+    cores: int
     replicas: int
     huge_bytes: int = 0
 
@@ -109,7 +111,8 @@ def read_fleet(
 
     Raises:
         BundleError: a bundle is missing, damaged, not signed, a host's own, or not the one that the router names.
-        ConfigurationError: a name is not Kubernetes' or another model's too, or a number is for no host.
+        ConfigurationError: a name is not Kubernetes' or another model's too, a number is for no host, or a setting
+            cannot be kept in a pod.
     """
     bundle = open_bundle(path.absolute(), trusted)
     model, version, repository = bundle.path.parent.name, int(bundle.path.name), bundle.path.parent.parent
@@ -189,10 +192,22 @@ def _weights_bytes(bundle: Bundle) -> int:
 
 
 def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[str, int]:
-    """What the settings of a model say of its pods."""
-    settings = settings_of(read_config(bundles[0].path.parent, trusted))
+    """What the settings of a model say of its pods.
+
+    Raises:
+        ConfigurationError: they cannot be kept in a pod.
+    """
+    model = bundles[0].path.parent
+    settings = settings_of(read_config(model, trusted))
+    if settings.weights_memory == "locked":
+        raise ConfigurationError(
+            f"{model}: weights-memory: expected 'mapped' or 'huge' in pods, got 'locked': how much memory a pod may "
+            f"lock, its node says: `tbe-serve configure {model} --weights-memory mapped`. A pod's limit has room "
+            "for its tables"
+        )
     huge = 0
     if settings.weights_memory == "huge":
         files = [each.manifest.files[name].size_bytes for each in bundles for name in each.manifest.weights_files]
         huge = sum(-(-size // HUGE_PAGE) * HUGE_PAGE for size in files)
-    return {"instances": settings.instances, "huge_bytes": huge}
+    cores = max(settings.threads, settings.score_threads or 1)
+    return {"instances": settings.instances, "cores": cores, "huge_bytes": huge}

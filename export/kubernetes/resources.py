@@ -18,7 +18,7 @@ _START_S = 120
 
 
 def resources(member: Member) -> dict[str, Any]:
-    """Of a server: a core for each process and one for tritonserver; memory for tables and processes.
+    """Of a server: cores for each process and one for tritonserver; memory for tables and processes.
 
     The request has room for all tables. The limit also has room for requests and answers on their way, and is so
     large that tables are kept in memory. There is no limit to cores: it would make answers late, not cheap. Huge
@@ -31,7 +31,7 @@ def resources(member: Member) -> dict[str, Any]:
         limit_bytes = max(limit_bytes, math.ceil(member.weights_bytes / MOST_OF_MEMORY))
     huge = {"hugepages-2Mi": mebibytes(member.huge_bytes)} if member.huge_bytes else {}
     return {
-        "requests": {"cpu": str(member.instances + 1), "memory": mebibytes(memory_bytes), **huge},
+        "requests": {"cpu": str(member.instances * member.cores + 1), "memory": mebibytes(memory_bytes), **huge},
         "limits": {"memory": mebibytes(limit_bytes), **huge},
     }
 

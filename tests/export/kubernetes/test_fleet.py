@@ -8,7 +8,9 @@ import pytest
 from export.kubernetes.fleet import Replicas, read_fleet
 from serving.bundle.manifest import MANIFEST
 from serving.errors import BundleError, ConfigurationError
-from serving.model.config_file import apply_settings, read_config, settings_of, write_config
+from serving.files.page_cache import HUGE_PAGE
+from serving.model.config_file import apply_settings, read_config, write_config
+from serving.model.settings import ServingSettings
 
 
 def test_a_router_s_fleet_is_the_hosts_of_its_plan(published: Path) -> None:
@@ -26,11 +28,38 @@ def test_a_model_without_hosts_is_all_there_is(published: Path) -> None:
     assert (fleet.name, fleet.front.model, fleet.hosts) == ("scores", "m", ())
 
 
-def test_processes_are_those_of_the_settings(repository: Path) -> None:
-    config = read_config(repository / "m")
-    apply_settings(config, settings_of(config).__class__(instances=3))
-    write_config(repository / "m", config)
-    assert read_fleet(repository / "m" / "1", Replicas()).front.instances == 3
+def configure(model: Path, settings: ServingSettings) -> None:
+    config = read_config(model)
+    apply_settings(config, settings)
+    write_config(model, config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores"),
+    [
+        (ServingSettings(instances=3), 1),
+        (ServingSettings(instances=3, threads=2), 2),
+        (ServingSettings(instances=3, threads=2, score_threads=4), 4),
+    ],
+)
+def test_processes_and_their_cores_are_those_of_the_settings(
+    settings: ServingSettings, cores: int, repository: Path
+) -> None:
+    configure(repository / "m", settings)
+    front = read_fleet(repository / "m" / "1", Replicas()).front
+    assert (front.instances, front.cores) == (3, cores)
+
+
+def test_locked_weights_are_refused_since_a_pod_may_not_lock_them(repository: Path) -> None:
+    configure(repository / "m", ServingSettings(weights_memory="locked"))
+    with pytest.raises(ConfigurationError, match="weights-memory: expected 'mapped' or 'huge' in pods, got 'locked'"):
+        read_fleet(repository / "m" / "1", Replicas())
+
+
+def test_weights_on_huge_pages_take_whole_ones(repository: Path) -> None:
+    configure(repository / "m", ServingSettings(weights_memory="huge"))
+    front = read_fleet(repository / "m" / "1", Replicas()).front
+    assert front.weights_bytes < front.huge_bytes == HUGE_PAGE
 
 
 def test_hosts_have_room_for_both_versions(published: Path) -> None:

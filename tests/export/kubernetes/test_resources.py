@@ -19,6 +19,7 @@ def member(weights_gib: int, instances: int) -> Member:
         versions=(1,),
         weights_bytes=weights_gib * GIB,
         instances=instances,
+        cores=1,
         replicas=2,
     )
 
@@ -54,6 +55,10 @@ def test_weights_in_huge_pages_are_asked_for_as_such_and_not_as_memory() -> None
     found = resources(replace(member(10, 2), huge_bytes=10 * GIB + (2 << 20)))
     assert found["requests"] == {"cpu": "3", "memory": "1536Mi", "hugepages-2Mi": "10242Mi"}
     assert found["limits"] == {"memory": "3584Mi", "hugepages-2Mi": "10242Mi"}
+
+
+def test_threads_have_cores() -> None:
+    assert resources(replace(member(10, 2), cores=3))["requests"]["cpu"] == "7"
 
 
 def test_a_copy_has_room_and_its_server_has_time() -> None:
