@@ -206,9 +206,10 @@ def tbe_serve(*arguments: str, stdin: str = "", timeout_s: float = 120) -> subpr
     )
 
 
-def start_tbe_serve(*arguments: str, within: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start `tbe-serve run`, as what the command `within` executes."""
-    command = [*within, sys.executable, "-m", "serving", "run", *arguments]
+def start_tbe_serve(*arguments: str, within: tuple[str, ...] = (), first: str = "") -> subprocess.Popen[str]:
+    """Start `tbe-serve run`, as what the command `within` executes. Its process runs the Python `first` before."""
+    program = f"{first}\nimport runpy; runpy.run_module('serving', run_name='__main__', alter_sys=True)"
+    command = [*within, sys.executable, *(["-c", program] if first else ["-m", "serving"]), "run", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -257,11 +258,11 @@ class Running:
 
 
 @contextmanager
-def running(repository: Path, *options: str, within: tuple[str, ...] = ()) -> Iterator[Running]:
+def running(repository: Path, *options: str, within: tuple[str, ...] = (), first: str = "") -> Iterator[Running]:
     """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""
     pairs = zip(FREE_PORTS[::2], FREE_PORTS[1::2], strict=True)
     free = [each for option, port in pairs if option not in options for each in (option, port)]
-    with start_tbe_serve(str(repository), *free, "--json", *options, within=within) as process:
+    with start_tbe_serve(str(repository), *free, "--json", *options, within=within, first=first) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None
