@@ -40,6 +40,7 @@ from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
 from serving.ranks.weights import WeightsMemory
 from serving.request.tensors import EVERY_HOST, IDS, ONCE, TABLES, Array, Tensors
+from serving.triton.parent import end_with_parent
 from serving.triton.presence import BUSY, IDLE, show
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
@@ -75,6 +76,7 @@ class TritonPythonModel:
         # Triton ignores SIGCHLD, because it does not wait for its models' processes. Inherited, that would hide from
         # this process how its children end.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        end_with_parent()
         show(IDLE)
         try:
             self._engine, self._answerer, self._publisher = _load(args)

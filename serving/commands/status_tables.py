@@ -18,6 +18,8 @@ def status_tables(status: Status) -> Iterator[Table]:
     """The status of a server, for a person."""
     yield _server(status)
     yield _versions(status.models)
+    if (reasons := _reasons(status.models)).row_count:
+        yield reasons
     if (hosts := _hosts(status.models)).row_count:
         yield hosts
     yield _processes(status)
@@ -54,12 +56,22 @@ def _versions(models: Iterable[ModelStatus]) -> Table:
             table.add_row(
                 model.name,
                 str(each.version),
-                each.state.lower() + (f": {each.reason}" if each.reason else ""),
+                each.state.lower(),
                 _CHOSEN_BY[model.chosen_by],
                 str(len(each.instances)),
                 _size(each.weights_bytes),
                 _size(each.cached_bytes),
             )
+    return table
+
+
+def _reasons(models: Iterable[ModelStatus]) -> Table:
+    """Why versions do not serve, in all the width there is."""
+    table = Table.grid(padding=(0, 2))
+    for model in models:
+        for each in model.versions:
+            if each.reason:
+                table.add_row(f"{model.name} {each.version}", each.reason)
     return table
 
 

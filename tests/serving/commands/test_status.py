@@ -2,13 +2,17 @@
 
 import json
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from export import export_model
 from serving.client import LookupClient
+from serving.commands.status_tables import status_tables
 from serving.server.run_file import find_run_file
+from serving.server.status import ModelStatus, Status, VersionStatus
 from tests.support.models import SUM, collection
 from tests.support.servers import running, stubs, tbe_serve, wait_for_answer, wait_for_stubs
 
@@ -66,6 +70,27 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
         done = tbe_serve("status", "--fleet", one.grpc, "--fleet", one.grpc)
         assert (done.returncode, done.stderr) == (0, "")
         assert [line.split() for line in done.stdout.splitlines()][1] == [one.grpc, "2.51.0", "m", "2", "ready"]
+
+
+def test_why_a_version_does_not_serve_can_be_read() -> None:
+    reason = "weights.0.bin: expected SHA-256 000000000000…, got 111111111111…: publish again"
+    version = VersionStatus(
+        version=2, state="UNAVAILABLE", reason=reason, instances=(), weights_bytes=None, cached_bytes=None
+    )
+    model = ModelStatus(name="movies", chosen_by="config", versions=(version,), settings={})
+    status = Status(
+        address="127.0.0.1:8001",
+        triton="2.51.0",
+        process=1,
+        memory=None,
+        models=(model,),
+        recoveries=0,
+        last_recovery=None,
+    )
+    console = Console(width=100, file=StringIO(), record=True)
+    for table in status_tables(status):
+        console.print(table)
+    assert f"movies 2  {reason}" in console.export_text()
 
 
 def wait_until_recovered(grpc: str) -> None:

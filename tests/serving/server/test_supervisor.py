@@ -113,7 +113,7 @@ def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, nu
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=5) as client:
         assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).stdout == "m: version 2 → 1\n"
         before = client.lookup({"x": [[1, 2]]})
-        time.sleep(2)  # the supervisor has seen it
+        time.sleep(5)  # the supervisor has seen it
         export_model(collection(SUM), repository, "m")
         died = stubs(server.triton, "m")
         server.triton.send_signal(number)
@@ -158,6 +158,16 @@ def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bo
         np.testing.assert_array_equal(client.lookup({"x": [[1, 2]]})["x"], expected["x"])
         assert not any(stub.is_running() for stub in paused)
         assert stopped(server)[0] == 0
+
+
+def test_processes_of_models_end_when_all_who_would_end_them_are_killed(repository: Path) -> None:
+    with running(repository) as server:
+        triton = server.triton
+        left = stubs(triton, "m")
+        server.process.kill()
+        triton.kill()
+        assert left
+        assert psutil.wait_procs(left, PATIENCE_S)[1] == []
 
 
 LOOP = """
