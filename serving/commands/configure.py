@@ -2,23 +2,25 @@
 
 import os
 import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.table import Table
 
-from serving.bundle.opening import versions
+from serving.bundle.opening import open_bundle, versions
 from serving.bundle.signature import read_signing_key, sign, signature_of
 from serving.commands.settings import ChangesOf, takes_settings
-from serving.errors import ConfigurationError
+from serving.errors import BundleError, ConfigurationError
 from serving.files.reading import open_file, read_file
 from serving.files.replacing import replacing
 from serving.model.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
-from serving.model.settings import NEWEST, ServingSettings
+from serving.model.settings import NEWEST, ServingSettings, table
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP, read_captured
 from serving.terminal.program import out
 
@@ -48,6 +50,7 @@ def configure(
     if "version" in changed:
         changed["version"] = _version(model, changed["version"])
     settings = replace(before, **changed)
+    _check_meant(model, changed)
     if no_warm_up:
         (model / WARM_UP).unlink(missing_ok=True)
     elif warm_up is not None:
@@ -64,6 +67,25 @@ def configure(
     out.print(_as_table(settings, warms_up))
     if changed or no_warm_up or warm_up is not None:
         _tell_what_follows(model, is_signed=key is not None)
+
+
+def _check_meant(model: Path, changed: Mapping[str, Any]) -> None:
+    """Refuse what only a router has a use for, where no version of the model is one."""
+    asked = [
+        setting.flag or f"--{each.name.replace('_', '-')}"
+        for each, setting in table()
+        if setting.is_of_router and changed.get(each.name) is not None
+    ]
+    if not asked:
+        return
+    manifests = []
+    for version in versions(model):
+        with suppress(BundleError):  # a damaged version is for others to report
+            manifests.append(open_bundle(model / str(version)).manifest)
+    if manifests and not any(each.hosts for each in manifests):
+        raise ConfigurationError(
+            f"{asked[0]}: expected a router, got {model}: all ranks of its versions are in the bundle"
+        )
 
 
 def _tell_what_follows(model: Path, *, is_signed: bool) -> None:
@@ -109,9 +131,9 @@ def _sign(model: Path, config: bytes, key: Ed25519PrivateKey) -> None:
 
 
 def _as_table(settings: ServingSettings, warms_up: bool) -> Table:
-    table = Table.grid(padding=(0, 2))
+    shown = Table.grid(padding=(0, 2))
     values = asdict(settings) | {"version": settings.version or NEWEST, "warm_up": "yes" if warms_up else "no"}
     for name, value in values.items():
         text = "none" if value is None else f"{value:,}" if type(value) is int else str(value)
-        table.add_row(name.replace("_", "-"), text)
-    return table
+        shown.add_row(name.replace("_", "-"), text)
+    return shown

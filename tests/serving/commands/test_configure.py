@@ -90,3 +90,19 @@ def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Pat
         assert "expected" in done.stderr
     assert (bundle.parent / "config.pbtxt").read_text() == text
     assert tbe_serve("configure", str(tmp_path / "nobody")).returncode == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--host", "0=a:8001"), ("--shard-timeout-ms", "50"), ("--on-lost", "zero"), ("--hosts-server-name", "m")],
+    ids=lambda options: options[0],
+)
+def test_what_only_a_router_has_a_use_for_is_refused_elsewhere(options: tuple[str, ...], tmp_path: Path) -> None:
+    bundle = exported(tmp_path / "r")
+    before = (bundle.parent / "config.pbtxt").read_bytes()
+    done = CliRunner().invoke(app, ["configure", str(bundle.parent), "--instances", "2", *options])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"tbe-serve: {options[0]}: expected a router, got {bundle.parent}")
+    assert (bundle.parent / "config.pbtxt").read_bytes() == before
+    done = CliRunner().invoke(app, ["configure", str(bundle.parent), "--no-hosts", "--no-on-lost"])
+    assert done.exit_code == 0, done.stderr
