@@ -9,6 +9,7 @@ from typing import Any
 
 from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
 from serving.server.canary import Canary
+from serving.server.oom_kills import OomKills
 from serving.server.process import Server
 from serving.triton.control import UNLOADED, Control, VersionState
 from serving.triton.secret import erase_from_command_line
@@ -76,6 +77,7 @@ class Keeper:
         self._seen, self._has_complained = time.monotonic(), False
         self._suspects: set[str] = set()
         self._canaries: dict[tuple[str, int], Canary] = {}
+        self._oom_kills = OomKills()
 
     def start(self, *, is_anew: bool) -> None:
         """Begin. A server that `is_anew` has nothing loaded yet: load what is served first."""
@@ -128,7 +130,7 @@ class Keeper:
         loading = {model for model, lock in [*self._server.loading.items()] if lock.locked()}
         dead = self._dead() - loading
         for model in sorted(dead & self._suspects):  # seen twice: a model seen once may be unloading
-            self._replace(model, "a process of its died")
+            self._replace(model, f"a process of its died{self._oom_kills.since()}")
         self._suspects = dead - self._suspects
         hung = self._hung(answered, control)
         for model in sorted(hung.keys() - loading):

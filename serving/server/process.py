@@ -19,6 +19,7 @@ from serving.ranks.shared_copy import remove_unused_copies
 from serving.server.access import Access
 from serving.server.child import Child, Launch, signals_deferred
 from serving.server.models import Pins, ServedModel, check_pins, find_models
+from serving.server.oom_kills import OomKills
 from serving.server.ports import Endpoints, Ports, free_endpoints
 from serving.server.private import PrivateFolder, Trust, private_folder
 from serving.server.run_file import Recovery, RunFile
@@ -262,15 +263,16 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
 def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> None:
     """Wait until the server answers, and these models are ready."""
     deadline = time.monotonic() + timeout_s
+    oom_kills = OomKills()
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
-            reason = server.child.output.reason()
+            reason = server.child.output.reason() + oom_kills.since()
             raise TritonserverFailed(f"tritonserver exited with {code} before its models were ready: {reason}")
         ready = _ready_models(server)
         if ready is not None and {model.name for model in ready} >= set(models):
             return
         time.sleep(_POLL_S)
-    reason = server.child.output.reason()
+    reason = server.child.output.reason() + oom_kills.since()
     raise TritonserverFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from serving.errors import ServingError
 from serving.server.follower import Follower
 from serving.server.keeper import Keeper, Served
+from serving.server.oom_kills import OomKills
 from serving.server.process import Server
 from serving.server.restarts import MOST, WITHIN_S, Restarts
 from serving.triton.stubs import living_stubs
@@ -41,6 +42,7 @@ class Supervisor:
         control = server.control(_ASK_TIMEOUT_S)
         self._served.update(control.index(), control)
         self._restarts = Restarts()
+        self._oom_kills = OomKills()
         self._failure: ServingError | None = None
         self._stopping = False
         # Whether no model was answering when we last looked, since the stop.
@@ -122,6 +124,7 @@ class Supervisor:
     def _start_anew(self, code: int) -> bool:
         """Start a server in place of one that died. False if too many died recently, or a stop was asked for."""
         reason = signal.Signals(-code).name if code < 0 else f"{code}: {self._server.child.output.reason()}"
+        reason += self._oom_kills.since()
         pause_s = self._restarts.next_pause_s()
         if pause_s is None:
             self._say(f"tritonserver died again ({reason}), after {MOST} starts within {WITHIN_S / 60:g} minutes")
