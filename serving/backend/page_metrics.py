@@ -36,15 +36,13 @@ class PageMetrics:
         }
         self._metrics = {name: family.Metric(labels) for name, family in self._families.items()}
         self._name = f"{labels['model']} {labels['version']}"
-        if not weights.fits:
-            warn(
-                f"{self._name}: its weights are larger than memory, or than what other models and versions leave of "
-                "it: rows are read from the disk as they are needed, until there is room"
-            )
+        self._fits = True
+        self._tell_of_room()
         weights.populate(self._has_populated)
 
     def publish(self) -> None:
         """Tell Triton what Linux says, if the last time is long enough ago."""
+        self._tell_of_room()
         if (used := self._populated) is not None:
             self._populated, self._next = None, 0.0
             if used.huge < _FEW * used.most_huge:
@@ -57,6 +55,15 @@ class PageMetrics:
             used = self._weights.used()
             self._metrics["mapped"].set(used.mapped)
             self._metrics["huge"].set(used.huge)
+
+    def _tell_of_room(self) -> None:
+        """Say that there is no room, once each time that it was lost."""
+        if self._fits and not self._weights.fits:
+            self._warn(
+                f"{self._name}: its weights are larger than memory, or than what other models and versions leave of "
+                "it: rows are read from the disk as they are needed, until there is room"
+            )
+        self._fits = self._weights.fits
 
     def _has_populated(self, used: PagesUsed) -> None:
         self._populated = used

@@ -29,6 +29,8 @@ _TRIES = 5
 # Longest time that another process is waited for which brings the same file into memory, in seconds.
 _TURN_S = 10.0
 _POPULATE_READ = 22
+# A kernel without huge pages refuses these. Nothing is lost then.
+_ABOUT_HUGE = {mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _LIBC.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
@@ -61,6 +63,12 @@ class MappedFile:
             mapped = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, prot=mmap.PROT_READ)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)[:size_bytes]
         self._advise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_RANDOM)
+
+    def read_row_by_row(self) -> None:
+        """From now on, read what is needed alone. What is in memory stays until something else wants the room."""
+        self.huge = False
+        self._advise(mmap.MADV_NOHUGEPAGE)
+        self._advise(mmap.MADV_RANDOM)
 
     def chunks(self, coming: Callable[[int], None] = lambda _: None) -> Iterator[npt.NDArray[np.uint8]]:
         """The file piece by piece, each brought into memory when it is asked for, in huge pages where that can be.
@@ -147,7 +155,7 @@ class MappedFile:
     def _advise(self, advice: int, start: int = 0, stop: int | None = None) -> None:
         size = (self.bytes.size if stop is None else stop) - start
         # By ctypes, and not by `mmap`: that would keep other threads from running.
-        if _LIBC.madvise(self.bytes.ctypes.data + start, size, advice) and advice != mmap.MADV_HUGEPAGE:
+        if _LIBC.madvise(self.bytes.ctypes.data + start, size, advice) and advice not in _ABOUT_HUGE:
             raise OSError(code := ctypes.get_errno(), os.strerror(code), str(self.path))
 
     @contextmanager

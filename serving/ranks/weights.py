@@ -4,6 +4,7 @@ import enum
 import hashlib
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -83,11 +84,11 @@ class Weights:
     ) -> None:
         sizes = {name: (directory / name).stat().st_size for name in sorted(manifest.weights_files)}
         self._directory = directory
+        self._manifest = manifest
         self._room_alone = partial(room_alone, processes, kept=memory is not WeightsMemory.MAPPED)
         self._size_bytes = sum(sizes.values())
         self._paths = [directory / name for name in sizes]
         self.fits = self._size_bytes <= self._room()
-        self._digests = manifest.files
         lacks = "" if self.fits else self._lacks()
         self._copies = SharedCopies(lacks=lacks) if memory is WeightsMemory.HUGE else None
         self._stopping = threading.Event()
@@ -99,14 +100,18 @@ class Weights:
         self.tensors = _tensors(manifest.plan, self._files)
         if self._copies is not None:  # they could be made
             self.fits = True
-        self._ahead = None if self.fits else ReadAhead(manifest, {name: directory / name for name in self._files})
+        self._is_kept = memory is not WeightsMemory.MAPPED
+        self._is_populated = False
+        # What others have, while there is no room.
+        self._waited_for: set[Path] = set()
+        self._ahead = None if self.fits else self._read_ahead_of_all()
         if memory is WeightsMemory.LOCKED:
             self._lock()
 
     def _map(self, name: str, size: int) -> MappedFile:
         path = self._directory / name
         if self._copies is not None:
-            path = self._copies.take(path, self._digests[name])
+            path = self._copies.take(path, self._manifest.files[name])
         try:
             return MappedFile(path, size, huge=self.fits or self._copies is not None)
         except OSError as error:
@@ -125,37 +130,51 @@ class Weights:
             return
         for name, file in self._files.items():
             if not self.fits:
-                check_digest(file.path, self._digests[name], follow=True)
+                check_digest(file.path, self._manifest.files[name], follow=True)
                 continue
             sha256 = hashlib.sha256()
             for chunk in _next_read(file):
                 sha256.update(chunk)
-            check_sha256(file.path, sha256.hexdigest(), self._digests[name])
+            check_sha256(file.path, sha256.hexdigest(), self._manifest.files[name])
 
     def populate(self, done: Callable[[PagesUsed], None] = lambda _: None) -> None:
-        """Bring all files into memory while lookups go on, once they fit: a limit may grow, and others may leave.
+        """Bring all files into memory while lookups go on, as soon as they fit, and as long as they do.
+
+        Others may leave, and the limit of the control group may change: that is looked for from now on.
 
         Args:
             done: called when they are, on another thread.
         """
         if self._thread is None and any(each.bytes.size >= HUGE_PAGE for each in self._files.values()):
-            self._thread = threading.Thread(target=self._populate, args=(done,), name="weights", daemon=True)
+            # It holds this while it works, and not while it waits: else this would be there as long as the process.
+            arguments = (weakref.ref(self), self._stopping, done)
+            self._thread = threading.Thread(target=_keep_populated, args=arguments, name="weights", daemon=True)
             self._thread.start()
 
+    def look(self, done: Callable[[PagesUsed], None]) -> None:
+        """Do what the room that there is by now asks for. `populate` has it called.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        if not self._is_populated:
+            if self.fits or self._has_room_now():
+                self._populate(done)
+        elif not self._is_kept and self._size_bytes > self._room_alone():
+            ahead = self._read_ahead_of_all()
+            for file in self._files.values():
+                file.read_row_by_row()
+            self.fits, self._is_populated, self._ahead = False, False, ahead
+
     def _populate(self, done: Callable[[PagesUsed], None]) -> None:
-        try:
-            if self._ahead is not None and not self._waited_for_room():
-                return
-            for name, file in self._files.items():
-                if self._copies is not None:
-                    file.populate()
-                    continue
-                for _ in file.chunks(partial(self._brings, name)):
-                    if self._stopping.is_set():
-                        return
-        except OSError:  # the log of the kernel says why; what needs it ends the process, and is recovered
-            return
-        self._ahead = None
+        for name, file in self._files.items():
+            if self._copies is not None:
+                file.populate()
+                continue
+            for _ in file.chunks(partial(self._brings, name)):
+                if self._stopping.is_set():
+                    return
+        self._is_populated, self._ahead = True, None
         done(self.used())
 
     def _brings(self, name: str, stop: int) -> None:
@@ -163,20 +182,22 @@ class Weights:
         if self._ahead is not None:
             self._ahead.leave_out(name, stop)
 
-    def _waited_for_room(self) -> bool:
-        """Wait until there is room: others have left, such as the version before this one. False: this is closed."""
-        before: set[Path] = set()
-        while self._size_bytes > self._room():
-            before |= {*self._of_others()}
-            if self._stopping.wait(_LOOKS_S):
-                return False
+    def _has_room_now(self) -> bool:
+        """Whether there is room: others have left, such as the version before this one, or the limit has grown."""
+        if self._size_bytes > self._room():
+            self._waited_for |= {*self._of_others()}
+            return False
         # Their pages would stay, and there would be few huge ones among what is left.
-        for path in before - {*self._of_others()}:
+        for path in self._waited_for - {*self._of_others()}:
             leave_out_of_memory(path)
+        self._waited_for.clear()
         for file in self._files.values():
             file.huge = True
         self.fits = True
         return True
+
+    def _read_ahead_of_all(self) -> ReadAhead:
+        return ReadAhead(self._manifest, {name: self._directory / name for name in self._files})
 
     def _room(self) -> int:
         return self._room_alone() - sum(self._of_others().values())
@@ -232,6 +253,17 @@ class Weights:
                     f"weights-memory 'locked': {file.path} cannot be locked: {error.strerror}: it has "
                     f"{file.bytes.size} bytes: look at `ulimit -l`, or give the container the capability IPC_LOCK"
                 ) from error
+
+
+def _keep_populated(of: "weakref.ref[Weights]", stopping: threading.Event, done: Callable[[PagesUsed], None]) -> None:
+    """Look again and again, until the weights are gone or closed, or a file cannot be read."""
+    while (weights := of()) is not None and not stopping.is_set():
+        try:
+            weights.look(done)
+        except OSError:  # the log of the kernel says why; what needs it ends the process, and is recovered
+            return
+        del weights
+        stopping.wait(_LOOKS_S)
 
 
 def _tensors(plan: Plan, files: dict[str, MappedFile]) -> list[torch.Tensor]:

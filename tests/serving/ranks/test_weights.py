@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -91,16 +93,13 @@ def test_what_is_larger_than_memory_is_read_row_by_row(bundle: Bundle, monkeypat
     monkeypatch.setattr(room, "memory_here", lambda: ROWS * 68)  # beside them nothing would have room
     with Engine.open(bundle.path) as engine:
         assert not engine.weights.fits
-        flags = Path("/proc/self/smaps").read_text().split(str(bundle.path / "weights.0.bin"))[1]
-        assert " rr " in flags[: flags.index("\n", flags.index("VmFlags:"))] + " "
+        assert "rr" in flags_of(engine.weights)
         np.testing.assert_array_equal(engine.lookup({"x": [[0, 5], [ROWS - 1]]})["x"], expected)
     with pytest.raises(ConfigurationError, match=rf"'locked': .* has {ROWS * 68} bytes of weights.* has room for 0 "):
         of(bundle, WeightsMemory.LOCKED)
 
 
-def test_a_limit_that_grows_ends_reading_row_by_row(
-    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_limit_that_changes_is_noticed(bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(weights, "_LOOKS_S", 0.01)
     memory = [ROWS * 68]
     monkeypatch.setattr(room, "memory_here", lambda: memory[0])
@@ -114,7 +113,45 @@ def test_a_limit_that_grows_ends_reading_row_by_row(
     assert done.wait(60)
     assert opened.fits
     expect_huge(opened.used().huge, 2 * HUGE_PAGE, tmp_path)
+
+    done.clear()
+    memory[0] = ROWS * 68  # and is lowered again
+    wait_until(lambda: not opened.fits)
+    assert {"rr", "nh"} <= flags_of(opened)
+    assert "hg" not in flags_of(opened)
+    memory[0] = 1 << 30
+    assert done.wait(60)
+    assert opened.fits
+    assert "hg" in flags_of(opened)
+    assert "rr" not in flags_of(opened)
     opened.close()
+
+
+def test_what_nobody_holds_any_more_is_not_kept_by_its_thread(bundle: Bundle) -> None:
+    done = threading.Event()
+    opened = of(bundle)
+    opened.populate(lambda _: done.set())
+    assert done.wait(60)
+    (thread,) = (each for each in threading.enumerate() if each.name == "weights")
+    gone = weakref.ref(opened)
+    del opened
+    wait_until(lambda: gone() is None)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def flags_of(opened: Weights) -> set[str]:
+    """What Linux says of the mapping: VmFlags of proc_pid_smaps(5)."""
+    (file,) = opened._files.values()
+    of_file = Path("/proc/self/smaps").read_text().partition(str(file.path))[2]
+    return {*of_file.partition("VmFlags: ")[2].partition("\n")[0].split()}
 
 
 def test_each_process_that_has_them_needs_room(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
