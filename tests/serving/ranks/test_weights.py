@@ -81,10 +81,17 @@ def test_weights_are_brought_into_memory_behind(bundle: Bundle, tmp_path: Path) 
     expect_huge(used.huge, used.most_huge, tmp_path)
 
 
+def own_threads(before: list[threading.Thread]) -> list[threading.Thread]:
+    """Those of weights that were not there before: engines of other tests may be left."""
+    return [each for each in threading.enumerate() if each.name == "weights" and each not in before]
+
+
 def test_an_engine_that_is_closed_has_no_thread_left(bundle: Bundle) -> None:
+    before = threading.enumerate()
     with Engine.open(bundle.path) as engine:
         assert engine.lookup({"x": [[1]]})["x"].shape == (1, 64)
-    assert not [each for each in threading.enumerate() if each.name == "weights"]
+        assert own_threads(before)
+    assert not own_threads(before)
 
 
 def test_what_is_larger_than_memory_is_read_row_by_row(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +135,12 @@ def test_a_limit_that_changes_is_noticed(bundle: Bundle, monkeypatch: pytest.Mon
 
 
 def test_what_nobody_holds_any_more_is_not_kept_by_its_thread(bundle: Bundle) -> None:
+    before = threading.enumerate()
     done = threading.Event()
     opened = of(bundle)
     opened.populate(lambda _: done.set())
     assert done.wait(60)
-    (thread,) = (each for each in threading.enumerate() if each.name == "weights")
+    (thread,) = own_threads(before)
     gone = weakref.ref(opened)
     del opened
     wait_until(lambda: gone() is None)
