@@ -184,6 +184,8 @@ class Weights:
 
     def _has_room_now(self) -> bool:
         """Whether there is room: others have left, such as the version before this one, or the limit has grown."""
+        if self._size_bytes > self._room_alone():
+            return False
         if self._size_bytes > self._room():
             self._waited_for |= {*self._of_others()}
             return False
