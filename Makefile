@@ -28,7 +28,7 @@ demo-hosts: $(STAMP) ## DLRM-v2's tables on four hosts: one killed, a version ro
 
 test: lint ## Everything: ruff, mypy --strict, unit, integration and end-to-end tests
 	@requirements/test-tools.sh
-	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
