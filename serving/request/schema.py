@@ -48,7 +48,6 @@ class Selection:
         reads: for each feature, the position of its key in `keys`; int64 [F]. None where each reads its own.
         index: the numbers 0 to F; int64 [F + 1].
         ends: the column behind each feature's last in an answer; ends with D; int64 [F].
-        pooled: the features that are pooled. This selection itself, if all are.
     """
 
     names: tuple[str, ...]
@@ -73,7 +72,7 @@ class Selection:
     reads: npt.NDArray[np.int64] | None = field(init=False)
     index: npt.NDArray[np.int64] = field(init=False)
     ends: npt.NDArray[np.int64] = field(init=False)
-    pooled: "Selection" = field(init=False)
+    _pooled: "Selection | None" = field(init=False)
 
     def __post_init__(self) -> None:
         positions = {key: position for position, key in enumerate(dict.fromkeys(self.key_of))}
@@ -82,8 +81,14 @@ class Selection:
         object.__setattr__(self, "reads", np.array([positions[key] for key in self.key_of]) if is_shared else None)
         object.__setattr__(self, "index", np.arange(len(self.names) + 1))
         object.__setattr__(self, "ends", np.cumsum(self.dims))
-        pooled = self.at(np.flatnonzero(~self.sequence)) if self.sequence.any() else self
-        object.__setattr__(self, "pooled", pooled)
+        pooled = self.at(np.flatnonzero(~self.sequence)) if self.sequence.any() else None
+        object.__setattr__(self, "_pooled", pooled)
+
+    @property
+    def pooled(self) -> "Selection":
+        """The features that are pooled. This selection itself, if all are."""
+        # It does not hold itself: what does so stays until the garbage collector looks at all there is.
+        return self if self._pooled is None else self._pooled
 
     def at(self, chosen: npt.NDArray[np.int64]) -> "Selection":
         """The features at `chosen`, positions in this selection, int64 [n]; in that order."""
