@@ -102,7 +102,7 @@ class Answerer:
                     self._answer_group(handover, group, started)
                 started = perf_counter()
         self._backlog.end_handover()
-        return handover.outcomes
+        return handover.finish()
 
     def _shed(self, handover: "_Handover", positions: Sequence[int]) -> None:
         """Load shedding: refuse requests that would be answered too late."""
@@ -237,3 +237,12 @@ class _Handover:
         self.outcomes: list[Outcome] = [InternalError("not answered")] * requests
         self.tensors: dict[int, Tensors] = {}
         self.accepted: dict[int, KjtRequest] = {}
+
+    def finish(self) -> list[Outcome]:
+        """The outcomes, which this then no longer has.
+
+        Errors hold the frames that they went through, and those hold this. If this held them, too, all arrays of the
+        handover would stay until the garbage collector came by, which counts objects and not bytes.
+        """
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes

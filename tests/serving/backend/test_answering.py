@@ -1,5 +1,6 @@
 """Under more load than there is capacity some are refused, soon and unseen; the others are answered as ever."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ from serving.backend import answering, backlog
 from serving.backend.answering import Answerer
 from serving.backend.metrics import LookupMetrics
 from serving.engine import Engine
-from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable
+from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable, ServingError
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings
 from serving.ranks.answered import Answered
 from serving.request.limits import Limits
 from serving.request.tensors import Batch, Tensors
+from tests.support.growth import without_collector
 from tests.support.models import Spec, collection
 
 BUSY_MS = 100
@@ -241,3 +243,40 @@ def test_every_fp16_number_is_told_from_what_is_not_finite() -> None:
     found = [answering._overflows(numbers[[at, 0]]) for at in range(numbers.size)]
     assert found == (~np.isfinite(numbers)).tolist()
     assert not answering._overflows(np.array([np.inf], np.float32))
+
+
+def test_nothing_of_a_request_waits_for_the_garbage_collector(mixed: Path) -> None:
+    """Refused requests have as many ids as others. The collector counts objects, not their bytes."""
+    counts: dict[str, float] = {}
+    lengths = np.array([1], np.int32)
+    good = Tensors(["user_id"], np.array([1]), lengths)
+    requests = [
+        good,
+        replace(good, features=["nobody"]),
+        replace(good, lengths=np.array([2], np.int32)),
+        replace(good, values=np.array([-5])),
+        replace(good, bundle="0" * 64),
+        replace(good, trace="not decoded"),
+        replace(good, trace="our fault"),
+    ]
+
+    def decode(tensors: Tensors) -> Tensors:
+        if tensors.trace == "not decoded":
+            try:
+                int(tensors.trace)
+            except ValueError as error:
+                raise InvalidRequest("no number") from error
+        if tensors.trace == "our fault":
+            raise ZeroDivisionError
+        return tensors
+
+    with Engine.open(mixed) as engine:
+        tables = [table.name for table in engine.bundle.manifest.tables]
+        metrics = LookupMetrics(lambda name, *_: Counter(name, counts), {}, tables, 0.0)
+        answerer = Answerer(engine, ServingSettings(), metrics, None, lambda _: None)
+        refused = [isinstance(each, ServingError) for each in answerer.answer(requests, decode, lambda _: False)]
+        assert refused == [False] + [True] * 6
+        with without_collector():
+            for _ in range(20):
+                answerer.answer(requests, decode, lambda _: False)
+            assert gc.collect() == 0

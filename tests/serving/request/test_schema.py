@@ -2,8 +2,6 @@
 
 import gc
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 
 from serving.errors import InvalidRequest
 from serving.request.schema import Schema, Selection
+from tests.support.growth import without_collector
 from tests.support.requests import NAMES, schema
 
 
@@ -43,16 +42,6 @@ def test_endless_orders_of_features_take_no_endless_memory() -> None:
 
 def selections_alive() -> int:
     return sum(type(each) is Selection for each in gc.get_objects())
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def test_no_names_are_refused_whatever_was_selected_before() -> None:
