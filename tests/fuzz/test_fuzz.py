@@ -22,8 +22,8 @@ from tests.support.servers import FREE, metric, replace_model_py
 
 COUNT = 15_000
 FAULTY_COUNT = 5_000
-# A server that never answered such messages grows until about the ten thousandth: buffers of all sizes, for each thread.
-# On a busy machine it takes longer. It has so many times COUNT messages to come to an end.
+# A server that never answered such messages grows until some ten thousand came: buffers of all sizes, for each thread.
+# How many it takes, the scheduler says. It has so many times COUNT messages to come to an end.
 MOST_TIMES = 4
 NOISE_BYTES = 256 << 10
 
