@@ -10,7 +10,7 @@ from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
-from serving.files.page_cache import HUGE_PAGE
+from serving.files.page_cache import in_huge_pages
 from serving.model.config_file import read_config, settings_of
 
 
@@ -207,7 +207,7 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
         )
     huge = 0
     if settings.weights_memory == "huge":
-        files = [each.manifest.files[name].size_bytes for each in bundles for name in each.manifest.weights_files]
-        huge = sum(-(-size // HUGE_PAGE) * HUGE_PAGE for size in files)
+        files = [each.manifest.files[name] for each in bundles for name in each.manifest.weights_files]
+        huge = sum(in_huge_pages(file.size_bytes) for file in files)
     cores = max(settings.threads, settings.score_threads or 1)
     return {"instances": settings.instances, "cores": cores, "huge_bytes": huge}

@@ -48,6 +48,11 @@ def cached(path: Path) -> Cached | None:
         return None
 
 
+def in_huge_pages(size_bytes: int) -> int:
+    """What a file of `size_bytes` takes on a file system of huge pages, which has whole ones only; in bytes."""
+    return -(-size_bytes // HUGE_PAGE) * HUGE_PAGE
+
+
 def huge_bytes_at(address: int) -> int:
     """How much of the mapping at an address this process has mapped in huge pages, in bytes; 0 if there is none."""
     first = f"{address:x}-"

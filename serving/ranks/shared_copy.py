@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from serving.bundle.digests import FileDigest, check_sha256
 from serving.errors import BundleError, ConfigurationError
-from serving.files.page_cache import HUGE_PAGE
+from serving.files.page_cache import HUGE_PAGE, in_huge_pages
 from serving.files.reading import open_file
 
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -90,9 +90,10 @@ class SharedCopies:
                 problems.append(f"{copy}: {error.strerror}{more}")
             else:
                 return copy
+        pages = in_huge_pages(digest.size_bytes) // HUGE_PAGE
         raise ConfigurationError(
-            f"weights-memory 'huge': {path} cannot be copied, which takes {_room_of(digest) // HUGE_PAGE} pages of "
-            f"2 MiB: {'; '.join(problems)}"
+            f"weights-memory 'huge': {path} cannot be copied, which takes {pages} pages of 2 MiB: "
+            f"{'; '.join(problems)}"
         )
 
     def release(self) -> None:
@@ -163,15 +164,10 @@ def _taken(copy: Path, source: Path, digest: FileDigest, lacks: str) -> int:
 def _expect_size(file: int, digest: FileDigest) -> int:
     """The descriptor. It is closed if it cannot be of a copy."""
     found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != _room_of(digest):
+    if not stat.S_ISREG(found.st_mode) or found.st_size != in_huge_pages(digest.size_bytes):
         os.close(file)
         raise OSError(errno.EINVAL, "is no copy of it: remove it")
     return file
-
-
-def _room_of(digest: FileDigest) -> int:
-    """The size of a copy: hugetlbfs has whole pages only."""
-    return -(-digest.size_bytes // HUGE_PAGE) * HUGE_PAGE
 
 
 def _locked(path: Path, flags: int, lock: int) -> int:
@@ -204,7 +200,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _fill(file: int, source: Path, digest: FileDigest) -> None:
     """Copy `source`, and compare what was copied with its digest."""
-    room = _room_of(digest)
+    room = in_huge_pages(digest.size_bytes)
     os.ftruncate(file, room)
     os.posix_fallocate(file, 0, room)  # else a write to a page that is not there would be a bus error
     sha256, start = hashlib.sha256(), 0
