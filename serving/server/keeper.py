@@ -119,6 +119,7 @@ class Keeper:
                 return
 
     def _check(self) -> None:
+        self._oom_kills.look()
         control = self._server.control(_ASK_TIMEOUT_S)
         try:
             self._served.update(control.index(), control)
@@ -130,7 +131,7 @@ class Keeper:
         loading = {model for model, lock in [*self._server.loading.items()] if lock.locked()}
         dead = self._dead() - loading
         for model in sorted(dead & self._suspects):  # seen twice: a model seen once may be unloading
-            self._replace(model, f"a process of its died{self._oom_kills.since()}")
+            self._replace(model, f"a process of its died{self._oom_kills.said()}")
         self._suspects = dead - self._suspects
         hung = self._hung(answered, control)
         for model in sorted(hung.keys() - loading):

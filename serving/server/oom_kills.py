@@ -1,9 +1,12 @@
 """Whether the kernel ended processes for want of memory. Nobody else says so: such a process is only gone."""
 
+import time
 from pathlib import Path
 
 _COUNTS = Path("/proc/vmstat")
-_SAID = "; meanwhile the kernel ended a process of this machine for want of memory: give it, or the container, more"
+_SAID = "; just then the kernel ended a process of this machine for want of memory: give it, or the container, more"
+# A process is missed so long after its end at most.
+_JUST_S = 10.0
 
 
 class OomKills:
@@ -16,11 +19,18 @@ class OomKills:
     def __init__(self, counts: Path = _COUNTS) -> None:
         self._counts = counts
         self._seen = self._count()
+        self._at: float | None = None
 
-    def since(self) -> str:
-        """What to add to the reason why a process is gone; empty if the kernel ended none since this was asked."""
+    def look(self) -> None:
+        """Notice what happened since the last look. It counts as having happened now."""
         before, self._seen = self._seen, self._count()
-        return _SAID if self._seen > before else ""
+        if self._seen > before:
+            self._at = time.monotonic()
+
+    def said(self) -> str:
+        """What to add to the reason why a process is gone; empty if the kernel ended none in the last 10 s."""
+        self.look()
+        return _SAID if self._at is not None and time.monotonic() - self._at < _JUST_S else ""
 
     def _count(self) -> int:
         try:

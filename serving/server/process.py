@@ -266,13 +266,13 @@ def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -
     oom_kills = OomKills()
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
-            reason = server.child.output.reason() + oom_kills.since()
+            reason = server.child.output.reason() + oom_kills.said()
             raise TritonserverFailed(f"tritonserver exited with {code} before its models were ready: {reason}")
         ready = _ready_models(server)
         if ready is not None and {model.name for model in ready} >= set(models):
             return
         time.sleep(_POLL_S)
-    reason = server.child.output.reason() + oom_kills.since()
+    reason = server.child.output.reason() + oom_kills.said()
     raise TritonserverFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
 
 

@@ -87,6 +87,7 @@ class Supervisor:
         keeper = Keeper(self._server, self._served, self._recover, self._say)
         keeper.start(is_anew=is_anew)
         while (code := self._server.process.poll()) is None and not self._stopping:
+            self._oom_kills.look()
             if keeper.failure is not None:
                 self._failure = keeper.failure
                 self.stop(signal.SIGTERM)
@@ -124,7 +125,7 @@ class Supervisor:
     def _start_anew(self, code: int) -> bool:
         """Start a server in place of one that died. False if too many died recently, or a stop was asked for."""
         reason = signal.Signals(-code).name if code < 0 else f"{code}: {self._server.child.output.reason()}"
-        reason += self._oom_kills.since()
+        reason += self._oom_kills.said()
         pause_s = self._restarts.next_pause_s()
         if pause_s is None:
             self._say(f"tritonserver died again ({reason}), after {MOST} starts within {WITHIN_S / 60:g} minutes")
