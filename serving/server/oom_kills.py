@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 
 _COUNTS = Path("/proc/vmstat")
-_SAID = "; just then the kernel ended a process of this machine for want of memory: give it, or the container, more"
-# A process is missed so long after its end at most.
-_JUST_S = 10.0
+_SAID = "; just then the kernel ended a process of this machine for want of memory: if it was this, give it more"
+# A process is missed sooner than that after its end.
+_JUST_S = 3.0
 
 
 class OomKills:
@@ -28,7 +28,7 @@ class OomKills:
             self._at = time.monotonic()
 
     def said(self) -> str:
-        """What to add to the reason why a process is gone; empty if the kernel ended none in the last 10 s."""
+        """What to add to the reason why a process is gone; empty if the kernel ended none in the last 3 s."""
         self.look()
         return _SAID if self._at is not None and time.monotonic() - self._at < _JUST_S else ""
 
