@@ -15,6 +15,7 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             for about in ("instance-level annotations", "quantized tensor creation functions"):
                 warnings.filterwarnings("ignore", message=f".*{about}", category=UserWarning)
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             yield
     finally:
         logging.disable(disabled)

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import unchanged  # noqa: F401  first: it has all exports compare their models
+
+# isort: split
+
 from export import ExportConfig, OutputDtype, Sharding, export_model
 from serving.server import Access, Ports, Server, run_server
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection

@@ -180,9 +180,8 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
     size = size_text(manifest.files[SCORES].size_bytes)
     out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True)
     if part.mixes_samples:
-        out.print(
-            "requests are scored alone: the scores of a sample depend on the others of its request", soft_wrap=True
-        )
+        why = part.mixed_by or "the scores of a sample depend on the others of its request"
+        out.print(f"requests are scored one by one: samples may meet in {why}", soft_wrap=True, markup=False)
 
 
 def show_remarks(noted: Manifest | PlanReport) -> None:

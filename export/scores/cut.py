@@ -106,10 +106,10 @@ def finished(model: nn.Module, module: fx.GraphModule, ids: tuple[str, ...], inp
             node.type = torch.Tensor
     for wrong in wrong_names(inputs, outputs):
         raise ModelError(f"{type(model).__name__}: {wrong}")
-    module.delete_all_unused_submodules()
     module.graph.lint()
-    module.recompile()
-    return Cut(module, ids, inputs, outputs)
+    # Made anew: it has what the graph still names, of a collection whose weight is read that weight alone.
+    # GraphModule.delete_all_unused_submodules would empty the collections of the model itself.
+    return Cut(fx.GraphModule(module, module.graph, type(model).__name__), ids, inputs, outputs)
 
 
 def changes_inputs(module: fx.GraphModule, pooled: torch.Tensor, dense: Sequence[torch.Tensor]) -> bool:

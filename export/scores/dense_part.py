@@ -20,12 +20,14 @@ from export.parity.trained_answers import kjt_of, listening
 from export.quiet import quiet
 from export.rows.tally import finite
 from export.scores.agreement import allowed, largest, pieces_of, scale_of
+from export.scores.apart import what_branches, what_is_one_step, what_mixes_samples
 from export.scores.blame import blamed
 from export.scores.cut import Columns, Cut, changes_inputs, cut, keep_inputs
 from export.scores.dtype import with_dtype
-from export.scores.model import answers_behind, copied
+from export.scores.model import answers_behind
 from export.scores.outputs import not_tensors, tensors_of
 from export.scores.own import around
+from export.scores.probes import Numbers, Run, answered, scaled, shown_to_mix
 from export.scores.trace import WAY_OUT
 from export.scores.weights import with_weights
 from export.scores.widths import inputs_of
@@ -38,8 +40,6 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
 from serving.ranks.program import torchscript
 from serving.request.tensors import Ids, Tensors
-
-Numbers = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,7 @@ def dense_part(
             )
     columns = {trained.found.collections[path]: these for path, these in _columns(trained, manifest).items()}
     if own is None:
-        path, given = _entry(trained)
-        entry = copied(given, columns)
+        path, entry = _entry(trained)
         found = cut(entry, columns)
     else:
         path, entry, checkpoint = "", own, None
@@ -112,44 +111,33 @@ def dense_part(
     dense = make_dense(inputs, samples)
     width = sum(table.dim for table in manifest.feature_tables)
     pooled = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
-    module = with_weights(found, path, checkpoint)
-    answered: Mapping[str, Numbers] | None = None
+    own_answers: Mapping[str, Numbers] | None = None
     answer = None
+    if own is None and checkpoint is None:
+        answer = partial(_own_answer, entry, found)
+        pooled, own_answers = _answers_of_model(entry, found, columns, manifest, request, dense)
+    module = with_weights(found, path, checkpoint)
+    run = partial(_run, entry, module, found.outputs)
+    probes = [(pooled, *dense), *(probe for probe, _ in answered(run, scaled([pooled, *dense])))]
     if own is None:
-        if checkpoint is None:
-            answer = partial(_own_answer, entry, found)
-            pooled, answered = _answers_of_model(entry, found, columns, manifest, request, dense)
         ids = kjt_of(manifest, request, torch.device("cpu"))
-        expected = answers_behind(entry, found, module, columns, ids, pooled, dense)
-        _check_cut(entry, expected, _run(entry, module, found.outputs, pooled, dense))
+        expected = answers_behind(entry, found, module, columns, ids, probes)
+        for probe, each in zip(probes, expected, strict=True):
+            _check_cut(entry, each, run(probe))
     if changes_inputs(module, pooled, dense):
         keep_inputs(module)
     program = _compiled(entry, module, dtype)
-    exact = _run(entry, module, found.outputs, pooled, dense)
-    served = _run(entry, program, found.outputs, pooled, dense)
-    alone = _in_pieces(entry, program, found.outputs, pooled, dense)
-    outputs = tuple(
-        ScoreOutput(
-            name,
-            numbers.shape[1:],
-            ScoreParity(
-                scale=scale_of(numbers),
-                scripted=largest(served[name], numbers),
-                merged=largest(served[name], alone[name]),
-            ),
-        )
-        for name, numbers in exact.items()
+    serve = partial(_run, entry, program, found.outputs)
+    outputs = _compared(entry, run, serve, probes, dtype)
+    if dtype is DenseDtype.INT8 and any(isinstance(each, nn.Linear) for each in module.modules()):
+        mixed_by: str | None = "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
+    else:
+        mixed_by = what_is_one_step(module) if own is None else what_branches(program)
+        mixed_by = mixed_by or what_mixes_samples(module, probes[0]) or shown_to_mix(serve, probes[0], dtype)
+    part = DensePart(
+        inputs, outputs, dtype, mixes_samples=mixed_by is not None, mixed_by=mixed_by, is_own=own is not None
     )
-    for each in outputs:
-        limit = allowed(exact[each.name], dtype) if dtype is DenseDtype.FP32 else np.finfo(np.float32).max
-        if each.parity.scripted > limit or np.isinf(each.parity.merged):
-            raise ParityError(
-                f"{type(entry).__name__}: output {each.name!r}: compiled, it is off by {each.parity.scripted:.3g}, "
-                f"and for other numbers of samples by {each.parity.merged:.3g}"
-            )
-    mixes = any(each.parity.merged > allowed(exact[each.name], dtype) for each in outputs)
-    part = DensePart(inputs, outputs, dtype, mixes_samples=mixes, is_own=own is not None)
-    return Scored(program, part, dense, answered, answer)
+    return Scored(program, part, dense, own_answers, answer)
 
 
 def compare_scores(scored: Scored, answer: npt.NDArray[Any]) -> DensePart:
@@ -261,21 +249,46 @@ def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], cut_out: Mapping[s
             )
 
 
-def _run(
-    entry: nn.Module, module: nn.Module, outputs: Sequence[str], pooled: Tensor, dense: Sequence[Tensor]
-) -> dict[str, Numbers]:
+def _run(entry: nn.Module, module: nn.Module, outputs: Sequence[str], inputs: Sequence[Tensor]) -> dict[str, Numbers]:
     """The outputs of a dense part, by name."""
-    device = next((each.device for each in module.parameters()), torch.device("cpu"))
-    what = f"its forward cannot be run for {len(pooled)} samples behind its collections"
+    device, samples = next((each.device for each in module.parameters()), torch.device("cpu")), len(inputs[0])
+    what = f"its forward cannot be run for {samples} samples behind its collections"
     with torch.no_grad(), quiet(), blamed(entry, what):
-        answer = module(pooled.to(device).clone(), *(each.to(device).clone() for each in dense))
+        answer = module(*(each.to(device).clone() for each in inputs))
     for name, each in zip(outputs, answer, strict=True):
-        if each.ndim == 0 or len(each) != len(pooled):
+        if each.ndim == 0 or len(each) != samples:
             raise ModelError(
-                f"{type(entry).__name__}: output {name!r}: expected shape [{len(pooled)}, …] for {len(pooled)} "
-                f"samples, got {list(each.shape)}: {WAY_OUT}"
+                f"{type(entry).__name__}: output {name!r}: expected shape [{samples}, …] for {samples} samples, got "
+                f"{list(each.shape)}: {WAY_OUT}"
             )
     return {name: each.cpu().numpy() for name, each in zip(outputs, answer, strict=True)}
+
+
+def _compared(
+    entry: nn.Module, run: Run, serve: Run, probes: Sequence[Sequence[Tensor]], dtype: DenseDtype
+) -> tuple[ScoreOutput, ...]:
+    """The outputs, with their parity for the first probe.
+
+    Raises:
+        ParityError: compiled, a dense part with weights in FP32 answers otherwise.
+    """
+    found = [(run(probe), serve(probe)) for probe in probes]
+    for exact, served in found if dtype is DenseDtype.FP32 else found[:1]:
+        for name, numbers in exact.items():
+            limit = allowed(numbers, dtype) if dtype is DenseDtype.FP32 else np.finfo(np.float32).max
+            if not (off := largest(served[name], numbers)) <= limit:
+                raise ParityError(
+                    f"{type(entry).__name__}: output {name!r}: compiled, it is off by {off:.3g}, where the largest "
+                    f"is {scale_of(numbers):.3g}"
+                )
+    (exact, served), sizes = found[0], pieces_of(len(probes[0][0]))
+    pieces = [serve(piece) for piece in zip(*(torch.split(each, sizes) for each in probes[0]), strict=True)]
+    outputs = []
+    for name, numbers in exact.items():
+        alone = np.concatenate([piece[name] for piece in pieces])
+        parity = ScoreParity(scale_of(numbers), largest(served[name], numbers), largest(served[name], alone))
+        outputs.append(ScoreOutput(name, numbers.shape[1:], parity))
+    return tuple(outputs)
 
 
 def _compiled(entry: nn.Module, module: fx.GraphModule, dtype: DenseDtype) -> torch.jit.ScriptModule:
@@ -283,13 +296,3 @@ def _compiled(entry: nn.Module, module: fx.GraphModule, dtype: DenseDtype) -> to
     with torchscript(), quiet(), blamed(entry, "its forward cannot be compiled", first_line):
         program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(with_dtype(module, dtype)).eval())
     return program
-
-
-def _in_pieces(
-    entry: nn.Module, program: nn.Module, outputs: Sequence[str], pooled: Tensor, dense: Sequence[Tensor]
-) -> dict[str, Numbers]:
-    """The outputs for a few samples at a time, one behind the other."""
-    sizes = pieces_of(len(pooled))
-    cuts = [torch.split(each, sizes) for each in (pooled, *dense)]
-    pieces = [_run(entry, program, outputs, each, rest) for each, *rest in zip(*cuts, strict=True)]
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in outputs}

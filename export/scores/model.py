@@ -1,6 +1,5 @@
 """The trained model behind its collections: a copy of it is run on embeddings that are given to it."""
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,19 +16,10 @@ from export.scores.blame import blamed
 from export.scores.cut import Columns, Cut
 from export.scores.outputs import not_tensors, tensors_of
 from export.scores.trace import WAY_OUT
+from export.trained.copied import copied
 from export.trained.modules import evaluating
 
 Collections = Mapping[nn.Module, Columns]
-
-
-def copied(model: nn.Module, collections: Collections) -> nn.Module:
-    """A copy of a model, which may be followed and run: the model itself stays as it is. Its collections are shared.
-
-    Raises:
-        ModelError: it cannot be copied.
-    """
-    with blamed(model, "cannot be copied (copy.deepcopy)"):
-        return copy.deepcopy(model, {id(each): each for each in collections})
 
 
 def answers_behind(
@@ -38,38 +28,52 @@ def answers_behind(
     weights: fx.GraphModule,
     collections: Collections,
     ids: KeyedJaggedTensor,
-    pooled: Tensor,
-    dense: Sequence[Tensor],
-) -> dict[str, Tensor]:
+    probes: Sequence[Sequence[Tensor]],
+) -> list[dict[str, Tensor]]:
     """What a model answers by its own forward, where its collections answer with embeddings that are given.
 
     Args:
-        model: a copy. It gets the weights that serve.
+        model: the model. A copy of it is run, with the weights that serve.
         found: what was cut out of it.
         weights: what was cut out, with the weights that serve.
         collections: where the embeddings of each are.
         ids: any that it can be called with.
-        pooled: float32 [B, D].
-        dense: its dense inputs, float32 [B, width] each.
+        probes: embeddings float32 [B, D], and dense inputs, float32 [B, width] each.
 
     Returns:
-        Float32 [B, …] by output.
+        Float32 [B, …] by output, for each probe.
 
     Raises:
         ModelError: it cannot be run, answers with something else, or changes a buffer.
     """
-    _take_weights(model, weights)
-    before = {name: each.clone() for name, each in _buffers(model, collections)}
-    inputs = {name: each.clone() for name, each in zip(found.inputs, dense, strict=True)}
-    what = f"its forward fails for embeddings and dense inputs [{len(pooled)}, width]"
-    with torch.no_grad(), evaluating(model), quiet(), _answering(collections, pooled), blamed(model, what):
-        answer = model(**dict.fromkeys(found.ids, ids), **inputs)
-    for name, each in _buffers(model, collections):
+    own = copied(model, collections)
+    columns = {
+        own.get_submodule(name): collections[each] for name, each in model.named_modules() if each in collections
+    }
+    _take_weights(own, weights)
+    before = {name: each.clone() for name, each in _buffers(own, columns)}
+    answers = [_answer_behind(own, found, columns, ids, pooled, dense) for pooled, *dense in probes]
+    for name, each in _buffers(own, columns):
         if not torch.equal(each, before[name]):
             raise ModelError(
                 f"{type(model).__name__}: its forward changes the buffer {name!r}: requests are scored by what they "
                 f"bring alone: {WAY_OUT}"
             )
+    return answers
+
+
+def _answer_behind(
+    model: nn.Module,
+    found: Cut,
+    collections: Collections,
+    ids: KeyedJaggedTensor,
+    pooled: Tensor,
+    dense: Sequence[Tensor],
+) -> dict[str, Tensor]:
+    inputs = {name: each.clone() for name, each in zip(found.inputs, dense, strict=True)}
+    what = f"its forward fails for embeddings and dense inputs [{len(pooled)}, width]"
+    with torch.no_grad(), evaluating(model), quiet(), _answering(collections, pooled), blamed(model, what):
+        answer = model(**dict.fromkeys(found.ids, ids), **inputs)
     tensors = tensors_of(answer)
     if list(tensors) != list(found.outputs):
         raise not_tensors(model, type(answer).__name__)

@@ -11,6 +11,7 @@ from export.quiet import quiet
 from export.scores.blame import blamed
 from export.scores.cut import EMBEDDINGS, Cut, finished
 from export.scores.outputs import not_tensors, tensors_of
+from export.trained.copied import copied
 from serving.errors import ConfigurationError
 
 
@@ -31,7 +32,7 @@ def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping
         raise ConfigurationError(
             f"dense_widths (--dense-width): expected the width of {unknown[0]!r}, which {type(own).__name__} takes"
         )
-    own.eval()
+    own = copied(own, ()).eval()
     answer = _tried(own, spans, [widths[name] for name in arguments])
     graph = fx.Graph()
     embeddings = graph.call_method("float", (graph.placeholder(EMBEDDINGS),))

@@ -1,6 +1,6 @@
 """Check what a published bundle scores: together as alone, and as the model that it was exported from."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,7 @@ from export.errors import ModelError
 from export.ids.file import build_maps
 from export.scores.agreement import allowed, largest, pieces_of
 from export.scores.dense_part import Scored, compare_scores, dense_part, make_dense
+from export.scores.probes import shown_to_mix
 from export.trained.checkpoint import Checkpoint, open_weights
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
@@ -42,19 +43,25 @@ def verify_scores(
         BundleError: torch cannot load the dense part, or it is another one.
         ModelError, CheckpointError, ParityError: `trained` is no model with these scores.
     """
-    together, alone = _answers(DenseProgram(bundle, part), embeddings)
+    program = DenseProgram(bundle, part)
+    together, alone = _answers(program, embeddings)
     failures = [
         f"output {name!r}: requests that are scored together differ from each alone by {off:.3g}, expected at most "
         f"{limit:.3g}"
         for name, off, limit in _moved(part, together, alone)
         if not off <= limit
     ]
+    if not failures and not part.mixes_samples and (shown := _shown_to_mix(program, embeddings)) is not None:
+        failures.append(f"requests are scored together, but {shown}: export it again")
     if trained is None or part.is_own:
         return _with_merged(part, together, alone), failures
     scored = _of_model(bundle.path, bundle.manifest, part, trained, checkpoint)
     with torch.no_grad():
         answer = scored.program(torch.from_numpy(embeddings), *scored.probe)
     given = {each.name: numbers.numpy() for each, numbers in zip(part.outputs, answer, strict=True)}
+    if scored.part.mixes_samples and not part.mixes_samples:
+        why = f"samples may meet in {scored.part.mixed_by}"
+        failures.append(f"requests are scored together, but {why}: export it again")
     failures += [
         f"output {name!r}: differs by {off:.3g} from the model given, expected at most {limit:.3g}: is this what it "
         "was exported from?"
@@ -76,6 +83,18 @@ def _answers(program: DenseProgram, embeddings: Embeddings) -> tuple[Outputs, Ou
         for end, inputs, size in zip(ends, requests, sizes, strict=True)
     ]
     return _joined(together), _joined(alone)
+
+
+def _shown_to_mix(program: DenseProgram, embeddings: Embeddings) -> str | None:
+    """What shows that the published file lets samples meet; None: nothing was seen."""
+
+    def run(inputs: Sequence[torch.Tensor]) -> Outputs:
+        pooled, *dense = (each.numpy() for each in inputs)
+        (found,) = program.score(pooled, [dense], [len(pooled)])
+        return found
+
+    dense = make_dense(program.part.inputs, len(embeddings))
+    return shown_to_mix(run, [torch.from_numpy(embeddings).float(), *dense], program.part.dtype)
 
 
 def _joined(answers: list[Outputs]) -> Outputs:

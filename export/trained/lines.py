@@ -22,6 +22,11 @@ def line_of(node: fx.Node) -> str:
     return ""
 
 
+def short_line_of(node: fx.Node) -> str:
+    """As `line_of`, with the name of the file alone: for what goes into bundles."""
+    return re.sub(r"^ at .*/(?=[^/]+, line [0-9]+: )", " at ", line_of(node))
+
+
 def line_of_error(error: Exception) -> str:
     """Where in the model's code an error arose: the innermost line that is not torch's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -30,6 +30,7 @@ from torchrec.modules.mc_embedding_modules import (
 
 from export.errors import ModelError, first_line
 from export.quiet import quiet
+from export.trained.copied import copied
 from export.trained.inner import inner_of
 from export.trained.keyed import KeyedTracer
 from export.trained.lines import line_of_error
@@ -72,11 +73,13 @@ class Found:
     """The collections of a module, and the parts of the module that are not served.
 
     Attributes:
+        module: a copy of the module, which may be followed and run. Its tables are those of the module.
         collections: the collections, by their path in the module.
         entries: the modules that are called with ids. A collection that no module wraps is its own entry.
         left_out: the modules beside the collections, as "path (class)", and forwards that go on after them.
     """
 
+    module: nn.Module
     collections: dict[str, nn.Module]
     entries: tuple[Entry, ...]
     left_out: tuple[str, ...]
@@ -86,7 +89,8 @@ def find_collections(module: nn.Module) -> Found:
     """Find the collections of `module` that can be served alone.
 
     Raises:
-        ModelError: there is none; or one is of a kind, or behind a module, that is not known to be served right.
+        ModelError: there is none; or one is of a kind, or behind a module, that is not known to be served right; or
+            the module cannot be copied.
     """
     collections: dict[str, nn.Module] = {}
     for path, collection in _collections("", module):
@@ -98,6 +102,8 @@ def find_collections(module: nn.Module) -> Found:
         )
     for path, collection in collections.items():
         _check_collection(_named(path, collection), collection)
+    module = copied(module, collections.values())
+    collections = {path: module.get_submodule(path) for path in collections}
     entries, left_out = [], []
     for path, entry in _entries("", module, collections.values()):
         if entry in collections.values():
@@ -109,7 +115,7 @@ def find_collections(module: nn.Module) -> Found:
         if _goes_on(graph):
             left_out.append(f"{type(entry).__name__}.forward behind its collections")
     left_out += _beside("", module, collections.values())
-    return Found(collections, tuple(entries), tuple(left_out))
+    return Found(module, collections, tuple(entries), tuple(left_out))
 
 
 def _collections(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

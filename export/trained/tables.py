@@ -63,17 +63,20 @@ class TrainedTable:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trained module and its tables.
+    """The tables of a trained module.
 
     Attributes:
-        module: the module.
-        found: its collections, and what is left out.
+        found: a copy of the module, its collections, and what is left out.
         by_collection: the tables of each collection, by the collection's path, in TorchRec's order.
     """
 
-    module: nn.Module
     found: Found
     by_collection: dict[str, tuple[TrainedTable, ...]]
+
+    @property
+    def module(self) -> nn.Module:
+        """A copy of the module, which may be followed and run. Its tables are those of the module."""
+        return self.found.module
 
     @property
     def tables(self) -> tuple[TrainedTable, ...]:
@@ -100,7 +103,7 @@ def collect_tables(module: nn.Module) -> Trained:
         )
         for path, each in configs.items()
     }
-    trained = Trained(module, found, by_collection)
+    trained = Trained(found, by_collection)
     for name, count in Counter(name for table in trained.tables for name in table.features).items():
         if count > 1:
             raise ModelError(

@@ -175,7 +175,11 @@ class Answerer:
             times.append(perf_counter())
             self._metrics.count_call(checked, times)
         except Exception:
-            self._fail(handover, group)
+            if len(group) == 1:
+                self._fail(handover, group)
+            else:  # a single request may be to blame: none of the others fails with it
+                for position in group:
+                    self._answer_group(handover, [position], perf_counter())
             return
         if self._recorder is not None and self._recorder.is_slow(times[-1] - started):
             for position in group:

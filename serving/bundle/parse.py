@@ -177,6 +177,8 @@ def _in_dense_part(manifest: Manifest) -> Iterator[str]:
             yield f"dense_part: expected none beside a table that is not pooled, {table.name!r}"
     if not part.outputs:
         yield "dense_part: outputs: expected at least one"
+    if part.mixed_by is not None and not part.mixes_samples:
+        yield "dense_part: mixed_by: expected it where mixes_samples is true alone"
     yield from wrong_names([each.name for each in part.inputs], [each.name for each in part.outputs])
     for each in part.inputs:
         if each.width < 1:

@@ -85,8 +85,10 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
         inputs: beside the embeddings, in the order of the model's forward.
         outputs: in the order of an answer.
         dtype: of its weights.
-        mixes_samples: whether the scores of a sample depend on the other samples of its request. Then requests are
-            not scored together.
+        mixes_samples: whether the scores of a sample may depend on the other samples of its request. Then requests
+            are not scored together.
+        mixed_by: what samples may meet in: an operator and the line of the model, in words. None: nothing, or an
+            earlier tbe-serving exported the bundle.
         is_own: whether it is a module of the user's, in place of what follows the collections of the trained model.
     """
 
@@ -94,6 +96,7 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
     outputs: tuple[ScoreOutput, ...]
     dtype: DenseDtype
     mixes_samples: bool
+    mixed_by: str | None = None
     is_own: bool = False
 
     @property

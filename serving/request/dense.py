@@ -1,5 +1,6 @@
 """The dense inputs of a request: what its scores need beside ids."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
@@ -13,13 +14,16 @@ from serving.request.tensors import Array, Dense
 # By the name of the input, [B, width].
 DenseFeatures = Mapping[str, npt.ArrayLike]
 NO_DENSE: DenseFeatures = MappingProxyType({})
+# float32 has all integers up to here, and few beyond.
+_LAST_INTEGER = 2**24
 
 
 def encode_dense(dense: DenseFeatures) -> dict[str, Array]:
     """Dense inputs as float32 arrays.
 
     Raises:
-        InvalidRequest: naming the input that is no array of numbers.
+        InvalidRequest: naming the input that is no array of numbers, or has one that FP32 has not: an integer that it
+            would round, or a number that is too large.
     """
     if not isinstance(dense, Mapping):
         raise InvalidRequest(
@@ -35,8 +39,31 @@ def encode_dense(dense: DenseFeatures) -> dict[str, Array]:
             raise InvalidRequest(
                 f"dense input {name!r}: expected numbers of one dtype that numpy has, got {array.dtype}", Reason.DENSE
             )
+        if array.dtype != np.float32:
+            _check_fits(name, array, given)
         found[name] = np.ascontiguousarray(array, np.float32)
     return found
+
+
+def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:
+    """Refuse integers that float32 would round, such as large ids, and numbers beyond it.
+
+    Numbers that were given as floats are measured ones: they are rounded, as they were for training.
+    """
+    large = array[np.abs(array.astype(np.float64)) > _LAST_INTEGER]
+    if large.size and array.dtype.kind == "f" and isinstance(given, Sequence):
+        large = np.asarray(given, object).ravel()  # numpy made floats of integers beside floats
+    for each in large.tolist():
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(each))
+        if math.isinf(rounded) and not math.isinf(each):
+            raise InvalidRequest(f"dense input {name!r}: expected numbers of FP32, got {each:g}", Reason.DENSE)
+        if isinstance(each, int) and rounded != each:
+            raise InvalidRequest(
+                f"dense input {name!r}: expected numbers of FP32, which has all integers up to {_LAST_INTEGER}, got "
+                f"the integer {each}, which it would round to {rounded:.0f}",
+                Reason.DENSE,
+            )
 
 
 def wants_scores(part: DensePart | None, outputs: Collection[str]) -> bool:

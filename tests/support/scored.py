@@ -71,6 +71,27 @@ class Centred(nn.Module):
         return logits - logits.mean(dim=0)
 
 
+class Surges(Centred):
+    """The score of a sample depends on the others where a dense input is above 5."""
+
+    def forward(self, ids: KeyedJaggedTensor, dense_features: Tensor) -> Tensor:  # type: ignore[override]
+        logits: Tensor = self.over(self.bags(ids).values())
+        return logits + torch.relu(dense_features - 5).sum() * 0.1
+
+
+class Relative(Centred):
+    """The score of a sample depends on the others where a dense input is above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Linear(64 + WIDTH, 1)
+
+    def forward(self, ids: KeyedJaggedTensor, dense_features: Tensor) -> Tensor:  # type: ignore[override]
+        relative = dense_features / dense_features.abs().max().clamp(min=1)
+        logits: Tensor = self.over(torch.cat([self.bags(ids).values(), relative], dim=1))
+        return logits
+
+
 # The two towers' tables, cut over two hosts and a router.
 ON_HOSTS = replace(
     EXACT,

@@ -1,5 +1,6 @@
 """The dense parts of real models: cut out and compiled, they answer as the model does."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,8 +22,11 @@ from serving.engine import Engine
 from tests.support.scored import (
     EXACT,
     MODELS,
+    WIDTH,
     WIDTHS,
     Centred,
+    Relative,
+    Surges,
     by_position,
     dlrm,
     own_scores,
@@ -70,10 +74,35 @@ def test_embeddings_of_a_model_with_scores_are_those_without(tmp_path: Path) -> 
         np.testing.assert_array_equal(with_scores[name], rows)
 
 
-def test_samples_that_are_mixed_are_found_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (Centred, "aten.mean.dim at scored.py, line [0-9]+: `return logits - logits.mean"),
+        (Surges, "aten.sum.dim_IntList at scored.py, line [0-9]+: `return logits [+] torch.relu"),
+        (Relative, "aten.max.default at scored.py, line [0-9]+: `relative = dense_features"),
+    ],
+)
+def test_samples_that_meet_are_found_out(tmp_path: Path, model: Callable[[], nn.Module], what: str) -> None:
+    """Also where no dense input in [0, 1) would show it. What they meet in is named."""
     torch.manual_seed(0)
-    assert part_of(export_model(Centred(), tmp_path, "m", EXACT)).mixes_samples
-    assert not part_of(export_model(dlrm(), tmp_path, "n", EXACT)).mixes_samples
+    widths = {"dense_features": WIDTH} if model is not Centred else {}
+    part = part_of(export_model(model(), tmp_path, "m", replace(EXACT, dense_widths=widths)))
+    assert part.mixes_samples
+    assert re.match(what, part.mixed_by or "")
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda each: each.__name__)
+def test_models_that_keep_samples_apart_are_scored_together(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
+    widths = WIDTHS if model is by_position else {}
+    part = part_of(export_model(model(), tmp_path, "n", replace(EXACT, dense_widths=widths)))
+    assert (part.mixes_samples, part.mixed_by) == (False, None)
+
+
+def test_int8_weights_are_scored_alone(tmp_path: Path) -> None:
+    """torch quantizes what their layers take by its range over all samples."""
+    part = part_of(export_model(dlrm(), tmp_path, "m", replace(EXACT, dense_dtype=DenseDtype.INT8)))
+    assert part.mixes_samples
+    assert (part.mixed_by or "").startswith("INT8")
 
 
 @pytest.mark.parametrize("dtype", [DenseDtype.BF16, DenseDtype.INT8])

@@ -60,7 +60,7 @@ def test_a_good_bundle_is_verified_with_its_scores(repository: Path, name: str) 
     done = tbe_export("verify", str(repository / name / "1"))
     assert (done.exit_code, done.stderr) == (0, "")
     assert "scores, and the largest error of one" in done.stdout
-    assert ("requests are scored alone" in done.stdout) == (name == "mixing")
+    assert ("requests are scored one by one" in done.stdout) == (name == "mixing")
 
 
 def refused(bundle: Path, *options: str) -> str:
@@ -121,8 +121,8 @@ def test_inspect_shows_inputs_outputs_and_how_far_scores_moved(repository: Path)
     assert rows["scores.pt:"].endswith(
         f"{size / 1000:.1f} kB, FP32 weights, takes embeddings, user [B, 3], item [B, 2]"
     )
-    assert "requests are scored alone" not in done.stdout
-    assert "requests are scored alone" in tbe_export("inspect", str(repository / "mixing" / "1")).stdout
+    assert "requests are scored one by one" not in done.stdout
+    assert "requests are scored one by one" in tbe_export("inspect", str(repository / "mixing" / "1")).stdout
     assert json.loads(tbe_export("inspect", str(repository / "mixing" / "1"), "--json").stdout)["dense_part"][
         "mixes_samples"
     ]

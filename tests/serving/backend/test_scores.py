@@ -9,15 +9,27 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.grpc as triton
-from torch import nn
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
 
 from export import export_model
 from serving.client import LookupClient, Retries
-from serving.errors import InvalidRequest
+from serving.errors import InternalError, InvalidRequest
 from serving.server import Server, run_server
 from tests.export.scores.test_in_place import WritesByModule
 from tests.support.models import flat
-from tests.support.scored import EXACT, WIDTH, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
+from tests.support.scored import (
+    EXACT,
+    WIDTH,
+    Centred,
+    Relative,
+    Surges,
+    dlrm_dcn,
+    own_scores,
+    random_request,
+    trained,
+    two_tower,
+)
 from tests.support.servers import FREE, at_once, metric
 
 MODELS: dict[str, nn.Module] = {}
@@ -30,11 +42,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     MODELS.update(
         dcn=trained(dlrm_dcn()), towers=trained(two_tower()), centred=Centred().eval(), writes=WritesByModule().eval()
     )
-    widths = {"writes": {"dense_features": WIDTH}}
+    MODELS.update(surges=Surges().eval(), relative=Relative().eval(), looks_up=LooksUp().eval())
+    widths = {name: {"dense_features": WIDTH} for name in ("writes", "surges", "relative", "looks_up")}
     for name, module in MODELS.items():
         export_model(module, folder / "r", name, replace(EXACT, dense_widths=widths.get(name, {})))
     with run_server(folder / "r", FREE, log=folder / "log") as server:
         yield server
+
+
+class LooksUp(Centred):
+    """A dense input says which row of a small table is added: others than its 10 rows fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(10, 1)
+
+    def forward(self, ids: KeyedJaggedTensor, dense_features: Tensor) -> Tensor:  # type: ignore[override]
+        logits: Tensor = self.over(self.bags(ids).values()) + self.kinds(dense_features[:, 0].long())
+        return logits
 
 
 def asked(name: str, seed: int, samples: int = 7) -> tuple[Any, Any, Any]:
@@ -47,6 +72,38 @@ def assert_same(found: Any, expected: Any) -> None:
     for name, numbers in expected.items():
         assert found[name].shape == numbers.shape
         np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
+
+
+@pytest.mark.parametrize("name", ["surges", "relative"])
+def test_requests_whose_samples_would_meet_get_their_own_scores(server: Server, name: str) -> None:
+    """Dense inputs are of all sizes, and 16 clients ask at once, so that requests are merged."""
+    scales = np.random.default_rng(0).choice([1e-3, 1.0, 1e3, 1e6], 16 * 8)
+    requests = []
+    for seed, scale in enumerate(scales.tolist()):
+        bags, dense = random_request(MODELS[name], np.random.default_rng(seed), 3)
+        dense = {key: (scale * (each - 0.5)).astype(np.float32) for key, each in dense.items()}
+        requests.append((bags, dense, own_scores(MODELS[name], bags, dense)))
+    with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
+        client.info()
+        before = metric(server, "tbe_calls_total", model=name)
+        found = at_once([partial(client.score, bags, dense) for bags, dense, _ in requests])
+        assert metric(server, "tbe_calls_total", model=name) - before < len(requests)
+    for answer, (_, _, expected) in zip(found, requests, strict=True):
+        assert_same(answer, expected)
+
+
+def test_a_request_that_a_model_cannot_score_fails_alone(server: Server) -> None:
+    requests = [asked("looks_up", seed) for seed in range(32)]
+    for _, dense, _ in requests[::8]:
+        dense["dense_features"][3, 0] = 10
+    with LookupClient(server.grpc, "looks_up", 30, retries=Retries(attempts=1)) as client:
+        client.info()
+        found = at_once([partial(client.score, bags, dense) for bags, dense, _ in requests])
+    for number, (answer, (_, _, expected)) in enumerate(zip(found, requests, strict=True)):
+        if number % 8:
+            assert_same(answer, expected)
+        else:
+            assert isinstance(answer, InternalError)
 
 
 @pytest.mark.parametrize("name", ["dcn", "towers", "centred"])

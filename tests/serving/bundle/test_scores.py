@@ -46,6 +46,7 @@ def part(**changes: Any) -> Callable[[Any], Any]:
         (lambda m: m["files"][SCORES].update(sha256="0" * 64), "scores.pt: expected SHA-256 0000"),
         (part(outputs=[]), "dense_part: outputs: expected at least one"),
         (part(dtype="FP8"), "dense_part.dtype"),
+        (part(mixed_by="aten.sum.default"), "dense_part: mixed_by: expected it where mixes_samples is true alone"),
         (part(more=1), "unknown field `more`"),
         (part(inputs=[{"name": "values", "width": 1}]), "dense input 'values': expected a name of its own"),
         (part(inputs=[{"name": "a,b", "width": 1}]), "dense input 'a,b': expected a name of its own"),

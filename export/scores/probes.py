@@ -1,0 +1,80 @@
+"""Inputs of a dense part of many sizes: they show where two programs differ, and where samples meet."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from export.scores.agreement import allowed, largest, pieces_of
+from serving.bundle.scores import DenseDtype
+
+Numbers = npt.NDArray[Any]
+# A dense part: embeddings and dense inputs [B, …] in, outputs [B, …] by name out.
+Run = Callable[[Sequence[Tensor]], Mapping[str, Numbers]]
+# Activations of a trained model are rarely so small or so large. Raw features, such as a price or an age in seconds,
+# are.
+_SCALES = (1e-3, 1.0, 1e3, 1e6)
+
+
+def scaled(inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """Seeded inputs of the same shapes, of both signs: of each of several sizes, and of different sizes by sample."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = [torch.full((len(inputs[0]), 1), scale) for scale in _SCALES]
+    sizes.append(torch.tensor(_SCALES)[torch.randint(len(_SCALES), (len(inputs[0]), 1), generator=generator)])
+    return [tuple(torch.randn(each.shape, generator=generator) * size for each in inputs) for size in sizes]
+
+
+def shown_to_mix(run: Run, inputs: Sequence[Tensor], dtype: DenseDtype) -> str | None:
+    """What shows that a dense part lets samples meet; None: nothing was seen.
+
+    What is not seen may be there all the same: `export.scores.apart` reads it off the operators.
+
+    Args:
+        run: the dense part.
+        inputs: it can be run on them; [B, …] each.
+        dtype: of its weights.
+    """
+    samples = len(inputs[0])
+    for probe, together in answered(run, [inputs, *scaled(inputs)]):
+        for what, requests in _other_requests(samples):
+            alone = [run([each[chosen] for each in probe]) for chosen in requests]
+            back = torch.cat(requests).argsort().numpy()
+            for name, numbers in together.items():
+                found = np.concatenate([each[name] for each in alone])[back]
+                if not largest(found, numbers) <= allowed(numbers, dtype):
+                    return f"output {name!r} is another one for samples {what}"
+    together = run(inputs)
+    nothing = [torch.full_like(each, torch.nan) for each in inputs]
+    for sample in (0, samples - 1):
+        is_other = torch.arange(samples) != sample
+        others = [
+            [given.where(is_other[:, None], new) for given, new in zip(inputs, probe, strict=True)]
+            for probe in (nothing, *scaled(inputs))
+        ]
+        for _, found in answered(run, others):
+            for name, numbers in together.items():
+                # As many samples: the same kernels, and the same bits.
+                if not np.array_equal(found[name][is_other], numbers[is_other], equal_nan=True):
+                    return f"output {name!r} of a sample depends on the numbers of another one"
+    return None
+
+
+def answered(
+    run: Run, probes: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[Sequence[Tensor], Mapping[str, Numbers]]]:
+    """Probes and their answers, but for those whose numbers a dense part cannot be run on."""
+    for probe in probes:
+        try:
+            found = run(probe)
+        except Exception:  # noqa: S112  the model's code may refuse numbers, and torch what it makes of them
+            continue
+        yield probe, found
+
+
+def _other_requests(samples: int) -> list[tuple[str, list[Tensor]]]:
+    """The same samples in other requests: the places of the samples of each."""
+    order = torch.randperm(samples, generator=torch.Generator().manual_seed(2))
+    return [("alone", list(torch.split(torch.arange(samples), pieces_of(samples)))), ("in another order", [order])]

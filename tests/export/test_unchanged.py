@@ -1,0 +1,134 @@
+"""Exports leave the caller's model alone; `tests.support.unchanged` looks at that in every test that exports."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from export import ExportConfig, export_model
+from export.errors import ModelError
+from export.pipeline import plan_model
+from serving.engine import Engine
+from tests.support.models import SUM, collection
+from tests.support.scored import EXACT, WIDTH, even, own_scores, random_request
+from tests.support.unchanged import _state, assert_unchanged
+
+
+class Tied(nn.Module):
+    """Its output layer is one of its tables: a softmax over all rows of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = even()
+        self.over = nn.Linear(64, 16)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        logits: Tensor = self.over(self.bags(ids).values()) @ self.bags.embedding_bags["t1"].weight.t()
+        return logits.softmax(1)
+
+
+class Remembers(nn.Module):
+    """It keeps what it saw, holds what cannot be copied, and has hooks and parts that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = even()
+        self.over = nn.Linear(64, 1)
+        self.unused = nn.BatchNorm1d(3)
+        self.seen: Any = None
+        self.lock = threading.Lock()
+        self.register_buffer("mean", torch.ones(3))
+        self.over.register_full_backward_hook(lambda *_: None)
+
+    def forward(self, ids: KeyedJaggedTensor, dense_features: Tensor) -> Tensor:
+        self.seen = self.bags(ids).values()
+        logits: Tensor = self.over(self.seen) + dense_features[:, :1]
+        return logits
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "trained", "meta"])
+def test_tables_that_the_forward_reads_stay_where_they_are(tmp_path: Path, checkpoint: str) -> None:
+    torch.manual_seed(0)
+    trained = Tied().eval()
+    saved = None
+    module = trained
+    if checkpoint != "none":
+        saved = tmp_path / "saved.pt"
+        torch.save(trained.state_dict(), saved)
+        with torch.device("meta" if checkpoint == "meta" else "cpu"):
+            module = Tied()
+    bundle = export_model(module, tmp_path / "r", "m", EXACT, checkpoint=saved)
+    assert list(module.bags.embedding_bags) == ["t0", "t1", "t2", "t3"]
+    bags, _ = random_request(trained, np.random.default_rng(0), 5)
+    found, expected = Engine.open(bundle).score(bags)["scores"], own_scores(trained, bags, {})["scores"]
+    assert found.shape == (5, 101)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("export", [export_model, lambda module, *_: plan_model(module, ExportConfig())])
+def test_a_model_in_training_stays_as_it_is(tmp_path: Path, export: Callable[..., Any]) -> None:
+    module = Remembers().train()
+    module.over.eval()
+    module.over.weight.requires_grad_(False)
+    (
+        module.over(torch.ones(1, 64, requires_grad=True)) * module.bags.embedding_bags["t0"].weight.sum()
+    ).sum().backward()
+    before = dict(_state(module))
+    config = ExportConfig(scores=True, dense_widths={"dense_features": WIDTH})
+    export(module, tmp_path, "m", config)
+    assert_unchanged(module, before)
+    assert module.seen is None
+
+
+def test_a_dense_part_of_one_s_own_stays_in_training(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
+            return embeddings["f0"].sum(dim=1)
+
+    own = Own().train()
+    export_model(even(), tmp_path, "m", EXACT, dense=own)
+    assert own.training
+
+
+def test_a_refused_model_stays_as_it_is(tmp_path: Path) -> None:
+    class Branches(Remembers):
+        def forward(self, ids: KeyedJaggedTensor, dense_features: Tensor) -> Tensor:
+            self.seen = logits = super().forward(ids, dense_features)
+            return logits if logits.sum() > 0 else -logits
+
+    module = Branches()
+    with pytest.raises(ModelError, match="cannot be followed"):
+        export_model(module, tmp_path, "m", EXACT)
+    assert module.seen is None
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a part": lambda m: setattr(m, "bags", collection(SUM)),
+    "a part of a part": lambda m: delattr(m.bags.embedding_bags, "t1"),
+    "a parameter's numbers": lambda m: m.over.weight.data.add_(1),
+    "a parameter": lambda m: setattr(m.over, "weight", nn.Parameter(m.over.weight.detach().clone())),
+    "a table's numbers": lambda m: m.bags.embedding_bags["t0"].weight.data[3, 3].zero_(),
+    "a buffer": lambda m: m.mean.mul_(2),
+    "requires_grad": lambda m: m.over.weight.requires_grad_(False),
+    "a gradient": lambda m: setattr(m.over.bias, "grad", torch.zeros(1)),
+    "the mode": lambda m: m.unused.eval(),
+    "a hook": lambda m: m.over.register_forward_hook(lambda *_: None),
+    "an attribute": lambda m: setattr(m, "seen", 1),
+    "a new attribute": lambda m: setattr(m, "new", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_looks_at_models_sees_every_change(change: str) -> None:
+    module = Remembers()
+    before = dict(_state(module))
+    assert_unchanged(module, before)
+    CHANGES[change](module)
+    with pytest.raises(AssertionError, match="the export changed"):
+        assert_unchanged(module, before)

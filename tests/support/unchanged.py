@@ -1,0 +1,71 @@
+"""Exports leave the models that they are given as they were: importing this has every export of a process look.
+
+Whoever imports `export_model` and the like afterwards has those that look.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import export
+from export import pipeline
+from export.hosts import machines
+
+
+def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [each for each in (module, kwargs.get("dense")) if isinstance(each, nn.Module)]
+        before = [dict(_state(each)) for each in given]
+        try:
+            return function(module, *args, **kwargs)
+        finally:
+            for each, state in zip(given, before, strict=True):
+                assert_unchanged(each, state)
+
+    return called
+
+
+def assert_unchanged(module: nn.Module, before: dict[str, Any]) -> None:
+    """Its parts are the same objects, with the same numbers, gradients, hooks and modes."""
+    after = dict(_state(module))
+    assert list(after) == list(before), f"the export changed which parts {type(module).__name__} has"
+    changed = [name for name, state in before.items() if not _same(state, after[name])]
+    assert not changed, f"the export changed {changed} of {type(module).__name__}"
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """All that a model is, by name. Objects are held, so that no other gets the identity of one."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, value in vars(part).items():
+            yield f"{path}.{name}", value
+            if isinstance(value, dict):
+                yield f"{path}.{name}: keys", list(value)
+                yield f"{path}.{name}: values", list(value.values())
+            if isinstance(value, list | set | tuple):
+                yield f"{path}.{name}: each", list(value)
+    for name, each in [*module.named_parameters(), *module.named_buffers()]:
+        yield f"{name}: numbers", each.detach().clone()
+        yield f"{name}: of it", [each.requires_grad, each.grad, each._version]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one is not other:
+        return one.is_meta or torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+    if isinstance(one, list) and one is not other:
+        return len(one) == len(other) and all(a is b or (a == b) is True for a, b in zip(one, other, strict=True))
+    return one is other or (type(one) in (bool, int, float, str) and one == other)
+
+
+for _home, _name in (
+    (pipeline, "export_model"),
+    (pipeline, "plan_model"),
+    (machines, "export_hosts"),
+    (machines, "complete_hosts"),
+):
+    setattr(_home, _name, _compared(getattr(_home, _name)))
+    if hasattr(export, _name):
+        setattr(export, _name, getattr(_home, _name))
