@@ -1,5 +1,5 @@
-"""What is fuzzed, and what it has to answer: a whole model with every id policy, raw ids and scores, and one of
-sequences.
+"""What is fuzzed, and what it has to answer: a whole model with every id policy, raw ids and scores, one whose samples
+would meet if requests were scored together, and one of sequences.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ from tests.fuzz.answers import Feature
 from tests.fuzz.contract import Model, Scores
 from tests.support.models import MIXED, Spec, float_tables
 from tests.support.sequences import POOLED, ROWS, Mixed
-from tests.support.whole import DENSE, RAW, Whole
+from tests.support.whole import DENSE, RAW, Meeting, Whole
 
 MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES = 50_000, 5_000, 500_000
 PLAIN: dict[str, str | int] = {"user": "error", "item": "zero", "genre": "modulo", "word": 3}
 
 
 def publish(repository: Path) -> list[Model]:
-    """Export both into `repository`, their rows as they are (FP32)."""
-    return [_whole(repository), _of_sequences(repository)]
+    """Export all into `repository`, their rows as they are (FP32)."""
+    return [_whole(repository, "m", Whole()), _whole(repository, "meets", Meeting()), _of_sequences(repository)]
 
 
 def _config() -> ExportConfig:
@@ -44,16 +44,16 @@ def _config() -> ExportConfig:
     )
 
 
-def _whole(repository: Path) -> Model:
-    module = Whole().eval()
-    bundle = export_model(module, repository, "m", replace(_config(), scores=True))
+def _whole(repository: Path, name: str, module: Whole) -> Model:
+    module = module.eval()
+    bundle = export_model(module, repository, name, replace(_config(), scores=True))
     state = module.raw._managed_collision_collection._managed_collision_modules["raw"].state_dict()
     raw_ids, rows = (state[key].tolist() for key in ("_mch_sorted_raw_ids", "_mch_remapped_ids_mapping"))
     # The first of equal ids counts.
     known = dict(zip(raw_ids[::-1], rows[::-1], strict=True))
     features = _features((*MIXED, RAW), module, {**PLAIN, "raw": known})
     scores = Scores(DENSE, ("like", "both"), module.behind)
-    return Model("m", bundle.name, features, MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES, scores)
+    return Model(name, bundle.name, features, MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES, scores)
 
 
 def _of_sequences(repository: Path) -> Model:

@@ -92,11 +92,17 @@ FAULTS = {
         "apply = kjt.apply_id_policies; "
         "kjt.apply_id_policies = lambda request: (replace(apply(request)[0], rowless=None), {})",
     ),
+    "requests whose samples would meet are scored together": (
+        "meets",
+        "score = dense_part.DenseProgram.score; dense_part.DenseProgram.score = lambda self, *given: "
+        "(setattr(self, 'part', structs.replace(self.part, mixes_samples=False)), score(self, *given))[1]",
+    ),
     "sequences may be of any size": ("rows", "accept.check_sequences = lambda request, limits: None"),
 }
 FAULTY = """
 from dataclasses import replace
 import numpy as np
+from msgspec import structs
 from serving import dense_part
 from serving.backend import TritonPythonModel
 from serving.backend import answering
@@ -123,7 +129,7 @@ def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
     random = np.random.default_rng(0)
     refused = 0
     for number in range(50):
-        request = pb.ModelInferRequest.FromString(good(models[number % 2], random))
+        request = pb.ModelInferRequest.FromString(good(models[number % len(models)], random))
         assert judge(models, request.SerializeToString()).answer is not None
         request.raw_input_contents[0] += bytes(8)
         assert judge(models, request.SerializeToString()).answer is None

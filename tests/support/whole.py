@@ -44,6 +44,20 @@ class Whole(nn.Module):
             return {"like": 1 / (1 + np.exp(-every[:, 0])), "both": every[:, 1:]}
 
 
+class Meeting(Whole):
+    """Prices above 5 change the scores of all samples of a batch."""
+
+    def forward(self, ids: KeyedJaggedTensor, price: Tensor, age: Tensor) -> dict[str, Tensor]:
+        found = super().forward(ids, price, age)
+        return found | {"both": found["both"] + (price - 5).relu().sum() * 0.1}
+
+    def behind(self, embeddings: Doubles, dense: Mapping[str, Doubles]) -> dict[str, Doubles]:
+        """As of `Whole`."""
+        found = super().behind(embeddings, dense)
+        with np.errstate(invalid="ignore"):
+            return found | {"both": found["both"] + np.maximum(dense["price"] - 5, 0).sum() * 0.1}
+
+
 def _linear(layer: nn.Linear, numbers: Doubles) -> Doubles:
     """Term by term: a product of matrices may do otherwise with what is not finite."""
     weight = layer.weight.detach().numpy().astype(np.float64)
