@@ -38,6 +38,7 @@ from benchmarks.measure import Result, machine
 from benchmarks.quietness import Quietness
 from benchmarks.workload import Workload
 from serving.files.replacing import replacing
+from tests.support.ending import end_together
 
 RESULTS = Path(__file__).parent / "results"
 Part = tuple[str, Callable[[Workload, Path], Iterable[Result]]]
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer workloads; nothing is written")
     parser.add_argument("--only", metavar="PART", help="this part alone, such as 'whole models'; nothing is written")
     arguments = parser.parse_args()
+    end_together()
     quick = arguments.quick
     parts = [part for part in (QUICK if quick else ALL) if arguments.only in (None, part[0])]
     console = Console(highlight=False)

@@ -13,6 +13,8 @@ from tests.support import unchanged  # noqa: F401  first: it has all exports com
 
 from export import ExportConfig, OutputDtype, Sharding, export_model
 from serving.server import Access, Ports, Server, run_server
+from tests.support.deadlines import no_default_deadlines
+from tests.support.ending import end_together
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
 from tests.support.quick_reload import quick_reload
 from tests.support.servers import add_gate
@@ -20,6 +22,13 @@ from tests.support.servers import add_gate
 # How fast examples are made and run, others on the machine have a say in.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+end_together()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_default_deadlines() -> Iterator[None]:
+    with no_default_deadlines():
+        yield
 
 
 @pytest.fixture(scope="module", name="quick_reload")

@@ -16,6 +16,8 @@ from serving.bundle.opening import open_bundle
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import table
 from tests.docs.test_readme import ROOT, blocks, run
+from tests.support.deadlines import PATIENT_S
+from tests.support.hosts import patient
 from tests.support.servers import Running, running
 
 OPERATING = (ROOT / "docs" / "operating.md").read_text().split("\n## Routers and hosts\n")[1].split("\n## ")[0]
@@ -49,7 +51,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
             if not line.startswith("tbe-serve run"):
                 for said, address in ports.items():
                     line = line.replace(f"localhost:{said}", address)
-                run(line, folder)
+                patience = f" --shard-timeout-ms {1000 * PATIENT_S:.0f}" if " --host " in line else ""
+                run(line + patience, folder)
                 continue
             command, background, _ = line.partition("&")
             assert background
@@ -62,7 +65,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
 
 def test_readme_s_router_is_looked_up(built: Built) -> None:
     (lookup,) = blocks("", "printf")
-    shown = run(lookup.replace("--table", f"--table --url {built.servers['c'].grpc}"), ROOT)
+    shown = run(lookup.replace("--table", f"--table --url {built.servers['c'].grpc} --timeout-s {PATIENT_S}"), ROOT)
     assert shown.count("item_id") == 2
     hosts = open_bundle(built.folder / "c" / "movies" / "1").manifest.hosts
     assert [each.model for each in hosts] == [
@@ -73,8 +76,9 @@ def test_readme_s_router_is_looked_up(built: Built) -> None:
 def test_operating_s_engines_answer(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(built.folder)
     first, second = (built.servers[name].grpc for name in "ab")
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"patient": patient}
     engine, for_asyncio = re.findall(r"^```python\n(.*?)^```$", OPERATING, re.MULTILINE | re.DOTALL)
+    engine = re.sub(r"hosts=(\{.*?\})", r"hosts=patient(\1)", engine)
     for text in (engine, for_asyncio.replace("timeout_s=0.1", "timeout_s=20")):
         exec(text.replace("a:8001", first).replace("b:8001", first).replace("c:8001", second), names)
     assert names["answer"]["item_id"].shape == (2, 32)

@@ -15,6 +15,7 @@ from torchrec import KeyedJaggedTensor
 
 from serving.bundle.opening import open_bundle
 from serving.server import Ports, run_server
+from tests.support.deadlines import CALLING, PATIENT_S
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -24,6 +25,13 @@ def blocks(language: str, start: str = "") -> list[str]:
     found = [text for name, text in BLOCKS if name == language and text.startswith(start)]
     assert found, f"README.md has no {language} block that starts with {start!r}"
     return found
+
+
+def patient(text: str, address: str) -> str:
+    """A block whose client has a server at another address, and may take its time."""
+    text = text.replace(", timeout_s=0.2)", ")")
+    assert '"localhost:8001", ' in text
+    return re.sub(r'"localhost:8001", ("\w+")', rf'"{address}", \1, {PATIENT_S}', text)
 
 
 def run(text: str, cwd: Path) -> str:
@@ -50,17 +58,20 @@ def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names["bundle"] == Path("repository/movies/1").absolute()
     (repository,) = serve.split()[2:]
     with run_server(Path(repository), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
-        exec(lookup.replace("localhost:8001", server.grpc), names)
+        exec(patient(lookup, server.grpc), names)
         assert names["answer"]["genres"].shape == (3, 16)
-        exec(at_once.replace("localhost:8001", server.grpc).replace("timeout_s=0.2", "timeout_s=20"), names)
+        exec(patient(at_once, server.grpc), names)
         assert len(names["answers"]) == 100
-        table = run(from_shell.replace("movies --table", f"movies --table --url {server.grpc}"), ROOT)
+        table = run(
+            from_shell.replace("movies --table", f"movies --table --url {server.grpc} --timeout-s {PATIENT_S}"), ROOT
+        )
         assert table.count("genres") == 3
         for line in operate:
             command, _, _ = line.partition("#")
             verb = command.split()[1]
             at = f" --url {server.grpc}" if verb in ("load", "health", "bench") else ""
             at = f" {server.grpc}" if verb == "status" else at
+            at += f" --timeout-s {PATIENT_S}" if verb in CALLING else ""
             brief = " --seconds 0.2" if "bench" in command else ""
             assert run(command.strip() + at + brief, tmp_path)
     exec(in_process, names)
@@ -106,9 +117,9 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     torch.save(model.state_dict(), "weights.pt")
     run(f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{command}", tmp_path)
     with run_server(Path("repository"), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
-        exec(score.replace("localhost:8001", server.grpc), names)
+        exec(patient(score, server.grpc), names)
         scores = names["answer"]["scores"]
-        exec(once.replace("localhost:8001", server.grpc), names)
+        exec(patient(once, server.grpc), names)
     kjt = KeyedJaggedTensor(
         ["item_id", "genres"], torch.tensor([7, 8, 3, 5]), lengths=torch.tensor([1, 1, 2, 0], dtype=torch.int32)
     )

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from tests.faults import clients, files, memory, servers, whole
 from tests.faults.hosts import machines
+from tests.support.ending import end_together
 
 IDS = 237_000_000  # 1.9 GB
 
 figures: list[str] = []
+end_together()
 with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
     folder = Path(name)
     faults: list[Callable[[], str]] = [

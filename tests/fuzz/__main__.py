@@ -11,12 +11,14 @@ from serving.server import Ports, run_server
 from tests.fuzz.killer import recovery_s
 from tests.fuzz.run import fuzz
 from tests.fuzz.served import publish
+from tests.support.ending import end_together
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--count", type=int, default=100_000)
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--messages", action="store_true", help="print what the server said, and how often")
 arguments = parser.parse_args()
+end_together()
 with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
     models = publish(Path(folder) / "repository")
     free = Ports(grpc=0, http=0, metrics=0)

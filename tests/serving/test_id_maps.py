@@ -269,12 +269,12 @@ def test_over_hosts(specs: Several[Spec], tmp_path: Path) -> None:
         assert all(table.id_map is None for table in part.tables)
     assert tbe_export("verify", str(router)).exit_code == 0
     with (
-        fleet(tmp_path, router, "--shard-timeout-ms", "20000") as served,
+        fleet(tmp_path, router) as served,
         LookupClient(served.router.grpc, MODEL, 60) as client,
     ):
         check_served(client.lookup, module)
         check_rows(client.rows, module)
-        with Engine.open(served.bundle, served.addresses) as engine:
+        with Engine.open(served.bundle, served.hosts) as engine:
             bags = bags_of(np.random.default_rng(7), 5)
             assert_right(engine.lookup(bags), module, bags)
 

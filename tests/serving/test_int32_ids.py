@@ -86,7 +86,7 @@ def test_a_router_takes_int32(tmp_path: Path) -> None:
     config = ExportConfig(id_dtype=IdDtype.INT32, id_policy=INT32.id_policy, sharding=sharding)
     router = export_hosts(tmp_path, collection(SUM), config)
     one = Engine.open(export_model(collection(SUM), tmp_path / "one", "m", ExportConfig(id_policy=INT32.id_policy)))
-    with fleet(tmp_path, router, "--shard-timeout-ms", "20000") as served:
+    with fleet(tmp_path, router) as served:
         with LookupClient(served.router.grpc, MODEL, 60) as client:
             assert client.info().ids_dtype == np.int32
         assert_answers(served.router.grpc, MODEL, one)

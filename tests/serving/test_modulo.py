@@ -103,10 +103,10 @@ def test_over_hosts(tmp_path: Path) -> None:
         assert part.format_version == 5
         assert {table.id_policy for table in part.tables} == {IdPolicy.ERROR}
     with (
-        fleet(tmp_path, router, "--shard-timeout-ms", "20000") as served,
+        fleet(tmp_path, router) as served,
         LookupClient(served.router.grpc, MODEL, 60) as client,
     ):
         check_served(client.lookup)
-        with Engine.open(served.bundle, served.addresses) as engine:
+        with Engine.open(served.bundle, served.hosts) as engine:
             asked = hashed(np.random.default_rng(7), 5)
             assert_right(engine.lookup(asked), asked)

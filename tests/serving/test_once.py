@@ -477,7 +477,10 @@ def test_a_model_of_an_earlier_export_is_not_asked(tmp_path: Path) -> None:
     (at,) = (number for number, each in enumerate(config.output) if each.name == "once")
     del config.output[at]
     write_config(tmp_path / "r/m", config)
-    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server, LookupClient(server.grpc, "m") as client:
+    with (
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
+        LookupClient(server.grpc, "m", 60) as client,
+    ):
         assert not client.info().takes_once
         with pytest.raises(InternalError, match="looked nothing up once: its config has no output 'once'"):
             client.lookup({"user_id": [[1]]}, once=["user_id"])
@@ -491,18 +494,17 @@ def test_through_a_router(tmp_path: Path) -> None:
     bags, dense, once, expected = pairs(module, 0, 9)
     whole = repeated(bags, once, 9)
 
-    async def by_asyncio(addresses: dict[int, list[str]]) -> Any:
-        async with await AsyncEngine.open(router, addresses) as engine:
+    async def by_asyncio() -> Any:
+        async with await AsyncEngine.open(router, served.hosts) as engine:
             return await engine.lookup(bags, once=once), await engine.score(bags, dense, once=once)
 
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 20) as client:
-        addresses = {host: list(found) for host, found in served.addresses.items()}
         repeats = client.lookup(whole)
-        with Engine.open(router, addresses) as engine:
+        with Engine.open(router, served.hosts) as engine:
             answers = [
                 (client.lookup(bags, once=once), client.score(bags, dense, once=once)),
                 (engine.lookup(bags, once=once), engine.score(bags, dense, once=once)),
-                asyncio.run(by_asyncio(addresses)),
+                asyncio.run(by_asyncio()),
             ]
         for looked_up, scores in answers:
             assert_scores(scores, expected)
@@ -512,11 +514,11 @@ def test_through_a_router(tmp_path: Path) -> None:
             server.process.terminate()
             server.process.wait()
             with pytest.raises(ServerUnavailable, match=f"host {host} "):
-                client.score(bags, dense, once=once, timeout_s=5)
+                client.score(bags, dense, once=once)
             named = []
             for asked in (partial(client.lookup, whole), partial(client.lookup, bags, once=once)):
                 with pytest.raises(ServerUnavailable, match=r"tables .*: host ") as refused:
-                    asked(timeout_s=5)
+                    asked()
                 named.append(str(refused.value).partition("tables ")[2].partition(": host ")[0])
             assert named[0] == named[1]
             break

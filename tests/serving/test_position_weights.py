@@ -183,10 +183,10 @@ def test_over_hosts(tmp_path: Path) -> None:
         assert part.weighted
         assert part.format_version == 5
     with (
-        fleet(tmp_path, router, "--shard-timeout-ms", "20000") as served,
+        fleet(tmp_path, router) as served,
         LookupClient(served.router.grpc, MODEL, 60) as client,
     ):
         check_served(client.lookup, module)
-        with Engine.open(served.bundle, served.addresses) as engine:
+        with Engine.open(served.bundle, served.hosts) as engine:
             bags = bags_of(np.random.default_rng(7), 5)
             assert_right(engine.lookup(bags), module, bags)

@@ -29,7 +29,7 @@ from serving.errors import HostUnavailable, IdsOutside, InvalidRequest, Reason, 
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import ServingSettings
 from serving.ranks.direct import DirectCall, DirectHosts
-from serving.ranks.hosts import Hosts, OnLost
+from serving.ranks.hosts import OnLost
 from serving.reference import pool
 from serving.request import kjt
 from serving.request.accept import accept
@@ -551,7 +551,7 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [output.name for output in config.output] == ["embeddings"]
         assert settings_of(config).max_request_samples < 70_000
     with (
-        fleet(tmp_path, router, "--shard-timeout-ms", "20000") as served,
+        fleet(tmp_path, router) as served,
         LookupClient(served.router.grpc, MODEL, 60) as client,
     ):
         check_together(client.lookup, module)
@@ -561,7 +561,7 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         users = module.pooled.embedding_bags["user"].weight.detach().numpy()
         np.testing.assert_array_equal(client.rows("user", [3, 3, 499]), users[[3, 3, 499]])
         bags = random_bags(np.random.default_rng(7), SPECS, 5)
-        with Engine.open(served.bundle, served.addresses) as engine:
+        with Engine.open(served.bundle, served.hosts) as engine:
             assert_mixed(engine.lookup(bags), module, bags)
             np.testing.assert_array_equal(engine.rows("item", ids), items[ids])
             order: list[str] = []
@@ -575,7 +575,7 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert set(order[asks:]) == {"sums"}
 
         async def run() -> None:
-            async with await AsyncEngine.open(served.bundle, served.addresses) as engine:
+            async with await AsyncEngine.open(served.bundle, served.hosts) as engine:
                 assert_mixed(await engine.lookup(bags), module, bags)
                 np.testing.assert_array_equal(await engine.rows("item", ids), items[ids])
 
@@ -598,7 +598,7 @@ def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> Non
     with (
         fleet(tmp_path, router, "--shard-timeout-ms", "1000") as served,
         LookupClient(served.router.grpc, MODEL, 60, retries=Retries(attempts=1)) as client,
-        Engine.open(served.bundle, Hosts(addresses=served.addresses, on_lost={"item": OnLost.ZERO})) as engine,
+        Engine.open(served.bundle, replace(served.hosts, on_lost={"item": OnLost.ZERO})) as engine,
     ):
         expected = [engine.lookup(each) for each in no_need]
         before = engine.lookup(whole)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from tests.soak.overload import overload
 from tests.soak.soak import soak
+from tests.support.ending import end_together
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--seconds", type=float, default=1800)
 arguments = parser.parse_args()
+end_together()
 with tempfile.TemporaryDirectory(prefix="tbe-soak-") as folder:
     print(f"soak: {arguments.seconds:g} s of load", file=sys.stderr)
     soaked = soak(Path(folder) / "soak", arguments.seconds)

@@ -13,6 +13,8 @@ from torch import nn
 from export import ExportConfig, Sharding, export_model
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import open_bundle
+from serving.ranks.hosts import Hosts
+from tests.support.deadlines import PATIENT_S
 from tests.support.servers import Running, running, tbe_serve
 
 MODEL = "movies"
@@ -33,6 +35,16 @@ class Fleet:
     router: Running
     addresses: Mapping[int, Sequence[str]]
     servers: Mapping[int, Sequence[Running]]
+
+    @property
+    def hosts(self) -> Hosts:
+        """As `Engine.open` takes them, by tests that are not about deadlines."""
+        return patient(self.addresses)
+
+
+def patient(addresses: Mapping[int, str | Sequence[str]]) -> Hosts:
+    """Hosts that may take their time."""
+    return Hosts(addresses=addresses, timeout_s=PATIENT_S)
 
 
 def export_hosts(folder: Path, module: nn.Module, config: ExportConfig) -> Path:
@@ -93,7 +105,9 @@ def fleet(folder: Path, router: Path, *settings: str, replicas: int = 1) -> Iter
 
 
 def configure(model: Path, addresses: Mapping[int, Sequence[str]], *settings: str) -> None:
-    """Tell a router where its hosts are."""
+    """Tell a router where its hosts are, which may take their time if `settings` do not say how long."""
+    if "--shard-timeout-ms" not in settings:
+        settings = (*settings, "--shard-timeout-ms", str(int(1000 * PATIENT_S)))
     options = [part for host, found in addresses.items() for part in ("--host", f"{host}={','.join(found)}")]
     done = tbe_serve("configure", str(model), *options, *settings)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from serving.bundle.manifest import MANIFEST, MODEL
 from serving.client import LookupClient
 from serving.errors import ServingError
 from serving.server import Ports, Server
+from tests.support.deadlines import CALLING, PATIENT_S, check_routers
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
@@ -198,8 +200,10 @@ def lens(*numbers: int) -> npt.NDArray[Any]:
 
 
 def tbe_serve(*arguments: str, stdin: str = "", timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command to its end. Its calls may take their time, if `arguments` do not say how long."""
     command = [sys.executable, "-m", "serving", *arguments]
+    if arguments[0] in CALLING and "--timeout-s" not in arguments:
+        command += ["--timeout-s", str(PATIENT_S)]
     environment = os.environ | {"COLUMNS": "200"}
     return subprocess.run(
         command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
@@ -208,6 +212,7 @@ def tbe_serve(*arguments: str, stdin: str = "", timeout_s: float = 120) -> subpr
 
 def start_tbe_serve(*arguments: str, within: tuple[str, ...] = (), first: str = "") -> subprocess.Popen[str]:
     """Start `tbe-serve run`, as what the command `within` executes. Its process runs the Python `first` before."""
+    check_routers(Path(arguments[0]))
     program = f"{first}\nimport runpy; runpy.run_module('serving', run_name='__main__', alter_sys=True)"
     command = [*within, sys.executable, *(["-c", program] if first else ["-m", "serving"]), "run", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -220,13 +225,14 @@ def read_only(folder: Path) -> tuple[str, ...]:
 
 
 def wait_for_answer(client: LookupClient) -> None:
-    """Until the model answers again."""
-    until_answered(client.lookup, {"x": [[1]]})
+    """Until the model answers again. Triton may lose a request to a model that died: then another is sent."""
+    waits_s = chain((1.0, 2.0, 4.0, 8.0), repeat(16.0))
+    until_answered(lambda asked: client.lookup(asked, timeout_s=next(waits_s)), {"x": [[1]]})
 
 
 def until_answered(ask: Callable[[Asked], Answer], asked: Asked) -> Answer:
     """The answer, as soon as there is one."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
             return ask(asked)

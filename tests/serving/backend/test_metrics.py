@@ -102,7 +102,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("routed")
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"a": "row_wise", "b": "data_parallel"})
     router = export_hosts(folder, collection(SUM), ExportConfig(sharding=sharding))
-    with fleet(folder, router, "--shard-timeout-ms", "20000") as served:
+    with fleet(folder, router) as served:
         with LookupClient(served.router.grpc, MODEL, 30) as client:
             client.lookup({"x": [[0, 49]]})
             client.lookup({"x": [[0]], "z": [[1]]})

@@ -83,7 +83,10 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient, ga
         client.lookup({"nobody": [[1]]})
     with LookupClient(server.grpc, "nobody", 30) as other, pytest.raises(ModelNotFound, match="model 'nobody'"):
         other.lookup({"genres": [[1]]})
-    with LookupClient("127.0.0.1:1", "mixed") as nowhere, pytest.raises(ServerUnavailable, match=r"127\.0\.0\.1:1"):
+    with (
+        LookupClient("127.0.0.1:1", "mixed", 60) as nowhere,
+        pytest.raises(ServerUnavailable, match=r"127\.0\.0\.1:1"),
+    ):
         nowhere.lookup({"genres": [[1]]})
     with held(gated), pytest.raises(DeadlineExceeded):
         LookupClient(server.grpc, "gated").lookup({"genres": [[1]]}, timeout_s=0.5)

@@ -175,7 +175,7 @@ def test_embeddings_beside_scores_are_what_the_tables_hold(server: Server) -> No
     values, lengths = flat(bags)
     both = infer(server, "writes", {"values": values, "lengths": lengths, **dense}, None, features=",".join(bags))
     assert_same({"scores": both.as_numpy("scores")[0]}, expected)
-    with LookupClient(server.grpc, "writes") as client:
+    with LookupClient(server.grpc, "writes", 60) as client:
         rows = client.lookup({name: bags[name] for name in client.info().dims})
     np.testing.assert_array_equal(both.as_numpy("embeddings")[0], np.concatenate(list(rows.values()), axis=1))
 
@@ -200,7 +200,7 @@ def test_dense_inputs_that_are_wrong_are_refused_by_name(server: Server, change:
     arrays = {name: each for name, each in arrays.items() if each is not None}
     with pytest.raises(triton.InferenceServerException, match=why):
         infer(server, "dcn", arrays, ["scores"], features=",".join(bags))
-    with LookupClient(server.grpc, "dcn") as client:
+    with LookupClient(server.grpc, "dcn", 60) as client:
         assert_same(client.score(bags, dense), expected)
 
 
@@ -208,7 +208,7 @@ def test_scores_need_all_features(server: Server) -> None:
     bags, dense, _ = asked("dcn", 3)
     del bags["f2"]
     with (
-        LookupClient(server.grpc, "dcn") as client,
+        LookupClient(server.grpc, "dcn", 60) as client,
         pytest.raises(InvalidRequest, match=r"feature 'f2': expected all"),
     ):
         client.score(bags, dense)
@@ -216,7 +216,7 @@ def test_scores_need_all_features(server: Server) -> None:
 
 def test_some_outputs_in_the_order_asked(server: Server) -> None:
     bags, dense, expected = asked("towers", 4)
-    with LookupClient(server.grpc, "towers") as client:
+    with LookupClient(server.grpc, "towers", 60) as client:
         assert client.info().scores == {"match": (), "queries": (8,)}
         found = client.score(bags, dense, outputs=["queries", "match"])
         assert list(found) == ["queries", "match"]

@@ -87,14 +87,14 @@ def test_many_at_once_share_one_channel(fake: Fake, address: str) -> None:
 
 
 def test_a_closed_client_says_so(address: str) -> None:
-    client = LookupClient(address, "m")
+    client = LookupClient(address, "m", 60)
     client.close()
     client.close()
     with pytest.raises(RequestCancelled, match="the client is closed"):
         client.lookup({"x": [[1]]})
 
     async def run() -> None:
-        client = AsyncLookupClient(address, "m")
+        client = AsyncLookupClient(address, "m", 60)
         await client.close()
         await client.close()
         with pytest.raises(RequestCancelled, match="the client is closed"):
@@ -135,4 +135,4 @@ def test_an_address_is_a_host_and_a_port(address: str) -> None:
     "address", ["localhost:1", "127.0.0.1:1", "[::1]:1", "dns:///name.svc:8001", "my_host-2.x:65535"]
 )
 def test_addresses_that_grpc_takes_are_taken(address: str) -> None:
-    LookupClient(address, "m").close()
+    LookupClient(address, "m", 60).close()

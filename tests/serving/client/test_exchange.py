@@ -1,7 +1,6 @@
 """A lookup and its answer: deadlines, metadata, sizes."""
 
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,13 @@ from tests.support.lookups import Lookup
 
 
 @pytest.mark.parametrize(
-    ("servers", "timeout_s"),
-    [pytest.param(1, 2.0, id="one server"), pytest.param(2, 6.0, id="time enough to notice a lost one")],
+    "servers", [pytest.param(1, id="one server"), pytest.param(2, id="time enough to notice a lost one")]
 )
-def test_a_long_lookup_has_its_deadline(
-    lookup: Lookup, fake: Fake, address: str, servers: int, timeout_s: float
-) -> None:
-    fake.fail = lambda _: time.sleep(0.75 * timeout_s)
-    lookup([address] * servers, timeout_s=timeout_s)
-    assert len(fake.calls) == 1
+def test_a_long_lookup_has_its_deadline(lookup: Lookup, fake: Fake, address: str, servers: int) -> None:
+    """All of it: nothing is kept back for another server."""
+    lookup([address] * servers, timeout_s=1000)
+    ((_, _, remaining),) = fake.calls
+    assert remaining > 900
 
 
 def test_answers_and_requests_over_grpc_s_own_limit_pass(lookup: Lookup, address: str) -> None:

@@ -59,7 +59,7 @@ def test_servers_are_asked_with_certificates_and_metadata_and_one_that_is_gone_i
 def test_what_is_not_ready_is_not_served() -> None:
     fake = Dying()
     with serving(fake) as address:
-        (found,) = ask_all(Connection(addresses=[address], metadata={"authorization": "Bearer t"}))
+        (found,) = ask_all(Connection(addresses=[address], timeout_s=60, metadata={"authorization": "Bearer t"}))
     assert found == Serves(address=address, triton="2.68.0", models={"m": (9,)}, problem=None)
     assert fake.calls[0][1]["authorization"] == "Bearer t"
 

@@ -45,7 +45,7 @@ def test_a_server_whose_repository_is_changed_recovers_what_was_signed(target: T
         to_config("version_policy { all {} }\n")(target)
         for stub in stubs(server.triton, "m"):
             stub.kill()
-        with LookupClient(server.grpc, "m", 1) as client:
+        with LookupClient(server.grpc, "m", 60) as client:
             wait_for_answer(client)
         assert answers(server.grpc, seed=2) == 2
         refused = load(server)

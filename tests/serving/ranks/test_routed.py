@@ -22,7 +22,7 @@ from serving.engine import AsyncEngine, Engine
 from serving.errors import ConfigurationError, HostUnavailable, InvalidRequest
 from serving.ranks.hosts import Hosts
 from serving.ranks.replicas import replicas_of
-from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
+from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only, patient
 from tests.support.models import Spec, collection, random_bags
 from tests.support.quick_reload import quick_reload
 from tests.support.servers import at_once, metric, running, scrape, tbe_serve
@@ -78,9 +78,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with running(only(folder / "r", [each.model for each in hosts], folder / "hosts")) as server:
         addresses = {each.host: server.grpc for each in hosts}
         own = only(folder / "r", [MODEL], folder / "router")
-        configure(
-            own / MODEL, {host: [address] for host, address in addresses.items()}, "--shard-timeout-ms", "20000"
-        )
+        configure(own / MODEL, {host: [address] for host, address in addresses.items()})
         with running(own) as routing:
             yield Served(router, addresses, routing.grpc, routing, one, weighted)
 
@@ -131,7 +129,7 @@ def test_a_router_answers_as_one_process_bit_for_bit(served: Served) -> None:
 
 
 def test_an_engine_in_a_process_of_its_own_answers_alike(served: Served) -> None:
-    with Engine.open(served.bundle, served.addresses) as engine:
+    with Engine.open(served.bundle, patient(served.addresses)) as engine:
         for request in requests(served, seed=1):
             assert_same(engine.lookup(request), served.one.lookup(request))
 
@@ -140,7 +138,7 @@ def test_an_engine_for_asyncio_answers_alike_many_at_once(served: Served) -> Non
     many = [request for seed in range(3) for request in requests(served, seed)]
 
     async def run() -> list[Any]:
-        async with await AsyncEngine.open(served.bundle, served.addresses) as engine:
+        async with await AsyncEngine.open(served.bundle, patient(served.addresses)) as engine:
             return list(await asyncio.gather(*map(engine.lookup, many)))
 
     for request, found in zip(many, asyncio.run(run()), strict=True):
@@ -230,7 +228,7 @@ def test_hosts_of_a_bundle_without_hosts_are_refused(served: Served) -> None:
 
 def test_hosts_that_are_not_there_are_all_named(served: Served) -> None:
     with pytest.raises(HostUnavailable) as refused:
-        Engine.open(served.bundle, dict.fromkeys(range(4), "127.0.0.1:1"))
+        Engine.open(served.bundle, Hosts(addresses=dict.fromkeys(range(4), "127.0.0.1:1"), timeout_s=0.1))
     for number in range(4):
         assert f"host {number} (movies-host-{number} version 1 at 127.0.0.1:1): " in str(refused.value)
 

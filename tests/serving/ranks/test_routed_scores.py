@@ -16,7 +16,7 @@ from serving.bundle.opening import open_bundle
 from serving.client import LookupClient, Retries
 from serving.engine import AsyncEngine, Engine
 from serving.errors import ServerUnavailable, ServingError
-from serving.ranks.hosts import Hosts, OnLost
+from serving.ranks.hosts import OnLost
 from tests.support.host_faults import until
 from tests.support.hosts import MODEL, export_hosts, fleet, in_one_process
 from tests.support.models import MIXED
@@ -34,14 +34,13 @@ def test_scores_through_a_router_are_those_of_one_process(tmp_path: Path) -> Non
     expected = own_scores(module, bags, dense)
     alone = one.score(bags, dense)
 
-    async def by_asyncio(addresses: dict[int, list[str]]) -> Any:
-        async with await AsyncEngine.open(router, addresses) as engine:
+    async def by_asyncio() -> Any:
+        async with await AsyncEngine.open(router, served.hosts) as engine:
             return await engine.score(bags, dense)
 
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 20) as client:
-        addresses = {host: list(found) for host, found in served.addresses.items()}
-        with Engine.open(router, addresses) as engine:
-            answers = [client.score(bags, dense), engine.score(bags, dense), asyncio.run(by_asyncio(addresses))]
+        with Engine.open(router, served.hosts) as engine:
+            answers = [client.score(bags, dense), engine.score(bags, dense), asyncio.run(by_asyncio())]
         for answer in answers:
             for name, numbers in alone.items():
                 np.testing.assert_array_equal(answer[name], numbers)
@@ -50,7 +49,7 @@ def test_scores_through_a_router_are_those_of_one_process(tmp_path: Path) -> Non
         server.process.terminate()
         server.process.wait()
         with pytest.raises(ServerUnavailable, match=f"host {host} "):
-            client.score(bags, dense, timeout_s=5)
+            client.score(bags, dense)
 
 
 # `user` and `raw` are each on one host, `item` on both, `genre` on the router.
@@ -128,7 +127,7 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         for number, said in told:
             assert number < 8, said
             assert f": host {lost} ({MODEL}-host-{lost} version 1" in said
-        zeroed = Hosts(addresses=served.addresses, on_lost=dict.fromkeys(needed, OnLost.ZERO))
+        zeroed = replace(served.hosts, on_lost=dict.fromkeys(needed, OnLost.ZERO))
         with Engine.open(router, zeroed) as engine:
             for server in served.servers[lost]:
                 server.lose()

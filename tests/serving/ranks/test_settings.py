@@ -76,7 +76,6 @@ def test_a_router_reaches_hosts_that_are_closed_to_others(closed: Closed, tmp_pa
     configure(
         own / MODEL,
         {host: [closed.address] for host in (0, 1)},
-        *("--shard-timeout-ms", "20000"),
         *("--hosts-root-certificates", str(closed.pems / "root.pem")),
         *("--hosts-certificate-chain", str(closed.pems / "router.pem")),
         *("--hosts-private-key", str(closed.pems / "router.key")),

@@ -60,7 +60,7 @@ def test_health_tells_the_truth_where_triton_does_not(repository: Path, tmp_path
         assert (done.returncode, done.stdout) == (0, "m: version 1 answers\n")
         kill_stubs(psutil.Process(server.process.pid), "m")
         time.sleep(1)
-        done = tbe_serve("health", "m", "--url", server.grpc)
+        done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "5")
         assert done.returncode == 1
         assert "m" in done.stderr
         assert theirs.is_model_ready("m"), "Triton notices by itself: then this is not needed any more"

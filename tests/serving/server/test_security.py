@@ -185,7 +185,7 @@ def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path:
         assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
         for stub in stubs(server.triton, "m"):  # version 1's may not have ended yet
             stub.kill()
-        with LookupClient(server.grpc, "m", 1, tls=trusted) as client:
+        with LookupClient(server.grpc, "m", 60, tls=trusted) as client:
             wait_for_answer(client)
             assert client.lookup(ASKED).version == 2
         run_file = find_run_file(server.grpc)
