@@ -1,6 +1,7 @@
 """No test lets a default deadline decide."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.support.models import SUM, collection
 from tests.support.servers import running, tbe_serve
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
+TESTS = Path(__file__).parent
 NOWHERE = "127.0.0.1:1"
 LETS = "a test lets a default deadline decide: say how long"
 
@@ -67,3 +69,9 @@ def test_commands_with_a_short_deadline_are_given_another() -> None:
         if param.name == "timeout_s"
     }
     assert {name for name, default in defaults.items() if default < PATIENT_S} == set(CALLING)
+
+
+def test_no_test_has_less_time_than_all_have() -> None:
+    """pytest's timeout is for what hangs."""
+    marks = [each for path in TESTS.rglob("*.py") for each in re.findall(r"mark\.timeout\((.*?)\)", path.read_text())]
+    assert all(int(each) > 600 for each in marks), marks

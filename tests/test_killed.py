@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from serving.triton.presence import IDLE
+from tests.support.servers import lives
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,11 +51,3 @@ def test_what_a_test_started_ends_with_a_pytest_that_is_killed(tmp_path: Path) -
     for each in left:
         each.kill()
     assert left == []
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether a process has not ended. Where nobody asks how it did, it is a zombie."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

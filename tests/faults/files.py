@@ -75,7 +75,7 @@ def weights_change(folder: Path, change: Callable[[Path], None], *, kill: bool) 
 
     with (
         running(folder / "r") as server,
-        LookupClient(server.grpc, "m", 5, retries=Retries(attempts=1)) as client,
+        LookupClient(server.grpc, "m", 20, retries=Retries(attempts=1)) as client,
     ):
         assert ask(client) == "right"
         change(bundle / WEIGHTS)

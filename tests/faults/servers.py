@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.faults.tools import Asked, asking, published, wait_until_all_are_answered
-from tests.support.servers import running, shared_regions
+from tests.support.servers import lives, running, shared_regions
 
 
 @dataclass
@@ -55,8 +54,8 @@ def restarted(folder: Path, times: int, asked: Callable[[Path], Asked] = publish
                 stubs, regions = server.triton.children(), shared_regions(server.triton)
                 server.triton.kill()
                 server.process.wait()
-                _, alive = psutil.wait_procs(stubs, timeout=30)
-                left += sum(map(_lives, alive)) + sum(region.exists() for region in regions)
+                _, alive = psutil.wait_procs(stubs, timeout=120)
+                left += sum(map(lives, alive)) + sum(region.exists() for region in regions)
     return Restarted(
         times,
         sum(each.right for each in seen),
@@ -65,13 +64,6 @@ def restarted(folder: Path, times: int, asked: Callable[[Path], Asked] = publish
         worst,
         left,
     )
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Whether it still does anything: one that ended may stay until its parent takes note."""
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 @dataclass

@@ -19,7 +19,7 @@ from serving.errors import ServingError
 from tests.support.models import SUM, collection, random_bags
 
 Bags = dict[str, Any]
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def publish(folder: Path) -> Path:

@@ -22,7 +22,7 @@ from tests.support.whole import DENSE, Whole, random_whole
 CONFIG = ExportConfig(scores=True)
 # Scores may be rounded otherwise where requests are merged.
 ROUNDING = 1e-5
-PATIENCE_S = 60
+PATIENCE_S = 120
 
 
 def publish(folder: Path, seed: int = 0, config: ExportConfig = CONFIG) -> Path:

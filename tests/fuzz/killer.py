@@ -13,7 +13,7 @@ from serving.server import Server, Supervisor
 from tests.fuzz.contract import Model
 from tests.fuzz.run import METHOD
 
-_PATIENCE_S = 60
+_PATIENCE_S = 120
 
 
 def killer(model: Model) -> bytes:

@@ -152,7 +152,7 @@ def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: P
     with (
         run_server(one_model, FREE, log=tmp_path / "log") as server,
         grpc.insecure_channel(server.grpc) as channel,
-        LookupClient(server.grpc, "m", 10) as client,
+        LookupClient(server.grpc, "m", 60) as client,
     ):
         with pytest.raises(grpc.RpcError) as missed:
             channel.unary_unary(METHOD)(request.SerializeToString(), timeout=1)

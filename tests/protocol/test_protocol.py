@@ -160,7 +160,6 @@ def kserve(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(600)  # the first installs the packages
 @pytest.mark.parametrize("protocol", ["grpc", "rest"])
 @pytest.mark.parametrize("features", [None, ["words", "user_id"]])
 def test_kserve_s_sdk_gets_the_right_answer(

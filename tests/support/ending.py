@@ -13,12 +13,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 
 _MARK = "TBE_SERVING_TESTS"
 # A server that is told to stop removes what it has in /dev/shm and elsewhere. After so long it is killed, in seconds.
 _GRACE_S = 10.0
 _LOOKS_S = 0.1
+# Triton makes one where it starts, and leaves it if it is killed.
+_LEFT_BY_TRITON = "/tmp/python_env_*"
 _watchers: list["subprocess.Popen[bytes]"] = []
 
 
@@ -33,6 +36,7 @@ def end_together() -> None:
 
 def _watch(process: int, mark: str) -> None:
     """Wait until a process has ended, and end all that have its mark."""
+    began = time.time()
     with suppress(ProcessLookupError):
         ended = select.poll()
         ended.register(os.pidfd_open(process), select.POLLIN)
@@ -45,9 +49,22 @@ def _watch(process: int, mark: str) -> None:
             # Whoever has a parent here is its to stop: models' processes are tritonserver's, that is `tbe-serve run`'s.
             if kills or (each not in told and parent not in left):
                 told.add(each)
-                with suppress(ProcessLookupError):
+                with suppress(OSError):
                     os.kill(each, signal.SIGKILL if kills else signal.SIGTERM)
         time.sleep(_LOOKS_S)
+    if not _is_running("tritonserver"):
+        for folder in glob(_LEFT_BY_TRITON):
+            with suppress(OSError):  # it is not empty, or another's
+                if os.stat(folder).st_ctime > began:
+                    os.rmdir(folder)
+
+
+def _is_running(program: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        with suppress(OSError):
+            if path.read_text() == f"{program}\n":
+                return True
+    return False
 
 
 def _marked(mark: bytes) -> Iterator[tuple[int, int]]:

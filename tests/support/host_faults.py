@@ -44,7 +44,7 @@ CONFIG = ExportConfig(
 ZEROED = ("blank", "shade")
 # A call takes milliseconds: this leaves time to a machine that is busy with other things.
 TIMEOUT_S = 2.0
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 # A router that reaches every host at two servers.
 PAIRS = "pairs"
 EVERY = [spec.features[0] for spec in SPECS]

@@ -10,7 +10,7 @@ from pathlib import Path
 HUGE_PAGE = 2 << 20
 
 
-def run_beside_huge_pages(folder: Path, size: str, program: str, *arguments: object, timeout_s: float = 120) -> str:
+def run_beside_huge_pages(folder: Path, size: str, program: str, *arguments: object, timeout_s: float = 300) -> str:
     """What a Python program prints that sees a tmpfs of huge pages at `folder`, in a mount namespace of its own.
 
     Any user may do so: the program is root in a user namespace of its own.

@@ -43,7 +43,7 @@ def scrape(server: "Server | Running") -> str:
 
 
 def _page(server: "Server | Running") -> str:
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=PATIENT_S) as response:
         page: str = response.read().decode()
         return page
 
@@ -92,6 +92,13 @@ def wait_for_stubs(server: psutil.Process, model: str, count: int) -> None:
     while (found := len(stubs(server, model))) != count:
         assert time.monotonic() < deadline, f"expected {count} processes of {model}, found {found}"
         time.sleep(0.1)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it still does anything: one that ended may stay until its parent takes note."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def shared_regions(process: psutil.Process) -> list[Path]:

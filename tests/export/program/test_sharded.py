@@ -86,10 +86,9 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@pytest.mark.timeout(900)
 @given(case=cases())
 @settings(
-    max_examples=500,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -30,7 +30,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def lines(path: Path, count: int) -> list[dict[str, Any]]:
     """The captured lines, once there are `count`: they are written a moment later."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(found := path.read_text().splitlines()) < count and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(found) == count

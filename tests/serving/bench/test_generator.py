@@ -88,13 +88,13 @@ def test_requests_are_counted_with_their_samples_and_ids_and_errors_apart() -> N
             raise RuntimeError
 
     with serving(fail_every_other) as url:
-        first, second = generate(url, [ONE], load(clients=2, seconds=0.3, repeats=2), 5)
-        shared = generate(url, [ONE], load(clients=3, seconds=0.3), 5, processes=2)
+        first, second = generate(url, [ONE], load(clients=2, repeats=2), 60)
+        shared = generate(url, [ONE], load(clients=3), 60, processes=2)
     for run in (first, second, *shared):
         assert 0 < len(run.latencies_s) == run.samples == run.ids / 3
         assert run.errors.keys() == {"InternalError"}
         assert abs(run.errors["InternalError"] - run.samples) <= 3
-        assert run.seconds >= 0.3
+        assert run.seconds >= 1
     assert len(shared) == 1
 
 
@@ -130,9 +130,9 @@ def test_numbers_about_the_generator_itself_are_refused(load_: Traffic, run: Rep
 
 def test_a_busy_generator_is_noticed() -> None:
     with serving() as url:
-        (run,) = generate(url, [ONE], load(clients=16, seconds=0.5), 5)
+        (run,) = generate(url, [ONE], load(clients=16, seconds=0.5), 60)
     with serving(lambda: time.sleep(0.1)) as url:
-        (waiting,) = generate(url, [ONE], load(clients=1, seconds=0.5), 5)
+        (waiting,) = generate(url, [ONE], load(clients=1, seconds=0.5), 60)
     assert 0 < waiting.busy < run.busy <= 1  # how busy, others on the machine have a say in
 
 

@@ -187,7 +187,6 @@ def links_to_itself(name: str) -> Change:
         pytest.param(lambda b: shutil.rmtree(b), id="gone"),
     ],
 )
-@pytest.mark.timeout(90)
 def test_files_that_are_not_what_they_were_are_refused(
     bundle: Path, change: Change, expected: "np.ndarray[Any, Any]"
 ) -> None:

@@ -87,7 +87,7 @@ def test_who_should_not_get_in_does_not(
 ) -> None:
     with (
         LookupClient(
-            secured.grpc, "m", 5, tls=tls(pems, **changes), metadata=metadata, retries=Retries(attempts=1)
+            secured.grpc, "m", 60, tls=tls(pems, **changes), metadata=metadata, retries=Retries(attempts=1)
         ) as client,
         pytest.raises(ServerUnavailable),
     ):
@@ -96,7 +96,7 @@ def test_who_should_not_get_in_does_not(
 
 def test_in_the_clear_nothing_comes_of_it(secured: Server) -> None:
     with (
-        LookupClient(secured.grpc, "m", 5, metadata=KNOWN, retries=Retries(attempts=1)) as client,
+        LookupClient(secured.grpc, "m", 60, metadata=KNOWN, retries=Retries(attempts=1)) as client,
         pytest.raises(ServerUnavailable),
     ):
         client.lookup({"x": [[1]]})

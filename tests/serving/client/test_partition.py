@@ -11,7 +11,7 @@ def test_clients_go_elsewhere_when_a_server_falls_silent(one_model: Path, tmp_pa
     namespace = ("unshare", "--net", *(() if os.getuid() == 0 else ("--user", "--map-root-user")))
     command = [*namespace, sys.executable, "-m", "tests.support.partition", str(one_model), str(tmp_path)]
     environment = os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}  # iptables, where only root looks
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["clients"] for each in told] == ["lookups", "asyncio_lookups"]

@@ -24,7 +24,7 @@ from serving.server.run_file import find_run_file
 from tests.support.models import SUM, collection
 from tests.support.no_files import KINDS, endless, link, listener, pipe, put
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("quick_reload")]
+pytestmark = pytest.mark.usefixtures("quick_reload")
 
 
 @pytest.fixture(scope="module")

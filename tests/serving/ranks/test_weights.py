@@ -224,7 +224,7 @@ def test_locked_weights_are_locked_or_refused_with_what_to_do(bundle: Bundle) ->
     for limit, expected in ((7 << 20, ""), (1 << 20, "cannot be locked: ")):
         # In a user namespace, so that nobody has root's right to lock as much as there is.
         command = ["unshare", "--user", sys.executable, "-c", LOCKED, str(bundle.path), str(limit)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.strip()
         if expected:
             assert expected in said
             assert "ulimit -l" in said

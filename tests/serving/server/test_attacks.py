@@ -160,7 +160,6 @@ def test_it_is_refused_by_name(target: Target, attack: Attack, message: str) -> 
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     "name", ["config.pbtxt", "config.sig", "warm_up.jsonl", *(f"2/{each}" for each in sorted(VERSION_FILES))]
