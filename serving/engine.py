@@ -1,32 +1,44 @@
 """A loaded bundle that answers lookups in this process, no server needed."""
 
+import os
+import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
 from serving.arguments import check_argument
+from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
-from serving.closing import AsyncClosing, Closing
+from serving.bundle.use import hold
+from serving.closing import Closing
+from serving.dense_part import DenseProgram
 from serving.errors import ConfigurationError, InvalidRequest, Reason
-from serving.loaded import Loaded
 from serving.model.settings import ServingSettings
-from serving.ranks.answered import Answered
+from serving.ranks.answered import Answered, failed_of
 from serving.ranks.here import Here
 from serving.ranks.hosts import Hosts
 from serving.ranks.routed import Routed
 from serving.ranks.weights import Weights, WeightsMemory
-from serving.request.batches import batches_of
-from serving.request.dense import NO_DENSE, DenseFeatures
-from serving.request.encoding import Features
-from serving.request.tensors import EMBEDDINGS, Batch, Embeddings, Outputs, Tensors
+from serving.request import kjt
+from serving.request.accept import accept
+from serving.request.batches import batches_of, outputs_of
+from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
+from serving.request.encoding import Features, decode, encode, encode_rows
+from serving.request.id_maps import IdMaps
+from serving.request.once import lengths_by_key
+from serving.request.schema import Schema
+from serving.request.sequence import Sequence as RowSequence
+from serving.request.sequences import rows_of
+from serving.request.tensors import EMBEDDINGS, Batch, Checked, Embeddings, Outputs, Tensors
 
 # Addresses of each host of a router's plan, by its number; see `Hosts`.
 Addresses = Mapping[int, str | Sequence[str]]
 
 
-class Engine(Loaded, Closing):
+class Engine(Closing):
     """The program of an opened bundle over its memory-mapped weights, and over its hosts where it has some.
 
     Engines on one bundle, in any number of processes, share one copy of the weights, in the page cache. Several
@@ -40,6 +52,12 @@ class Engine(Loaded, Closing):
         threads: as `open`.
         memory: as `open`.
         processes: how many have the bundle loaded on this machine, this one among them. Memory has to hold them, too.
+
+    Attributes:
+        bundle: as given.
+        schema: the features that requests are checked against.
+        weights: its files of weights.
+        ranks: where partial sums come from.
 
     Raises:
         As `open`.
@@ -55,13 +73,22 @@ class Engine(Loaded, Closing):
         memory: WeightsMemory = WeightsMemory.MAPPED,
         processes: int = 1,
     ) -> None:
-        _check(threads, memory)
+        ServingSettings(threads=threads)
+        check_argument("memory", memory, WeightsMemory)
         given = _hosts_of(bundle, hosts)
-        weights = Weights(bundle.path, bundle.manifest, memory, processes)
-        ranks: Here | Routed = (
-            Here(bundle, weights, threads) if given is None else Routed.open(bundle, weights, given, patience_s)
+        self.bundle = bundle
+        self.weights = Weights(bundle.path, bundle.manifest, memory, processes)
+        self.ranks: Here | Routed = (
+            Here(bundle, self.weights, threads) if given is None else Routed(bundle, self.weights, given, patience_s)
         )
-        super().__init__(bundle, weights, ranks)
+        # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
+        linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
+        for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:
+            weakref.finalize(self, os.close, hold(folder))
+        part = bundle.manifest.dense_part
+        self._dense = None if part is None else DenseProgram(bundle, part)
+        self.schema = Schema.of(bundle.manifest, IdMaps.of(bundle.path, bundle.manifest))
+        self._weighted_keys = bundle.manifest.weighted_keys
 
     @classmethod
     def open(
@@ -93,7 +120,8 @@ class Engine(Loaded, Closing):
                 cannot keep the weights where they are to lie.
             HostUnavailable: naming each host that lacks its bundle, or does not answer.
         """
-        engine = cls(open_bundle(Path(path)), _as_hosts(hosts), threads=threads, memory=memory)
+        given = hosts if hosts is None or isinstance(hosts, Hosts) else Hosts(addresses=hosts)
+        engine = cls(open_bundle(Path(path)), given, threads=threads, memory=memory)
         engine.weights.populate()
         return engine
 
@@ -118,7 +146,7 @@ class Engine(Loaded, Closing):
             InvalidRequest: naming the feature, what was expected and what came.
             HostUnavailable: naming the host that does not answer, and the tables there.
         """
-        return self._looked_up(self._encoded(features, once))
+        return self._looked_up(encode(features, self._weighted_keys, once))
 
     def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
         """Rows of a table. Weights, also those by position, do not count.
@@ -134,13 +162,8 @@ class Engine(Loaded, Closing):
             InvalidRequest, HostUnavailable: as `lookup`. What happens to an id outside the table its id policy says:
                 `zero` gives a row of zeros.
         """
-        found: Embeddings = self._looked_up(self._encoded_rows(table, ids))[table].values
+        found: Embeddings = self._looked_up(encode_rows(table, ids, weighted=self.schema.weighted))[table].values
         return found
-
-    def _looked_up(self, tensors: Tensors) -> dict[str, Any]:
-        checked = self._checked(tensors)
-        batches = batches_of(self.schema, checked)
-        return self._by_feature(tensors, checked, batches, self.run(batches))
 
     def score(self, features: Features, dense: DenseFeatures = NO_DENSE, *, once: Collection[str] = ()) -> Outputs:
         """What the whole model answers, from ids and dense inputs. The bundle was exported with scores.
@@ -157,7 +180,12 @@ class Engine(Loaded, Closing):
             InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.
             HostUnavailable: as `lookup`.
         """
-        return self.outputs(self._for_scores(features, dense, once))
+        part = self.bundle.manifest.dense_part
+        if part is None:
+            raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
+        tensors = encode(features, self._weighted_keys, once)
+        names = [each.name for each in part.outputs]
+        return self.outputs(replace(tensors, outputs=names, dense=encode_dense(dense)))
 
     def answer(self, tensors: Tensors) -> Embeddings:
         """Answer one request for features that are pooled.
@@ -180,75 +208,52 @@ class Engine(Loaded, Closing):
             InvalidRequest, HostUnavailable: as `lookup`.
         """
         checked = self._checked(tensors)
-        batches = batches_of(self.schema, checked)
-        return self._outputs(checked, batches, self.run(batches))
+        batches, answers = self._answered(checked)
+        (outputs,) = outputs_of(checked, batches, answers)
+        return outputs if self._dense is None else {**outputs, **self.score_batch(batches, answers).get(0, {})}
 
     def run(self, batches: Sequence[Batch]) -> list[Answered]:
         """Look batches up: one TBE call for each, and each rank."""
         return self.ranks.answer(batches)
 
+    def score_batch(self, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[int, Outputs]:
+        """The scores of those requests that ask for some, made of the first batch; see `DenseProgram.score_batch`."""
+        return self._dense.score_batch(batches[0], answers[0]) if self._dense is not None and batches else {}
 
-class AsyncEngine(Loaded, AsyncClosing):
-    """Engine for asyncio: while hosts are asked, others may run. `open` makes one, in the loop that uses it."""
+    def _checked(self, tensors: Tensors) -> Checked:
+        """One request, checked; raises InvalidRequest."""
+        request = accept(self.schema, tensors)
+        try:
+            checked = kjt.check([request])
+        except InvalidRequest:
+            request, _ = kjt.apply_id_policies(request)
+            checked = kjt.check([request])
+        return checked
 
-    @classmethod
-    async def open(
-        cls,
-        path: Path | str,
-        hosts: Hosts | Addresses | None = None,
-        *,
-        threads: int = 1,
-        memory: WeightsMemory = WeightsMemory.MAPPED,
-    ) -> "AsyncEngine":
-        """As `Engine.open`."""
-        _check(threads, memory)
-        bundle = open_bundle(Path(path))
-        given = _hosts_of(bundle, _as_hosts(hosts))
-        weights = Weights(bundle.path, bundle.manifest, memory)
-        ranks: Here | Routed
-        if given is None:
-            ranks = Here(bundle, weights, threads)
-        else:
-            ranks = await Routed.open_async(bundle, weights, given, 0.0)
-        weights.populate()
-        return cls(bundle, weights, ranks)
-
-    async def lookup(self, features: Features, *, once: Collection[str] = ()) -> dict[str, Any]:
-        """As `Engine.lookup`."""
-        return await self._looked_up(self._encoded(features, once))
-
-    async def score(
-        self, features: Features, dense: DenseFeatures = NO_DENSE, *, once: Collection[str] = ()
-    ) -> Outputs:
-        """As `Engine.score`."""
-        checked = self._checked(self._for_scores(features, dense, once))
+    def _answered(self, checked: Checked) -> tuple[Sequence[Batch], list[Embeddings]]:
+        """What is looked up for one request, and the answers to that; raises HostUnavailable."""
         batches = batches_of(self.schema, checked)
-        return self._outputs(checked, batches, await self.ranks.answer_async(batches))
+        answered = self.run(batches)
+        for error in failed_of(answered).values():
+            raise error
+        return batches, [each.embeddings for each in answered]
 
-    async def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
-        """As `Engine.rows`."""
-        found: Embeddings = (await self._looked_up(self._encoded_rows(table, ids)))[table].values
-        return found
-
-    async def _looked_up(self, tensors: Tensors) -> dict[str, Any]:
+    def _looked_up(self, tensors: Tensors) -> dict[str, Any]:
+        """The answer to one request, by feature: nothing is copied."""
         checked = self._checked(tensors)
-        batches = batches_of(self.schema, checked)
-        return self._by_feature(tensors, checked, batches, await self.ranks.answer_async(batches))
-
-    async def close(self) -> None:
-        """As `Engine.close`."""
-        await self.ranks.close_async()
-        self.weights.close()
-
-
-def _check(threads: int, memory: WeightsMemory) -> None:
-    """Refuse threads that the setting may not have, and what is no memory."""
-    ServingSettings(threads=threads)
-    check_argument("memory", memory, WeightsMemory)
-
-
-def _as_hosts(hosts: Hosts | Addresses | None) -> Hosts | None:
-    return hosts if hosts is None or isinstance(hosts, Hosts) else Hosts(addresses=hosts)
+        batches, answers = self._answered(checked)
+        (request,) = checked.requests
+        selection = request.selection
+        found: dict[str, Any] = {}
+        for batch, answer in zip(batches, answers, strict=True):
+            if batch.row_bounds is None:
+                found |= decode(answer, dict(zip(batch.selection.names, batch.selection.dims.tolist(), strict=True)))
+        rows = rows_of(batches, answers)
+        lengths = lengths_by_key(tensors, selection.keys) if rows else {}
+        for name, key, position in zip(selection.names, selection.key_of, selection.positions.tolist(), strict=True):
+            if (0, position) in rows:
+                found[name] = RowSequence(rows[0, position], lengths[key])
+        return {name: found[name] for name in selection.names}
 
 
 def _hosts_of(bundle: Bundle, hosts: Hosts | None) -> Hosts | None:

@@ -4,5 +4,5 @@
 
     engine ─► here      all ranks in this process
          └──► routed ── split ─┬─► rank 0: this process ────────────────┬─ merge ─► embeddings
-                               └─► fan_out ─► host ─► a host's Triton ──┘
+                               └─► direct ─► host ─► a host's Triton ───┘
 """

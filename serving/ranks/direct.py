@@ -160,7 +160,12 @@ class DirectCall:
         self._response: Future[Any] | None = None
 
     def sums(self) -> PartialSums:
-        """Wait for the host's partial sums; returns and raises as `Host.sums`."""
+        """Wait for the host's partial sums: float32 or float16 [B, columns].
+
+        Raises:
+            HostUnavailable: no replica answered in time, or none has the version.
+            InternalError: a replica refused the request, or answered otherwise than its bundle says.
+        """
         host = self.direct.host
         try:
             if self._reads.acquire(blocking=False):

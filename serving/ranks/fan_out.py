@@ -1,4 +1,4 @@
-"""All hosts at once, on one event loop."""
+"""What is asked of all hosts at once, on an event loop."""
 
 import asyncio
 import threading
@@ -7,34 +7,12 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from serving.errors import HostUnavailable, InternalError, ModelNotFound, ServingError
+from serving.errors import HostUnavailable, InternalError, ModelNotFound
 from serving.ranks.host import Host
-from serving.ranks.partial import PartialRequest, PartialSums
 
 T = TypeVar("T")
 # The pause between two questions to a host that does not answer yet, in seconds.
 _POLL_S = 0.2
-
-
-async def ask_all(
-    hosts: Mapping[int, Host], requests: Mapping[int, PartialRequest]
-) -> dict[int, PartialSums | ServingError]:
-    """Ask several hosts at once.
-
-    Args:
-        hosts: by rank.
-        requests: what to ask, by rank.
-
-    Returns:
-        The partial sums of each rank, float32 or float16 [B, columns], or why there are none.
-    """
-    found = await asyncio.gather(
-        *(hosts[rank].sums(request) for rank, request in requests.items()), return_exceptions=True
-    )
-    for each in found:
-        if isinstance(each, BaseException) and not isinstance(each, ServingError):
-            raise each
-    return dict(zip(requests, found, strict=True))  # type: ignore[arg-type]
 
 
 async def check_all(hosts: Mapping[int, Host], patience_s: float) -> None:

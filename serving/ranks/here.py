@@ -47,10 +47,6 @@ class Here:
         found = None if self._pieces is None else self._pieces.answer(batch)
         return self.forward(*arguments(batch)).numpy() if found is None else found
 
-    async def answer_async(self, batches: Sequence[Batch]) -> list[Answered]:
-        """As `answer`: the event loop waits."""
-        return self.answer(batches)
-
     def check(self) -> None:
         """There are no hosts."""
 
@@ -58,10 +54,6 @@ class Here:
         """End the threads, where there are some. One thread still answers."""
         if self._pieces is not None:
             self._pieces.close()
-
-    async def close_async(self) -> None:
-        """As `close`."""
-        self.close()
 
 
 def arguments(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -76,23 +76,6 @@ class Host:
             attempt.cancel()
         await self._channel.close()
 
-    async def sums(self, request: PartialRequest) -> PartialSums:
-        """The host's partial sums: float32 or float16 [B, columns].
-
-        Raises:
-            HostUnavailable: no replica answered in time, or none has the version.
-            InternalError: a replica refused the request, or answered otherwise than its bundle says.
-        """
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            response = await self.attempts(self.messages.encode(request), started + self.connection.timeout_s)
-            return self.received(response, request)
-        except ServingError as error:
-            raise self.lost(error) from None
-        finally:
-            self.counts.took(loop.time() - started)
-
     async def check(self) -> None:
         """Look nothing up.
 

@@ -4,7 +4,7 @@ import asyncio
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from serving.errors import ServingError
 from serving.ranks.answered import Answered, Loss
 from serving.ranks.counts import HostCounts
 from serving.ranks.direct import DirectHosts, wait_all
-from serving.ranks.fan_out import LoopThread, ask_all, check_all
+from serving.ranks.fan_out import LoopThread, check_all
 from serving.ranks.here import arguments
 from serving.ranks.host import Host, host_of
 from serving.ranks.hosts import Hosts, OnLost
@@ -72,9 +72,24 @@ class Split:
 
 
 class Routed:
-    """A router's program, and the hosts of its plan. `open` or `open_async` makes one."""
+    """A router's program, and the hosts of its plan. One thread at a time calls it.
 
-    def __init__(self, bundle: Bundle, weights: Weights, hosts: Hosts, loop: LoopThread | None) -> None:
+    Args:
+        bundle: the router's.
+        weights: its files: the router's own rank.
+        hosts: where the hosts are.
+        patience_s: how long hosts are waited for that do not answer yet, in seconds. None: they are not asked.
+
+    Attributes:
+        replicas: what `watch_replicas` saw last.
+
+    Raises:
+        BundleError: the program cannot be loaded.
+        ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
+        HostUnavailable: naming each host that lacks its bundle, or does not answer.
+    """
+
+    def __init__(self, bundle: Bundle, weights: Weights, hosts: Hosts, patience_s: float | None) -> None:
         manifest = bundle.manifest
         hosts.check(manifest)
         program = load_program(bundle)
@@ -90,46 +105,15 @@ class Routed:
         self._manifest = manifest
         self._config = hosts
         self.replicas: tuple[HostReplicas, ...] = ()
-        self._loop = loop
-        self._hosts: dict[int, Host] = {}
-        self._direct: DirectHosts | None = None
         self._kept: dict[bytes, list[_Asked]] = {}
-
-    @classmethod
-    def open(cls, bundle: Bundle, weights: Weights, hosts: Hosts, patience_s: float | None) -> Self:
-        """Connect to the hosts; for `answer`, which one thread calls at a time.
-
-        Args:
-            bundle: the router's.
-            weights: its files: the router's own rank.
-            hosts: where the hosts are.
-            patience_s: how long hosts are waited for that do not answer yet, in seconds. None: they are not asked.
-
-        Raises:
-            BundleError: the program cannot be loaded.
-            ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
-            HostUnavailable: naming each host that lacks its bundle, or does not answer.
-        """
-        routed = cls(bundle, weights, hosts, LoopThread())
+        self._hosts: dict[int, Host] = {}
+        self._loop = LoopThread()
         try:
-            assert routed._loop is not None  # noqa: S101
-            routed._loop.start(routed._connect(patience_s)).result()
-            routed._direct = DirectHosts(routed._hosts, routed._loop)
+            self._loop.start(self._connect(patience_s)).result()
+            self._direct = DirectHosts(self._hosts, self._loop)
         except BaseException:
-            routed.close()
+            self._disconnect()
             raise
-        return routed
-
-    @classmethod
-    async def open_async(cls, bundle: Bundle, weights: Weights, hosts: Hosts, patience_s: float | None) -> Self:
-        """Connect to the hosts from the event loop that runs; for `answer_async`. As `open`."""
-        routed = cls(bundle, weights, hosts, None)
-        try:
-            await routed._connect(patience_s)
-        except BaseException:
-            await routed.close_async()
-            raise
-        return routed
 
     @property
     def counts(self) -> dict[int, HostCounts]:
@@ -152,50 +136,37 @@ class Routed:
                 self.replicas = await replicas_of(self._manifest, self._config)
                 await asyncio.sleep(period_s)
 
-        assert self._loop is not None  # noqa: S101  `open` made it
         self._loop.start(watch())
 
     def check(self) -> None:
-        """Find out whether every host answers; for an engine that `open` made.
+        """Find out whether every host answers.
 
         Raises:
             HostUnavailable: naming each host that does not, or that lacks its bundle.
         """
-        assert self._loop is not None  # noqa: S101  `open` made it
         self._loop.start(check_all(self._hosts, 0.0)).result()
 
     def close(self) -> None:
-        """Close the channels, and end the thread."""
-        if self._loop is not None:
-            if self._direct is not None:
-                self._direct.close()
-            self._loop.start(self.close_async()).result()
-            self._loop.close()
+        """Close the channels, and end the threads."""
+        self._direct.close()
+        self._disconnect()
 
-    async def close_async(self) -> None:
-        """Close the channels."""
-        await asyncio.gather(*(host.close() for host in self._hosts.values()))
+    def _disconnect(self) -> None:
+        async def close() -> None:
+            await asyncio.gather(*(host.close() for host in self._hosts.values()))
+
+        self._loop.start(close()).result()
+        self._loop.close()
 
     def answer(self, batches: Sequence[Batch]) -> list[Answered]:
         """Ask all hosts at once, for all batches, and look the router's own rank up meanwhile."""
         splits = [self.split(batch) for batch in batches]
-        assert self._direct is not None  # noqa: S101  `open` made it
         calls = [self._direct.ask(split.to_send) for split in splits]
         for batch in batches:
             self._read_ahead(batch)
         own = [self._own_sums(split) for split in splits]
         found = map(wait_all, calls)
         return [self._merge(*each) for each in zip(batches, splits, own, found, strict=True)]
-
-    async def answer_async(self, batches: Sequence[Batch]) -> list[Answered]:
-        """As `answer`."""
-        splits = [self.split(batch) for batch in batches]
-        asked = asyncio.gather(*(ask_all(self._hosts, split.to_send) for split in splits))
-        await asyncio.sleep(0)  # so that it begins
-        for batch in batches:
-            self._read_ahead(batch)
-        own = [self._own_sums(split) for split in splits]
-        return [self._merge(*each) for each in zip(batches, splits, own, await asked, strict=True)]
 
     def split(self, batch: Batch) -> Split:
         """What each rank is asked for a batch."""

@@ -17,7 +17,7 @@ from torchrec import KeyedJaggedTensor
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.client import Sequence as Rows
-from serving.engine import AsyncEngine, Engine
+from serving.engine import Engine
 from serving.errors import IdsOutside, InternalError, InvalidRequest, ServerUnavailable
 from serving.model.config_file import read_config, write_config
 from serving.model.settings import ServingSettings
@@ -494,17 +494,12 @@ def test_through_a_router(tmp_path: Path) -> None:
     bags, dense, once, expected = pairs(module, 0, 9)
     whole = repeated(bags, once, 9)
 
-    async def by_asyncio() -> Any:
-        async with await AsyncEngine.open(router, served.hosts) as engine:
-            return await engine.lookup(bags, once=once), await engine.score(bags, dense, once=once)
-
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 20) as client:
         repeats = client.lookup(whole)
         with Engine.open(router, served.hosts) as engine:
             answers = [
                 (client.lookup(bags, once=once), client.score(bags, dense, once=once)),
                 (engine.lookup(bags, once=once), engine.score(bags, dense, once=once)),
-                asyncio.run(by_asyncio()),
             ]
         for looked_up, scores in answers:
             assert_scores(scores, expected)

@@ -24,7 +24,7 @@ from serving.backend.metrics import LookupMetrics
 from serving.bundle import DefaultRow
 from serving.bundle.opening import open_bundle
 from serving.client import AsyncLookupClient, LookupClient, Retries, Sequence
-from serving.engine import AsyncEngine, Engine
+from serving.engine import Engine
 from serving.errors import HostUnavailable, IdsOutside, InvalidRequest, Reason, ServerUnavailable
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import ServingSettings
@@ -573,13 +573,6 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert asks > 1
             assert set(order[:asks]) == {"ask"}
             assert set(order[asks:]) == {"sums"}
-
-        async def run() -> None:
-            async with await AsyncEngine.open(served.bundle, served.hosts) as engine:
-                assert_mixed(await engine.lookup(bags), module, bags)
-                np.testing.assert_array_equal(await engine.rows("item", ids), items[ids])
-
-        asyncio.run(run())
 
 
 def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Servers that have the hosts of a plan, a relay before each that fails as told, and a router."""
 
-import asyncio
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ import numpy as np
 
 from export import ExportConfig, Sharding
 from serving.client import LookupClient, Retries
-from serving.engine import AsyncEngine, Engine
+from serving.engine import Engine
 from serving.errors import ServerUnavailable, ServingError
 from serving.model.config_file import read_config, write_config
 from serving.ranks.hosts import Hosts, OnLost
@@ -202,26 +200,6 @@ def by_engine(bundle: Path, addresses: Mapping[int, Sequence[str]]) -> Iterator[
     """Ask the hosts from this process."""
     with Engine.open(bundle, hosts(addresses)) as engine:
         yield engine.lookup
-
-
-@contextmanager
-def by_asyncio(bundle: Path, addresses: Mapping[int, Sequence[str]]) -> Iterator[Ask]:
-    """Ask the hosts from an event loop of this process."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    def run(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
-
-    engine = run(AsyncEngine.open(bundle, hosts(addresses)))
-    try:
-        yield lambda features: run(engine.lookup(features))
-    finally:
-        run(engine.close())
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 def hosts(addresses: Mapping[int, Sequence[str]]) -> Hosts:

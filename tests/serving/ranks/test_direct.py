@@ -187,6 +187,7 @@ def test_an_answer_that_was_there_already_counts_as_the_last_that_was_waited_for
         direct.took(0.001, waited=False)
         assert direct.host.counts.seconds == pytest.approx(0.004 + 0.004 + 0.001)
         assert direct.expected_s < 0.001
+        assert [*filter(None, direct.host.counts.by_seconds)] == [1, 2]
         direct.took(0.2, waited=True)
         assert (direct.expected_s, direct.host.counts.seconds) == pytest.approx((0.2, 0.209))
 

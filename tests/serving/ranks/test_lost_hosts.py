@@ -1,4 +1,4 @@
-"""Hosts that are lost, and what a router and engines make of it. Real servers, and a relay that fails as told."""
+"""Hosts that are lost, and what a router and an engine make of it. Real servers, and a relay that fails as told."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from tests.support.host_faults import (
     Ask,
     Faulty,
     bags,
-    by_asyncio,
     by_engine,
     by_router,
     outcome,
@@ -64,7 +63,6 @@ def test_a_lost_host_is_named_and_what_does_not_need_it_is_answered(
         asks = [
             stack.enter_context(by_router(served.router.grpc)),
             stack.enter_context(by_engine(version.bundle, served.addresses)),
-            stack.enter_context(by_asyncio(version.bundle, served.addresses)),
         ]
         with lose(served):
             done = at_once([partial(assert_lost, served, ask, seed) for seed, ask in enumerate(asks)])

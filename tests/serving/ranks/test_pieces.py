@@ -1,6 +1,5 @@
 """A large request looked up by several threads: the answer is that of one thread, bit for bit, whatever the model."""
 
-import asyncio
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -14,12 +13,13 @@ import pytest
 from export import ExportConfig, Sharding, export_model
 from serving.bundle.plan import ShardingType
 from serving.bundle.tables import OutputDtype
-from serving.engine import AsyncEngine, Engine
+from serving.engine import Engine
 from serving.errors import ConfigurationError
 from serving.ranks import pieces
 from serving.ranks.threads import Threads
 from serving.request.accept import accept
 from serving.request.batches import batches_of, outputs_of
+from serving.request.encoding import encode
 from serving.request.kjt import check
 from serving.request.sequence import Sequence
 from tests.support.models import MEAN, MIXED, MIXED_CONFIG, SUM, Spec, collection, flat, random_bags, table_of
@@ -148,7 +148,7 @@ def test_merged_requests_are_answered_as_by_one_thread(
     for first in range(0, len(every), 5):
         outputs = {}
         for threads, engine in engines.items():
-            encoded = [engine._encoded(request, ()) for request in every[first : first + 5]]
+            encoded = [encode(request, engine.bundle.manifest.weighted_keys) for request in every[first : first + 5]]
             checked = check([accept(engine.schema, each) for each in encoded])
             batches = batches_of(engine.schema, checked)
             answers = [each.embeddings for each in engine.run(batches)]
@@ -176,20 +176,6 @@ def test_small_requests_are_left_to_one_thread(
         bags = random_bags(random, MIXED, 1200)
         assert_same(engine.lookup(bags), one.lookup(bags))
         assert parts == [4, 2]  # each thread has work worth waking up for
-
-
-def test_an_engine_for_asyncio_answers_alike(mixed: Path, parts: list[int]) -> None:
-    bags = random_bags(np.random.default_rng(2), MIXED, 50)
-    with Engine.open(mixed) as one:
-        expected = one.lookup(bags)
-
-    async def ask() -> None:
-        async with await AsyncEngine.open(mixed, threads=3) as engine:
-            for found in await asyncio.gather(*(engine.lookup(bags) for _ in range(10))):
-                assert_same(found, expected)
-
-    asyncio.run(ask())
-    assert parts == [3] * 10
 
 
 def test_threads_end_with_the_engine(mixed: Path) -> None:
@@ -225,11 +211,8 @@ def test_weights_go_with_the_engine(mixed: Path, threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [0, -1, 1025, 10**6, 1.5, "2", None, True])
 def test_threads_that_a_setting_may_not_have_are_refused(mixed: Path, threads: Any) -> None:
-    expected = rf"^threads: expected .*, got {threads!r}"
-    with pytest.raises(ConfigurationError, match=expected):
+    with pytest.raises(ConfigurationError, match=rf"^threads: expected .*, got {threads!r}"):
         Engine.open(mixed, threads=threads)
-    with pytest.raises(ConfigurationError, match=expected):
-        asyncio.run(AsyncEngine.open(mixed, threads=threads))
 
 
 def test_a_memory_that_is_none_is_refused(mixed: Path) -> None:

@@ -1,6 +1,5 @@
 """An engine that cannot be opened leaves nothing behind."""
 
-import asyncio
 import gc
 import socket
 import threading
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from export import ExportConfig, Sharding
-from serving.engine import AsyncEngine, Engine
+from serving.engine import Engine
 from serving.errors import HostUnavailable
 from serving.ranks.hosts import Hosts
 from tests.support.hosts import export_hosts
@@ -50,26 +49,15 @@ def hanging_up() -> Iterator[tuple[str, Callable[[], int]]]:
             thread.join()
 
 
-async def open_async(bundle: Path, hosts: Hosts) -> None:
-    await AsyncEngine.open(bundle, hosts)
-
-
 @pytest.mark.usefixtures("quick_reload")
-@pytest.mark.parametrize(
-    "opened",
-    [Engine.open, lambda bundle, hosts: asyncio.run(open_async(bundle, hosts))],
-    ids=["Engine", "AsyncEngine"],
-)
-def test_hosts_are_left_alone_after_an_engine_was_refused(
-    tmp_path: Path, opened: Callable[[Path, Hosts], object]
-) -> None:
+def test_hosts_are_left_alone_after_an_engine_was_refused(tmp_path: Path) -> None:
     sharding = Sharding(ranks=2, ranks_per_host=1, memory_bytes=1 << 20, types={"*": "row_wise"})
     bundle = export_hosts(tmp_path, collection(SPECS), ExportConfig(sharding=sharding))
     with hanging_up() as (address, connections):
         gc.disable()
         try:
             with pytest.raises(HostUnavailable):
-                opened(bundle, Hosts(addresses={0: address, 1: address}, timeout_s=2.0))
+                Engine.open(bundle, Hosts(addresses={0: address, 1: address}, timeout_s=2.0))
             time.sleep(WAIT_S)  # one that was on its way
             before = connections()
             assert before > 0

@@ -17,7 +17,6 @@ from tests.support.host_faults import (
     Ask,
     Faulty,
     bags,
-    by_asyncio,
     by_engine,
     by_router,
     hosts,
@@ -80,14 +79,14 @@ def until_asked(server: Running) -> None:
 
 @contextmanager
 def every_way(served: Faulty, *relays: str, version: int = 1) -> Iterator[list[Ask]]:
-    """A router and engines that reach both hosts at the same servers."""
+    """A router and an engine that reach both hosts at the same servers."""
     bundle, addresses = served.versions[version].bundle, served.at(*relays)
-    with by_engine(bundle, addresses) as engine, by_asyncio(bundle, addresses) as loop:
+    with by_engine(bundle, addresses) as engine:
         if relays != ("a", "b"):
-            yield [engine, loop]
+            yield [engine]
             return
         with by_router(served.router.grpc, PAIRS) as router:
-            yield [router, engine, loop]
+            yield [router, engine]
 
 
 def test_no_request_fails_when_one_of_two_replicas_is_killed_and_returns(served: Faulty) -> None:
@@ -137,16 +136,14 @@ def test_a_host_whose_replicas_all_have_another_bundle_is_lost_until_one_has_it_
     with Relay(served.servers["a"].grpc) as relay:
         addresses = {host: [relay.address] for host in (0, 1)}
         bundle = served.versions[1].bundle
-        with by_engine(bundle, addresses) as engine, by_asyncio(bundle, addresses) as loop:
-            assert same(engine(request), one.lookup(request))
+        with by_engine(bundle, addresses) as ask:
+            assert same(ask(request), one.lookup(request))
             relay.turn(served.servers["c"].grpc)
-            for ask in (engine, loop):
-                said = str(refusal(ask, request))
-                for host in open_bundle(bundle).manifest.hosts:
-                    assert f"host {host.host} ({host.model} version 1 at {relay.address}): " in said
+            said = str(refusal(ask, request))
+            for host in open_bundle(bundle).manifest.hosts:
+                assert f"host {host.host} ({host.model} version 1 at {relay.address}): " in said
             relay.turn(served.servers["a"].grpc)
-            for ask in (engine, loop):
-                assert same(until_answered(ask, request), one.lookup(request))
+            assert same(until_answered(ask, request), one.lookup(request))
 
 
 def test_a_version_that_a_host_lacks_is_not_loaded_and_the_present_one_goes_on(served: Faulty) -> None:

@@ -18,7 +18,7 @@ from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
 from serving.bundle.opening import open_bundle
 from serving.bundle.plan import ShardingType
 from serving.client import LookupClient
-from serving.engine import AsyncEngine, Engine
+from serving.engine import Engine
 from serving.errors import ConfigurationError, HostUnavailable, InvalidRequest
 from serving.ranks.hosts import Hosts
 from serving.ranks.replicas import replicas_of
@@ -130,19 +130,9 @@ def test_a_router_answers_as_one_process_bit_for_bit(served: Served) -> None:
 
 def test_an_engine_in_a_process_of_its_own_answers_alike(served: Served) -> None:
     with Engine.open(served.bundle, patient(served.addresses)) as engine:
-        for request in requests(served, seed=1):
-            assert_same(engine.lookup(request), served.one.lookup(request))
-
-
-def test_an_engine_for_asyncio_answers_alike_many_at_once(served: Served) -> None:
-    many = [request for seed in range(3) for request in requests(served, seed)]
-
-    async def run() -> list[Any]:
-        async with await AsyncEngine.open(served.bundle, patient(served.addresses)) as engine:
-            return list(await asyncio.gather(*map(engine.lookup, many)))
-
-    for request, found in zip(many, asyncio.run(run()), strict=True):
-        assert_same(found, served.one.lookup(request))
+        for seed in range(3):
+            for request in requests(served, seed):
+                assert_same(engine.lookup(request), served.one.lookup(request))
 
 
 def test_requests_that_come_together_are_merged_into_one_call_a_host(served: Served) -> None:

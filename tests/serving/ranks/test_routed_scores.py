@@ -1,6 +1,5 @@
 """Scores of a model whose ranks are on other hosts: those of the same plan in one process, bit for bit."""
 
-import asyncio
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 from export import Sharding
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient, Retries
-from serving.engine import AsyncEngine, Engine
+from serving.engine import Engine
 from serving.errors import ServerUnavailable, ServingError
 from serving.ranks.hosts import OnLost
 from tests.support.host_faults import until
@@ -34,13 +33,9 @@ def test_scores_through_a_router_are_those_of_one_process(tmp_path: Path) -> Non
     expected = own_scores(module, bags, dense)
     alone = one.score(bags, dense)
 
-    async def by_asyncio() -> Any:
-        async with await AsyncEngine.open(router, served.hosts) as engine:
-            return await engine.score(bags, dense)
-
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 20) as client:
         with Engine.open(router, served.hosts) as engine:
-            answers = [client.score(bags, dense), engine.score(bags, dense), asyncio.run(by_asyncio())]
+            answers = [client.score(bags, dense), engine.score(bags, dense)]
         for answer in answers:
             for name, numbers in alone.items():
                 np.testing.assert_array_equal(answer[name], numbers)
