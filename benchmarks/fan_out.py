@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from benchmarks.workload import Arrays
-from serving.bundle.hosts import HostBundle, IdDtype
+from serving.bundle.hosts import HostBundle
+from serving.bundle.manifest import Manifest
+from serving.bundle.segments import planned_host
 from serving.client.connection import Connection
 from serving.client.retries import Retries
 from serving.closing import Closing
@@ -48,7 +50,7 @@ class FanOut(Closing):
         ranks = enumerate(manifest.plan.ranks)
         asked = {number: by_host[rank.host] for number, rank in ranks if rank.host in by_host}
         self._loop = LoopThread()
-        hosts = self._loop.start(_connect(asked, addresses)).result()
+        hosts = self._loop.start(_connect(manifest, asked, addresses)).result()
         self._direct = DirectHosts(hosts, self._loop)
 
     @property
@@ -71,12 +73,13 @@ class FanOut(Closing):
         self._loop.close()
 
 
-async def _connect(hosts: Mapping[int, HostBundle], addresses: Mapping[int, str]) -> dict[int, Host]:
+async def _connect(
+    manifest: Manifest, hosts: Mapping[int, HostBundle], addresses: Mapping[int, str]
+) -> dict[int, Host]:
     return {
         rank: Host(
             host,
-            IdDtype.INT32,
-            False,
+            planned_host(manifest, host.host),
             Connection(addresses=[addresses[host.host]], timeout_s=20.0, retries=Retries(attempts=1)),
         )
         for rank, host in hosts.items()

@@ -132,8 +132,7 @@ class Answerer:
         """Decode a request. False if it was refused."""
         try:
             tensors = decode(request)
-            if tensors.bundle is not None and tensors.bundle != self._engine.bundle.digest:
-                raise _not_this(tensors.bundle, self._engine.bundle)
+            check_bundle(self._engine.bundle, tensors)
             if tensors.every_host:
                 self._engine.ranks.check()
             handover.tensors[position] = tensors
@@ -217,12 +216,22 @@ class Answerer:
             self._recorder.record(tensors, why)
 
 
-def _not_this(digest: str, bundle: Bundle) -> ModelNotFound:
-    """The error for a request that another bundle has to answer."""
-    return ModelNotFound(
-        f"expected the bundle with SHA-256 {str(digest)[:64]} of its manifest, this is {bundle.digest}: "
-        f"{bundle.path.parent.name} version {bundle.path.name}"
-    )
+def check_bundle(bundle: Bundle, tensors: Tensors) -> None:
+    """Refuse a request that another bundle has to answer.
+
+    Raises:
+        ModelNotFound: naming what was expected.
+    """
+    this = f"{bundle.path.parent.name} version {bundle.path.name}"
+    if tensors.bundle is not None and tensors.bundle != bundle.digest:
+        raise ModelNotFound(
+            f"expected the bundle with SHA-256 {str(tensors.bundle)[:64]} of its manifest, "
+            f"this is {bundle.digest}: {this}"
+        )
+    part = bundle.manifest.part_of
+    if tensors.part_of is not None and (part is None or tensors.part_of != part.text):
+        what = "no part of a plan" if part is None else f"part {part.text}"
+        raise ModelNotFound(f"expected part {str(tensors.part_of)[:100]} (plan/host), this is {what}: {this}")
 
 
 def _overflows(embeddings: Array) -> bool:

@@ -35,11 +35,12 @@ from serving.errors import (
     ServingError,
 )
 from serving.model.settings import RECOVERED, ServingSettings, parsed
-from serving.ranks.message import BUNDLE
+from serving.ranks.message import BUNDLE, PART_OF
 from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
 from serving.ranks.weights import WeightsMemory
 from serving.request.tensors import EVERY_HOST, IDS, ONCE, TABLES, Array, Tensors
+from serving.said import shown
 from serving.triton.parent import end_with_parent
 from serving.triton.presence import BUSY, IDLE, show
 
@@ -169,6 +170,7 @@ def _decode(request: Any) -> Tensors:
         {name: _matrix(name, each) for name, each in inputs.items() if name not in IDS},
         _names(parameters, TABLES),
         _names(parameters, ONCE) or (),
+        parameters.get(PART_OF),
     )
 
 
@@ -205,5 +207,5 @@ def _names(parameters: Mapping[str, Any], parameter: str) -> list[str] | None:
 def _response(outcome: Outcome) -> Any:
     if isinstance(outcome, ServingError):
         status = getattr(pb_utils.TritonError, _STATUS.get(type(outcome), "INTERNAL"))
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), status))
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(shown(str(outcome)), status))
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, each[np.newaxis]) for name, each in outcome.items()])

@@ -50,6 +50,12 @@ class HostBundle(Strict, frozen=True):
         is_digest = _SHA256.fullmatch(self.manifest) is not None
         return is_model_name(self.model) and 1 <= self.version <= MOST_VERSION and is_digest
 
+    @property
+    def router(self) -> str | None:
+        """The name of the router's model, which that of the host's is made of. None: it is not."""
+        router = self.model.removesuffix(host_model("", self.host))
+        return router if is_model_name(router) and router != self.model else None
+
 
 class Part(Strict, frozen=True):
     """What a host's bundle is a part of.
@@ -69,10 +75,25 @@ class Part(Strict, frozen=True):
         """Whether there can be such a part."""
         return is_model_name(self.model) and self.host >= 0 and _SHA256.fullmatch(self.plan) is not None
 
+    @property
+    def text(self) -> str:
+        """All of it that makes partial sums mean something, as a router asks for it."""
+        return part_text(self.host, self.plan)
+
 
 def is_model_name(text: str) -> bool:
     """Whether a model may be called so: it names a folder, and goes into paths."""
     return _MODEL_NAME.fullmatch(text) is not None
+
+
+def part_text(host: int, plan: str) -> str:
+    """What a request to a host asks its bundle to be a part of: `PLAN/HOST`.
+
+    Args:
+        host: number of the host.
+        plan: `Manifest.layout` of the router's manifest, in hex.
+    """
+    return f"{plan}/{host}"
 
 
 def host_model(router: str, host: int) -> str:

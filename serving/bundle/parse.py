@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from serving.bundle.hosts import host_model
 from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import (
     DEVICE,
@@ -219,6 +220,11 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
                 f"hosts: host {each.host}: expected the name of a model, a version and a SHA-256, got "
                 f"{each.model!r}, {each.version} and {each.manifest!r}"
             )
+        if each.router is None or each.router != manifest.hosts[0].router:
+            first = manifest.hosts[0]
+            expected = host_model(first.router or "<router>", each.host)
+            yield f"hosts: host {each.host}: expected the model {expected!r}, got {each.model!r}"
+    yield from _twice("hosts: the bundle", (each.manifest for each in manifest.hosts))
     part = manifest.part_of
     if part is not None and (not part.is_possible or [rank.host for rank in manifest.plan.ranks] != [part.host]):
         yield (

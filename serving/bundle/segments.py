@@ -1,9 +1,10 @@
 """Segments: one feature over one shard. What a rank is asked for, and answers with, is by segment."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from serving.bundle.hosts import IdDtype
+from serving.bundle.hosts import IdDtype, part_text
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Shard
 from serving.bundle.tables import Table
@@ -25,6 +26,37 @@ class FeatureShard(NamedTuple):
     shard: Shard
     name: str
     table: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedHost:
+    """What a router's plan says of a host.
+
+    Attributes:
+        segments: names of all its segments, in order.
+        columns: of all of them together.
+        id_dtype: of row numbers, as they travel.
+        is_weighted: whether it takes a weight for each row.
+        part_of: what its bundle has to be a part of, as `Part.text`.
+    """
+
+    segments: tuple[str, ...]
+    columns: int
+    id_dtype: IdDtype
+    is_weighted: bool
+    part_of: str
+
+
+def planned_host(manifest: Manifest, host: int) -> PlannedHost:
+    """What the plan of a router's manifest says of a host."""
+    segments = segments_by_rank(manifest)[manifest.plan.rank_of_host[host]]
+    return PlannedHost(
+        segments=tuple(each.name for each in segments),
+        columns=sum(each.shard.width for each in segments),
+        id_dtype=id_dtype_of(segments),
+        is_weighted=takes_weights(manifest, segments),
+        part_of=part_text(host, manifest.layout),
+    )
 
 
 def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:

@@ -179,13 +179,14 @@ class Connection:
 
         Args:
             library: the module.
-            more_options: of the channel.
+            more_options: of the channel. They go before its own of the same name.
 
         Raises:
             ConfigurationError: as `Tls.credentials`.
             ServerUnavailable: as `target`.
         """
-        options = [*self._options(), *more_options]
+        # Of two options with one name gRPC takes the first.
+        options = [*{**dict(self._options()), **dict(more_options)}.items()]
         if self.tls is None:
             return library.insecure_channel(self.target, options)
         return library.secure_channel(self.target, self.tls.credentials(), options)

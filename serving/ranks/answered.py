@@ -3,8 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from serving.errors import InternalError, ServingError
+from serving.errors import HostUnavailable, ServingError
 from serving.request.tensors import Embeddings
+from serving.said import listed, shown
+
+# How many hosts the error of a request names.
+_MOST_HOSTS = 3
 
 
 class Loss(NamedTuple):
@@ -36,7 +40,7 @@ class Answered(NamedTuple):
 def failed_of(answered: Sequence[Answered]) -> dict[int, ServingError]:
     """Requests that got no answer from some of several batches, by their position in all of them.
 
-    The error names each lost host once, with the tables of all batches. It is INTERNAL if that of one host is.
+    The error names the first few of the lost hosts, with the first few of their tables in all batches.
     """
     if not any(each.lost for each in answered):
         return {}
@@ -65,6 +69,7 @@ def zeroed_of(answered: Sequence[Answered]) -> dict[str, int]:
 
 
 def _error_of(losses: Sequence[Loss]) -> ServingError:
-    said = "; ".join(f"tables {', '.join(map(repr, sorted(tables)))}: {error}" for error, tables in losses)
-    kind = next((type(error) for error, _ in losses if isinstance(error, InternalError)), type(losses[0].error))
-    return kind(said)
+    said = [f"tables {listed(map(repr, sorted(tables)))}: {error}" for error, tables in losses[:_MOST_HOSTS]]
+    if (more := len(losses) - len(said)) > 0:
+        said.append(f"and {more} more hosts")
+    return HostUnavailable(shown("; ".join(said)))

@@ -18,8 +18,8 @@ import grpc.experimental
 
 from serving.errors import DeadlineExceeded, InternalError, ServingError
 from serving.ranks.fan_out import LoopThread
-from serving.ranks.host import Host, most_attempts
-from serving.ranks.message import METHOD, Response
+from serving.ranks.host import Channels, Host, most_attempts
+from serving.ranks.message import MORE_THAN_ONE, largest_answer
 from serving.ranks.partial import PartialRequest, PartialSums
 from serving.triton.sayings import error_of
 
@@ -89,28 +89,32 @@ class DirectHost:
         self.expected_s = 0.0
         self._loop = loop
         self._known_s = float("inf")
-        self._channel = host.connection.channel(grpc, [_ON_ONE_THREAD])
-        self._call = self._channel.unary_stream(METHOD, response_deserializer=Response.FromString)
+        self._channels = Channels(host.connection, grpc, _ON_ONE_THREAD)
+        self._channels.call(0)
         self.asked: set[DirectCall] = set()
 
     def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
+        """Close the channels."""
+        self._channels.close()
 
     def ask(self, request: PartialRequest) -> "DirectCall":
         """Send a request, and do not wait."""
-        message = self.host.messages.encode(request)
-        metadata = self.host.connection.call_metadata(None)
-        self.host.counts.add(bytes_out=len(message))
-        attempt = self._call(message, timeout=self.timeout_s, metadata=metadata)
-        asked = DirectCall(self, request, message, attempt)
+        asked = DirectCall(self, request)
         self.asked.add(asked)
         return asked
 
-    def ask_elsewhere(self, message: bytes, deadline: float) -> "Future[Any]":
-        """Have the host make other attempts by `deadline`, in the time of `time.monotonic`."""
+    def attempt(self, message: bytes, largest: int) -> Any:
+        """Send a message, and do not wait; see `Host.attempts`."""
+        metadata = self.host.connection.call_metadata(None)
+        self.host.counts.add(bytes_out=len(message))
+        return self._channels.call(largest)(message, timeout=self.timeout_s, metadata=metadata)
+
+    def ask_elsewhere(
+        self, message: bytes, largest: int, deadline: float, *before: ServingError
+    ) -> "Future[bytes | None]":
+        """Have the host make other attempts by `deadline`, in the time of `time.monotonic`; see `Host.attempts`."""
         self.host.counts.add(retries=1)
-        return self._loop.start(self.host.attempts(message, deadline))
+        return self._loop.start(self.host.attempts(message, largest, deadline, before))
 
     def took(self, seconds: float, waited: bool) -> None:
         """Count how long a call took.
@@ -148,12 +152,18 @@ class DirectCall:
         started: when it was sent, in the time of `time.monotonic`.
     """
 
-    def __init__(self, direct: DirectHost, request: PartialRequest, message: bytes, attempt: Any) -> None:
+    def __init__(self, direct: DirectHost, request: PartialRequest) -> None:
         self.direct = direct
         self.started = time.monotonic()
         self._request = request
-        self._message = message
-        self._attempt = attempt
+        self._message = direct.host.messages.encode(request)
+        # Where it cannot be sent, that is the host's loss, not that of who is asked beside it.
+        self._attempt: Any = None
+        self._not_sent: ServingError | None = None
+        try:
+            self._attempt = direct.attempt(self._message, largest_answer(request))
+        except ServingError as error:
+            self._not_sent = error
         self._elsewhere: Future[Any] | None = None
         # Who has it reads the response. Where that is another thread, the response will be in `_response`.
         self._reads = threading.Lock()
@@ -163,8 +173,8 @@ class DirectCall:
         """Wait for the host's partial sums: float32 or float16 [B, columns].
 
         Raises:
-            HostUnavailable: no replica answered in time, or none has the version.
-            InternalError: a replica refused the request, or answered otherwise than its bundle says.
+            HostUnavailable: no replica answered in time, none has the version, one refused the request, or what it
+                sent does not answer it.
         """
         host = self.direct.host
         try:
@@ -197,16 +207,16 @@ class DirectCall:
     def hurry(self) -> None:
         """The answer is late: ask another replica. The first that answers wins. Called on the event loop."""
         self.direct.host.counts.add(timeouts=1)
-        self._elsewhere = self.direct.ask_elsewhere(self._message, self._deadline)
+        self._elsewhere = self._ask_elsewhere()
         self._elsewhere.add_done_callback(self._answered_elsewhere)
 
-    def _answered_elsewhere(self, elsewhere: "Future[Any]") -> None:
-        if not elsewhere.cancelled() and elsewhere.exception() is None:
-            self._attempt.cancel()  # wakes the thread that waits for it
+    def _ask_elsewhere(self, *before: ServingError) -> "Future[bytes | None]":
+        deadline = self.started + self.direct.timeout_s
+        return self.direct.ask_elsewhere(self._message, largest_answer(self._request), deadline, *before)
 
-    @property
-    def _deadline(self) -> float:
-        return self.started + self.direct.timeout_s
+    def _answered_elsewhere(self, elsewhere: "Future[Any]") -> None:
+        if self._attempt is not None and not elsewhere.cancelled() and elsewhere.exception() is None:
+            self._attempt.cancel()  # wakes the thread that waits for it
 
     def _read(self) -> Any:
         begun_s, busy_s = time.perf_counter(), time.thread_time()
@@ -217,20 +227,30 @@ class DirectCall:
             waited_s = (time.perf_counter() - begun_s) - (time.thread_time() - busy_s)
             self.direct.took(time.monotonic() - self.started, waited_s > _WAITED_S)
 
-    def _answer(self) -> Any:
+    def _answer(self) -> bytes | None:
+        if self._not_sent is not None:
+            raise self.direct.host.failed([self._not_sent])
         try:
-            # The status behind the answer is not read: it came with it, and to get at it takes a third of a call.
-            return next(self._attempt)
-        except StopIteration:
-            raise InternalError("expected a response, got none") from None
+            message: bytes | None = next(self._attempt, None)
+            # A message counts if the status behind it is OK, as for any call of gRPC.
+            if message is not None and next(self._attempt, None) is not None:
+                self._attempt.cancel()
+                raise InternalError(MORE_THAN_ONE)
         except grpc.RpcError as error:
-            if self._elsewhere is not None:
-                return self._elsewhere.result()
             failed = error_of(error.code().name, error.details() or "")
+        else:
+            return message
+        host = self.direct.host
+        if self._elsewhere is not None:
+            try:
+                found: bytes | None = self._elsewhere.result()
+            except ServingError as error:
+                raise host.failed([failed, error]) from None
+            return found
         if most_attempts(failed) == 1:
-            self.direct.host.counts.add(timeouts=isinstance(failed, DeadlineExceeded))
-            raise failed
-        return self.direct.ask_elsewhere(self._message, self._deadline).result()
+            host.counts.add(timeouts=isinstance(failed, DeadlineExceeded))
+            raise host.failed([failed])
+        return self._ask_elsewhere(failed).result()
 
 
 def wait_all(calls: Mapping[int, DirectCall]) -> dict[int, PartialSums | ServingError]:

@@ -3,23 +3,28 @@
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from serving.bundle.hosts import HostBundle, IdDtype
 from serving.errors import InternalError
 from serving.ranks.partial import PartialRequest, PartialSums
+from serving.request.tensors import EMBEDDINGS
+from serving.said import shown
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
-# The request parameter with the digest of the bundle that has to answer.
-BUNDLE = "bundle"
+# The request parameters with the digest of the bundle that has to answer, and with what it has to be a part of.
+BUNDLE, PART_OF = "bundle", "part_of"
+# All of a response but its numbers is smaller than this.
+_LARGEST_REST_BYTES = 1 << 12
+_MOST_SHOWN = 150
+MORE_THAN_ONE = "expected one response, got more"
 _DTYPES: dict[str, type[np.floating[Any]]] = {"FP32": np.float32, "FP16": np.float16}
 _ID_TYPES = {IdDtype.INT32: np.int32, IdDtype.INT64: np.int64}
 
-Response = pb.ModelInferResponse
-
 
 class Messages:
-    """The requests to a host, encoded, and its responses, decoded.
+    """The requests to a host, encoded, and its responses, decoded. A response is what anybody may have sent.
 
     Args:
         bundle: what has to answer.
@@ -28,6 +33,9 @@ class Messages:
 
     def __init__(self, bundle: HostBundle, id_dtype: IdDtype) -> None:
         self._id_dtype = id_dtype
+        self._by = (bundle.model, str(bundle.version))
+        # Of all answers of the bundle. Known after the first.
+        self._datatype: str | None = None
         # Requests are bytes: what all have in common is encoded once.
         prefix = pb.ModelInferRequest(model_name=bundle.model, model_version=str(bundle.version))
         prefix.parameters[BUNDLE].string_param = bundle.manifest
@@ -47,24 +55,50 @@ class Messages:
                 content.raw_input_contents.append(array.tobytes())
         if request.segments is not None:
             content.parameters["features"].string_param = request.segments
+        if request.part_of is not None:
+            content.parameters[PART_OF].string_param = request.part_of
         encoded: bytes = content.SerializeToString()
         return self._prefix + encoded
 
+    def decode(self, message: bytes | None, request: PartialRequest) -> PartialSums:
+        """The partial sums in a response: float32 or float16 [B, columns], its own bytes.
 
-def decode(response: Any, request: PartialRequest) -> PartialSums:
-    """The partial sums in a response: float32 or float16 [B, columns], the response's own bytes.
+        Raises:
+            InternalError: it is no response, another model's, or answers another request.
+        """
+        if message is None:
+            raise InternalError("expected a response, got none")
+        try:
+            response = pb.ModelInferResponse.FromString(message)
+        except DecodeError:
+            raise InternalError("expected a ModelInferResponse, got other bytes") from None
+        by = (response.model_name, response.model_version)
+        if by != self._by:
+            raise InternalError(f"expected an answer of {_described(*self._by)}, got one of {_described(*by)}")
+        if not len(response.outputs) == len(response.raw_output_contents) == 1:
+            raise InternalError(
+                f"expected one output, got {len(response.outputs)}, and bytes of {len(response.raw_output_contents)}"
+            )
+        output, content = response.outputs[0], response.raw_output_contents[0]
+        datatypes = (*_DTYPES,) if self._datatype is None else (self._datatype,)
+        shape = [1, request.samples, request.columns]
+        if output.name != EMBEDDINGS or output.datatype not in datatypes or list(output.shape) != shape:
+            found = f"{output.name!r} of {output.datatype!r} {list(output.shape[: len(shape) + 1])}"
+            raise InternalError(
+                f"expected {EMBEDDINGS!r} of {' or '.join(datatypes)} {shape}, got {shown(found, _MOST_SHOWN)}"
+            )
+        dtype = np.dtype(_DTYPES[output.datatype])
+        if len(content) != request.samples * request.columns * dtype.itemsize:
+            raise InternalError(f"expected {output.datatype} {shape}, got {len(content)} bytes")
+        self._datatype = output.datatype
+        sums: PartialSums = np.frombuffer(content, dtype).reshape(shape[1:])
+        return sums
 
-    Raises:
-        InternalError: the response answers another request.
-    """
-    expected = [1, request.samples, request.columns]
-    output = response.outputs[0] if len(response.outputs) == len(response.raw_output_contents) == 1 else None
-    if output is None or list(output.shape) != expected or output.datatype not in _DTYPES:
-        found = None if output is None else f"{output.datatype} {list(output.shape)}"
-        raise InternalError(f"expected sums of shape {expected}, got {found}")
-    content = response.raw_output_contents[0]
-    dtype = np.dtype(_DTYPES[output.datatype])
-    if len(content) != request.samples * request.columns * dtype.itemsize:
-        raise InternalError(f"expected sums of shape {expected}, got {len(content)} bytes")
-    sums: PartialSums = np.frombuffer(content, dtype).reshape(expected[1:])
-    return sums
+
+def largest_answer(request: PartialRequest) -> int:
+    """The most bytes that the response to a request has."""
+    return _LARGEST_REST_BYTES + request.samples * request.columns * np.dtype(np.float32).itemsize
+
+
+def _described(model: str, version: str) -> str:
+    return shown(f"{model!r} version {version!r}", _MOST_SHOWN)

@@ -21,6 +21,8 @@ class PartialRequest:
         segments: names of the segments asked for, joined by commas. None: all of the host's, in its order.
         samples: B.
         columns: columns of the answer, the sum of the segments' widths.
+        part_of: what the bundle that answers has to be a part of, as `serving.bundle.hosts.Part.text`. None: it is
+            known.
     """
 
     rows: Ids
@@ -29,3 +31,4 @@ class PartialRequest:
     segments: str | None
     samples: int
     columns: int
+    part_of: str | None = None

@@ -11,6 +11,7 @@ import re
 from typing import NamedTuple
 
 from serving.errors import ModelUnavailable, ServingError, SharedMemoryFull, from_status
+from serving.said import shown
 
 
 class _Saying(NamedTuple):
@@ -20,18 +21,20 @@ class _Saying(NamedTuple):
     advice: str
 
 
+# Triton says the same of a version that is being loaded and of one that was unloaded for good.
+_NOT_LOADED = "it is being loaded, was unloaded, or the server stops: try again, unless it was unloaded"
 _SAYINGS = (
     # The model is known, and no version of it is ready. Of an unknown model Triton says "is not found".
-    _Saying("NOT_FOUND", r" has no available versions$", ModelUnavailable, "it is being loaded, or the server stops"),
-    _Saying("UNAVAILABLE", r" is not at ready state$", ModelUnavailable, "it is being loaded, or the server stops"),
+    _Saying("NOT_FOUND", r" has no available versions$", ModelUnavailable, _NOT_LOADED),
+    _Saying("UNAVAILABLE", r" is not at ready state$", ModelUnavailable, _NOT_LOADED),
     # The model's process died and was not replaced yet.
-    _Saying("INTERNAL", r"Stub process '[^']*' is not healthy", ModelUnavailable, "its process died"),
+    _Saying("INTERNAL", r"Stub process '[^']*' is not healthy", ModelUnavailable, "its process died: try again"),
     # Other requests use the shared memory, or this one is larger than all of it.
     _Saying(
         "INTERNAL",
         r"Failed to increase the shared memory pool size|the grown shared memory region",
         SharedMemoryFull,
-        "what is handed over together does not fit: send less at once, or raise --shm-mib",
+        "what is handed over together does not fit: send less at once, or raise --shm-mib: try again",
     ),
 )
 
@@ -41,10 +44,11 @@ def error_of(code: str, said: str, where: str = "") -> ServingError:
 
     Args:
         code: the name of the status, such as "UNAVAILABLE".
-        said: the message that came with it.
+        said: the message that came with it. Anybody may have sent it.
         where: begins the error's message.
     """
+    text = f"{where}{shown(said)}"
     for saying in _SAYINGS:
         if saying.code == code and re.search(saying.words, said):
-            return saying.kind(f"{where}{said}: {saying.advice}: try again")
-    return from_status(code, f"{where}{said}")
+            return saying.kind(f"{text}: {saying.advice}")
+    return from_status(code, text)

@@ -30,7 +30,7 @@ class Fake(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
         self.calls.append((request, dict(context.invocation_metadata()), context.time_remaining()))
         self.fail(context)
         samples = request.inputs[1].shape[1]
-        response = pb.ModelInferResponse(model_name="m", model_version="7")
+        response = pb.ModelInferResponse(model_name="m", model_version=request.model_version or "7")
         response.outputs.add(name="embeddings", datatype="FP32", shape=[1, samples, self.dim])
         response.raw_output_contents.append(np.ones(samples * self.dim, np.float32).tobytes())
         return response

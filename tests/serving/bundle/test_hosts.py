@@ -73,6 +73,36 @@ def no_own_rank(manifest: Any) -> None:
         pytest.param(no_own_rank, ITS_OWN, id="no rank of its own"),
         pytest.param(lambda m: m["hosts"][0].update(model="../m"), "host 0: expected the name of a model", id="path"),
         pytest.param(lambda m: m["hosts"][1].update(model=""), "got '', 1 and", id="no name"),
+        pytest.param(
+            lambda m: m["hosts"][1].update({**m["hosts"][0], "host": 1}),
+            "host 1: expected the model 'movies-host-1', got 'movies-host-0'",
+            id="another host's bundle",
+        ),
+        pytest.param(
+            lambda m: [m["hosts"][0].update(model="movies-host-1"), m["hosts"][1].update(model="movies-host-0")],
+            "host 0: expected the model '<router>-host-0', got 'movies-host-1'",
+            id="each other's names",
+        ),
+        pytest.param(
+            lambda m: m["hosts"][1].update(model="books-host-1"),
+            "host 1: expected the model 'movies-host-1', got 'books-host-1'",
+            id="another router's",
+        ),
+        pytest.param(
+            lambda m: m["hosts"][0].update(model="movies"),
+            "host 0: expected the model '<router>-host-0', got 'movies'",
+            id="a name that is no host's",
+        ),
+        pytest.param(
+            lambda m: m["hosts"][0].update(model="movies-host-00"),
+            "host 0: expected the model '<router>-host-0', got 'movies-host-00'",
+            id="a number with a zero before it",
+        ),
+        pytest.param(
+            lambda m: m["hosts"][1].update(manifest=m["hosts"][0]["manifest"]),
+            "expected different names, got 2 of this one",
+            id="one bundle twice",
+        ),
         pytest.param(lambda m: m["hosts"][0].update(version=0), "got 'movies-host-0', 0 and", id="version"),
         pytest.param(lambda m: m["hosts"][0].update(version=2**63), f"{2**63} and", id="large version"),
         pytest.param(lambda m: m["hosts"][0].update(manifest="0" * 63), "a SHA-256", id="digest"),

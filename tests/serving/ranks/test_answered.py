@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from serving.errors import HostUnavailable, InternalError
+from serving.errors import HostUnavailable
 from serving.ranks.answered import Answered, Loss, failed_of, zeroed_of
 
 NOTHING = np.zeros((0, 0), np.float32)
@@ -24,10 +24,21 @@ def test_an_error_names_the_tables_of_all_batches_by_host() -> None:
     assert {type(error) for error in found.values()} == {HostUnavailable}
 
 
-def test_an_internal_error_of_one_host_is_one_in_any_order() -> None:
-    wrong = Answered(NOTHING, {0: [Loss(InternalError("host 3 (m-host-3): bytes"), tables("item"))]})
-    lost = Answered(NOTHING, {0: [Loss(ONE, tables("word"))]})
-    assert [type(failed_of(each)[0]) for each in ([wrong, lost], [lost, wrong])] == [InternalError] * 2
+def test_an_error_names_the_first_few_tables_and_hosts() -> None:
+    many = tables(*(f"table_{number:03}" for number in range(300)))
+    losses = [Loss(HostUnavailable(f"host {number} (m-host-{number}): no answer"), many) for number in range(20)]
+    said = str(failed_of([Answered(NOTHING, {0: losses})])[0])
+    first = "tables 'table_000', 'table_001', 'table_002' and 297 more: host"
+    assert said == "; ".join(
+        [*(f"{first} {number} (m-host-{number}): no answer" for number in range(3)), "and 17 more hosts"]
+    )
+
+
+def test_an_error_is_no_longer_than_a_screen_whatever_tables_are_called() -> None:
+    loss = Loss(HostUnavailable("host 1: " + "y" * 900), tables("x" * 5000, "\x1b[2J" * 100, "z"))
+    said = str(failed_of([Answered(NOTHING, {0: [loss] * 9})])[0])
+    assert len(said) <= 1000
+    assert said.isprintable()
 
 
 def test_a_request_with_zeros_in_two_batches_counts_once() -> None:

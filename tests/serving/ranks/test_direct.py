@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from serving.bundle.hosts import HostBundle, IdDtype
+from serving.bundle.segments import PlannedHost
 from serving.client.connection import Connection
 from serving.client.retries import Retries
-from serving.errors import HostUnavailable, InternalError
+from serving.errors import HostUnavailable
 from serving.ranks.direct import DirectHost, DirectHosts, wait_all
 from serving.ranks.fan_out import LoopThread
 from serving.ranks.host import Host
@@ -21,6 +22,7 @@ from serving.ranks.partial import PartialRequest
 from tests.support.fake_server import Fake, serving
 
 REQUEST = PartialRequest(np.array([1, 2]), np.array([2], np.int32), None, None, samples=1, columns=2)
+PLANNED = PlannedHost(segments=("x",), columns=2, id_dtype=IdDtype.INT32, is_weighted=False, part_of="p/0")
 Does = Callable[[Any], None]
 
 
@@ -55,7 +57,7 @@ def hosts(
             connection = Connection(addresses=addresses, timeout_s=timeout_s, retries=Retries(attempts=1))
 
             async def made(connection: Connection = connection) -> Host:
-                return Host(HostBundle(0, "m", 1, "f" * 64), IdDtype.INT32, False, connection)
+                return Host(HostBundle(0, "m", 1, "f" * 64), PLANNED, connection)
 
             found[rank] = loop.start(made()).result()
         direct = DirectHosts(found, loop)
@@ -133,7 +135,7 @@ def test_a_replica_that_refuses_is_passed_over(code: grpc.StatusCode) -> None:
 
 def test_a_fault_is_not_tried_again() -> None:
     with host(fails(grpc.StatusCode.INVALID_ARGUMENT)) as (direct, fakes):
-        with pytest.raises(InternalError, match=r"^host 0 \(m version 1 at .*\): INVALID_ARGUMENT: told so$"):
+        with pytest.raises(HostUnavailable, match=r"^host 0 \(m version 1 at .*\): INVALID_ARGUMENT: told so$"):
             direct.ask(REQUEST).sums()
         assert asked(fakes) == 1
         assert (direct.host.counts.lost, direct.host.counts.calls) == (1, 1)
@@ -152,7 +154,7 @@ def test_a_silent_host_is_lost_when_the_time_is_over(replicas: int) -> None:
 
 def test_hosts_are_called_again_after_one_was_lost() -> None:
     with host(fails(grpc.StatusCode.INTERNAL), answers) as (direct, _):
-        with pytest.raises(InternalError):
+        with pytest.raises(HostUnavailable):
             direct.ask(REQUEST).sums()
         np.testing.assert_array_equal(direct.ask(REQUEST).sums(), [[1, 1]])
 
@@ -162,7 +164,7 @@ def test_a_lost_host_does_not_take_the_answers_of_others() -> None:
         found = wait_all(direct.ask({2: REQUEST, 1: REQUEST}))
     assert isinstance(found[1], np.ndarray)
     assert found[1].tolist() == [[1, 1]]
-    assert isinstance(found[2], InternalError)
+    assert isinstance(found[2], HostUnavailable)
 
 
 def test_hosts_are_waited_for_in_the_order_of_their_last_answers() -> None:

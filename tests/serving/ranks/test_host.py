@@ -13,15 +13,19 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 from serving.bundle.hosts import HostBundle, IdDtype
+from serving.bundle.segments import PlannedHost
 from serving.client.connection import Connection
 from serving.client.retries import Retries
 from serving.errors import HostUnavailable, InternalError, ServingError
 from serving.ranks.host import Host
+from serving.ranks.message import largest_answer
 from serving.ranks.partial import PartialRequest
 
 TIMEOUT_S = 0.3
 ONE, TWO = ["127.0.0.1:1"], ["127.0.0.1:1", "127.0.0.1:2"]
 REQUEST = PartialRequest(np.array([1, 2]), np.array([2], np.int32), None, None, samples=1, columns=3)
+
+PLANNED = PlannedHost(segments=("x", "y"), columns=3, id_dtype=IdDtype.INT32, is_weighted=False, part_of="p/0")
 
 
 class Clock(selectors.DefaultSelector):
@@ -60,14 +64,21 @@ class Replicas:
     Attributes:
         began: when each attempt began, in seconds.
         timeouts: the deadline that each attempt was given, in seconds.
+        requests: what each was asked.
     """
 
     says: list[Says]
     clock: Clock
     began: list[float] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
+    requests: list[Any] = field(default_factory=list)
 
-    async def __call__(self, message: bytes, timeout: float, metadata: Any) -> Any:
+    def called(self, largest: int) -> Any:
+        """What `Channels.call` gives."""
+        assert largest >= 12
+        return self
+
+    def __call__(self, message: bytes, timeout: float, metadata: Any) -> "Attempt":
         request = pb.ModelInferRequest.FromString(message)
         assert (request.model_name, request.model_version) == ("m", "1")
         assert request.parameters["bundle"].string_param == "f" * 64
@@ -75,13 +86,29 @@ class Replicas:
         say = self.says[min(len(self.began), len(self.says) - 1)]
         self.began.append(self.clock.now)
         self.timeouts.append(timeout)
-        await asyncio.sleep(min(say.after_s, timeout))
-        code = say.code if say.after_s <= timeout else grpc.StatusCode.DEADLINE_EXCEEDED
+        self.requests.append(request)
+        return Attempt(say, timeout)
+
+
+@dataclass
+class Attempt:
+    """A call of `grpc.aio`."""
+
+    say: Says
+    timeout: float
+    is_read: bool = False
+
+    async def read(self) -> Any:
+        if self.is_read:
+            return grpc.aio.EOF
+        self.is_read = True
+        await asyncio.sleep(min(self.say.after_s, self.timeout))
+        code = self.say.code if self.say.after_s <= self.timeout else grpc.StatusCode.DEADLINE_EXCEEDED
         if code is not grpc.StatusCode.OK:
-            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), say.details)
-        response = pb.ModelInferResponse(raw_output_contents=[say.content])
-        response.outputs.add(name="embeddings", datatype="FP32", shape=say.shape)
-        return response
+            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), self.say.details)
+        response = pb.ModelInferResponse(model_name="m", model_version="1", raw_output_contents=[self.say.content])
+        response.outputs.add(name="embeddings", datatype="FP32", shape=self.say.shape)
+        return response.SerializeToString()
 
 
 @dataclass(frozen=True)
@@ -96,9 +123,9 @@ class Told:
 
 async def sums(host: Host) -> Any:
     """What is made of an answer, and of its want."""
-    message = host.messages.encode(REQUEST)
+    message, deadline = host.messages.encode(REQUEST), asyncio.get_running_loop().time() + TIMEOUT_S
     try:
-        return host.received(await host.attempts(message, asyncio.get_running_loop().time() + TIMEOUT_S), REQUEST)
+        return host.received(await host.attempts(message, largest_answer(REQUEST), deadline), REQUEST)
     except ServingError as error:
         raise host.lost(error) from None
 
@@ -110,8 +137,8 @@ def call(addresses: list[str], *says: Says, do: Callable[[Host], Coroutine[Any, 
 
     async def run() -> Told:
         connection = Connection(addresses=addresses, timeout_s=TIMEOUT_S, retries=Retries(attempts=1))
-        host = Host(HostBundle(0, "m", 1, "f" * 64), IdDtype.INT32, False, connection)
-        host._call = replicas
+        host = Host(HostBundle(0, "m", 1, "f" * 64), PLANNED, connection)
+        host._channels.call = replicas.called  # type: ignore[method-assign]
         try:
             found: Any = await (sums(host) if do is None else do(host))
         except (HostUnavailable, InternalError) as error:
@@ -205,29 +232,53 @@ def test_a_host_where_nobody_listens_is_lost_long_before_the_time_is_over() -> N
 
 def test_a_fault_is_not_tried_again() -> None:
     told = call(TWO, Says(grpc.StatusCode.INVALID_ARGUMENT, details="feature 'x': no"))
-    assert isinstance(told.found, InternalError)
+    assert isinstance(told.found, HostUnavailable)
     assert str(told.found).endswith(": INVALID_ARGUMENT: feature 'x': no")
     assert len(told.replicas.began) == 1
 
 
-@pytest.mark.parametrize(
-    ("says", "message"),
-    [
-        (Says(shape=(1, 1, 4)), r"expected sums of shape \[1, 1, 3\], got FP32 \[1, 1, 4\]"),
-        (Says(content=bytes(8)), r"expected sums of shape \[1, 1, 3\], got 8 bytes"),
-    ],
-    ids=["shape", "bytes"],
-)
-def test_sums_of_another_size_are_refused(says: Says, message: str) -> None:
-    told = call(TWO, says)
-    assert isinstance(told.found, InternalError)
-    with pytest.raises(InternalError, match=message):
-        raise told.found
+def test_every_reason_is_told_once() -> None:
+    """A wrong digest does not hide behind a replica where nobody listens, nor behind one that is silent."""
+    digest = "expected the bundle with SHA-256 ffff of its manifest, this is eeee"
+    wrong = Says(grpc.StatusCode.NOT_FOUND, details=digest)
+    told = call(TWO, wrong, REFUSED, wrong, REFUSED)
+    assert isinstance(told.found, HostUnavailable)
+    assert str(told.found).endswith(f"): {digest}; Connection refused")
+    assert len(told.replicas.began) > 2
+    assert str(call(TWO, wrong, SILENT).found).endswith(f"): {digest}; no answer within 0.3 s")
 
 
-def test_a_check_needs_one_replica() -> None:
-    assert call(TWO, NOT_FOUND, Says(shape=(1, 0, 0), content=b""), do=Host.check).found is None
+def test_what_a_host_says_is_cut_and_has_no_control_characters() -> None:
+    told = call(TWO, Says(grpc.StatusCode.INTERNAL, details="\x1b[2J\n\u202e" + 10**5 * "x"))
+    said = str(told.found)
+    assert said.isprintable()
+    assert "INTERNAL: \\x1b[2J\\n\\u202exxx" in said
+    assert len(said) < 500
+
+
+EMPTY = Says(shape=(1, 0, 3), content=b"")
+
+
+def test_a_check_needs_one_replica_and_asks_for_all_segments_of_the_part() -> None:
+    told = call(TWO, NOT_FOUND, EMPTY, do=Host.check)
+    assert told.found is None
+    _, *asked = (
+        {name: each.string_param for name, each in found.parameters.items()} for found in told.replicas.requests
+    )
+    common = {"bundle": "f" * 64, "part_of": "p/0"}
+    assert asked == [common, {**common, "features": "x,y"}]
     assert isinstance(call(TWO, SILENT, do=Host.check).found, HostUnavailable)
+
+
+WIDER = Says(shape=(1, 0, 4), content=b"")
+
+
+@pytest.mark.parametrize("says", [[WIDER], [EMPTY, WIDER]], ids=["without names", "with names"])
+def test_a_check_looks_at_the_width_with_and_without_names(says: list[Says]) -> None:
+    found = call(TWO, *says, do=Host.check).found
+    assert isinstance(found, InternalError)
+    assert "expected 'embeddings' of FP32" in str(found)
+    assert str(found).endswith(" [1, 0, 3], got 'embeddings' of 'FP32' [1, 0, 4]")
 
 
 def test_bytes_and_timeouts_are_counted() -> None:

@@ -1,0 +1,340 @@
+"""Whatever a host sends: requests that need it are refused by its name, and those merged with them are answered."""
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from msgspec.structs import replace as replaced
+
+from serving.bundle.hosts import path_of
+from serving.bundle.opening import open_bundle
+from serving.engine import Engine
+from serving.errors import HostUnavailable
+from serving.ranks.answered import failed_of
+from serving.ranks.hosts import Hosts
+from serving.request import kjt
+from serving.request.accept import accept
+from serving.request.batches import batches_of, outputs_of
+from serving.request.encoding import encode
+from serving.request.tensors import EMBEDDINGS
+from tests.support.host_faults import SPECS, Version, bags, export_version, open_plan
+from tests.support.hosts import edit_manifest
+from tests.support.lying_hosts import (
+    WIRES,
+    Lie,
+    LyingHost,
+    Wire,
+    edited,
+    lying_hosts,
+    on_the_wire,
+    sent,
+    told,
+    truth,
+)
+from tests.support.quick_reload import quick_reload
+
+# A call takes milliseconds. Only hosts that fall silent are waited for.
+TIMEOUT_S, SILENT_S = 20.0, 2.0
+MEGABYTES = 200
+
+
+def another(**fields: Any) -> Lie:
+    """Other fields of the response."""
+
+    def edit(response: Any) -> None:
+        for name, value in fields.items():
+            setattr(response, name, value)
+
+    return edited(edit)
+
+
+def output(**fields: Any) -> Lie:
+    """Other fields of its output."""
+
+    def edit(response: Any) -> None:
+        for name, value in fields.items():
+            setattr(response.outputs[0], name, value)
+
+    return edited(edit)
+
+
+def reshaped(*shape: int) -> Lie:
+    return edited(lambda response: response.outputs[0].shape.__setitem__(slice(None), shape))
+
+
+def numbers(change: Any) -> Lie:
+    """Other bytes."""
+
+    def edit(response: Any) -> None:
+        response.raw_output_contents[0] = change(response.raw_output_contents[0])
+
+    return edited(edit)
+
+
+def halved(response: Any) -> None:
+    """FP16, as another bundle would answer."""
+    response.outputs[0].datatype = "FP16"
+    raw = np.frombuffer(response.raw_output_contents[0], np.float32)
+    response.raw_output_contents[0] = raw.astype(np.float16).tobytes()
+
+
+def typed(response: Any) -> None:
+    """Numbers in the output itself, as KServe allows, and not as bytes."""
+    raw = np.frombuffer(response.raw_output_contents.pop(), np.float32)
+    response.outputs[0].contents.fp32_contents.extend(raw)
+
+
+def unlike_utf8(response: Any, _: Any) -> Iterator[bytes]:
+    yield b"\x0a\x02\xff\xfe" + response.SerializeToString()
+
+
+def twice(response: Any, _: Any) -> Iterator[bytes]:
+    yield from [response.SerializeToString()] * 2
+
+
+def on_and_on(response: Any, context: Any) -> Iterator[bytes]:
+    while context.is_active():
+        yield response.SerializeToString()
+
+
+def of_zeros(response: Any, _: Any) -> Iterator[bytes]:
+    """Far more bytes than there can be, which travel compressed as few."""
+    response.raw_output_contents[0] = bytes(MEGABYTES << 20)
+    yield response.SerializeToString()
+
+
+def compressed(response: Any, context: Any) -> Iterator[bytes]:
+    context.set_compression(grpc.Compression.Gzip)
+    yield from of_zeros(response, context)
+
+
+TOO_LARGE = r"RESOURCE_EXHAUSTED: .*larger than max"
+# What is sent, and what is said of it.
+LIES: dict[str, tuple[Lie, str]] = {
+    "another model": (
+        another(model_name="movies-host-9"),
+        r"expected an answer of 'movies-host-\d' version '1', got",
+    ),
+    "no model": (another(model_name=""), r"got one of '' version '1'$"),
+    "another version": (another(model_version="2"), r"got one of 'movies-host-\d' version '2'$"),
+    "no version": (another(model_version=""), r"got one of 'movies-host-\d' version ''$"),
+    "a model called by control characters": (another(model_name="\x1b[2J\n" * 99), r"got one of '\\x1b\[2J\\n\\x1b"),
+    "another output": (output(name="sequences"), r"expected 'embeddings' of FP32 .*, got 'sequences'"),
+    "no name of an output": (output(name=""), r"got '' of 'FP32'"),
+    "FP16": (edited(halved), r"expected 'embeddings' of FP32 .*, got 'embeddings' of 'FP16'"),
+    "INT32": (output(datatype="INT32"), r"of 'INT32'"),
+    "no dtype": (output(datatype=""), r"of ''"),
+    "another shape of as many numbers": (reshaped(2, 2, 5), r"expected 'embeddings' of FP32 \[1, \d+, \d+\], got"),
+    "no shape": (reshaped(), r"of 'FP32' \[\]$"),
+    "a negative shape": (reshaped(-1, -1, -1), r"\[-1, -1, -1\]"),
+    "a shape of many": (reshaped(*range(1000)), r"of 'FP32' \[0, 1, 2, 3\]$"),
+    "no output": (
+        edited(lambda response: response.ClearField("outputs")),
+        r"expected one output, got 0, and bytes of 1",
+    ),
+    "two outputs": (edited(lambda response: response.outputs.add(name="once")), r"got 2, and bytes of 1"),
+    "no bytes": (edited(lambda response: response.ClearField("raw_output_contents")), r"got 1, and bytes of 0"),
+    "bytes twice": (edited(lambda response: response.raw_output_contents.append(b"")), r"got 1, and bytes of 2"),
+    "typed numbers": (edited(typed), r"got 1, and bytes of 0"),
+    "a byte less": (numbers(lambda raw: raw[:-1]), r"expected FP32 \[1, \d+, \d+\], got \d+ bytes"),
+    "a byte more": (numbers(lambda raw: raw + b"\0"), r"expected FP32 \[1, \d+, \d+\], got \d+ bytes"),
+    "200 MB": (of_zeros, TOO_LARGE),
+    "200 MB, compressed": (compressed, TOO_LARGE),
+    "no message": (sent(), r"expected a response, got none$"),
+    "an empty message": (sent(b""), r"got one of '' version ''$"),
+    "bytes that are no message": (sent(b"\xff" * 100), r"expected a ModelInferResponse, got other bytes$"),
+    "half a message": (sent(b"\x0a\x7fmovies"), r"expected a ModelInferResponse, got other bytes$"),
+    "a name that is not UTF-8": (unlike_utf8, r"expected a ModelInferResponse, got other bytes$"),
+    "two messages": (twice, r"expected one response, got more$"),
+    "messages without end": (on_and_on, r"expected one response, got more$"),
+    **{
+        f"{code.name} behind the message": (told(code, after=truth), r"told so$")
+        for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS)
+    },
+    **{
+        f"{code.name}": (told(code), r"told so|no answer within")
+        for code in grpc.StatusCode
+        if code is not grpc.StatusCode.OK
+    },
+    "a status of control characters": (
+        told(grpc.StatusCode.INTERNAL, "\x1b[2J\r\n\u202e"),
+        r"\\x1b\[2J\\r\\n\\u202e$",
+    ),
+    "a status of 6,000 characters": (told(grpc.StatusCode.INTERNAL, 6000 * "x"), r"INTERNAL: x{280,}…$"),
+}
+# With no sample there are no numbers.
+SEEN_WHERE_THERE_ARE_NUMBERS = {"FP16", "typed numbers", "a byte less"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A router's bundle and its hosts. `liar` is the number of one, and `kept` the features that need nothing of it."""
+
+    version: Version
+    hosts: Mapping[int, LyingHost]
+    liar: int
+    needed: list[str]
+    kept: list[str]
+
+    def addresses(self, liar: str | None = None) -> dict[int, str]:
+        """Of the hosts, the liar perhaps elsewhere."""
+        addresses = {number: each.address for number, each in self.hosts.items()}
+        return addresses if liar is None else {**addresses, self.liar: liar}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with quick_reload():
+        version = export_version(tmp_path_factory.mktemp("lying"), 1)
+    (liar,) = open_plan(version)["blank"]
+    on_liar = {name for name, hosts in open_plan(version).items() if liar in hosts}
+    features = {
+        name: [spec.features[0] for spec in SPECS if (spec.name in on_liar) == name] for name in (True, False)
+    }
+    with lying_hosts(version.bundle) as hosts:
+        yield Served(version, hosts, liar, features[True], features[False])
+
+
+@pytest.fixture
+def liar(served: Served) -> Iterator[LyingHost]:
+    host = served.hosts[served.liar]
+    yield host
+    host.lie, host.refuses = truth, 0
+
+
+@contextmanager
+def opened(served: Served, **options: Any) -> Iterator[Engine]:
+    with Engine.open(
+        served.version.bundle, Hosts(addresses=served.addresses(), timeout_s=TIMEOUT_S, **options)
+    ) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def engine(served: Served) -> Iterator[Engine]:
+    with opened(served) as found:
+        yield found
+
+
+def assert_lost_and_kept(served: Served, engine: Engine, said: str) -> None:
+    """Two requests of one batch: the one that needs the liar is refused by its name, the other is answered right."""
+    asked = [encode(bags(features, seed), ()) for seed, features in enumerate((served.needed, served.kept))]
+    checked = kjt.check([accept(engine.schema, each) for each in asked])
+    batches = batches_of(engine.schema, checked)
+    answered = engine.run(batches)
+    failed = failed_of(answered)
+    assert list(failed) == [0]
+    assert type(failed[0]) is HostUnavailable
+    message = str(failed[0])
+    assert message.startswith("tables ")
+    host = open_bundle(served.version.bundle).manifest.hosts[served.liar]
+    name = rf": host {host.host} \({host.model} version 1 at [0-9.:]+\): "
+    with pytest.raises(HostUnavailable, match=rf"{name}(.*; )?.*{said}"):
+        raise failed[0]
+    assert message.isprintable()
+    assert len(message) <= 1000
+    outputs = outputs_of(checked, batches, [each.embeddings for each in answered])
+    np.testing.assert_array_equal(outputs[1][EMBEDDINGS], served.version.one.answer(asked[1]))
+
+
+@pytest.mark.parametrize("refuses", [0, 1], ids=["at the first attempt", "at the second attempt"])
+@pytest.mark.parametrize(("lie", "said"), LIES.values(), ids=LIES)
+def test_a_lie_harms_those_alone_that_need_the_host(
+    served: Served, engine: Engine, liar: LyingHost, lie: Lie, said: str, refuses: int
+) -> None:
+    liar.lie, liar.refuses = lie, refuses
+    assert_lost_and_kept(served, engine, said)
+    liar.lie = truth
+    every = bags([*served.needed, *served.kept], 3)
+    for name, rows in served.version.one.lookup(every).items():
+        np.testing.assert_array_equal(engine.lookup(every)[name], rows)
+
+
+@pytest.mark.parametrize(("lie", "said"), LIES.values(), ids=LIES)
+def test_health_and_opening_look_at_the_answer(
+    served: Served, engine: Engine, liar: LyingHost, lie: Lie, said: str, request: pytest.FixtureRequest
+) -> None:
+    if request.node.callspec.id in SEEN_WHERE_THERE_ARE_NUMBERS:
+        pytest.skip("nothing is wrong with it where there are no numbers")
+    liar.lie = lie
+    with pytest.raises(
+        HostUnavailable, match=rf"^host {served.liar} \(movies-host-{served.liar} version 1 at .*{said}"
+    ):
+        engine.ranks.check()
+    with pytest.raises(HostUnavailable, match=rf"^host {served.liar} \(movies-host-{served.liar} version 1 at "):
+        Engine.open(served.version.bundle, Hosts(addresses=served.addresses(), timeout_s=SILENT_S))
+
+
+@pytest.mark.parametrize("does", WIRES.values(), ids=WIRES)
+def test_a_lie_on_the_wire_harms_those_alone_that_need_the_host(served: Served, does: Wire) -> None:
+    """The engine is opened as one is that served before: nobody is asked first."""
+    request = bags(served.needed, 0)
+    host = served.hosts[served.liar]
+    answers: list[bytes] = []
+
+    def kept(response: Any, _: Any) -> Iterator[bytes]:
+        answers.append(response.SerializeToString())
+        yield answers[-1]
+
+    host.lie = kept
+    with opened(served) as engine:
+        answers.clear()
+        engine.lookup(request)
+    host.lie = truth
+    with on_the_wire(does, answers[0]) as address:
+        addresses = Hosts(addresses=served.addresses(address), timeout_s=SILENT_S)
+        with Engine(open_bundle(served.version.bundle), addresses, None) as engine:
+            assert_lost_and_kept(served, engine, "")
+            with pytest.raises(HostUnavailable, match=f"^host {served.liar} "):
+                engine.ranks.check()
+
+
+def assert_refused_as_another_part(router: Path, addresses: Mapping[int, str]) -> None:
+    with pytest.raises(HostUnavailable) as refused:
+        Engine.open(router, Hosts(addresses=addresses, timeout_s=SILENT_S))
+    said = str(refused.value).split("; host ")
+    assert len(said) == 2
+    expected = (
+        r"\): expected part [0-9a-f]{64}/\d \(plan/host\), this is part [0-9a-f]{64}/\d: movies-host-\d version 1"
+    )
+    assert all(re.search(expected, text) for text in said)
+
+
+def test_each_other_s_bundles_are_refused_when_the_engine_opens(served: Served, tmp_path: Path) -> None:
+    """The hosts are honest, and have the very bundles that the router's names for them."""
+    router = shutil.copytree(served.version.bundle, tmp_path / "movies" / "1")
+    first, second = open_bundle(router).manifest.hosts
+    edit_manifest(
+        router, hosts=(replaced(first, manifest=second.manifest), replaced(second, manifest=first.manifest))
+    )
+    addresses = served.addresses()
+    assert_refused_as_another_part(router, {0: addresses[1], 1: addresses[0]})
+
+
+def test_bundles_of_another_plan_are_refused_when_the_engine_opens(served: Served, tmp_path: Path) -> None:
+    """Their segments may have the same names and widths, and other rows. The hosts are honest, and have them."""
+    repository = shutil.copytree(served.version.bundle.parent.parent, tmp_path / "r")
+    router = repository / "movies" / "1"
+    hosts = []
+    for each in open_bundle(router).manifest.hosts:
+        bundle = path_of(router, each)
+        edit_manifest(bundle, part_of=replaced(open_bundle(bundle).manifest.part_of, plan="0" * 64))
+        hosts.append(replaced(each, manifest=open_bundle(bundle).digest))
+    edit_manifest(router, hosts=tuple(hosts))
+    with lying_hosts(router) as honest:
+        assert_refused_as_another_part(router, {number: each.address for number, each in honest.items()})
+
+
+def test_answers_larger_than_the_first_limit_are_taken(served: Served, engine: Engine) -> None:
+    """Each limit has a channel of its own, which is made when it is needed."""
+    samples = 6 << 20 >> 6
+    request = {name: [[1]] * samples for name in served.needed}
+    for name, rows in served.version.one.lookup(request).items():
+        np.testing.assert_array_equal(engine.lookup(request)[name], rows)
