@@ -27,6 +27,7 @@ from serving.errors import (
 from serving.model.settings import RECOVERED
 from serving.timeouts import check_timeout
 from serving.triton.options import KEY_HEADER
+from serving.triton.sayings import load_failure
 
 # The reason of a version in the index that was unloaded because somebody asked for it.
 UNLOADED = "unloaded"
@@ -157,7 +158,10 @@ class Control:
 
     def _load(self, model: str, config: Any = None) -> None:
         parameters = {} if config is None else {"parameters": {"config": json.dumps(config)}}
-        self._call(f"v2/repository/models/{_quoted(model)}/load", parameters)
+        try:
+            self._call(f"v2/repository/models/{_quoted(model)}/load", parameters)
+        except ServingError as error:
+            raise type(error)(load_failure(str(error), lambda: self.ready(model))) from None
 
     def _call(self, path: str, body: Any = None) -> Any:
         """GET, or POST where there is a body."""

@@ -8,6 +8,7 @@ Run with 24.10. Read for 26.04, which has the same words. If another release wor
 """
 
 import re
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from serving.errors import ModelUnavailable, ServingError, SharedMemoryFull, from_status
@@ -37,6 +38,24 @@ _SAYINGS = (
         "what is handed over together does not fit: send less at once, or raise --shm-mib: try again",
     ),
 )
+
+
+# What a load says of the first version that could not be loaded. Versions that serve are loaded anew with the others.
+_NOT_LOADED_VERSION = re.compile(r"version (\d+) is at UNAVAILABLE state: (?:Internal: TritonModelException: )?")
+
+
+def load_failure(said: str, ready: Callable[[], Collection[int]]) -> str:
+    """What a load that failed said, in words that hold: a version that could not be loaded anew may serve on.
+
+    Args:
+        said: by Triton.
+        ready: the versions of the model that serve now.
+    """
+    found = _NOT_LOADED_VERSION.search(said)
+    if found is None:
+        return said
+    how = ", which serves on, cannot be loaded anew" if int(found[1]) in ready() else " cannot be loaded"
+    return f"{said[: found.start()]}version {found[1]}{how}: {said[found.end() :]}"
 
 
 def error_of(code: str, said: str, where: str = "") -> ServingError:

@@ -14,11 +14,13 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from export import ExportConfig, export_model
 from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.errors import ModelNotFound, ModelUnavailable, ServingError, SharedMemoryFull
 from serving.model.config_file import read_config
 from serving.server import run_server
 from serving.triton.sayings import error_of
+from tests.support.models import SUM, collection
 from tests.support.servers import FREE, at_once, running, stubs, tbe_serve
 
 ONCE = Retries(attempts=1)
@@ -66,12 +68,37 @@ def test_lookups_wait_for_a_model_that_is_loaded_anew(one_model: Path, tmp_path:
         control = server.control(60)
         impatient.lookup({"x": [[1]]})
         control._call("v2/repository/models/m/unload", {})
-        with pytest.raises(ModelUnavailable, match=r"'m' has no available versions: .*: try again") as caught:
+        unloaded = r"'m' has no available versions: .* was unloaded, .*: try again, unless it was unloaded$"
+        with pytest.raises(ModelUnavailable, match=unloaded) as caught:
             _until_refused(impatient)
         assert caught.value.retryable
         control.load("m")
         impatient.lookup({"x": [[1]]})
     assert errors == []
+
+
+def test_a_version_that_serves_on_is_not_said_to_be_unavailable(tmp_path: Path) -> None:
+    """Triton loads it anew beside another, and names the first that it could not load."""
+    for _ in range(2):
+        export_model(collection(SUM), tmp_path / "r", "m", ExportConfig())
+    with run_server(tmp_path / "r", FREE, log=tmp_path / "log", pins={"m": (1,)}) as server:
+        control = server.control(60)
+        (tmp_path / "r" / "m" / "1" / "program.pt").write_bytes(b"no program")
+        with pytest.raises(ServingError) as refused:
+            control.load("m", (2, 1))
+        assert control.ready("m") == (1,)
+        (tmp_path / "r" / "m" / "2" / "program.pt").unlink()
+        with pytest.raises(ServingError) as refused_too:
+            control.load("m", (2,))
+    assert ": version 1, which serves on, cannot be loaded anew: /" in str(refused.value)
+    assert ": version 2 cannot be loaded: /" in str(refused_too.value)
+
+
+def test_control_characters_of_a_server_are_escaped_and_its_texts_are_cut() -> None:
+    said = str(error_of("UNAVAILABLE", "\x1b[2J\r\n" + 10**6 * "x"))
+    assert said.startswith("\\x1b[2J\\r\\nxxx")
+    assert said.isprintable()
+    assert len(said) == 1000
 
 
 def _until_refused(client: LookupClient) -> None:
