@@ -124,11 +124,11 @@ class ServerUnavailable(ServingError):
 
 
 class HostUnavailable(ServerUnavailable):
-    """A host of a router's plan does not answer, or lacks the bundle that the router's belongs to."""
+    """A host of a router's plan does not answer, lacks the bundle that the router's names, or sends no answer."""
 
 
 class ModelUnavailable(ServerUnavailable):
-    """The server has the model, but no version of it is ready: it is being loaded, or the server is stopping."""
+    """The server has the model, but no version of it is ready: it is being loaded, was unloaded, or the server stops."""
 
 
 class SharedMemoryFull(ServerUnavailable):

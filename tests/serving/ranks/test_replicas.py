@@ -178,3 +178,18 @@ def test_half_a_roll_out_serves_one_version_and_never_a_mix(served: Faulty) -> N
             assert wrong == []
             for _ in range(10):
                 assert same(ask(request), both[version - 1])
+
+
+def test_no_version_is_switched_while_a_host_is_lost(served: Faulty) -> None:
+    """Back neither: hosts are asked first, and waited for. The version that serves goes on."""
+    request = bags(EVERY, 8)
+    with by_router(served.router.grpc, PAIRS) as ask:
+        assert load(served.router, PAIRS, 2).returncode == 0
+        with served.relays["a"].refused(), served.relays["b"].refused():
+            done = load(served.router, PAIRS, 1)
+        assert (done.returncode, done.stdout) == (1, f"{PAIRS}: still serves version 2\n")
+        for number in (0, 1):
+            assert f"host {number} ({MODEL}-host-{number} version 1 at " in re.sub(r"\s+", " ", done.stderr)
+        assert same(until_answered(ask, request), served.versions[2].one.lookup(request))
+        assert load(served.router, PAIRS, 1).returncode == 0
+        assert same(until_answered(ask, request), served.versions[1].one.lookup(request))
