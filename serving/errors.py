@@ -128,7 +128,7 @@ class HostUnavailable(ServerUnavailable):
 
 
 class ModelUnavailable(ServerUnavailable):
-    """The server has the model, but no version of it is ready: it is being loaded, was unloaded, or the server stops."""
+    """The server has the model, but no version of it is ready: it is being loaded, was unloaded, or it stops."""
 
 
 class SharedMemoryFull(ServerUnavailable):

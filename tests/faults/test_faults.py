@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import clients, files, memory, servers, whole
+from tests.faults import clients, files, lying, memory, servers, whole
 from tests.faults.tools import Asked, published
 from tests.support.growth import keeps_growing
 
@@ -113,3 +113,10 @@ def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     assert seen.told <= {"INVALID_ARGUMENT", "INTERNAL"}
     assert seen.right == 16
     assert not keeps_growing(seen.kept_bytes, seen.request_bytes // 2), seen.kept_bytes
+
+
+def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: Path) -> None:
+    seen = lying.lied(tmp_path, 1)
+    print(seen.line())
+    assert seen.refused > seen.lies
+    assert (seen.nameless, seen.answered_out_of_a_lie, seen.others_wrong, seen.others_failed) == (0, 0, 0, 0)

@@ -9,6 +9,7 @@ import psutil
 
 from serving.server import Ports, run_server
 from tests.fuzz.killer import recovery_s
+from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.run import fuzz
 from tests.fuzz.served import publish
 from tests.support.ending import end_together
@@ -25,11 +26,13 @@ with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
     with run_server(Path(folder) / "repository", free, log=Path(folder) / "log") as server:
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, arguments.count, arguments.seed)
         recovered_s = recovery_s(server, models[0])
-for line in outcome.wrong:
+    (Path(folder) / "hosts").mkdir()
+    lies = fuzz_hosts(Path(folder) / "hosts", arguments.count // 10, arguments.seed)
+for line in (*outcome.wrong, *lies.wrong):
     print(line, file=sys.stderr)
 if arguments.messages:
     for status, said in outcome.said.items():
         for text, times in said.most_common(12):
             print(f"{times:8,}  {status}  {text!r}")
-print(f"{outcome.line()}; after the message that kills a model it served again in {recovered_s:.1f} s")
-sys.exit(bool(outcome.wrong))
+print(f"{outcome.line()}; after the message that kills a model it served again in {recovered_s:.1f} s; {lies.line()}")
+sys.exit(bool(outcome.wrong or lies.wrong))

@@ -15,6 +15,7 @@ from serving.server import Server, run_server
 from tests.fuzz.contract import Model, judge
 from tests.fuzz.good import good
 from tests.fuzz.killer import recovery_s
+from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.run import LOOKS, METHOD, TOGETHER, WELL, fuzz
 from tests.fuzz.served import publish
 from tests.support.growth import keeps_growing
@@ -169,3 +170,10 @@ def test_what_triton_and_python_read_differently_need_not_be_answered(served: tu
     entry = b'"\x15\n\x08features2\t\x1a\x07item_id'
     assert judge(models, request).must
     assert not judge(models, request + entry).must
+
+
+def test_whatever_a_host_sends_its_requests_alone_are_refused(tmp_path: Path) -> None:
+    outcome = fuzz_hosts(tmp_path, 600, seed=1)
+    assert outcome.wrong == []
+    assert outcome.refused >= 500
+    assert outcome.answered >= 500

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 from msgspec.structs import replace as replaced
@@ -27,148 +26,19 @@ from serving.request.tensors import EMBEDDINGS
 from tests.support.host_faults import SPECS, Version, bags, export_version, open_plan
 from tests.support.hosts import edit_manifest
 from tests.support.lying_hosts import (
+    LIES,
     WIRES,
     Lie,
     LyingHost,
     Wire,
-    edited,
     lying_hosts,
     on_the_wire,
-    sent,
-    told,
     truth,
 )
 from tests.support.quick_reload import quick_reload
 
 # A call takes milliseconds. Only hosts that fall silent are waited for.
 TIMEOUT_S, SILENT_S = 20.0, 2.0
-MEGABYTES = 200
-
-
-def another(**fields: Any) -> Lie:
-    """Other fields of the response."""
-
-    def edit(response: Any) -> None:
-        for name, value in fields.items():
-            setattr(response, name, value)
-
-    return edited(edit)
-
-
-def output(**fields: Any) -> Lie:
-    """Other fields of its output."""
-
-    def edit(response: Any) -> None:
-        for name, value in fields.items():
-            setattr(response.outputs[0], name, value)
-
-    return edited(edit)
-
-
-def reshaped(*shape: int) -> Lie:
-    return edited(lambda response: response.outputs[0].shape.__setitem__(slice(None), shape))
-
-
-def numbers(change: Any) -> Lie:
-    """Other bytes."""
-
-    def edit(response: Any) -> None:
-        response.raw_output_contents[0] = change(response.raw_output_contents[0])
-
-    return edited(edit)
-
-
-def halved(response: Any) -> None:
-    """FP16, as another bundle would answer."""
-    response.outputs[0].datatype = "FP16"
-    raw = np.frombuffer(response.raw_output_contents[0], np.float32)
-    response.raw_output_contents[0] = raw.astype(np.float16).tobytes()
-
-
-def typed(response: Any) -> None:
-    """Numbers in the output itself, as KServe allows, and not as bytes."""
-    raw = np.frombuffer(response.raw_output_contents.pop(), np.float32)
-    response.outputs[0].contents.fp32_contents.extend(raw)
-
-
-def unlike_utf8(response: Any, _: Any) -> Iterator[bytes]:
-    yield b"\x0a\x02\xff\xfe" + response.SerializeToString()
-
-
-def twice(response: Any, _: Any) -> Iterator[bytes]:
-    yield from [response.SerializeToString()] * 2
-
-
-def on_and_on(response: Any, context: Any) -> Iterator[bytes]:
-    while context.is_active():
-        yield response.SerializeToString()
-
-
-def of_zeros(response: Any, _: Any) -> Iterator[bytes]:
-    """Far more bytes than there can be, which travel compressed as few."""
-    response.raw_output_contents[0] = bytes(MEGABYTES << 20)
-    yield response.SerializeToString()
-
-
-def compressed(response: Any, context: Any) -> Iterator[bytes]:
-    context.set_compression(grpc.Compression.Gzip)
-    yield from of_zeros(response, context)
-
-
-TOO_LARGE = r"RESOURCE_EXHAUSTED: .*larger than max"
-# What is sent, and what is said of it.
-LIES: dict[str, tuple[Lie, str]] = {
-    "another model": (
-        another(model_name="movies-host-9"),
-        r"expected an answer of 'movies-host-\d' version '1', got",
-    ),
-    "no model": (another(model_name=""), r"got one of '' version '1'$"),
-    "another version": (another(model_version="2"), r"got one of 'movies-host-\d' version '2'$"),
-    "no version": (another(model_version=""), r"got one of 'movies-host-\d' version ''$"),
-    "a model called by control characters": (another(model_name="\x1b[2J\n" * 99), r"got one of '\\x1b\[2J\\n\\x1b"),
-    "another output": (output(name="sequences"), r"expected 'embeddings' of FP32 .*, got 'sequences'"),
-    "no name of an output": (output(name=""), r"got '' of 'FP32'"),
-    "FP16": (edited(halved), r"expected 'embeddings' of FP32 .*, got 'embeddings' of 'FP16'"),
-    "INT32": (output(datatype="INT32"), r"of 'INT32'"),
-    "no dtype": (output(datatype=""), r"of ''"),
-    "another shape of as many numbers": (reshaped(2, 2, 5), r"expected 'embeddings' of FP32 \[1, \d+, \d+\], got"),
-    "no shape": (reshaped(), r"of 'FP32' \[\]$"),
-    "a negative shape": (reshaped(-1, -1, -1), r"\[-1, -1, -1\]"),
-    "a shape of many": (reshaped(*range(1000)), r"of 'FP32' \[0, 1, 2, 3\]$"),
-    "no output": (
-        edited(lambda response: response.ClearField("outputs")),
-        r"expected one output, got 0, and bytes of 1",
-    ),
-    "two outputs": (edited(lambda response: response.outputs.add(name="once")), r"got 2, and bytes of 1"),
-    "no bytes": (edited(lambda response: response.ClearField("raw_output_contents")), r"got 1, and bytes of 0"),
-    "bytes twice": (edited(lambda response: response.raw_output_contents.append(b"")), r"got 1, and bytes of 2"),
-    "typed numbers": (edited(typed), r"got 1, and bytes of 0"),
-    "a byte less": (numbers(lambda raw: raw[:-1]), r"expected FP32 \[1, \d+, \d+\], got \d+ bytes"),
-    "a byte more": (numbers(lambda raw: raw + b"\0"), r"expected FP32 \[1, \d+, \d+\], got \d+ bytes"),
-    "200 MB": (of_zeros, TOO_LARGE),
-    "200 MB, compressed": (compressed, TOO_LARGE),
-    "no message": (sent(), r"expected a response, got none$"),
-    "an empty message": (sent(b""), r"got one of '' version ''$"),
-    "bytes that are no message": (sent(b"\xff" * 100), r"expected a ModelInferResponse, got other bytes$"),
-    "half a message": (sent(b"\x0a\x7fmovies"), r"expected a ModelInferResponse, got other bytes$"),
-    "a name that is not UTF-8": (unlike_utf8, r"expected a ModelInferResponse, got other bytes$"),
-    "two messages": (twice, r"expected one response, got more$"),
-    "messages without end": (on_and_on, r"expected one response, got more$"),
-    **{
-        f"{code.name} behind the message": (told(code, after=truth), r"told so$")
-        for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS)
-    },
-    **{
-        f"{code.name}": (told(code), r"told so|no answer within")
-        for code in grpc.StatusCode
-        if code is not grpc.StatusCode.OK
-    },
-    "a status of control characters": (
-        told(grpc.StatusCode.INTERNAL, "\x1b[2J\r\n\u202e"),
-        r"\\x1b\[2J\\r\\n\\u202e$",
-    ),
-    "a status of 6,000 characters": (told(grpc.StatusCode.INTERNAL, 6000 * "x"), r"INTERNAL: x{280,}…$"),
-}
 # With no sample there are no numbers.
 SEEN_WHERE_THERE_ARE_NUMBERS = {"FP16", "typed numbers", "a byte less"}
 
@@ -325,7 +195,9 @@ def test_bundles_of_another_plan_are_refused_when_the_engine_opens(served: Serve
     hosts = []
     for each in open_bundle(router).manifest.hosts:
         bundle = path_of(router, each)
-        edit_manifest(bundle, part_of=replaced(open_bundle(bundle).manifest.part_of, plan="0" * 64))
+        part = open_bundle(bundle).manifest.part_of
+        assert part is not None
+        edit_manifest(bundle, part_of=replaced(part, plan="0" * 64))
         hosts.append(replaced(each, manifest=open_bundle(bundle).digest))
     edit_manifest(router, hosts=tuple(hosts))
     with lying_hosts(router) as honest:

@@ -1,0 +1,116 @@
+"""A host that lies to a router: every lie, and every way to break off on the wire, under load."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.client import LookupClient, Retries
+from serving.errors import ServingError
+from tests.support.host_faults import EVERY, SPECS, bags, export_version, open_plan, same, until
+from tests.support.hosts import MODEL, configure, only
+from tests.support.lying_hosts import LIES, WIRES, lying_hosts, on_the_wire, truth
+from tests.support.relay import Relay
+from tests.support.servers import running
+
+TIMEOUT_S = 2.0
+CALLERS = 4
+
+
+@dataclass
+class Seen:
+    """What callers saw. `others_failed` needed nothing of the host."""
+
+    lies: int = 0
+    refused: int = 0
+    nameless: int = 0
+    answered_out_of_a_lie: int = 0
+    others_right: int = 0
+    others_wrong: int = 0
+    others_failed: int = 0
+    longest_s: float = 0.0
+
+    def line(self) -> str:
+        """All in one."""
+        return (
+            f"a host that lies in {self.lies} ways: {self.refused} refused, {self.nameless} of them without its name, "
+            f"{self.answered_out_of_a_lie} answered; without it {self.others_right} right, {self.others_wrong} wrong, "
+            f"{self.others_failed} failed; after {1000 * self.longest_s:.0f} ms at most "
+            f"(shard-timeout-ms {1000 * TIMEOUT_S:.0f})"
+        )
+
+
+def lied(folder: Path, times: int) -> Seen:
+    """A router of a real tritonserver, one of whose hosts lies in each way, `times` times to each of some callers."""
+    version, seen = export_version(folder, 1), Seen()
+    (number,) = open_plan(version)["blank"]
+    on_liar = {name for name, hosts in open_plan(version).items() if number in hosts}
+    kept = [spec.features[0] for spec in SPECS if spec.name not in on_liar]
+    with ExitStack() as stack:
+        hosts = stack.enter_context(lying_hosts(version.bundle))
+        liar = hosts[number]
+        relay = stack.enter_context(Relay(liar.address))
+        own = only(version.bundle.parent.parent, [MODEL], folder / "router")
+        addresses = {host: [relay.address if host == number else each.address] for host, each in hosts.items()}
+        configure(own / MODEL, addresses, "--shard-timeout-ms", str(int(1000 * TIMEOUT_S)), "--instances", "2")
+        router = stack.enter_context(running(own))
+        clients = [
+            stack.enter_context(LookupClient(router.grpc, MODEL, 60, retries=Retries(attempts=1)))
+            for _ in range(CALLERS)
+        ]
+        pool = stack.enter_context(ThreadPoolExecutor(CALLERS))
+
+        requests = {needs: [bags(EVERY if needs else kept, seed) for seed in range(times)] for needs in (True, False)}
+        expected = {needs: [version.one.lookup(each) for each in found] for needs, found in requests.items()}
+        one_at_a_time = threading.Lock()
+
+        def ask(caller: int) -> None:
+            needs = caller % 2 == 0
+            for request, rows in zip(requests[needs], expected[needs], strict=True):
+                started = time.monotonic()
+                try:
+                    found, error = clients[caller].lookup(request), None
+                except ServingError as refused:
+                    found, error = None, str(refused)
+                with one_at_a_time:
+                    seen.longest_s = max(seen.longest_s, time.monotonic() - started)
+                    if found is None:
+                        seen.refused += needs
+                        seen.others_failed += not needs
+                        seen.nameless += f"host {number} ({MODEL}-host-{number}" not in str(error)
+                    elif needs:
+                        seen.answered_out_of_a_lie += 1
+                    elif same(found, rows):
+                        seen.others_right += 1
+                    else:
+                        seen.others_wrong += 1
+
+        def until_well() -> None:
+            every = bags(EVERY, 99)
+
+            def is_well() -> bool:
+                try:
+                    clients[0].lookup(every)
+                except ServingError:
+                    return False
+                return True
+
+            until(is_well, "the router answers")
+
+        until_well()
+        for lie, _ in LIES.values():
+            liar.lie = lie
+            list(pool.map(ask, range(CALLERS)))
+            liar.lie = truth
+            seen.lies += 1
+        for does in WIRES.values():
+            until_well()
+            with on_the_wire(does, b"an answer") as address:
+                relay.turn(address)
+                list(pool.map(ask, range(CALLERS)))
+            relay.turn(liar.address)
+            seen.lies += 1
+        until_well()
+    return seen

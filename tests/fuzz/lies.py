@@ -1,0 +1,153 @@
+"""Hosts that lie at random: whatever they send, a request gets its answer, or HostUnavailable, and its neighbours are
+answered right.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2 as pb
+
+from serving.engine import Engine
+from serving.errors import HostUnavailable
+from serving.ranks.answered import failed_of
+from serving.ranks.hosts import Hosts
+from serving.request import kjt
+from serving.request.accept import accept
+from serving.request.batches import batches_of, outputs_of
+from serving.request.encoding import encode
+from serving.request.tensors import EMBEDDINGS, Tensors
+from tests.support.host_faults import EVERY, SPECS, Version, bags, export_version, open_plan
+from tests.support.lying_hosts import LIES, Lie, LyingHost, lying_hosts, truth
+
+TOGETHER = 4
+# A lie that keeps a call waiting is one of the faults, not one of these.
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Outcome:
+    """What was seen.
+
+    Attributes:
+        lies: how many answers of the host were none.
+        refused: requests that needed one of them.
+        answered: requests that were answered right.
+        wrong: what should not have been, a line each.
+    """
+
+    lies: int = 0
+    refused: int = 0
+    answered: int = 0
+    said: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """All in one."""
+        return (
+            f"{self.lies:,} lies of a host: {self.refused:,} requests refused by its name, {self.answered:,} answered "
+            f"right, {len(self.wrong)} wrong"
+        )
+
+
+@dataclass
+class Mangled:
+    """A lie: the bytes of the answer, some of them changed. Afterwards, whether that is still an answer."""
+
+    random: np.random.Generator
+    is_answer: bool = True
+
+    def __call__(self, response: Any, _: Any) -> Iterator[bytes]:
+        told = response.SerializeToString()
+        for _ in range(int(self.random.integers(1, 4))):
+            told = self._changed(told)
+        self.is_answer = _is_alike(told, response)
+        yield told
+
+    def _changed(self, message: bytes) -> bytes:
+        # Most lies are about what is not a number: that comes first.
+        most = len(message) if self.random.random() < 0.3 else min(len(message), 80)
+        at = int(self.random.integers(most + 1))
+        few = self.random.bytes(int(self.random.integers(1, 5)))
+        return [message[:at] + few + message[at + len(few) :], message[:at] + few + message[at:], message[:at]][
+            int(self.random.integers(3))
+        ]
+
+
+def _is_alike(message: bytes, response: Any) -> bool:
+    """Whether all that can be told of a message is right. Its numbers cannot."""
+    try:
+        found = pb.ModelInferResponse.FromString(message)
+    except DecodeError:
+        return False
+    seen = [
+        [
+            each.model_name,
+            each.model_version,
+            [(output.name, output.datatype, [*output.shape]) for output in each.outputs],
+            [len(raw) for raw in each.raw_output_contents],
+        ]
+        for each in (found, response)
+    ]
+    return seen[0] == seen[1]
+
+
+def fuzz_hosts(folder: Path, count: int, seed: int = 0) -> Outcome:
+    """Have a host lie `count` times; stop at the tenth thing that is wrong."""
+    random, outcome = np.random.default_rng(seed), Outcome()
+    with _opened(folder) as (version, engine, liar, number):
+        on_liar = {name for name, hosts in open_plan(version).items() if number in hosts}
+        kept = [spec.features[0] for spec in SPECS if spec.name not in on_liar]
+        catalog = [lie for name, (lie, _) in LIES.items() if "200 MB" not in name]
+        while outcome.lies < count and len(outcome.wrong) < 10:
+            mangled = Mangled(random)
+            liar.lie = mangled if random.random() < 0.8 else catalog[int(random.integers(len(catalog)))]
+            features = [EVERY if random.random() < 0.5 else kept for _ in range(TOGETHER)]
+            features[0] = EVERY
+            asked = [encode(bags(each, int(random.integers(1000))), ()) for each in features]
+            _judge(version, engine, asked, [each is EVERY for each in features], liar.lie, outcome)
+            outcome.lies += 1
+        liar.lie = truth
+    return outcome
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Version, Engine, LyingHost, int]]:
+    version = export_version(folder, 1)
+    (number,) = open_plan(version)["blank"]
+    with lying_hosts(version.bundle) as hosts:
+        addresses = {host: each.address for host, each in hosts.items()}
+        with Engine.open(version.bundle, Hosts(addresses=addresses, timeout_s=TIMEOUT_S)) as engine:
+            yield version, engine, hosts[number], number
+
+
+def _judge(
+    version: Version, engine: Engine, asked: list[Tensors], needs: list[bool], lie: Lie | Mangled, outcome: Outcome
+) -> None:
+    checked = kjt.check([accept(engine.schema, each) for each in asked])
+    batches = batches_of(engine.schema, checked)
+    answered = engine.run(batches)
+    failed = failed_of(answered)
+    outputs = outputs_of(checked, batches, [each.embeddings for each in answered])
+    for index, (tensors, needed) in enumerate(zip(asked, needs, strict=True)):
+        error = failed.get(index)
+        if error is not None:
+            outcome.refused += 1
+            if not needed or type(error) is not HostUnavailable or ": host " not in str(error):
+                outcome.wrong.append(f"{type(error).__name__}: {error}")
+            if len(str(error)) > 1000 or not str(error).isprintable():
+                outcome.wrong.append(f"not fit for a screen: {error}")
+            if needed and isinstance(lie, Mangled) and lie.is_answer:
+                outcome.wrong.append(f"refused though nothing is wrong but numbers: {error}")
+        elif not needed:
+            if np.array_equal(outputs[index][EMBEDDINGS], version.one.answer(tensors)):
+                outcome.answered += 1
+            else:
+                outcome.wrong.append("a request that needs nothing of the host got other numbers")
+        elif not (isinstance(lie, Mangled) and lie.is_answer):
+            outcome.wrong.append("answered out of a lie")
