@@ -61,6 +61,7 @@ def before_server(fleet: Fleet, member: Member, options: PodOptions) -> list[Obj
 
 def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
     yield "--host=0.0.0.0"
+    yield "--metrics-host=0.0.0.0"  # of scrapers, which the network policy names, and of the liveness probe
     yield f"--serve={member.model}={','.join(map(str, member.versions))}"
     yield from ["--insecure"] if options.insecure else arguments(member)
     if options.trusted_keys is not None:

@@ -27,7 +27,11 @@ def _ports(
 
 def _access(
     *,
-    host: Annotated[str, typer.Option(help="IPv4 address of gRPC and metrics.")] = LOOPBACK,
+    host: Annotated[str, typer.Option(help="IPv4 address of gRPC.")] = LOOPBACK,
+    metrics_host: Annotated[
+        str,
+        typer.Option(help="IPv4 address of metrics. Let nobody but a scraper reach it: it is open and in the clear."),
+    ] = LOOPBACK,
     http: Annotated[
         bool, typer.Option("--http", help="Take lookups over HTTP too, on this machine alone unless --insecure.")
     ] = False,
@@ -46,7 +50,9 @@ def _access(
     ] = None,
 ) -> Access:
     tls = _tls(tls_cert, tls_key, tls_client_ca)
-    return Access(host=host, http=http, tls=tls, insecure=insecure, allow=tuple(allow or ()))
+    return Access(
+        host=host, metrics_host=metrics_host, http=http, tls=tls, insecure=insecure, allow=tuple(allow or ())
+    )
 
 
 def _tls(certificate: Path | None, key: Path | None, client_root: Path | None) -> ServerTls | None:

@@ -58,7 +58,9 @@ class Access:
     """Who may reach a server.
 
     Attributes:
-        host: the IPv4 address that gRPC and metrics listen on.
+        host: the IPv4 address that gRPC listens on.
+        metrics_host: the IPv4 address that metrics listen on, in the clear. Whoever reaches it can end the server:
+            Triton keeps a request of any length in memory.
         http: whether clients may use HTTP too. A single request can end an older tritonserver (docs/protocol.md).
             Triton has no TLS for HTTP, so it listens on loopback alone unless `insecure`.
         tls: certificates of the gRPC port. None: no TLS.
@@ -66,10 +68,11 @@ class Access:
         allow: the restricted protocols that need no key all the same.
 
     Raises:
-        ConfigurationError: `host` is no IPv4 address, others could listen in, or `allow` names another protocol.
+        ConfigurationError: an address is no IPv4 address, others could listen in, or `allow` names another protocol.
     """
 
     host: str = LOOPBACK
+    metrics_host: str = LOOPBACK
     http: bool = False
     tls: ServerTls | None = None
     insecure: bool = False
@@ -79,13 +82,8 @@ class Access:
         check_arguments(self)
         if unknown := [name for name in self.allow if name not in RESTRICTED]:
             raise ConfigurationError(f"--allow {unknown[0]}: expected one of {', '.join(RESTRICTED)}")
-        try:
-            ipaddress.IPv4Address(self.host)
-        except ValueError:
-            # Triton's metrics would listen on 255.255.255.255, and say nothing.
-            raise ConfigurationError(
-                f"--host {self.host}: expected an IPv4 address, such as 0.0.0.0 for all of this machine's"
-            ) from None
+        _expect_ipv4("--host", self.host)
+        _expect_ipv4("--metrics-host", self.metrics_host)
         if self.tls is None and not self.insecure and not is_loopback(self.host):
             raise ConfigurationError(
                 f"--host {self.host}: others could listen in: expected --tls-cert and --tls-key, or --insecure where "
@@ -100,7 +98,7 @@ class Access:
     def options(self, key: str) -> list[str]:
         """The options of tritonserver. `key` is the key of its restricted protocols."""
         return [
-            *address_options(self.host, self.host),
+            *address_options(self.host, self.metrics_host),
             *(http_options(self.http_host) if self.http else ()),
             *key_options([name for name in RESTRICTED if name not in self.allow], key),
             *(() if self.tls is None else self.tls.options),
@@ -113,6 +111,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _expect_ipv4(option: str, host: str) -> None:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        # Triton's metrics would listen on 255.255.255.255, and say nothing.
+        raise ConfigurationError(
+            f"{option} {host}: expected an IPv4 address, such as 0.0.0.0 for all of this machine's"
+        ) from None
 
 
 def _no_password() -> str:

@@ -60,7 +60,7 @@ def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
         yield Endpoints(
             grpc=f"{access.host}:{taken.grpc}",
             http=http,
-            metrics=f"{access.host}:{taken.metrics}",
+            metrics=f"{access.metrics_host}:{taken.metrics}",
             control=control,
             options=[*port_options(taken.grpc, taken.http, taken.metrics), *([] if http else http_options(control))],
         )
@@ -97,9 +97,13 @@ def _claim(port: int, claims: contextlib.ExitStack) -> bool:
 def _take_ports(access: Access, ports: Ports) -> Ports:
     with contextlib.ExitStack() as stack:
         chosen = {"http": 0}
-        for name in ("grpc", *(("http",) if access.http else ()), "metrics"):
+        hosts = {
+            "grpc": access.host,
+            **({"http": access.http_host} if access.http else {}),
+            "metrics": access.metrics_host,
+        }
+        for name, host in hosts.items():
             asked = getattr(ports, name)
-            host = access.http_host if name == "http" else access.host
             listener = stack.enter_context(socket.socket())
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

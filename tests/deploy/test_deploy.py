@@ -108,6 +108,13 @@ def test_others_reach_lookups_over_tls_and_metrics_and_it_calls_nobody() -> None
     assert exposed == [8001, 8002]
 
 
+def test_whose_metrics_are_exposed_listens_for_who_scrapes_them() -> None:
+    assert "--metrics-host=0.0.0.0" in arguments_of_kubernetes()
+    for image in ("Dockerfile", "debian.Dockerfile"):
+        arguments = arguments_of_the_image(image)
+        assert arguments[arguments.index("--metrics-host") + 1] == "0.0.0.0"
+
+
 def arguments_of_kubernetes() -> list[str]:
     (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
     found: list[str] = container["args"]

@@ -179,6 +179,7 @@ def test_readiness_is_a_lookup_and_liveness_asks_no_model(fleet: Fleet, options:
             assert server[probe]["timeoutSeconds"] > float(command[command.index("--timeout-s") + 1])
         assert "exec" not in server["livenessProbe"]
         assert server["livenessProbe"]["httpGet"] == {"path": "/metrics", "port": "metrics"}
+        assert "--metrics-host=0.0.0.0" in server["args"]
 
 
 def test_what_is_run_has_the_options_that_it_is_given(fleet: Fleet, options: PodOptions) -> None:

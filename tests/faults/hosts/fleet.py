@@ -107,7 +107,13 @@ class Fleet:
     def _run(self, at: At, *options: str) -> None:
         machine, stack, own = self.machines[at], ExitStack(), self.model_of(at).parent
         self.running[at] = stack.enter_context(
-            running(own, "--host", machine.address, *PORTS, *options, within=machine.within)
+            running(
+                own,
+                *("--host", machine.address, "--metrics-host", machine.address),
+                *PORTS,
+                *options,
+                within=machine.within,
+            )
         )
         self.servers[at] = stack
 

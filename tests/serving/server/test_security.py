@@ -1,5 +1,6 @@
 """Who should not get in does not: closed protocols, TLS, keys, and bundles that somebody else made or changed."""
 
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -154,6 +155,24 @@ def test_run_refuses_what_others_could_listen_in_on(one_model: Path) -> None:
     done = tbe_serve("run", str(one_model), "--tls-client-ca", "root.pem")
     assert done.returncode == 1
     assert "--tls-cert, --tls-key: expected both" in done.stderr
+
+
+def listens(address: str, port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(10)
+        return client.connect_ex((address, port)) == 0
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_metrics_listen_on_this_machine_alone_unless_they_are_told_where(one_model: Path, opened: bool) -> None:
+    """127.0.0.2 stands for an address that others reach: who listens on 0.0.0.0 listens there, too."""
+    with running(
+        one_model, "--host", "0.0.0.0", "--insecure", *(("--metrics-host", "0.0.0.0") if opened else ())
+    ) as server:
+        grpc_port, metrics_port = (int(each.rpartition(":")[2]) for each in (server.grpc, server.metrics))
+        assert listens("127.0.0.2", grpc_port)
+        assert listens("127.0.0.1", metrics_port)
+        assert listens("127.0.0.2", metrics_port) == opened
 
 
 @pytest.fixture(scope="module")
