@@ -10,6 +10,7 @@ from serving.errors import ConfigurationError
 from serving.triton.options import RESTRICTED, address_options, http_options, key_options, tls_options
 
 LOOPBACK = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"  # noqa: S104  # only compared with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

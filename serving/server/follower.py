@@ -35,7 +35,7 @@ class Follower:
         self._followed = [_Followed(file, unload_after_s, self._tell) for file in files]
         released = released_versions(files)
         pinned = {model: versions for model, versions in server.run_file.pinned.items() if model not in released}
-        server.note(pinned=pinned, released=released)
+        server.kept.note(pinned=pinned, released=released)
 
     def start(self) -> None:
         """Begin."""
@@ -119,7 +119,7 @@ class _Followed:
         self._present = release
         self._unload_at = time.monotonic() + self._unload_after_s if older else None
         self._say_of_loading(None)
-        server.note(released={**server.run_file.released, self._file.model: release.versions})
+        server.kept.note(released={**server.run_file.released, self._file.model: release.versions})
         until = f"; {_numbers(older)} is unloaded in {self._unload_after_s:g} s" if older else ""
         self._tell(f"serves {_listed(release)}, as released{until}")
 

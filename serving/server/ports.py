@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
-from serving.server.access import Access
+from serving.server.access import EVERYWHERE, Access
 from serving.server.run_file import control_socket
 from serving.triton.options import http_options, port_options
-
-_EVERYWHERE = "0.0.0.0"  # noqa: S104  # only compared with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +123,7 @@ def _ipv4_alone(host: str, port: int) -> Iterator[None]:
     does not listen, takes it.
     """
     with contextlib.ExitStack() as stack:
-        if host == _EVERYWHERE:
+        if host == EVERYWHERE:
             with contextlib.suppress(OSError):  # no IPv6 here, or somebody else has it
                 taken = stack.enter_context(socket.socket(socket.AF_INET6))
                 taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -10,9 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import msgspec
+from typing import BinaryIO
 
 from serving.errors import ServingError, TritonserverFailed
 from serving.ranks.shared_copy import remove_unused_copies
@@ -22,7 +20,7 @@ from serving.server.models import Pins, ServedModel, check_pins, find_models
 from serving.server.oom_kills import OomKills
 from serving.server.ports import Endpoints, Ports, free_endpoints
 from serving.server.private import PrivateFolder, Trust, private_folder
-from serving.server.run_file import Recovery, RunFile
+from serving.server.run_file import KeptRunFile, Recovery, RunFile
 from serving.server.shared_memory import region_prefix, remove_regions
 from serving.server.switch import switch
 from serving.triton.control import UNIX, Control
@@ -54,7 +52,7 @@ class Server:
         repository: the model repository that its process serves.
         private: the private folder with that repository, if it serves signed bundles alone; otherwise None.
         started: when its first process was started, in Unix time.
-        run_file: what other commands know of it.
+        kept: the file that says to other commands what they know of it.
         loading: locks, by model. Who loads a model holds its lock.
         models: its models when it became ready.
         warnings: lines for whoever runs it.
@@ -72,9 +70,8 @@ class Server:
     repository: Path
     private: PrivateFolder | None
     started: float = field(default_factory=time.time)
-    run_file: RunFile = field(init=False, repr=False)
+    kept: KeptRunFile = field(init=False, repr=False)
     loading: Mapping[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock), repr=False)
-    _noting: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     models: tuple[ServedModel, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -97,17 +94,16 @@ class Server:
         if self.control_address.startswith(UNIX):
             Path(self.control_address.removeprefix(UNIX)).unlink(missing_ok=True)
         self.child = self.launch.start()
-        self.note(process=self.process.pid)
+        self.kept.note(process=self.process.pid)
 
-    def note(self, **changes: Any) -> None:
-        """Change what other commands know of this server: attributes of its run file."""
-        with self._noting:
-            self.run_file = msgspec.structs.replace(self.run_file, **changes)
-            self.run_file.rewrite()
+    @property
+    def run_file(self) -> RunFile:
+        """What other commands know of it."""
+        return self.kept.content
 
     def note_recovery(self, model: str | None, why: str) -> None:
         """Note that a model, or tritonserver where that is None, is started anew."""
-        self.note(
+        self.kept.note(
             recoveries=self.run_file.recoveries + 1, last_recovery=Recovery(model=model, why=why, at=time.time())
         )
 
@@ -186,7 +182,7 @@ def run_server(
         unpinned = [model for model in models if model not in pins]
         timeout_s = exit_timeout_of(options) + _GRACE_S
         server = stack.enter_context(_started(launch, unpinned, endpoints, key, regions, timeout_s, served, private))
-        server.run_file = RunFile(
+        content = RunFile(
             grpc=server.grpc,
             control=endpoints.control,
             key=key,
@@ -195,7 +191,7 @@ def run_server(
             process=server.process.pid,
             pinned=dict(pins),
         )
-        stack.enter_context(server.run_file.written())
+        server.kept = stack.enter_context(KeptRunFile(content).kept())
         _make_ready(server, unpinned, pins, ready_timeout_s)
         yield server
 

@@ -1,28 +1,37 @@
 """The file that tells `tbe-serve load` and `status` how to reach a server that `tbe-serve run` started.
 
 It exists while the server runs, and its user alone can read it, since it holds the server's key.
+
+Each server has a file of its own, named by its port and a token, and locks it: servers of several network namespaces,
+or at several addresses of this machine, may have the same port and the same folder for temporary files.
 """
 
+import fcntl
 import os
-import shutil
+import secrets
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from serving.errors import ConfigurationError
-from serving.files.reading import read_file
+from serving.files.reading import open_file
 from serving.files.replacing import replacing
 from serving.files.strict import UNREADABLE, Strict, is_utf8
-from serving.server.access import is_loopback
+from serving.files.temporary import temporary_folder
+from serving.server.access import EVERYWHERE, LOOPBACK, is_loopback
 from serving.server.private import PrivateFolder
 from serving.triton.control import UNIX
 
 # The longest path of a socket in bytes, without the zero byte at its end: unix(7).
 _LONGEST = 107
+_END = ".json"
 
 
 class Recovery(Strict, frozen=True):
@@ -39,6 +48,11 @@ class Recovery(Strict, frozen=True):
     at: float
 
 
+def _network() -> int:
+    """The network namespace of this process: namespaces(7)."""
+    return os.stat("/proc/self/ns/net").st_ino
+
+
 class RunFile(Strict, frozen=True):
     """What is needed to switch the versions of a server, and what happened to it since it was started.
 
@@ -49,6 +63,7 @@ class RunFile(Strict, frozen=True):
         repository: the folder that its models are published in.
         private: the folder that it serves, if it serves signed bundles alone; otherwise None.
         process: the process id of tritonserver.
+        network: the network namespace that its addresses are of.
         pinned: the versions that `--serve` says, by model.
         released: the versions that releases say, by model.
         recoveries: how often a model or tritonserver was started anew.
@@ -61,6 +76,7 @@ class RunFile(Strict, frozen=True):
     repository: str
     private: PrivateFolder | None
     process: int
+    network: int = msgspec.field(default_factory=_network)
     pinned: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     released: dict[str, tuple[int, ...]] = msgspec.field(default_factory=dict)
     recoveries: int = 0
@@ -70,51 +86,120 @@ class RunFile(Strict, frozen=True):
         """Leaves the key out: errors and logs show this."""
         return f"RunFile({self.grpc})"
 
+
+class KeptRunFile:
+    """The run file of a server, while that runs. Nobody else writes or removes it.
+
+    Args:
+        content: what it says.
+
+    Attributes:
+        content: what it says now.
+    """
+
+    def __init__(self, content: RunFile) -> None:
+        self.content = content
+        self._path = _folder() / f"{_port_of(content.grpc)}-{secrets.token_hex(8)}{_END}"
+        self._locked = ExitStack()
+        self._writing = threading.Lock()
+        self._has_ended = False
+
+    def note(self, **changes: Any) -> None:
+        """Change attributes of the content. What cannot be written is lost: the server matters more."""
+        with self._writing, suppress(OSError, ConfigurationError):
+            self.content = msgspec.structs.replace(self.content, **changes)
+            if not self._has_ended:
+                self._write()
+
+    def restore(self) -> None:
+        """Write it again, if somebody removed it."""
+        if not self._path.exists():
+            self.note()
+
+    def _write(self) -> None:
+        _own_folder(self._path.parent)
+        with ExitStack() as stack:
+            with replacing(self._path, mode=0o600) as file:
+                file.write(msgspec.json.encode(self.content))
+                mine = stack.enter_context(open(os.dup(file.fileno()), "rb"))
+                fcntl.flock(mine, fcntl.LOCK_EX)  # nobody sees it unlocked, and removes it
+            self._locked.close()
+            self._locked = stack.pop_all()
+
     @contextmanager
-    def written(self) -> Iterator[None]:
-        """Write the file; remove it when the block ends.
+    def kept(self) -> Iterator["KeptRunFile"]:
+        """Write the file; remove it when the block ends. Files of servers that were killed are removed first.
 
         Raises:
             ConfigurationError: there is no place where its user alone can read it.
         """
-        private = self.private
-        for needed in (self.repository, *(() if private is None else (private.path, private.source, private.keys))):
+        content = self.content
+        private = content.private
+        for needed in (
+            content.repository,
+            *(() if private is None else (private.path, private.source, private.keys)),
+        ):
             if not is_utf8(needed):
                 raise ConfigurationError(f"{needed}: expected a path in UTF-8")
         try:
-            path = _path(self.grpc)
-            _own_folder(path.parent)
-            self._write(path)
+            with self._writing:
+                self._write()
+            for other in self._path.parent.glob(f"*{_END}"):
+                with suppress(OSError), open_file(other) as file:
+                    if not _is_held(file, other):
+                        other.unlink()
         except OSError as error:
             raise _no_place(error) from error
         try:
-            yield
+            yield self
         finally:
-            path.unlink(missing_ok=True)
-
-    def rewrite(self) -> None:
-        """Write it again, unless it was removed. What cannot be written is lost: the server matters more."""
-        path = _path(self.grpc)
-        with suppress(OSError):
-            if path.exists():
-                self._write(path)
-
-    def _write(self, path: Path) -> None:
-        with replacing(path, mode=0o600) as file:
-            file.write(msgspec.json.encode(self))
+            with self._writing:
+                self._has_ended = True
+                self._path.unlink(missing_ok=True)
+                self._locked.close()
 
 
 def find_run_file(grpc: str) -> RunFile | None:
-    """The file of the server at this gRPC address. None if there is none, or the address is another machine's."""
-    if not is_loopback(grpc.rpartition(":")[0]):
+    """The file of the server at this gRPC address, in the network namespace of this process.
+
+    A server that listens at an address of a network is found by each address of this machine alone, too.
+
+    Returns:
+        None if there is none, or the address is another machine's.
+    """
+    host = grpc.rpartition(":")[0]
+    if not is_loopback(host):
         return None
-    path = _path(grpc)
+    network = _network()
+    found = {
+        run.grpc.rpartition(":")[0]: run
+        for run in _living()
+        if (_port_of(run.grpc), run.network) == (_port_of(grpc), network)
+    }
+    for each in (LOOPBACK if host == "localhost" else host, EVERYWHERE):
+        if each in found:
+            return found[each]
+    elsewhere = [run for host, run in found.items() if not is_loopback(host)]
+    return elsewhere[0] if len(elsewhere) == 1 else None
+
+
+def _living() -> Iterator[RunFile]:
+    """The files of this user's servers that run."""
+    folder = _folder()
+    with suppress(OSError):
+        for path in folder.glob(f"*{_END}") if _is_own(folder) else ():
+            with suppress(OSError, *UNREADABLE), open_file(path) as file:
+                if _is_held(file, path):
+                    yield msgspec.json.decode(file.read(), type=RunFile)
+
+
+def _is_held(file: BufferedReader, path: Path) -> bool:
+    """Whether a server holds the lock of a file. One that was just replaced by its server counts as held."""
     try:
-        if _is_own(path.parent):
-            return msgspec.json.decode(read_file(path), type=RunFile)
-    except (OSError, *UNREADABLE):
-        pass
-    return None
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return not os.path.samestat(os.fstat(file.fileno()), path.lstat())
 
 
 @contextmanager
@@ -125,20 +210,18 @@ def control_socket() -> Iterator[str]:
         ConfigurationError: there is no place for it that its user alone can reach.
     """
     folder = _folder()
-    try:
-        _own_folder(folder)
-        private = tempfile.mkdtemp(dir=folder)
-    except OSError as error:
-        raise _no_place(error) from error
-    try:
-        path = Path(private) / "control"
+    with ExitStack() as stack:
+        try:
+            _own_folder(folder)
+            private = stack.enter_context(temporary_folder(folder, "run-"))
+        except OSError as error:
+            raise _no_place(error) from error
+        path = private / "control"
         if len(os.fsencode(path)) > _LONGEST:
             raise ConfigurationError(
                 f"{path}: too long for a socket: set XDG_RUNTIME_DIR or TMPDIR to a shorter folder"
             )
         yield f"{UNIX}{path}"
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
 
 
 def _no_place(error: OSError) -> ConfigurationError:
@@ -148,8 +231,8 @@ def _no_place(error: OSError) -> ConfigurationError:
     )
 
 
-def _path(grpc: str) -> Path:
-    return _folder() / f"{grpc.rpartition(':')[2]}.json"
+def _port_of(grpc: str) -> str:
+    return grpc.rpartition(":")[2]
 
 
 def _folder() -> Path:

@@ -88,6 +88,7 @@ class Supervisor:
         keeper.start(is_anew=is_anew)
         while (code := self._server.process.poll()) is None and not self._stopping:
             self._oom_kills.look()
+            self._server.kept.restore()
             if keeper.failure is not None:
                 self._failure = keeper.failure
                 self.stop(signal.SIGTERM)

@@ -270,6 +270,12 @@ class Running:
         os.killpg(group, signal.SIGKILL)
 
 
+def apart() -> tuple[str, ...]:
+    """The command within which there is another network, of which a process has addresses of its own."""
+    mine = () if os.getuid() == 0 else ("--user", "--map-root-user")
+    return ("unshare", "--net", *mine, "sh", "-c", 'ip link set lo up && exec "$0" "$@"')
+
+
 @contextmanager
 def running(repository: Path, *options: str, within: tuple[str, ...] = (), first: str = "") -> Iterator[Running]:
     """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""

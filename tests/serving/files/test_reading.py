@@ -94,7 +94,7 @@ def test_a_run_file_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     folder = tmp_path / f"tbe-serve-{os.getuid()}"
     folder.mkdir(mode=0o700)
-    os.mkfifo(folder / "8000.json")
+    os.mkfifo(folder / "8000-0.json")
     assert find_run_file("127.0.0.1:8000") is None
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,7 @@ from tests.support.servers import (
     FREE_PORTS,
     Running,
     add_gate,
+    apart,
     held,
     replace_model_py,
     running,
@@ -92,6 +94,25 @@ def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
         assert control.parent.stat().st_mode & 0o077 == 0
         assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 1\n"
     assert not control.parent.exists()
+
+
+def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_network(
+    repository: Path, one_model: Path
+) -> None:
+    """They share the folder for temporary files, as containers may. Each is found where it listens, and no other."""
+    export_model(collection(SUM), repository, "m")
+    with running(repository) as server:
+        port = server.grpc.rpartition(":")[2]
+        switched = ("load", "m", "--version", "1", "--url", server.grpc)
+        with running(one_model, "--grpc-port", port, within=apart()):
+            done = tbe_serve(*switched)
+            assert done.stdout == "m: version 2 → 1\n", done.stderr
+        done = tbe_serve(*switched)
+        assert done.stdout == "m: version 1 → 1\n", done.stderr
+        for kept in (Path(tempfile.gettempdir()) / f"tbe-serve-{os.getuid()}").glob(f"{port}*.json"):
+            kept.unlink()
+        wait_until(lambda: find_run_file(server.grpc) is not None, "its control file was not written again")
+        assert tbe_serve(*switched).stdout == "m: version 1 → 1\n"
 
 
 def test_all_of_ipv4_is_ipv4_alone(one_model: Path) -> None:
