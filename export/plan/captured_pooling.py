@@ -29,7 +29,7 @@ def captured_pooling(path: Path, features: Sequence[Feature]) -> dict[str, float
         By the feature's name; 1 for a feature that no request asks for.
 
     Raises:
-        ConfigurationError: the file cannot be read, or no request in it is one to this model.
+        ConfigurationError: the file cannot be read, or no line of it is a request to this model.
     """
     keys = list(dict.fromkeys(feature.key for feature in features))
     ids, bags = dict.fromkeys(keys, 0), dict.fromkeys(keys, 0)

@@ -1,11 +1,13 @@
 """What a person would not expect of a plan, a sentence each."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.filesize import decimal
 
 from export.plan.sharding import ROUTER_BYTES, Sharding
 from serving.bundle.manifest import Manifest
+from serving.request.captured import PassedOver, read_captured
 
 # A note is made where ranks hold more than this many times the tables' bytes. It names so many tables.
 _COPIES_NOTED = 1.1
@@ -13,11 +15,12 @@ _TABLES_NAMED = 3
 
 
 def plan_notes(manifest: Manifest, sharding: Sharding) -> Iterator[str]:
-    """Bytes that are stored several times, limits that nobody set, and hosts that would hold nothing.
+    """Bytes that are stored several times, limits that nobody set, hosts that would hold nothing, and traffic that is
+    none.
 
     Args:
         manifest: tables and plan.
-        sharding: what was asked of the planner.
+        sharding: what was asked of the planner, before its traffic was measured.
     """
     yield from _copies(manifest)
     if sharding.memory_assumed:
@@ -31,6 +34,11 @@ def plan_notes(manifest: Manifest, sharding: Sharding) -> Iterator[str]:
         hosts = len(manifest.plan.ranks) - 1
         if hosts < sharding.hosts:
             yield f"{sharding.hosts - hosts} of {sharding.hosts} hosts would hold nothing: the plan has {hosts}"
+    if sharding.traffic is not None:
+        passed_over, path = PassedOver(), Path(sharding.traffic)
+        for _ in read_captured(path, passed_over, follow=True):
+            pass
+        yield from passed_over.said(path)
 
 
 def _copies(manifest: Manifest) -> Iterator[str]:

@@ -125,6 +125,7 @@ def report_plan(manifest: Manifest, sharding: Sharding, sums_dtype: OutputDtype 
     Raises:
         ConfigurationError: the captured requests of `sharding.traffic` cannot be used.
     """
+    notes = list(plan_notes(manifest, sharding))
     sharding = sharding.measured(manifest.features)
     traffic = host_traffic(manifest, sharding, sharding.batch_size, sums_dtype)
     shards = manifest.plan.shards_by_table
@@ -137,7 +138,7 @@ def report_plan(manifest: Manifest, sharding: Sharding, sums_dtype: OutputDtype 
         memory_assumed=sharding.memory_assumed,
         router_bytes=sharding.own_bytes if sharding.hosts_as_models else None,
         router_assumed=sharding.router_assumed,
-        notes=list(plan_notes(manifest, sharding)),
+        notes=notes,
         ranks=_rank_reports(manifest, tables, sharding, traffic),
         tables=tables,
         transfers=[

@@ -225,13 +225,13 @@ def check_bundle(bundle: Bundle, tensors: Tensors) -> None:
     this = f"{bundle.path.parent.name} version {bundle.path.name}"
     if tensors.bundle is not None and tensors.bundle != bundle.digest:
         raise ModelNotFound(
-            f"expected the bundle with SHA-256 {str(tensors.bundle)[:64]} of its manifest, "
+            f"expected the bundle with SHA-256 {tensors.bundle[:64]} of its manifest, "
             f"this is {bundle.digest}: {this}"
         )
     part = bundle.manifest.part_of
     if tensors.part_of is not None and (part is None or tensors.part_of != part.text):
         what = "no part of a plan" if part is None else f"part {part.text}"
-        raise ModelNotFound(f"expected part {str(tensors.part_of)[:100]} (plan/host), this is {what}: {this}")
+        raise ModelNotFound(f"expected part {tensors.part_of[:100]} (plan/host), this is {what}: {this}")
 
 
 def _overflows(embeddings: Array) -> bool:

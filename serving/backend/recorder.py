@@ -1,7 +1,10 @@
 """Capture: slow and refused requests are kept for replay, in a file of limited size."""
 
+import errno
+import fcntl
 import os
 import queue
+import stat
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -12,7 +15,7 @@ import msgspec
 
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
-from serving.request.captured import CapturedRequest
+from serving.request.captured import LONGEST_LINE, CapturedRequest
 from serving.request.tensors import Tensors
 
 # Most requests that wait to be written. More are not kept, so that lookups never wait for a disk.
@@ -27,20 +30,33 @@ class Recorder:
         slow_s: a TBE call is slow if it takes longer than this, in seconds; None: no call is slow.
         max_bytes: largest size of the file.
         kept: called for each request that was written.
+        warn: takes a line when requests can no longer be written, once until they can.
+
+    Raises:
+        OSError: the file cannot be written, or is another user's, who could read what is captured.
     """
 
-    def __init__(self, path: Path, slow_s: float | None, max_bytes: int, kept: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        slow_s: float | None,
+        max_bytes: int,
+        kept: Callable[[], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._path = path
         self._kept = kept
+        self._warn = warn
         self._slow_s = slow_s
         self._max_bytes = max_bytes
-        # Do not wait for a pipe in the file's place, and do not follow a link.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._file = os.open(path, flags, 0o600)
+        self._file = _opened(path)
         self._waiting: queue.SimpleQueue[CapturedRequest] = queue.SimpleQueue()
         threading.Thread(target=self._write, name="capture", daemon=True).start()
 
     @classmethod
-    def of(cls, settings: ServingSettings, model: str, kept: Callable[[], None]) -> Self | None:
+    def of(
+        cls, settings: ServingSettings, model: str, kept: Callable[[], None], warn: Callable[[str], None]
+    ) -> Self | None:
         """The recorder of `model` with these settings; None where they capture nothing.
 
         Raises:
@@ -51,7 +67,7 @@ class Recorder:
         path = Path(settings.capture) / f"{model}.jsonl"
         slow_s = None if settings.capture_slow_ms is None else settings.capture_slow_ms / 1e3
         try:
-            return cls(path, slow_s, settings.capture_max_bytes, kept)
+            return cls(path, slow_s, settings.capture_max_bytes, kept, warn)
         except OSError as error:
             raise ConfigurationError(
                 f"capture: {path} cannot be written: {error.strerror}: make the folder writable for the server, "
@@ -80,8 +96,53 @@ class Recorder:
         return os.fstat(self._file).st_size + least < self._max_bytes
 
     def _write(self) -> None:
+        is_failing = False
         while True:
-            line = msgspec.json.encode(self._waiting.get()) + b"\n"
-            if os.fstat(self._file).st_size + len(line) <= self._max_bytes:
-                os.write(self._file, line)
-                self._kept()
+            try:
+                is_kept = self._append(msgspec.json.encode(self._waiting.get()) + b"\n")
+            except (OSError, UnicodeError) as error:  # no room on the disk, or a name that is no text
+                if not is_failing:
+                    self._warn(f"capture: {self._path}: a request is not kept: {error}: the next are tried again")
+                is_failing = True
+            else:
+                is_failing = False
+                if is_kept:
+                    self._kept()
+
+    def _append(self, line: bytes) -> bool:
+        """Append a whole line, or nothing. False if the file has no room for it."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)  # other instances append, too
+        try:
+            size = os.fstat(self._file).st_size
+            if size and os.pread(self._file, 1, size - 1) != b"\n":
+                line = b"\n" + line  # who wrote before was killed meanwhile
+            if size + len(line) > self._max_bytes or len(line) > LONGEST_LINE:
+                return False
+            rest = memoryview(line)
+            try:
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+            except OSError:
+                os.ftruncate(self._file, size)
+                raise
+            return True
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def _opened(path: Path) -> int:
+    """A descriptor of the file, which its user alone can read from now on."""
+    # Do not wait for a pipe in the file's place, and do not follow a link.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    file = os.open(path, flags, 0o600)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "expected a file, got something else", str(path))
+        if found.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "is another user's: remove it", str(path))
+        os.fchmod(file, 0o600)
+    except BaseException:
+        os.close(file)
+        raise
+    return file

@@ -19,6 +19,7 @@ from serving.backend.families import triton_families
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import LookupMetrics, Publisher
 from serving.backend.page_metrics import PageMetrics
+from serving.backend.parameters import Parameters
 from serving.backend.recorder import Recorder
 from serving.backend.warm_up import warm_up
 from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
@@ -35,11 +36,10 @@ from serving.errors import (
     ServingError,
 )
 from serving.model.settings import RECOVERED, ServingSettings, parsed
-from serving.ranks.message import BUNDLE, PART_OF
 from serving.ranks.routed import Routed
 from serving.ranks.settings import hosts_of
 from serving.ranks.weights import WeightsMemory
-from serving.request.tensors import EVERY_HOST, IDS, ONCE, TABLES, Array, Tensors
+from serving.request.tensors import IDS, Array, Tensors
 from serving.said import shown
 from serving.triton.parent import end_with_parent
 from serving.triton.presence import BUSY, IDLE, show
@@ -54,8 +54,6 @@ _STATUS = {
     ModelNotFound: "NOT_FOUND",
     RequestCancelled: "CANCELLED",
 }
-# What Triton says of a request without parameters. To read it as JSON takes longer than to read an input.
-_NO_PARAMETERS = ("{}", "")
 # How long a router's hosts are waited for when it is loaded, in seconds: they may start at the same time.
 _HOSTS_PATIENCE_S = 30.0
 # How often a router looks which replicas of its hosts are there, in seconds.
@@ -121,14 +119,14 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
     if settings.verify_weights and not is_verified:
         verify_digests(bundle, but=bundle.manifest.weights_files)
         engine.weights.verify()
-    warm_up(engine, model)
+    warm_up(engine, model, pb_utils.Logger.log_warn)
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
     metrics = LookupMetrics(families, labels, [table.name for table in manifest.tables], manifest.exported_at)
     pages = PageMetrics(families, labels, engine.weights, pb_utils.Logger.log_warn)
     if recovered is not None and args["model_instance_name"].endswith("_0"):  # by one instance of several
         metrics.count_recovery()
-    recorder = Recorder.of(settings, args["model_name"], metrics.count_captured)
+    recorder = Recorder.of(settings, args["model_name"], metrics.count_captured, pb_utils.Logger.log_warn)
     answerer = Answerer(engine, settings, metrics, recorder, pb_utils.Logger.log_error)
     published = [metrics.publish, pages.publish]
     if isinstance(engine.ranks, Routed):
@@ -152,25 +150,24 @@ def _decode(request: Any) -> Tensors:
     """The tensors of one of Triton's requests.
 
     Raises:
-        InvalidRequest: an input is missing or not [1, n], or `features`, `tables` or `once` is no string.
+        InvalidRequest: an input is missing or not [1, n], or a parameter is of another type.
     """
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     weights = inputs.get("weights")
-    text = request.parameters()
-    parameters = {} if text in _NO_PARAMETERS else json.loads(text)
+    parameters = Parameters(request.parameters())
     return Tensors(
-        _names(parameters, "features"),
+        parameters.features,
         _row("values", inputs.get("values")),
         _row("lengths", inputs.get("lengths")),
         None if weights is None else _row("weights", weights),
-        parameters.get("traceparent"),
-        parameters.get(BUNDLE),
-        parameters.get(EVERY_HOST) is True,
+        parameters.trace,
+        parameters.bundle,
+        parameters.every_host,
         request.requested_output_names(),
         {name: _matrix(name, each) for name, each in inputs.items() if name not in IDS},
-        _names(parameters, TABLES),
-        _names(parameters, ONCE) or (),
-        parameters.get(PART_OF),
+        parameters.tables,
+        parameters.once or (),
+        parameters.part_of,
     )
 
 
@@ -192,16 +189,6 @@ def _matrix(name: str, tensor: Any) -> Array:
         raise InvalidRequest(f"{name}: expected shape [1, B, n], got {list(array.shape)}", Reason.DENSE)
     rows: Array = array[0]
     return rows
-
-
-def _names(parameters: Mapping[str, Any], parameter: str) -> list[str] | None:
-    """The names in a request parameter; None where it is missing."""
-    names = parameters.get(parameter)
-    if names is None:
-        return None
-    if not isinstance(names, str):
-        raise InvalidRequest(f"parameter {parameter}: expected comma-separated names, got {names!r}", Reason.FEATURES)
-    return names.split(",") if names else []
 
 
 def _response(outcome: Outcome) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 from serving.client import ModelInfo
 from serving.client.message import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
-from serving.request.captured import read_captured
+from serving.request.captured import PassedOver, read_captured
 from serving.request.once import once_of, samples_of
 from serving.request.tensors import LOOKED_UP, Lengths, Tensors
 
@@ -38,10 +38,15 @@ def prepare(model: str, requests: Sequence[Tensors], info: ModelInfo) -> list[Pr
     return prepared
 
 
-def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
+def captured_requests(path: Path, info: ModelInfo, passed_over: PassedOver) -> tuple[list[Tensors], int]:
     """The requests of a captured file.
 
     A captured request has no weights. For a weighted model each id gets a weight of 1.
+
+    Args:
+        path: the file.
+        info: the model that is to answer them.
+        passed_over: counts lines that are no captured requests.
 
     Returns:
         The requests, and how many were left out: their lengths do not fit their features and ids, or the model does
@@ -50,7 +55,7 @@ def captured_requests(path: Path, info: ModelInfo) -> tuple[list[Tensors], int]:
     Raises:
         ConfigurationError: no request can be sent.
     """
-    captured = [each.tensors for each in read_captured(path, follow=True)]
+    captured = [each.tensors for each in read_captured(path, passed_over, follow=True)]
     requests = [
         replace(each, weights=np.ones(each.values.size, np.float32) if info.weighted else None)
         for each in captured

@@ -15,13 +15,14 @@ from rich.table import Table
 
 from serving.bundle.opening import open_bundle, versions
 from serving.bundle.signature import read_signing_key, sign, signature_of
+from serving.commands.connection import say
 from serving.commands.settings import ChangesOf, takes_settings
 from serving.errors import BundleError, ConfigurationError
 from serving.files.reading import open_file, read_file
 from serving.files.replacing import replacing
 from serving.model.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
 from serving.model.settings import NEWEST, ServingSettings, table
-from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP, read_captured
+from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP, PassedOver, read_captured
 from serving.terminal.program import out
 
 
@@ -108,9 +109,12 @@ def _version(model: Path, text: str) -> int | None:
 
 
 def _set_warm_up(model: Path, source: Path) -> None:
-    """Copy `source` to a file beside config.pbtxt, if every line of it is a captured request."""
-    for _ in read_captured(source, follow=True):
+    """Copy `source` to a file beside config.pbtxt, if it has captured requests."""
+    passed_over = PassedOver()
+    for _ in read_captured(source, passed_over, follow=True):
         pass
+    for line in passed_over.said(source):
+        say(line)
     with open_file(source, follow=True) as captured, replacing(model / WARM_UP) as file:
         shutil.copyfileobj(captured, file)
 

@@ -15,6 +15,7 @@ from serving.bundle.opening import Bundle, open_bundle
 from serving.client import ModelInfo
 from serving.commands.connection import say
 from serving.errors import BundleError, ConfigurationError
+from serving.request.captured import PassedOver
 from serving.request.id_maps import IdMaps, known_of_keys
 from serving.request.tensors import Tensors
 from serving.terminal.numbers import real
@@ -188,7 +189,10 @@ def _factor(name: str, text: str) -> float:
 
 
 def _captured(path: Path, info: ModelInfo) -> Sequence[Tensors]:
-    requests, left_out = captured_requests(path, info)
+    passed_over = PassedOver()
+    requests, left_out = captured_requests(path, info, passed_over)
+    for line in passed_over.said(path):
+        say(line)
     if left_out:
         say(f"{path}: {left_out} of {left_out + len(requests)} requests are malformed and are not sent")
     return requests

@@ -1,6 +1,7 @@
 """The file of captured requests: slow and refused ones, kept for replay. A line is a request, in JSON."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Annotated, Self
@@ -112,28 +113,66 @@ class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
 
-def read_captured(path: Path, *, follow: bool = False) -> Iterator[CapturedRequest]:
+@dataclass(slots=True)
+class PassedOver:
+    """The lines of a file that are no captured requests.
+
+    Attributes:
+        lines: how many.
+        first: which is the first of them, and what is wrong with it.
+    """
+
+    lines: int = 0
+    first: str = ""
+
+    def add(self, number: int, problem: str) -> None:
+        """Count line `number`."""
+        self.first = self.first or f"line {number}: {problem}"
+        self.lines += 1
+
+    def said(self, path: Path) -> Iterator[str]:
+        """What to say of the file: a line, or nothing where all lines are requests."""
+        if self.lines:
+            yield f"{path}: lines passed over, which are no captured requests: {self.lines}; {self.first}"
+
+
+def read_captured(
+    path: Path, passed_over: PassedOver | None = None, *, follow: bool = False
+) -> Iterator[CapturedRequest]:
     """Read captured requests one after the other. The file may be larger than memory.
+
+    Lines that are no captured requests are passed over: whoever sends requests has a part in what is captured.
 
     Args:
         path: a file that a recorder wrote.
+        passed_over: counts such lines.
         follow: whether `path` may be a link.
 
     Raises:
-        ConfigurationError: the file cannot be read, or a line, which the message names, is not a captured request.
+        ConfigurationError: the file cannot be read, or none of its lines, of which the message names the first, is a
+            captured request.
     """
     decoder = msgspec.json.Decoder(CapturedRequest)
+    passed_over = PassedOver() if passed_over is None else passed_over
     try:
         file = open_file(path, follow=follow)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+    number = requests = 0
     with file:
-        number = 0
         while line := file.readline(LONGEST_LINE + 1):
             number += 1
             if len(line) > LONGEST_LINE:
-                raise ConfigurationError(f"{path}: line {number}: expected at most {LONGEST_LINE} bytes, got more")
-            try:
-                yield decoder.decode(line)
-            except UNREADABLE as error:
-                raise ConfigurationError(f"{path}: line {number}: expected a captured request: {error}") from error
+                passed_over.add(number, f"expected at most {LONGEST_LINE} bytes, got more")
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LONGEST_LINE)
+            elif not line.isspace():
+                try:
+                    request = decoder.decode(line)
+                except UNREADABLE as error:
+                    passed_over.add(number, f"expected a captured request: {error}")
+                else:
+                    requests += 1
+                    yield request
+    if passed_over.lines and not requests:
+        raise ConfigurationError(f"{path}: {passed_over.first}")

@@ -6,11 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from export import Sharding
+from export import ExportConfig, Sharding
+from export.pipeline import plan_model
 from export.plan.captured_pooling import captured_pooling
+from export.plan.report import report_plan
 from serving.bundle.tables import Feature
 from serving.errors import ConfigurationError
 from serving.request.captured import CapturedRequest
+from tests.support.models import SUM, collection
 
 FEATURES = (
     Feature(name="item_id", table="item"),
@@ -81,6 +84,17 @@ def test_lengths_that_contradict_the_ids_are_left_out(tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(wrong) + b"\n")
     with pytest.raises(ConfigurationError, match="found none among 1 requests"):
         captured_pooling(path, FEATURES)
+
+
+def test_lines_that_are_no_requests_are_passed_over_and_the_plan_says_so(tmp_path: Path) -> None:
+    path = captured(tmp_path, (["x"], [2, 4]))
+    with path.open("a") as file:
+        file.write('{"at": "", "why": "", "values": [1], "lengths": [1], "traceparent": 7}\n{"at')
+    assert captured_pooling(path, (Feature(name="x", table="t"),)) == {"x": 3.0}
+    sharding = Sharding(traffic=path)
+    report = report_plan(plan_model(collection(SUM), ExportConfig(sharding=sharding)), sharding)
+    (note,) = (each for each in report.notes if "passed over" in each)
+    assert note.startswith(f"{path}: lines passed over, which are no captured requests: 2; line 2: expected")
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

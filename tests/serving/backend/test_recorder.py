@@ -1,27 +1,32 @@
 """Requests that are kept for replay."""
 
 import json
+import os
 import queue
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 from export import ExportConfig, export_model
 from serving.backend.recorder import Recorder
 from serving.client import LookupClient
-from serving.errors import InvalidRequest
+from serving.errors import ConfigurationError, InvalidRequest
 from serving.model.config_file import as_json, read_config
 from serving.model.settings import ServingSettings
-from serving.request.captured import read_captured
+from serving.request.captured import PassedOver, read_captured
 from serving.request.tensors import Tensors
 from serving.server import run_server
 from serving.server.canary import Canary
 from tests.support.models import exported
 from tests.support.ranker import ranker
-from tests.support.servers import FREE, metric
+from tests.support.servers import DTYPES, FREE, lens, metric, row
 
 pytestmark = pytest.mark.usefixtures("quick_reload")
 
@@ -62,6 +67,23 @@ def test_refused_requests_are_kept_without_weights_and_with_their_trace(tmp_path
     }  # fmt: skip
     assert "0.25" not in (tmp_path / "m.jsonl").read_text()
     assert (tmp_path / "m.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_a_request_whose_trace_is_no_text_is_kept_so_that_it_can_be_read(tmp_path: Path) -> None:
+    exported(tmp_path, capture=str(tmp_path))
+    with (
+        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
+        triton.InferenceServerClient(server.grpc) as client,
+    ):
+        for trace in (7, True, "x" * 1000, "a\nb", TRACE):
+            inputs = []
+            for name, array in (("values", row(-1)), ("lengths", lens(1))):
+                inputs.append(triton.InferInput(name, list(array.shape), DTYPES[str(array.dtype)]))
+                inputs[-1].set_data_from_numpy(array)
+            with pytest.raises(InferenceServerException, match="got -1 for sample 0"):
+                client.infer("m", inputs, parameters={"traceparent": trace, "features": "x"})
+        lines(tmp_path / "m.jsonl", 5)
+    assert [each.traceparent for each in read_captured(tmp_path / "m.jsonl")] == [*[None] * 4, TRACE]
 
 
 def test_a_canary_is_not_captured(tmp_path: Path) -> None:
@@ -122,7 +144,7 @@ class NotRead(np.ndarray[Any, Any]):
 def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path) -> None:
     """Two bytes for each number, at least: four million ids are not made into text to be thrown away."""
     kept: queue.SimpleQueue[None] = queue.SimpleQueue()
-    recorder = Recorder(tmp_path / "file", None, 1000, lambda: kept.put(None))
+    recorder = Recorder(tmp_path / "file", None, 1000, lambda: kept.put(None), pytest.fail)
     lengths = np.array([498], np.int32)
     recorder.record(Tensors(None, np.zeros(499, np.int64).view(NotRead), lengths), "refused: lengths")
     with pytest.raises(AssertionError, match="it was read"):
@@ -132,3 +154,92 @@ def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path
     recorder.record(Tensors(None, np.zeros(1, np.int64), lengths), "refused: lengths")
     kept.get(timeout=60)
     assert len((tmp_path / "file").read_text().splitlines()) == 1
+
+
+FULL = """
+import queue, sys
+from pathlib import Path
+import numpy as np
+from serving.backend.recorder import Recorder
+from serving.request.tensors import Tensors
+
+folder = Path(sys.argv[1])
+said = queue.SimpleQueue()
+recorder = Recorder(folder / "file", None, 1 << 30, lambda: said.put("kept"), said.put)
+
+def record(size):
+    recorder.record(Tensors(["x"], np.full(size, 10**6), np.array([size], np.int32)), "refused: ids")
+
+record(100)
+assert said.get(timeout=60) == "kept"
+before = (folder / "file").read_bytes()
+(folder / "other").write_bytes(bytes(40 << 10))
+for _ in range(3):
+    record(4000)  # 32 KB, of which a part fits
+(warning,) = [said.get(timeout=60)]
+assert "a request is not kept: [Errno 28] No space left on device: the next are tried again" in warning, warning
+record(1)
+assert said.get(timeout=60) == "kept"  # the three were tried before, and nothing was said a second time
+assert (folder / "file").read_bytes().startswith(before)
+(folder / "other").unlink()
+record(4000)
+assert said.get(timeout=60) == "kept"
+print((folder / "file").read_text(), end="")
+"""
+
+
+def test_a_full_disk_leaves_whole_lines_and_capture_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    mine = () if os.getuid() == 0 else ("--user", "--map-root-user")
+    mount = 'mount -t tmpfs -o size=64k tmpfs "$1" && exec "$0" -c "$2" "$1"'
+    done = subprocess.run(
+        ["unshare", "--mount", *mine, "sh", "-ec", mount, sys.executable, str(tmp_path / "disk"), FULL],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "file").write_text(done.stdout)
+    passed_over = PassedOver()
+    assert [len(each.values) for each in read_captured(tmp_path / "file", passed_over)] == [100, 1, 4000]
+    assert passed_over.lines == 0
+
+
+def recorded(path: Path, kept: "queue.SimpleQueue[None]", values: Any = ()) -> None:
+    recorder = Recorder(path, None, 10_000, lambda: kept.put(None), pytest.fail)
+    recorder.record(Tensors(["x"], np.array(values, np.int64), np.array([1], np.int32)), "refused: lengths")
+    kept.get(timeout=60)
+
+
+def test_half_a_line_of_a_writer_that_was_killed_is_ended(tmp_path: Path) -> None:
+    kept: queue.SimpleQueue[None] = queue.SimpleQueue()
+    recorded(tmp_path / "file", kept, [1])
+    with (tmp_path / "file").open("ab") as file:
+        file.write(b'{"at": "2026')
+    recorded(tmp_path / "file", kept, [2])
+    recorded(tmp_path / "file", kept, [3])
+    passed_over = PassedOver()
+    assert [each.values for each in read_captured(tmp_path / "file", passed_over)] == [[1], [2], [3]]
+    assert passed_over.lines == 1
+
+
+def test_a_request_that_cannot_be_written_is_said_and_the_next_is_kept(tmp_path: Path) -> None:
+    """A name may have half a character, over HTTP."""
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    recorder = Recorder(tmp_path / "file", None, 10_000, lambda: said.put("kept"), said.put)
+    for names in (["\ud800"], ["x"]):
+        recorder.record(Tensors(names, np.array([1]), np.array([1], np.int32)), "refused: features")
+    assert "a request is not kept: 'utf-8' codec can't encode character" in said.get(timeout=60)
+    assert said.get(timeout=60) == "kept"
+    assert [each.features for each in read_captured(tmp_path / "file")] == [["x"]]
+
+
+def test_a_file_that_others_could_read_is_closed_to_them_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m.jsonl").touch()
+    (tmp_path / "m.jsonl").chmod(0o666)
+    settings = ServingSettings(capture=str(tmp_path))
+    assert Recorder.of(settings, "m", lambda: None, pytest.fail) is not None
+    assert (tmp_path / "m.jsonl").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "m.jsonl").stat().st_uid + 1)
+    with pytest.raises(ConfigurationError, match=r"m\.jsonl cannot be written: is another user's: remove it"):
+        Recorder.of(settings, "m", lambda: None, pytest.fail)

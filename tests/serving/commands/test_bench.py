@@ -98,7 +98,8 @@ def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
     }
     outside = {"at": "2026-01-01", "why": "refused: ids", "values": [-1], "lengths": [1, 0, 0]}
     malformed = {"at": "2026-01-01", "why": "refused: lengths", "values": [1], "lengths": [1, 5, 0]}
-    file.write_text("".join(json.dumps(each) + "\n" for each in (good, outside, malformed)))
+    unreadable = {**good, "traceparent": 7}
+    file.write_text("".join(json.dumps(each) + "\n" for each in (good, unreadable, outside, malformed)))
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         brief = ("--seconds", "1", "--repeats", "2", "--clients", "1")
         # What was refused is refused again.
@@ -110,6 +111,7 @@ def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
         assert report["answers_per_s"]["median"] * 2 == pytest.approx(report["samples_per_s"]["median"])
         assert list(report["errors"]) == ["InvalidRequest"]
         assert "1 of 3 requests are malformed and are not sent" in done.stderr
+        assert "captured.jsonl: lines passed over, which are no captured requests: 1; line 2: expected" in done.stderr
         assert "the answers were not checked" in done.stderr
         asked = metric(server, "tbe_samples_total", model="m") / metric(server, "tbe_requests_total", model="m")
         assert asked == 2

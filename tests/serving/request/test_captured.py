@@ -7,17 +7,66 @@ import numpy as np
 import pytest
 
 from serving.errors import ConfigurationError
-from serving.request.captured import CapturedRequest, read_captured
+from serving.request import captured as captured_module
+from serving.request.captured import CapturedRequest, PassedOver, read_captured
 from serving.request.tensors import Tensors
+
+GOOD = '{"at": "", "why": "", "values": [1], "lengths": [1]}'
+
+
+def lines_of(path: Path, *lines: bytes) -> tuple[list[list[int]], PassedOver]:
+    """The values of the requests of a file with these lines, and what was passed over."""
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    passed_over = PassedOver()
+    return [each.values for each in read_captured(path, passed_over)], passed_over
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, f"{10**30}", "1e400", "nan", '"x"', "\udcff"])
-def test_a_captured_number_that_is_none_is_refused_by_its_line(number: str, tmp_path: Path) -> None:
-    good = '{"at": "", "why": "", "values": [1], "lengths": [1]}\n'
-    for bad in (good.replace("[1]", f"[{number}]", 1), good.replace('"lengths": [1]', f'"lengths": [{number}]')):
-        (tmp_path / "captured.jsonl").write_bytes((good + bad).encode(errors="surrogateescape"))
-        with pytest.raises(ConfigurationError, match=r"captured\.jsonl: line 2: expected a captured request: "):
-            list(read_captured(tmp_path / "captured.jsonl"))
+def test_a_line_with_a_number_that_is_none_is_passed_over_and_counted(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "captured.jsonl"
+    for bad in (GOOD.replace("[1]", f"[{number}]", 1), GOOD.replace('"lengths": [1]', f'"lengths": [{number}]')):
+        found, passed_over = lines_of(path, GOOD.encode(), bad.encode(errors="surrogateescape"), GOOD.encode())
+        assert found == [[1], [1]]
+        assert passed_over.lines == 1
+        (said,) = passed_over.said(path)
+        expected = (
+            f"{path}: lines passed over, which are no captured requests: 1; line 2: expected a captured request: "
+        )
+        assert said.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        GOOD.replace("}", ', "traceparent": 7}'),
+        GOOD.replace("}", ', "once": "x"}'),
+        GOOD.replace("}", ', "unknown": 1}'),
+        GOOD[:20],
+        GOOD[:20] + GOOD,
+        "[" * 100_000,
+        "\0",
+        "x" * 200,
+    ],
+    ids=["trace", "once", "unknown", "half", "half-and-one", "nested", "null", "long"],
+)
+def test_readers_go_on_behind_a_bad_line(bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured_module, "LONGEST_LINE", 150)
+    path, good = tmp_path / "captured.jsonl", GOOD.encode()
+    found, passed_over = lines_of(path, bad.encode(), good, bad.encode(), b"", good)
+    assert found == [[1], [1]]
+    assert passed_over.lines == 2
+    assert passed_over.first.startswith("line 1: expected ")
+    with pytest.raises(ConfigurationError, match=r"captured\.jsonl: line 1: expected "):
+        lines_of(path, bad.encode(), bad.encode())
+
+
+def test_a_last_line_without_an_end_is_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "captured.jsonl"
+    path.write_text(f"{GOOD}\n{GOOD}")
+    assert len(list(read_captured(path))) == 2
+    path.write_text(f"{GOOD}\n{GOOD[:-3]}")
+    passed_over = PassedOver()
+    assert len(list(read_captured(path, passed_over))) == passed_over.lines == 1
 
 
 DENSE = np.array([[0.1, np.nan, np.inf], [-np.inf, 5e-324, -0.0]], np.float32)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from serving.errors import ConfigurationError
+from serving.files.reading import open_file
 from serving.server import run_file as run_file_module
 from serving.server.run_file import KeptRunFile, RunFile, find_run_file
 from tests.support.servers import apart
@@ -160,10 +161,8 @@ def test_a_file_that_is_replaced_while_it_is_read_is_found_and_not_removed(
     kept = KeptRunFile(run_file)
     with kept.kept():
         (file,) = tmp_path.rglob("*.json")
-        opened = run_file_module.open_file
-
         def replaced_then(path: Path) -> BufferedReader:
-            found = opened(path)
+            found = open_file(path)
             kept.note(recoveries=kept.content.recoveries + 1)
             return found
 
