@@ -1,7 +1,10 @@
 """`tbe-serve run`: a tritonserver on a model repository."""
 
+import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -59,15 +62,18 @@ def run(
     signals = _Signals()
     versions, unload_after_s, trusted = pins(), follow(), trust()
     files = () if unload_after_s is None else _releases(repository, versions, trusted)
-    with run_server(
-        repository,
-        ports(),
-        pins={**released_versions(files), **versions},
-        access=access(),
-        trust=trusted,
-        shm_bytes=shm_mib << 20,
-        options=triton_options or (),
-    ) as server:
+    with (
+        _private_files(),
+        run_server(
+            repository,
+            ports(),
+            pins={**released_versions(files), **versions},
+            access=access(),
+            trust=trusted,
+            shm_bytes=shm_mib << 20,
+            options=triton_options or (),
+        ) as server,
+    ):
         for warning in server.warnings:
             say(warning)
         follower = None if unload_after_s is None else Follower(server, files, unload_after_s, say)
@@ -84,6 +90,16 @@ def _releases(repository: Path, pinned: Pins, trust: Trust | None) -> tuple[Rele
     """The releases of all models that are not pinned."""
     models = [model for model in find_models(repository) if model not in pinned]
     return read_releases(repository, models, None if trust is None else trust.keys)
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """What this process makes is its user's alone."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 class _Signals:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from serving.server.file_modes import make_private_files
 from serving.triton.output import Output
 
 # mallopt(3): the server keeps so much memory of past requests for the next ones. Memory that it gives back has to be
@@ -125,7 +126,9 @@ def _in_child(shm_bytes: int) -> None:
       a few hostile requests fill /dev/shm. With SIGXFSZ ignored, a file that may not grow is an error to it.
     * SIGCHLD ignored. The server does not wait for models' processes that die; so the kernel removes them.
     * SIGPIPE ignored. When we have ended, nobody reads its log, and it still has to answer what it accepted.
+    * What it and its models make is their user's alone. Requests and rows are in the memory that they share.
     """
+    make_private_files()
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     for number in (signal.SIGXFSZ, signal.SIGCHLD, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)

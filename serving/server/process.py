@@ -1,6 +1,7 @@
 """Run a real tritonserver: start it, wait until its models are ready, stop it."""
 
 import contextlib
+import os
 import secrets
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from serving.server.oom_kills import OomKills
 from serving.server.ports import Endpoints, Ports, free_endpoints
 from serving.server.private import PrivateFolder, Trust, private_folder
 from serving.server.run_file import KeptRunFile, Recovery, RunFile
-from serving.server.shared_memory import region_prefix, remove_regions
+from serving.server.shared_memory import is_open, region_prefix, remove_regions
 from serving.server.switch import switch
 from serving.triton.control import UNIX, Control
 from serving.triton.installation import find_tritonserver
@@ -241,7 +242,9 @@ def _make_ready(server: Server, models: Sequence[str], pins: Pins, timeout_s: fl
 
 
 def _sink(log: Path | None) -> BinaryIO:
-    return open(log or sys.stderr.fileno(), "wb", buffering=0, closefd=log is not None)
+    if log is None:
+        return open(sys.stderr.fileno(), "wb", buffering=0, closefd=False)
+    return open(log, "wb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
 
 
 def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
@@ -252,6 +255,8 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
             f"tritonserver {version} lacks security fixes: let nobody but this machine reach it, or run "
             f"{'.'.join(map(str, secure.version))} ({secure.container}) or later"
         )
+    if is_open(server.regions):
+        yield "users of this machine can read requests and rows in /dev/shm: a sandbox forbids seccomp(2) here"
     if not is_erased:
         yield "the key to what the server keeps closed can be read in its command line by users of this machine"
 

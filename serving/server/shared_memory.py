@@ -63,6 +63,11 @@ def remove_regions(prefix: str) -> None:
         region.unlink(missing_ok=True)
 
 
+def is_open(prefix: str) -> bool:
+    """Whether other users can open a region of a server."""
+    return any(region.stat().st_mode & 0o077 for region in _FOLDER.glob(f"{glob.escape(prefix)}*"))
+
+
 def _remove(lock: Path) -> None:
     """Remove a server's regions, and then its lock file."""
     remove_regions(lock.name.removesuffix(_LOCK))

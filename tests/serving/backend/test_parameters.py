@@ -26,7 +26,7 @@ def test_each_is_read() -> None:
 
 
 WRONG: dict[str, list[Any]] = {
-    **dict.fromkeys(("features", "tables", "once", "bundle"), [7, True, 0.5, [], {}]),
+    **{name: [7, True, 0.5, [], {}] for name in ("features", "tables", "once", "bundle")},
     "every_host": [1, 0, "true", []],
 }
 

@@ -161,6 +161,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_found_and_not_removed(
     kept = KeptRunFile(run_file)
     with kept.kept():
         (file,) = tmp_path.rglob("*.json")
+
         def replaced_then(path: Path) -> BufferedReader:
             found = open_file(path)
             kept.note(recoveries=kept.content.recoveries + 1)

@@ -8,7 +8,7 @@ import pytest
 
 from serving.errors import TritonserverFailed
 from serving.server import shared_memory
-from serving.server.shared_memory import region_prefix
+from serving.server.shared_memory import is_open, region_prefix
 
 
 @pytest.fixture
@@ -86,6 +86,16 @@ def test_what_another_user_left_is_theirs(shm: Path, monkeypatch: pytest.MonkeyP
     with region_prefix():
         pass
     assert all(path.exists() for path in paths)
+
+
+def test_a_region_that_others_can_open_is_noticed(shm: Path) -> None:
+    with region_prefix() as prefix:
+        (shm / f"{prefix}-a").touch()
+        (shm / f"{prefix}-a").chmod(0o600)
+        (shm / "another").touch()
+        assert not is_open(prefix)
+        (shm / f"{prefix}-a").chmod(0o644)
+        assert is_open(prefix)
 
 
 def test_no_place_for_shared_memory_is_said(shm: Path) -> None:
