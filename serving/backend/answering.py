@@ -225,8 +225,7 @@ def check_bundle(bundle: Bundle, tensors: Tensors) -> None:
     this = f"{bundle.path.parent.name} version {bundle.path.name}"
     if tensors.bundle is not None and tensors.bundle != bundle.digest:
         raise ModelNotFound(
-            f"expected the bundle with SHA-256 {tensors.bundle[:64]} of its manifest, "
-            f"this is {bundle.digest}: {this}"
+            f"expected the bundle with SHA-256 {tensors.bundle[:64]} of its manifest, this is {bundle.digest}: {this}"
         )
     part = bundle.manifest.part_of
     if tensors.part_of is not None and (part is None or tensors.part_of != part.text):

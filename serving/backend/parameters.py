@@ -24,7 +24,7 @@ class Parameters:
     Attributes:
         features, tables, once: names; None where the parameter is missing.
         bundle: the digest of the bundle that has to answer; None: any bundle.
-        part_of: what the bundle that answers has to be a part of, as `serving.bundle.hosts.Part.text`; None: anything.
+        part_of: what the bundle that answers has to be a part of, as `Part.text` of `serving.bundle.hosts`.
         every_host: whether every host of a router has to answer.
         trace: the W3C `traceparent`; None if there is none. One that is malformed counts as none, as W3C says.
 
