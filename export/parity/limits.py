@@ -40,7 +40,7 @@ def _refusals(table: Table, error: TableError, limit: float) -> list[str]:
     refusals = []
     if error.unexplained_row is not None:
         refusals.append(f"table {table.name!r}: row {error.unexplained_row} moved further than rounding explains")
-    if error.tally.largest > limit:
+    if not error.tally.largest <= limit:  # NaN, too
         refusals.append(
             f"table {table.name!r}: {table.dtype.value} moves an element by {error.tally.largest:.3g}, "
             f"expected at most {limit:.3g}: store it as a wider dtype"

@@ -128,7 +128,7 @@ def compare_codes(
     worst, worst_row, sums = compare(rows, scratch, scratch)
     low, high = torch.aminmax(rows)
     bounds = bounds_of_codes(halves, (1 << bits) - 1, units)
-    moved = worst > bounds
+    moved = torch.logical_not((worst <= bounds) & torch.isfinite(worst))  # NaN and infinity, too
     unexplained = int(moved.to(torch.uint8).argmax()) if bool(moved.any()) else -1
     return worst_row, sums, max(float(high), -float(low)), float(bounds.max()), unexplained
 

@@ -83,8 +83,9 @@ class TableError:
         self.largest = max(self.largest, float(high), -float(low))
         bounds = rounding_bounds(rows, stored, self.dtype)
         self.bound = max(self.bound, float(bounds.max()))
-        if self.unexplained_row is None and (worst > bounds).any():
-            self.unexplained_row = start + int(np.argmax(worst > bounds))
+        moved = ~(worst <= bounds)  # NaN, too
+        if self.unexplained_row is None and moved.any():
+            self.unexplained_row = start + int(np.argmax(moved))
 
     def _add_codes(self, start: int, rows: Floats, stored: Bytes, scratch: Floats) -> None:
         """As `add`, of a dtype with codes."""

@@ -42,7 +42,7 @@ class Tally:
 
         Args:
             start: index of the first row.
-            a: float32 or float64 [n, dim], n > 0. All numbers are finite: see `finite`.
+            a: float32 or float64 [n, dim], n > 0. NaN and infinity make sums of their kind: see `finite`.
             b: likewise.
             out: in the dtype of a − b, contiguous, takes the errors, and may be b; None: memory of their own.
 
@@ -62,7 +62,8 @@ class Tally:
 
     def join(self, later: "Tally") -> None:
         """Add what was found in rows after these."""
-        if not later.largest <= self.largest:
+        # NaN is worse than any number: the first one stays.
+        if not (later.largest <= self.largest or math.isnan(self.largest)):
             self.largest, self.worst_row = later.largest, later.worst_row
         self.elements += later.elements
         self.absolute += later.absolute

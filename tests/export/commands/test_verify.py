@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection
 
+from export.trained import checkpoint
 from serving.engine import Engine
 from serving.model.config_file import read_config, write_config
 from tests.support import oracle
@@ -117,6 +118,20 @@ def test_verify_beside_the_trained_weights_measures_every_row(mixed: Path, tmp_p
     assert "table 'user'" not in done.stderr
     done = tbe_export("verify", str(mixed), *given, "--json")
     assert (done.exit_code, json.loads(done.stdout)["ok"]) == (1, False)
+
+
+def test_a_checkpoint_that_holds_nan_is_not_what_was_exported(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the blocks after it are fine."""
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 4096)
+    module = collection()
+    with torch.no_grad():
+        module.state_dict()["embedding_bags.item.weight"][17, 3] = float("nan")
+    torch.save(module.state_dict(), tmp_path / "w.pt")
+    done = tbe_export("verify", str(mixed), *TRAINED, "--checkpoint", str(tmp_path / "w.pt"))
+    assert done.exit_code == 1
+    assert "table 'item': row 17 differs by nan" in done.stderr
 
 
 def test_verify_with_another_model_names_what_differs(mixed: Path) -> None:

@@ -1,5 +1,6 @@
 """The smallest dtype within a limit."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,13 @@ import torch
 
 from export import ExportConfig, WeightDtype, export_model
 from export.pipeline import plan_model
+from export.rows.quantize import quantize
+from export.rows.smallest_dtype import smallest_dtype
+from export.trained import checkpoint
+from export.trained.generated import generated_checkpoint
+from export.trained.tables import TrainedTable
+from serving.bundle.rows import dequantize
+from serving.bundle.tables import Pooling
 from tests.support import oracle
 from tests.support.models import MIXED, collection, float_tables
 
@@ -35,3 +43,34 @@ def test_the_smallest_dtype_within_the_limit_is_the_smallest_that_numpy_finds(tm
             for stored in planned.tables:
                 within = [d for d in ordered if errors[stored.name][d] <= limits[stored.name]]
                 assert stored.dtype is within[0], (stored.name, tried, factor)
+
+
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in WeightDtype if dtype is not WeightDtype.FP32], ids=lambda d: d.value
+)
+def test_a_table_that_moves_exactly_as_far_as_it_may_is_within_the_limit(dtype: WeightDtype) -> None:
+    """The limit is the largest error allowed. A step of the smallest kind below it, the dtype is out."""
+    table = TrainedTable("t", "t", 400, 16, Pooling.SUM, False, ("x",), ("x",))
+    weights = generated_checkpoint((table,))
+    rows = weights.rows(table, 0, 400)
+    narrower = [each for each in WeightDtype if each.format.bits < dtype.format.bits]
+
+    def error(stored: WeightDtype) -> float:
+        return float(np.abs(rows.numpy() - dequantize(quantize("t", 0, rows, stored).numpy(), stored)).max())
+
+    limit = error(dtype)
+    assert all(error(each) > limit for each in narrower)
+    assert smallest_dtype(table, weights, limit, lambda _: None) is dtype
+    assert smallest_dtype(table, weights, math.nextafter(limit, 0), lambda _: None) is not dtype
+
+
+def test_progress_is_every_element_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 4096)
+    table = TrainedTable("t", "t", 400, 16, Pooling.SUM, False, ("x",), ("x",))
+    read: list[int] = []
+    assert smallest_dtype(table, generated_checkpoint((table,)), 1e9, read.append) is WeightDtype.INT2
+    assert len(read) > 1
+    assert sum(read) == 400 * 16
+    read.clear()
+    assert smallest_dtype(table, generated_checkpoint((table,)), 0, read.append) is WeightDtype.FP32
+    assert len(read) == 1, "no dtype was left, and it read on"

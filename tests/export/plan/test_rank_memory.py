@@ -1,0 +1,117 @@
+"""What a rank can hold is taken at its word, to the byte."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from export.errors import PlanError
+from export.plan.layout import whole_shard
+from export.plan.rank_memory import check_fits, overflow_of
+from serving.bundle.hosts import ROUTER
+from serving.bundle.plan import Plan, Rank, ShardingType
+from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import IdPolicy, Pooling, Table
+
+# INT8 rows of dim 16 are 20 bytes: 2,000, 1,000 and 200 bytes.
+_TABLES = tuple(
+    Table(
+        name=name,
+        rows=rows,
+        dim=16,
+        pooling=Pooling.SUM,
+        weighted=False,
+        dtype=WeightDtype.INT8,
+        id_policy=IdPolicy.ERROR,
+    )
+    for name, rows in (("a", 100), ("b", 50), ("c", 10))
+)
+
+
+def _rank(number: int) -> Rank:
+    return Rank(host=0, device="cpu", weights_file=f"weights.{number}.bin")
+
+
+def _plan(*ranks: Rank) -> Plan:
+    """Tables c and a are on rank 0, b is on rank 1."""
+    return Plan(
+        sharding={table.name: ShardingType.TABLE_WISE for table in _TABLES},
+        ranks=ranks,
+        shards=tuple(whole_shard(table, rank) for table, rank in zip(_TABLES, (0, 1, 0), strict=True)),
+        row_alignment=1,
+    )
+
+
+@pytest.mark.parametrize(
+    "limits", [(2200, 1000), (2200, None), (None, 1000), (None, None), (10_000, 10_000)], ids=str
+)
+def test_what_fits_to_the_byte_is_taken(limits: Sequence[int | None]) -> None:
+    check_fits(_TABLES, _plan(_rank(0), _rank(1)), limits)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            (2199, 1000),
+            "rank 0 would hold 2,200 bytes, 1 more than its 2,199: its largest shard is 2,000 bytes of table 'a': "
+            "give more --memory-per-rank or --ranks",
+        ),
+        (
+            (None, 999),
+            "rank 1 would hold 1,000 bytes, 1 more than its 999: its largest shard is 1,000 bytes of table 'b': "
+            "give more --memory-per-rank or --ranks",
+        ),
+        (
+            (0, 0),
+            "rank 0 would hold 2,200 bytes, 2,200 more than its 0: its largest shard is 2,000 bytes of table 'a': "
+            "give more --memory-per-rank or --ranks",
+        ),
+    ],
+    ids=["the_first", "the_second", "nothing"],
+)
+def test_a_byte_more_is_refused(limits: Sequence[int | None], message: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        check_fits(_TABLES, _plan(_rank(0), _rank(1)), limits)
+    assert str(refused.value) == message
+
+
+def test_routers_and_hosts_are_called_what_people_call_them() -> None:
+    plan = _plan(
+        Rank(host=ROUTER, device="cpu", weights_file="weights.0.bin"), Rank(host=7, device="cpu", weights_file=None)
+    )
+    with pytest.raises(PlanError) as refused:
+        check_fits(_TABLES, plan, (2199, 1000))
+    assert str(refused.value) == (
+        "the router would hold 2,200 bytes, 1 more than its 2,199: its largest shard is 2,000 bytes of table 'a': "
+        "give more --router-memory, or cut tables over hosts"
+    )
+    with pytest.raises(PlanError) as refused:
+        check_fits(_TABLES, plan, (2200, 999))
+    assert str(refused.value) == (
+        "host 7 would hold 1,000 bytes, 1 more than its 999: its largest shard is 1,000 bytes of table 'b': "
+        "give more --memory-per-rank or --ranks"
+    )
+
+
+_PIECES = [(30, "small"), (100, "large"), (70, "middle"), (70, "another")]
+
+
+@pytest.mark.parametrize(("ranks", "memory_bytes"), [(1, 270), (2, 140), (3, 100), (4, 100)])
+def test_pieces_that_fill_ranks_to_the_byte_are_placed(ranks: int, memory_bytes: int) -> None:
+    """The largest first, each on the emptiest rank."""
+    assert overflow_of(_PIECES, ranks, memory_bytes) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "memory_bytes", "message"),
+    [
+        (1, 269, "table 'small': a shard of it takes 30 bytes, 1 more than any of 1 ranks has left of its 269"),
+        (2, 139, "table 'another': a shard of it takes 70 bytes, 1 more than any of 2 ranks has left of its 139"),
+        (4, 99, "table 'large': a shard of it takes 100 bytes, 1 more than any of 4 ranks has left of its 99"),
+    ],
+)
+def test_a_piece_that_finds_no_room_is_named(ranks: int, memory_bytes: int, message: str) -> None:
+    assert overflow_of(_PIECES, ranks, memory_bytes) == (
+        f"{message}: all tables take 270 bytes: give more --memory-per-rank or --ranks, allow types that cut smaller, "
+        "or store narrower dtypes"
+    )
