@@ -35,10 +35,8 @@ lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-mutants: $(STAMP) ## Change what checks requests and bundles, and list the changes that no test notices (hours; MUTANTS=serving.request.kjt*)
-	@requirements/mutants.sh
-	@$(abspath .bench/mutants/bin/mutmut) run --max-children 2 $(MUTANTS)
-	@$(abspath .bench/mutants/bin/mutmut) results
+mutants: $(STAMP) ## Change checked code, and list the changes that no test notices (hours; PART=export-rows, MUTANTS='export.rows.tally*')
+	@requirements/mutants.sh "$(PART)" $(MUTANTS)
 
 fuzz: $(STAMP) ## A hundred thousand malformed and hostile requests to a real server; ends in one line of figures
 	@$(BIN)/python -m tests.fuzz
