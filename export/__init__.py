@@ -1,18 +1,20 @@
 """Export the embedding tables of a trained TorchRec model as a bundle that Triton serves."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from serving.pins import check_pins
 
-check_pins()  # first: with builds that do not agree, the imports below fail and do not say why
-
-from export.config import ExportConfig  # noqa: E402
-from export.errors import ExportError  # noqa: E402
-from export.hosts.machines import complete_hosts, export_hosts  # noqa: E402
-from export.pipeline import export_model  # noqa: E402
-from export.plan.sharding import Sharding  # noqa: E402
-from serving.bundle.hosts import IdDtype  # noqa: E402
-from serving.bundle.rows import WeightDtype  # noqa: E402
-from serving.bundle.scores import DenseDtype  # noqa: E402
-from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype  # noqa: E402
+if TYPE_CHECKING:
+    from export.config import ExportConfig
+    from export.errors import ExportError
+    from export.hosts.machines import complete_hosts, export_hosts
+    from export.pipeline import export_model
+    from export.plan.sharding import Sharding
+    from serving.bundle.hosts import IdDtype
+    from serving.bundle.rows import WeightDtype
+    from serving.bundle.scores import DenseDtype
+    from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 
 __all__ = [
     "DefaultRow",
@@ -28,3 +30,27 @@ __all__ = [
     "export_hosts",
     "export_model",
 ]
+
+# Where each of them is. It is imported when it is first asked for: torch takes seconds, and commands that need
+# none of it would wait, too.
+_HOMES = {
+    "DefaultRow": "serving.bundle.tables",
+    "DenseDtype": "serving.bundle.scores",
+    "ExportConfig": "export.config",
+    "ExportError": "export.errors",
+    "IdDtype": "serving.bundle.hosts",
+    "IdPolicy": "serving.bundle.tables",
+    "OutputDtype": "serving.bundle.tables",
+    "Sharding": "export.plan.sharding",
+    "WeightDtype": "serving.bundle.rows",
+    "complete_hosts": "export.hosts.machines",
+    "export_hosts": "export.hosts.machines",
+    "export_model": "export.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_pins()  # first: with builds that do not agree, the import fails and does not say why
+    return getattr(import_module(_HOMES[name]), name)

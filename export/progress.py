@@ -1,8 +1,10 @@
 """How far an export is, in bytes of float rows."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from export.trained.tables import TrainedTable
+if TYPE_CHECKING:
+    from export.trained.tables import TrainedTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +16,6 @@ class Progress:
     total: int
 
 
-def float_bytes(*tables: TrainedTable) -> int:
+def float_bytes(*tables: "TrainedTable") -> int:
     """Bytes of all rows of `tables` in FP32."""
     return sum(4 * table.rows * table.dim for table in tables)

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import MofNCompleteColumn
@@ -12,21 +12,18 @@ from export.commands.module import CheckpointOption, build_module
 from export.commands.options import parsed_by_table
 from export.commands.progress import progress_bar
 from export.commands.settings import by_table
-from export.commands.tables_file import read_tables
 from export.commands.values import weight_dtype
-from export.compare.make_study import make_study
 from export.compare.options import STRATEGIES, StudyOptions
-from export.compare.page import findings, write_report
-from export.compare.tables import ComparedTables
 from export.patterns import check_patterns, last_match
 from export.sizes import size_bytes
-from export.trained.checkpoint import open_weights
-from export.trained.generated import generated_checkpoint
-from export.trained.tables import collect_tables
 from serving.errors import ConfigurationError
 from serving.files.strict import as_text
+from serving.pins import check_pins
 from serving.terminal import program
 from serving.terminal.numbers import real
+
+if TYPE_CHECKING:
+    from export.compare.tables import ComparedTables
 
 
 def compare(
@@ -60,7 +57,6 @@ def compare(
     seconds: Annotated[float, typer.Option(help="How long each placement is measured.")] = 1.0,
 ) -> None:
     """Place the same tables in every way, measure each, and write a report: what is fast, what fits, what to take."""
-    compared = _compared_tables(model, checkpoint, tables, pooling_factors)
     options = StudyOptions(
         strategies=strategy or STRATEGIES,
         ranks=ranks or (2, 4),
@@ -70,6 +66,15 @@ def compare(
         batch_size=batch_size,
         seconds=seconds,
     )
+    if (model is None) == (tables is None):
+        raise ConfigurationError("expected one of --model and --tables")
+    if tables is not None and checkpoint is not None:
+        raise ConfigurationError("--checkpoint: expected --model with it: tables of a TOML file have no weights")
+    check_pins()
+    from export.compare.make_study import make_study
+    from export.compare.page import findings, write_report
+
+    compared = _compared_tables(model, checkpoint, tables, pooling_factors)
     out.mkdir(parents=True, exist_ok=True)  # before the minutes that the study takes
     command = as_text(shlex.join(["tbe-export", *sys.argv[1:]]))
     with progress_bar(40, "measuring errors", MofNCompleteColumn()) as show:
@@ -85,12 +90,14 @@ def compare(
 
 def _compared_tables(
     model: str | None, checkpoint: Path | None, file: Path | None, pooling_factors: list[str] | None
-) -> ComparedTables:
-    if (model is None) == (file is None):
-        raise ConfigurationError("expected one of --model and --tables")
+) -> "ComparedTables":
+    from export.commands.tables_file import read_tables
+    from export.compare.tables import ComparedTables
+    from export.trained.checkpoint import open_weights
+    from export.trained.generated import generated_checkpoint
+    from export.trained.tables import collect_tables
+
     if file is not None:
-        if checkpoint is not None:
-            raise ConfigurationError("--checkpoint: expected --model with it: tables of a TOML file have no weights")
         trained, factors = read_tables(file)
         weights = generated_checkpoint(trained)
     else:

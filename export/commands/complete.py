@@ -9,8 +9,8 @@ from export.commands.module import CheckpointOption, ModelOption, SigningKeyOpti
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
 from export.commands.show import show_parity, show_published, show_remarks, show_scores
-from export.hosts.machines import complete_hosts
 from serving.bundle.opening import open_bundle
+from serving.pins import check_pins
 
 
 @takes_settings
@@ -28,6 +28,9 @@ def complete(
     The bundles of all hosts are read and compared with their digests. What is missing is said, a line for each host.
     """
     settings = config()
+    check_pins()
+    from export.hosts.machines import complete_hosts
+
     module = build_module(model, meta=checkpoint is not None)
     with export_progress() as show:
         path = complete_hosts(

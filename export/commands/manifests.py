@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 
 from export.kubernetes.addresses import GRPC_PORT, check_addresses
-from export.kubernetes.base import base_files, write_base
 from export.kubernetes.fleet import Fleet, Replicas, read_fleet
 from export.kubernetes.labels import client_labels
 from export.kubernetes.options import METRICS_FROM, PodOptions
 from export.kubernetes.tls import secrets_of
-from export.parity.verify import bundle_of
+from export.publish.served import bundle_of
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.signature import TrustedKeys, signature_of
 from serving.errors import ConfigurationError
@@ -76,6 +75,8 @@ def manifests(
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     fleet = read_fleet(bundle_of(bundle, trusted), numbers, name=name, hosts_also=hosts_also, trusted=trusted)
     check_addresses(fleet, trusted, insecure=insecure)
+    from export.kubernetes.base import base_files, write_base  # a client-only install has no PyYAML
+
     write_base(out_, fleet, base_files(fleet, numbers, options))
     _tell(fleet, out_, options)
 

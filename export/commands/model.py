@@ -11,11 +11,10 @@ from export.commands.module import CheckpointOption, ModelOption, SigningKeyOpti
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
 from export.commands.show import show_parity, show_published, show_ranks, show_remarks, show_scores, show_tables
-from export.hosts.machines import export_hosts
-from export.pipeline import export_model
 from export.plan.report import report_plan
 from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
+from serving.pins import check_pins
 from serving.terminal.program import out
 
 Published = TypeVar("Published")
@@ -47,6 +46,10 @@ def model(
     hosts = None if only_hosts is None else _numbers(only_hosts)
     if hosts is not None and version is None:
         raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
+    check_pins()
+    from export.hosts.machines import export_hosts
+    from export.pipeline import export_model
+
     module = build_module(model, meta=checkpoint is not None)
 
     def publish(export: Callable[..., Published], *own: object) -> Published:

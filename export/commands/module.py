@@ -8,18 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from export.errors import ModelError
 from serving.errors import ConfigurationError
 
-_COLLECTIONS = (EmbeddingBagCollection, FusedEmbeddingBagCollection, EmbeddingCollection)
+if TYPE_CHECKING:
+    from torch import nn
 
 ModelOption = Annotated[str, typer.Option(help="package.module:function that builds the module, without arguments.")]
 CheckpointOption = Annotated[
@@ -35,7 +32,7 @@ SigningKeyOption = Annotated[
 ]
 
 
-def build_module(spec: str, *, meta: bool) -> nn.Module:
+def build_module(spec: str, *, meta: bool) -> "nn.Module":
     """Call the function that `spec` names.
 
     Args:
@@ -46,6 +43,8 @@ def build_module(spec: str, *, meta: bool) -> nn.Module:
         ConfigurationError: there is no such function, or it takes arguments.
         ModelError: the function raised something, or returned no module.
     """
+    from torch import nn
+
     package, _, function = spec.partition(":")
     sys.path.insert(0, "")  # as `python -m` does, so that modules in the working directory are found
     try:
@@ -70,7 +69,11 @@ def _tables_on_meta() -> Iterator[None]:
 
     Other modules are real: what they compute when they are built may be in no checkpoint, as DLRM's indices of pairs.
     """
-    inits: dict[Any, Any] = {kind: kind.__init__ for kind in _COLLECTIONS}
+    from torchrec import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+
+    collections: tuple[Any, ...] = (EmbeddingBagCollection, FusedEmbeddingBagCollection, EmbeddingCollection)
+    inits = {kind: kind.__init__ for kind in collections}
     for kind, init in inits.items():
         kind.__init__ = _on_meta(init)
     try:
@@ -81,6 +84,8 @@ def _tables_on_meta() -> Iterator[None]:
 
 
 def _on_meta(init: Callable[..., None]) -> Callable[..., None]:
+    import torch
+
     @wraps(init)
     def made(*args: Any, **kwargs: Any) -> None:
         with torch.device("meta"):

@@ -10,10 +10,9 @@ from export.commands.module import CheckpointOption, ModelOption, build_module
 from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
 from export.commands.show import show_placement, show_ranks, show_remarks, show_transfers
-from export.pipeline import plan_model
-from export.plan.picture import draw_plan
 from export.plan.report import report_plan
 from serving.errors import ConfigurationError
+from serving.pins import check_pins
 from serving.terminal.program import out
 
 
@@ -27,6 +26,10 @@ def plan(
 ) -> None:
     """Show where tables would go: bytes by rank and table, and a request's traffic. Writes no bundle."""
     settings = config()
+    check_pins()
+    from export.pipeline import plan_model
+    from export.plan.picture import draw_plan
+
     # The rows matter only where `max_error` chooses the dtype.
     module = build_module(model, meta=checkpoint is not None or not settings.max_error)
     with export_progress() as show:

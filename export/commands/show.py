@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
-from export.parity.verify import Verification
 from export.plan.report import PlanReport, Transfer
 from export.sizes import size_text
 from serving.bundle.hosts import ROUTER
@@ -14,6 +14,9 @@ from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.scores import SCORES, DensePart, LabelledAuc
 from serving.files.page_cache import cached
 from serving.terminal.program import out
+
+if TYPE_CHECKING:
+    from export.parity.verify import Verification
 
 _MARKS = {
     "·w": "its ids carry weights",
@@ -201,7 +204,7 @@ def show_cached(bundle: Path, manifest: Manifest) -> None:
         out.print(f"in the page cache: {size} of the weights, {huge} of that in huge pages")
 
 
-def show_verification(verification: Verification) -> None:
+def show_verification(verification: "Verification") -> None:
     """Print every step of every table."""
     table = _table("", "table", "step", right=("largest", "mean", "cosine", "worst row"))
     for each in verification.parity:

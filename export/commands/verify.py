@@ -7,11 +7,10 @@ import typer
 
 from export.commands.module import CheckpointOption, build_module
 from export.commands.show import show_scores, show_verification
-from export.hosts.verify import verify as verify_any
-from export.parity.verify import as_json, bundle_of
-from export.trained.tables import collect_tables
+from export.publish.served import bundle_of
 from serving.bundle.signature import TrustedKeys
 from serving.errors import ConfigurationError
+from serving.pins import check_pins
 from serving.terminal.program import complain, out
 
 
@@ -31,6 +30,11 @@ def verify(
     """Read every byte of a bundle and check what it answers, at every step; exits with 1 if anything differs."""
     if checkpoint is not None and model is None:
         raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
+    check_pins()
+    from export.hosts.verify import verify as verify_any
+    from export.parity.verify import as_json
+    from export.trained.tables import collect_tables
+
     trained = None if model is None else collect_tables(build_module(model, meta=checkpoint is not None))
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     verification = verify_any(bundle_of(bundle, trusted), trained, checkpoint, trusted)

@@ -1,6 +1,5 @@
 """Check that a published bundle is what was exported: its files, its answers and, given the weights, its rows."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +17,9 @@ from export.rows.tally import Tally
 from export.trained.checkpoint import Checkpoint, blocks, open_weights
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import Agreement, Parity
-from serving.bundle.opening import Bundle, newest
+from serving.bundle.opening import Bundle
 from serving.bundle.scores import DensePart
-from serving.bundle.signature import TrustedKeys
 from serving.files.strict import as_text
-from serving.model.config_file import CONFIG, read_config, settings_of
 from serving.reference import read_rows
 
 
@@ -96,22 +93,6 @@ def compare(
         answers.parity(manifest, table, quantized[table.name], limits[table.name]) for table in manifest.tables
     )
     return Verification(bundle, parity, tuple(failures), trained is not None, dense_part=manifest.dense_part)
-
-
-def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
-    """The bundle that `path` names.
-
-    Args:
-        path: a bundle, <model>/<version>, or the folder of a model. The model's settings then say which version.
-        trusted: one of these keys must have signed the settings. None: anybody may have written them.
-
-    Raises:
-        BundleError: `trusted` did not sign the settings, or there is no version.
-        ConfigurationError: the settings cannot be read.
-    """
-    if not os.path.lexists(path / CONFIG):
-        return path
-    return path / str(settings_of(read_config(path, trusted)).version or newest(path))
 
 
 def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Checkpoint) -> dict[str, Agreement]:

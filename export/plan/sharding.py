@@ -4,18 +4,23 @@ import glob
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
-
-from torchrec.distributed.planner.types import ParameterConstraints
+from typing import TYPE_CHECKING, Any
 
 from export.patterns import check_patterns, last_match
 from export.plan.captured_pooling import captured_pooling
 from export.sizes import MOST_BYTES
-from serving.arguments import check_arguments
+from serving.arguments import check_argument, check_arguments
 from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
 from serving.bundle.tables import Feature
 from serving.errors import ConfigurationError
 from serving.machine_memory import memory_here
+
+if TYPE_CHECKING:
+    from torchrec.distributed.planner.types import ParameterConstraints
+else:
+    ParameterConstraints = (
+        object  # importing torchrec takes seconds; `_check_constraints` does it where there are any
+    )
 
 AUTO = "auto"
 AUTO_SIMPLE = "auto-simple"
@@ -32,8 +37,6 @@ _SAID_BY_A_PLAN = (
     "row_wise_over",
     "column_wise_over",
 )
-# Constraints that constrain nothing.
-_OPEN = ParameterConstraints()
 
 
 def _between(least: int, most: int, **default: Any) -> Any:
@@ -97,6 +100,7 @@ class Sharding:
 
     def __post_init__(self) -> None:
         check_arguments(self)
+        _check_constraints(self.constraints)
         for each in fields(self):
             number = getattr(self, each.name)
             if "bounds" in each.metadata and number is not None:
@@ -164,8 +168,9 @@ class Sharding:
 
     def pooling_factors_of(self, table: str, readers: int) -> list[float]:
         """The average number of ids in a bag, for each of the `readers` features that read `table`."""
-        given: list[float] = self.constraints.get(table, _OPEN).pooling_factors
-        if given != _OPEN.pooling_factors:
+        constraints = self.constraints.get(table)
+        if constraints is not None and constraints.pooling_factors != type(constraints)().pooling_factors:
+            given: list[float] = constraints.pooling_factors
             return given
         factors = last_match(self.pooling_factors, table, 1.0)
         return [factors] * readers if isinstance(factors, int | float) else list(factors)
@@ -206,6 +211,14 @@ class Sharding:
                     f"constraints {table!r}: expected pooling_factors for its {len(features)} features "
                     f"({', '.join(features)}), got {len(factors)}"
                 )
+
+
+def _check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
+    """Refuse constraints that are not TorchRec's."""
+    if constraints:
+        from torchrec.distributed.planner.types import ParameterConstraints as Kind
+
+        check_argument("constraints", constraints, Mapping[str, Kind])
 
 
 def check_beside_plan(given: Container[str]) -> None:

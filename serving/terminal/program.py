@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import Abort, TyperException
 
-from serving.errors import ServingError
-from serving.pins import tested_versions
+from serving.errors import EnvironmentMismatch, ServingError
+from serving.pins import INSTALL, tested_versions
 
 # Names that people and models give are plain text: rich must not take [red] or :x: for a style.
 out = Console(highlight=False, markup=False, emoji=False)
@@ -76,13 +76,19 @@ class Command(TyperCommand):
         """Run it."""
         verbose = ctx.params.pop("verbose") or ctx.find_root().params["verbose"]
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except BrokenPipeError:
             raise  # nobody reads the output: typer ends in silence
         except self.shown_as_line as error:
             if verbose:
                 traceback.print_exception(error)
             raise TyperException(_naming_options(_text(error), ctx)) from error
+
+    def _invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:  # the bare install is the client
+            raise EnvironmentMismatch(f"{error.name}: expected this package, found none: {INSTALL}") from error
 
 
 class _Program(TyperGroup):

@@ -47,3 +47,9 @@ def test_pooling_factors_for_other_features_than_there_are_are_refused(tmp_path:
 def test_settings_of_no_table_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="types 'usr': expected the name of a table or a glob"):
         sharded(tmp_path, Sharding(ranks=2, types={"usr": "row_wise"}))
+
+
+def test_constraints_are_torchrec_s() -> None:
+    """TorchRec is imported only where there are any."""
+    with pytest.raises(ConfigurationError, match=r"constraints 'item': expected ParameterConstraints, got 3"):
+        Sharding(constraints={"item": 3})  # type: ignore[dict-item]

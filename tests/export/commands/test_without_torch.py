@@ -1,0 +1,148 @@
+"""What commands do that need no torch: they do not wait for it, and a client-only install has them."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from export.__main__ import app as export_app
+from serving.__main__ import app as serving_app
+
+_HEAVY = ("fbgemm_gpu", "jinja2", "matplotlib", "torch", "torchrec")
+_LIST_HEAVY = f"""
+import sys
+from export.__main__ import app
+try:
+    app(sys.argv[1:])
+finally:
+    print("imported:", *sorted({_HEAVY} & sys.modules.keys()))
+"""
+_MANIFESTS = ("--out", "out", "--claim", "c", "--insecure", "--image")
+_IMAGE = "r/n@sha256:" + 64 * "0"
+_EXPORT = ("--model", "no.such:module", "--repository", "r", "--name", "m")
+
+
+def _export_names() -> list[str]:
+    return [str(each.callback.__name__) for each in export_app.registered_commands if each.callback]
+
+
+@pytest.fixture(scope="module")
+def model(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with two versions."""
+    model = Path(shutil.copytree(mixed.parent, tmp_path_factory.mktemp("light") / "mixed"))
+    shutil.copytree(model / "1", model / "2")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--help",), 0),
+        (("--version",), 0),
+        (("no-such-command",), 2),
+        *(((name, "--help"), 0) for name in _export_names()),
+        *(((name, "--no-such-option"), 2) for name in _export_names()),
+        (("model", *_EXPORT, "--dtype", "int7"), 1),
+        (("model", *_EXPORT, "--only-hosts", "a"), 1),
+        (("model", *_EXPORT, "--ranks", "0"), 1),
+        (("plan", "--model", "no.such:module", "--sharding", "none"), 1),
+        (("complete", *_EXPORT, "--version", "1", "--config", "no-such-file"), 1),
+        (("compare", "--out", "out"), 1),
+        (("compare", "--out", "out", "--tables", "t.toml", "--dtype", "int7"), 1),
+        (("verify", "MODEL", "--checkpoint", "c.pt"), 1),
+        (("inspect", "MODEL/1"), 0),
+        (("inspect", "MODEL/1", "--json"), 0),
+        (("release", "MODEL", "1"), 0),
+        (("release", "MODEL", "7"), 1),
+        (("manifests", "MODEL", *_MANIFESTS, _IMAGE), 0),
+        (("manifests", "MODEL", *_MANIFESTS, "bad"), 1),
+        (("prune", "MODEL", "--keep", "1", "--dry-run"), 0),
+        (("prune", "MODEL", "--keep", "0"), 1),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_needs_no_torch_does_not_import_it(
+    model: Path, tmp_path: Path, arguments: tuple[str, ...], code: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LIST_HEAVY, *(each.replace("MODEL", str(model)) for each in arguments)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported:"
+    assert "Traceback" not in done.stderr
+
+
+def _client_only(folder: Path, program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    root = str(Path(__file__).parents[3])
+    return subprocess.run(
+        [sys.executable, "-m", "tests.support.client_only", program, *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("program", ["export", "serving"])
+def test_a_client_only_install_says_its_versions(tmp_path: Path, program: str) -> None:
+    done = _client_only(tmp_path, program, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torch not installed (tested with 2.13)" in done.stdout.splitlines()
+
+
+_NEEDS_TORCH: dict[str, tuple[str, ...]] = {
+    "model": _EXPORT,
+    "complete": (*_EXPORT, "--version", "1"),
+    "plan": ("--model", "no.such:module"),
+    "verify": ("MODEL/1",),
+    "compare": ("--out", "out", "--model", "no.such:module"),
+    "manifests": ("MODEL", *_MANIFESTS, _IMAGE),
+}
+
+
+@pytest.mark.parametrize("command", _NEEDS_TORCH)
+def test_a_client_only_install_says_what_an_export_needs(model: Path, tmp_path: Path, command: str) -> None:
+    """In one line, which names what pip can install."""
+    arguments = (each.replace("MODEL", str(model)) for each in _NEEDS_TORCH[command])
+    done = _client_only(tmp_path, "export", command, *arguments)
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tbe-export: yaml: " if command == "manifests" else "tbe-export: torch: expected 2.13, ")
+    assert "pip install 'tbe-serving[export]'" in line
+
+
+_SERVING: dict[str, tuple[tuple[str, ...], Callable[[str], bool]]] = {
+    "run": (("REPOSITORY",), lambda said: "tritonserver" in said and "pip install nvidia-pytriton==0.7.0" in said),
+    "lookup": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
+    "score": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
+    "configure": (("MODEL",), lambda said: said == ""),
+    "load": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
+    "health": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
+    "status": (("127.0.0.1:1",), lambda said: "127.0.0.1:1: " in said),
+    "bench": (("mixed", "--url", "127.0.0.1:1", "--bundle", "MODEL/1"), lambda said: "127.0.0.1:1: " in said),
+}
+
+
+@pytest.mark.parametrize("command", _SERVING)
+def test_a_client_only_install_shows_no_trace(model: Path, tmp_path: Path, command: str) -> None:
+    arguments, is_right = _SERVING[command]
+    typed = (each.replace("REPOSITORY", str(model.parent)).replace("MODEL", str(model)) for each in arguments)
+    done = _client_only(tmp_path, "serving", command, *typed)
+    assert is_right(done.stderr), done.stderr
+    assert len(done.stderr.splitlines()) <= 1
+
+
+def test_every_command_is_run_in_a_client_only_install() -> None:
+    light = {"inspect", "release", "prune"}  # run above, with what needs no torch
+    assert _NEEDS_TORCH.keys() | light == set(_export_names())
+    assert _SERVING.keys() == {each.callback.__name__ for each in serving_app.registered_commands if each.callback}
