@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 
 # One thread per process: a TBE call on CPU runs on one, and the machine is shared.
 export OMP_NUM_THREADS ?= 1
+# What takes minutes says how far it is, into a file too.
+export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-hosts test lint mutants fuzz faults kube soak bench bench-quick audit pins clean

@@ -56,7 +56,7 @@ def main() -> None:
     """Run the demo in the folder build/demo, which is emptied first."""
     # torchrec checks for tracing on every forward pass, with a function that torch warns about.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     began = time.monotonic()
     shutil.rmtree(FOLDER, ignore_errors=True)
 

@@ -5,7 +5,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -15,9 +15,21 @@ from typer.exceptions import Abort, TyperException
 from serving.errors import EnvironmentMismatch, ServingError
 from serving.pins import INSTALL, tested_versions
 
-# Names that people and models give are plain text: rich must not take [red] or :x: for a style.
-out = Console(highlight=False, markup=False, emoji=False)
-err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+# Of the columns of a file.
+_NO_LIMIT = 1_000_000
+
+
+def _console(stream: TextIO, *, stderr: bool) -> Console:
+    """Names that people and models give are plain text: rich must not take [red] or :x: for a style.
+
+    Where it is no terminal, a program may read it: no line is cut.
+    """
+    width = None if stream.isatty() else _NO_LIMIT
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
+
+
+out = _console(sys.stdout, stderr=False)
+err = _console(sys.stderr, stderr=True)
 
 # Control characters, which break lines or move the terminal's cursor.
 _CONTROL = re.compile(r"\s*[\x00-\x1f\x7f-\x9f\u2028\u2029]+\s*")

@@ -1,7 +1,11 @@
 """What a terminal shows of names, paths and advice that people did not write for it."""
 
 import json
+import os
+import pty
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,3 +70,37 @@ def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: 
         )
         with pytest.raises(ConfigurationError, match="expected a path in UTF-8"), KeptRunFile(run_file).kept():
             pass
+
+
+_PRINTS = (
+    "from rich.table import Table; from serving.terminal.program import out; table = Table('name', 'path', title='t'); "
+    "table.add_row('n' * 100, 'p' * 300); out.print(table); out.print('word ' * 60)"
+)
+
+
+@pytest.mark.parametrize("columns", [None, "80"])
+def test_nothing_is_cut_in_a_pipe(columns: str | None) -> None:
+    """Programs read it."""
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINTS],
+        env=environment | ({} if columns is None else {"COLUMNS": columns}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (row,) = (line for line in done.stdout.splitlines() if "n" * 100 in line)
+    assert "p" * 300 in row
+    assert done.stdout.splitlines()[-1].split() == ["word"] * 60
+
+
+def test_a_terminal_has_its_own_width() -> None:
+    ours, theirs = pty.openpty()
+    try:
+        environment = {**os.environ, "COLUMNS": "60", "TERM": "xterm"}
+        subprocess.run([sys.executable, "-c", _PRINTS], env=environment, stdout=theirs, check=True)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", os.read(ours, 1 << 16).decode()).splitlines()
+        assert max(map(len, shown)) == 60
+    finally:
+        os.close(ours)
+        os.close(theirs)
