@@ -11,7 +11,13 @@
 A setting that cannot be used is a `serving.errors.ConfigurationError` instead.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+
+# TorchScript marks a part of a line in the next one. The innermost step comes first, those that called it behind.
+_MARKED = re.compile(r"^(.*)\n *~+ <--- HERE", re.MULTILINE)
+# torch.fx frees what is not needed any more in the same line.
+_FORGOTTEN = re.compile(r";( +\w+ =)+ None.*$")
 
 
 class ExportError(Exception):
@@ -45,6 +51,20 @@ class PublishError(ExportError):
 def first_line(error: Exception) -> str:
     """The first line of what an error of other code says, or its class: compilers begin with what is wrong."""
     return next(_lines(error), type(error).__name__)
+
+
+def compiler_line(error: Exception, line_of: Callable[[str], str] = lambda _: "") -> str:
+    """What TorchScript says of an error: its first line, and the step of the program that it marks.
+
+    Args:
+        error: TorchScript's.
+        line_of: says where in the user's own code the step is that has this text, " at …"; or "".
+    """
+    marked = _MARKED.search(str(error))
+    if marked is None:
+        return first_line(error)
+    step = _FORGOTTEN.sub("", marked[1].strip())
+    return f"{first_line(error).rstrip('.:')}: `{step}`{line_of(step)}"
 
 
 def last_line(error: Exception) -> str:

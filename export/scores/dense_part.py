@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
-from export.errors import ModelError, ParityError, first_line
+from export.errors import ModelError, ParityError, compiler_line
 from export.parity.probe import make_probe
 from export.parity.trained_answers import kjt_of, listening
 from export.quiet import quiet
@@ -33,6 +33,7 @@ from export.scores.weights import with_weights
 from export.scores.widths import inputs_of
 from export.trained.checkpoint import Checkpoint
 from export.trained.inner import inner_of, is_sequence
+from export.trained.lines import line_of
 from export.trained.managed import looking_up
 from export.trained.modules import evaluating
 from export.trained.tables import Trained
@@ -293,6 +294,12 @@ def _compared(
 
 def _compiled(entry: nn.Module, module: fx.GraphModule, dtype: DenseDtype) -> torch.jit.ScriptModule:
     """A dense part as it serves: in TorchScript, frozen, with weights of `dtype`."""
-    with torchscript(), quiet(), blamed(entry, "its forward cannot be compiled", first_line):
+    steps = {node.name: line_of(node) for node in module.graph.nodes}
+
+    def where(step: str) -> str:
+        return steps.get(step.partition(" = ")[0], "")
+
+    said = partial(compiler_line, line_of=where)
+    with torchscript(), quiet(), blamed(entry, "its forward cannot be compiled", said):
         program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(with_dtype(module, dtype)).eval())
     return program

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import fx, nn
 
 from export.scores.cut import Cut
@@ -42,8 +43,19 @@ def _width(module: fx.GraphModule, argument: fx.Node, told: int | None) -> int:
     where = "".join(line_of(user) for user in list(argument.users)[:1])
     raise ConfigurationError(
         f"dense input {argument.target!r}: its width cannot be read off an nn.Linear that takes it{where}: tell it: "
-        f"--dense-width {argument.target}=N, dense_widths={{{str(argument.target)!r}: N}}"
+        f"--dense-width {argument.target}=N, dense_widths={{{str(argument.target)!r}: N}}{_joined(module, argument)}"
     )
+
+
+def _joined(module: fx.GraphModule, argument: fx.Node) -> str:
+    """What N is where torch.cat joins the input with others for an nn.Linear; "" where it does not."""
+    for joined in argument.users:
+        if joined.target in (torch.cat, torch.concat, torch.concatenate, torch.hstack):
+            for layer in _layers(module, joined):
+                return (
+                    f": N is the {layer.in_features} of the nn.Linear behind torch.cat, less all else that it joins"
+                )
+    return ""
 
 
 def _layers(module: fx.GraphModule, argument: fx.Node) -> Iterator[nn.Linear]:

@@ -88,6 +88,22 @@ class FixedSize(_Model):
         return self.logits(ids) + torch.zeros(64, 1)
 
 
+class Joins(_Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.over = nn.Linear(64 + 13, 1)
+
+    def forward(self, ids: KeyedJaggedTensor, price: Tensor) -> Tensor:
+        logits: Tensor = self.over(torch.cat([self.bags(ids).values(), price], 1))
+        return logits
+
+
+class NotInTorchScript(_Model):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        logits = self.logits(ids)
+        return logits.sum(axis=1, keepdims=True)  # type: ignore[call-overload,no-any-return]  # to blame
+
+
 class OutOfReach(_Model):
     def forward(self, ids: KeyedJaggedTensor, price: Tensor) -> Tensor:
         return self.logits(ids) + price.log()
@@ -109,6 +125,15 @@ class OutOfReach(_Model):
         ),
         (AnswersOnce, "AnswersOnce: output 'scores': expected shape [64, …] for 64 samples, got []"),
         (FixedSize, "FixedSize: output 'scores': expected shape [1, …] for 1 samples, got [64, 1]"),
+        (
+            Joins,
+            "tell it: --dense-width price=N, dense_widths={'price': N}: N is the 77 of the nn.Linear behind torch.cat, "
+            "less all else that it joins",
+        ),
+        (
+            NotInTorchScript,
+            "NotInTorchScript: its forward cannot be compiled: Arguments for call are not valid: `sum_1 = {line}",
+        ),
         (OutOfReach, "dense input 'price': its width cannot be read off an nn.Linear that takes it"),
         (lambda: DLRMTrain(dlrm()), "DLRMTrain: uses 'batch' beside its collections, too"),
         (even, "expected one module around all collections, with scores, found EmbeddingBagCollection"),
