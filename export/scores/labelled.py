@@ -58,14 +58,18 @@ class LabelledRequest:
 
 
 def read_labelled(path: Path) -> list[LabelledRequest]:
-    """Read a file of JSON lines, as `tbe-serve score` takes them, each with a `label`.
+    """Read a file of JSON lines, as `tbe-serve score` takes them, each with a `label`. Blank lines are passed over.
 
     Raises:
         ConfigurationError: it cannot be read, has no line, or a line is something else.
     """
     try:
         with open_file(path, follow=True) as file:
-            requests = [_request(f"labelled (--labelled) {path}: line {n}", line) for n, line in enumerate(file, 1)]
+            requests = [
+                _request(f"labelled (--labelled) {path}: line {n}", line)
+                for n, line in enumerate(file, 1)
+                if line.strip()
+            ]
     except OSError as error:
         raise ConfigurationError(f"labelled (--labelled) {path}: cannot be read: {error.strerror}") from error
     if not requests:

@@ -33,7 +33,7 @@ OnceOption = Annotated[
 def answer_lines(
     file: typer.FileBinaryRead, answer: Callable[[bytes], Answered], table: Callable[[Answered], Table] | None
 ) -> bool:
-    """Print an answer to each line of a file, and report the lines that cannot be answered.
+    """Print an answer to each line of a file that is not blank, and report the lines that cannot be answered.
 
     Args:
         file: the lines.
@@ -46,6 +46,8 @@ def answer_lines(
     refused = False
     where = "" if file is sys.stdin.buffer else f"{file.name}: "
     for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
         try:
             found = answer(line)
         except ServingError as error:

@@ -16,7 +16,7 @@ from torchmetrics.functional.classification import binary_auroc
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import ExportError
-from export.scores.labelled import auc_of
+from export.scores.labelled import auc_of, read_labelled
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from serving.errors import ConfigurationError
@@ -165,3 +165,16 @@ def test_where_nothing_can_be_measured_the_setting_is_refused(tmp_path: Path) ->
         ExportConfig(scores=True, labelled=tmp_path, sharding=Sharding(ranks=2, hosts_as_models=True))
     with pytest.raises(ConfigurationError, match=r"nowhere: cannot be read"):
         export_model(dlrm(), tmp_path, "m", replace(EXACT, labelled=tmp_path / "nowhere"))
+
+
+def test_blank_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+    line = {"features": {}, "dense": {}, "label": [1]}
+    file = tmp_path / "sample.jsonl"
+    file.write_text(f"\n{json.dumps(line)}\n \t\n{json.dumps(line)}\n\n")
+    assert [each.where.rpartition(": ")[2] for each in read_labelled(file)] == ["line 2", "line 4"]
+    file.write_text(f"{json.dumps(line)}\n\nno\n")
+    with pytest.raises(ConfigurationError, match="line 3: expected JSON"):
+        read_labelled(file)
+    file.write_text("\n\n")
+    with pytest.raises(ConfigurationError, match=r"expected lines such as .*, got none"):
+        read_labelled(file)

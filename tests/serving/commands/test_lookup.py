@@ -88,3 +88,11 @@ def test_a_line_that_the_server_does_not_answer_is_one_line(code: str) -> None:
     assert (done.exit_code, len(done.stdout.splitlines())) == (1, 2)
     (said,) = done.stderr.splitlines()
     assert said.startswith("tbe-serve: line 2: ")
+
+
+def test_a_blank_line_is_passed_over_and_counted() -> None:
+    lines = '\n{"x": [[1]]}\n \t\r\nnonsense\n\n{"x": [[2]]}\n\n'
+    with serving(Fake()) as address:
+        done = CliRunner().invoke(app, ["lookup", "m", "--url", address], input=lines)
+    assert [line.partition(": expected")[0] for line in done.stderr.splitlines()] == ["tbe-serve: line 4"]
+    assert len(done.stdout.splitlines()) == 2
