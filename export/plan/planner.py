@@ -59,7 +59,7 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
 
 def _placement(tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sharding: Sharding) -> Placement:
     if sharding.plan is not None:
-        return read_plan(Path(sharding.plan))
+        return _with_whole_tables(read_plan(Path(sharding.plan)))
     hosts = [rank // sharding.local_ranks for rank in range(sharding.ranks)]
     if not sharding.hosts_as_models:
         return hosts, *_plan_ranks(tables, readers, sharding)
@@ -71,6 +71,21 @@ def _placement(tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sh
         if table.name in own:
             kinds[table.name], shards[table.name] = ShardingType.TABLE_WISE, [whole_shard(table, router)]
     return [*hosts, ROUTER], kinds, shards
+
+
+def _with_whole_tables(placement: Placement) -> Placement:
+    """A plan as written. Tables that are `data_parallel` on a router's ranks alone are whole on one of them."""
+    hosts, kinds, shards = placement
+    kinds, shards = dict(kinds), dict(shards)
+    routers = {rank for rank, host in enumerate(hosts) if host == ROUTER}
+    for table, pieces in shards.items():
+        ranks = {each.rank for each in pieces}
+        is_copied = (
+            kinds[table] is ShardingType.DATA_PARALLEL and len({(each.rows, each.columns) for each in pieces}) == 1
+        )
+        if is_copied and ranks <= routers and len(routers) < len(hosts):
+            kinds[table], shards[table] = ShardingType.TABLE_WISE, pieces[:1]
+    return hosts, kinds, shards
 
 
 def _limits(placement: Placement, sharding: Sharding) -> list[int | None]:

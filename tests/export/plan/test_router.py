@@ -321,3 +321,52 @@ def test_a_router_s_plan_answers_in_one_process(tmp_path: Path, one_rank: Engine
     bags = random_bags(np.random.default_rng(3), MIXED, 50)
     for feature, rows in engine.lookup(bags).items():
         np.testing.assert_allclose(rows, one_rank.lookup(bags)[feature], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("as_models", [True, False])
+@pytest.mark.parametrize("own", [[0], [0, 1]], ids=["one copy", "a copy on each of its ranks"])
+def test_what_is_data_parallel_may_be_on_the_router_s_ranks_alone(
+    tmp_path: Path, as_models: bool, own: list[int]
+) -> None:
+    plan = {
+        "ranks": [{"host": ROUTER}, {"host": ROUTER}, {"host": 0}],
+        "tables": {
+            "s": {
+                "sharding_type": "data_parallel",
+                "shards": [{"rank": rank, "rows": [0, 100], "columns": [0, 16]} for rank in own],
+            },
+            "t": {"sharding_type": "table_wise", "shards": [{"rank": 2, "rows": [0, 100], "columns": [0, 16]}]},
+        },
+    }
+    module = collection((Spec("s", 100, 16, "SUM", ("a",)), Spec("t", 100, 16, "SUM", ("b",))))
+    manifest = planned(Sharding(plan=as_file(tmp_path, plan), hosts_as_models=as_models), module)
+    hosts = {each.table: manifest.plan.ranks[each.rank].host for each in manifest.plan.shards}
+    assert hosts == {"s": ROUTER, "t": 0}
+    assert len(manifest.plan.shards) == 2
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([(1, [0, 100])], "expected a whole copy on each of 2 ranks, got them on \\[1\\]"),
+        ([(0, [0, 60])], "its shards do not cover rows exactly once: look at row 60"),
+        ([(0, [0, 60]), (0, [60, 100])], "expected a whole copy on each of 2 ranks, got them on \\[\\]"),
+        ([(2, [0, 100])], "no rank 2: expected one of 2"),
+    ],
+    ids=["a host's rank", "not whole", "in pieces", "no such rank"],
+)
+def test_other_copies_than_one_for_each_rank_or_the_router_s_are_refused(
+    tmp_path: Path, shards: list[tuple[int, list[int]]], message: str
+) -> None:
+    plan = {
+        "ranks": [{"host": ROUTER}, {"host": 0}],
+        "tables": {
+            "t": {
+                "sharding_type": "data_parallel",
+                "shards": [{"rank": rank, "rows": rows, "columns": [0, 16]} for rank, rows in shards],
+            }
+        },
+    }
+    sharding = Sharding(plan=as_file(tmp_path, plan), hosts_as_models=True)
+    with pytest.raises(ConfigurationError, match=message):
+        planned(sharding, collection((Spec("t", 100, 16, "SUM", ("a",)),)))

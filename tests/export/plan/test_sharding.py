@@ -52,4 +52,4 @@ def test_settings_of_no_table_are_refused(tmp_path: Path) -> None:
 def test_constraints_are_torchrec_s() -> None:
     """TorchRec is imported only where there are any."""
     with pytest.raises(ConfigurationError, match=r"constraints 'item': expected ParameterConstraints, got 3"):
-        Sharding(constraints={"item": 3})  # type: ignore[dict-item]
+        Sharding(constraints={"item": 3})
