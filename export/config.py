@@ -78,6 +78,8 @@ class ExportConfig:
                 "labelled (--labelled): expected no --hosts-as-models beside it: a router scores when its hosts are "
                 "served: measure the same export without hosts"
             )
+        if self.serving is not None and self.serving.score_threads is not None and not self.scores:
+            raise ConfigurationError("serving: score_threads: expected --scores beside it")
         if self.dense_dtype is not DenseDtype.FP32 and not self.scores:
             raise ConfigurationError("dense_dtype (--dense-dtype): expected --scores beside it")
 

@@ -209,5 +209,6 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
     if settings.weights_memory == "huge":
         files = [each.manifest.files[name] for each in bundles for name in each.manifest.weights_files]
         huge = sum(in_huge_pages(file.size_bytes) for file in files)
-    cores = max(settings.threads, settings.score_threads or 1)
+    scores = any(each.manifest.dense_part for each in bundles)
+    cores = max(settings.threads, settings.score_threads or 1) if scores else settings.threads
     return {"instances": settings.instances, "cores": cores, "huge_bytes": huge}

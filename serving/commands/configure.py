@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import typer
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.table import Table
 
+from serving.bundle.manifest import Manifest
 from serving.bundle.opening import open_bundle, versions
 from serving.bundle.signature import read_signing_key, sign, signature_of
 from serving.commands.connection import say
@@ -21,8 +22,9 @@ from serving.errors import BundleError, ConfigurationError
 from serving.files.reading import open_file, read_file
 from serving.files.replacing import replacing
 from serving.model.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
-from serving.model.settings import NEWEST, ServingSettings, table
+from serving.model.settings import NEWEST, ServingSettings, Setting, table
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP, PassedOver, read_captured
+from serving.terminal.options import as_given
 from serving.terminal.program import out
 
 
@@ -51,7 +53,8 @@ def configure(
     if "version" in changed:
         changed["version"] = _version(model, changed["version"])
     settings = replace(before, **changed)
-    _check_meant(model, changed)
+    manifests = _manifests(model)
+    _check_meant(model, manifests, changed)
     if no_warm_up:
         (model / WARM_UP).unlink(missing_ok=True)
     elif warm_up is not None:
@@ -62,31 +65,51 @@ def configure(
         if key is not None:
             _sign(model, content, key)
     warms_up = os.path.lexists(model / WARM_UP)
+    defaults = _defaults(settings, manifests)
     if as_json:
-        print(msgspec.json.encode({**asdict(settings), "warm_up": warms_up}).decode())
+        print(msgspec.json.encode({**asdict(settings), **defaults, "warm_up": warms_up}).decode())
         return
-    out.print(_as_table(settings, warms_up))
+    out.print(_as_table(settings, defaults, warms_up))
     if changed or no_warm_up or warm_up is not None:
         _tell_what_follows(model, is_signed=key is not None)
 
 
-def _check_meant(model: Path, changed: Mapping[str, Any]) -> None:
-    """Refuse what only a router has a use for, where no version of the model is one."""
-    asked = [
-        setting.flag or f"--{each.name.replace('_', '-')}"
-        for each, setting in table()
-        if setting.is_of_router and changed.get(each.name) is not None
-    ]
-    if not asked:
-        return
-    manifests = []
+def _manifests(model: Path) -> Sequence[Manifest]:
+    """Of the versions of a model."""
+    found = []
     for version in versions(model):
         with suppress(BundleError):  # a damaged version is for others to report
-            manifests.append(open_bundle(model / str(version)).manifest)
-    if manifests and not any(each.hosts for each in manifests):
-        raise ConfigurationError(
-            f"{asked[0]}: expected a router, got {model}: all ranks of its versions are in the bundle"
-        )
+            found.append(open_bundle(model / str(version)).manifest)
+    return found
+
+
+def _is_meant(setting: Setting, manifests: Sequence[Manifest]) -> bool:
+    """Whether some version has a use for a setting."""
+    return (not setting.is_of_router or any(each.hosts for each in manifests)) and (
+        not setting.is_of_scores or any(each.dense_part for each in manifests)
+    )
+
+
+def _check_meant(model: Path, manifests: Sequence[Manifest], changed: Mapping[str, Any]) -> None:
+    """Refuse what only a router, or a model with scores, has a use for, where no version of the model is one."""
+    for each, setting in table():
+        if manifests and changed.get(each.name) is not None and not _is_meant(setting, manifests):
+            expected, got = (
+                ("a router", "all ranks of its versions are in the bundle")
+                if setting.is_of_router
+                else ("a model with scores", "export one with --scores")
+            )
+            option = setting.flag or f"--{each.name.replace('_', '-')}"
+            raise ConfigurationError(f"{option}: expected {expected}, got {model}: {got}")
+
+
+def _defaults(settings: ServingSettings, manifests: Sequence[Manifest]) -> dict[str, Any]:
+    """What holds in place of settings that are None, by name."""
+    return {
+        each.name: setting.otherwise
+        for each, setting in table()
+        if getattr(settings, each.name) is None and setting.otherwise is not None and _is_meant(setting, manifests)
+    }
 
 
 def _tell_what_follows(model: Path, *, is_signed: bool) -> None:
@@ -134,10 +157,16 @@ def _sign(model: Path, config: bytes, key: Ed25519PrivateKey) -> None:
         raise ConfigurationError(f"{error.filename}: cannot be signed: {error.strerror}") from error
 
 
-def _as_table(settings: ServingSettings, warms_up: bool) -> Table:
+def _as_table(settings: ServingSettings, defaults: Mapping[str, Any], warms_up: bool) -> Table:
     shown = Table.grid(padding=(0, 2))
     values = asdict(settings) | {"version": settings.version or NEWEST, "warm_up": "yes" if warms_up else "no"}
     for name, value in values.items():
-        text = "none" if value is None else f"{value:,}" if type(value) is int else str(value)
+        text = f"{_text(defaults[name])} (default)" if name in defaults else _text(value)
         shown.add_row(name.replace("_", "-"), text)
     return shown
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(as_given(name, text) for name, text in value.items())
+    return "none" if value is None else f"{value:,}" if type(value) is int else str(value)

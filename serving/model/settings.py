@@ -60,7 +60,9 @@ class Setting:
         flag: its option, where that is not `--<name>`.
         metavar: what its option takes, where that is given by name: `[NAME=]X`. It may be given again.
         typed: type of its option, where that is not the setting's own.
+        otherwise: what holds where the setting is None. None: nothing does.
         is_of_router: it means something for a router alone.
+        is_of_scores: it means something for a model with scores alone.
         is_parameter: config.pbtxt holds it in `parameters`. Otherwise a field of Triton's own holds it, which
             `serving.model.config_file` reads and writes.
     """
@@ -70,7 +72,9 @@ class Setting:
     unset: str | None = None
     flag: str | None = None
     metavar: str | None = None
+    otherwise: Any = None
     is_of_router: bool = False
+    is_of_scores: bool = False
     typed: type | None = None
     is_parameter: bool = True
 
@@ -169,6 +173,8 @@ class ServingSettings:
         _between(1, 1024),
         "Of a model with scores: threads that each instance uses for what follows the embeddings; 1 by default.",
         unset="Take the default.",
+        otherwise=1,
+        is_of_scores=True,
     )
     hosts: Mapping[str, str] | None = _setting(
         None,
@@ -192,6 +198,7 @@ class ServingSettings:
         "Of a router: how long a host may take, with all attempts; 300 by default. Requests that need a host that "
         "takes longer are refused as UNAVAILABLE.",
         unset="Take the default.",
+        otherwise=300,
         is_of_router=True,
     )
     on_lost: Mapping[str, str] | None = _setting(
@@ -201,6 +208,7 @@ class ServingSettings:
         "place. TABLE is a name or a glob; the last that matches counts.",
         metavar="[TABLE=]CHOICE",
         unset="Refuse all requests that need a lost host.",
+        otherwise={"*": "error"},
         is_of_router=True,
     )
     hosts_root_certificates: str | None = _setting(
@@ -249,8 +257,10 @@ class ServingSettings:
                 raise ConfigurationError(f"{each.name}: expected {allowed.words}, got {value!r}")
 
     def of_host(self) -> "ServingSettings":
-        """These settings for a host of a router: those that are a router's alone have their defaults."""
-        defaults: dict[str, Any] = {each.name: each.default for each, setting in table() if setting.is_of_router}
+        """These settings for a host of a router, which has no scores: what is not for it has its default."""
+        defaults: dict[str, Any] = {
+            each.name: each.default for each, setting in table() if setting.is_of_router or setting.is_of_scores
+        }
         return replace(self, **defaults)
 
     @property

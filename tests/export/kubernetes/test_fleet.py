@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from export import export_model
 from export.kubernetes.fleet import Replicas, read_fleet
 from serving.bundle.manifest import MANIFEST
 from serving.errors import BundleError, ConfigurationError
 from serving.files.page_cache import HUGE_PAGE
 from serving.model.config_file import apply_settings, read_config, write_config
 from serving.model.settings import ServingSettings
+from tests.support.quick_reload import quick_reload
+from tests.support.scored import EXACT, dlrm
 
 
 def test_a_router_s_fleet_is_the_hosts_of_its_plan(published: Path) -> None:
@@ -39,7 +42,7 @@ def configure(model: Path, settings: ServingSettings) -> None:
     [
         (ServingSettings(instances=3), 1),
         (ServingSettings(instances=3, threads=2), 2),
-        (ServingSettings(instances=3, threads=2, score_threads=4), 4),
+        (ServingSettings(instances=3, threads=2, score_threads=4), 2),
     ],
 )
 def test_processes_and_their_cores_are_those_of_the_settings(
@@ -113,3 +116,15 @@ def test_replicas_of_no_host_are_refused(published: Path) -> None:
 def test_numbers_of_pods_are_checked(numbers: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         Replicas(**numbers)  # type: ignore[arg-type]
+
+
+def test_threads_of_scores_have_cores_where_there_are_scores(tmp_path: Path) -> None:
+    with quick_reload():
+        export_model(dlrm(), tmp_path / "r", "m", EXACT)
+    for settings, cores in (
+        (ServingSettings(threads=2, score_threads=4), 4),
+        (ServingSettings(threads=2, score_threads=1), 2),
+        (ServingSettings(threads=2), 2),
+    ):
+        configure(tmp_path / "r" / "m", settings)
+        assert read_fleet(tmp_path / "r" / "m" / "1", Replicas()).front.cores == cores

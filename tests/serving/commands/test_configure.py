@@ -2,13 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from export import ExportConfig, Sharding, export_model
 from serving.__main__ import app
 from serving.model.config_file import read_config, settings_of
-from tests.support.models import exported
+from serving.ranks.hosts import Hosts
+from tests.support.hosts import export_hosts
+from tests.support.models import SUM, collection, exported
+from tests.support.quick_reload import quick_reload
+from tests.support.scored import EXACT, dlrm
 from tests.support.servers import tbe_serve
 
 
@@ -106,3 +112,52 @@ def test_what_only_a_router_has_a_use_for_is_refused_elsewhere(options: tuple[st
     assert (bundle.parent / "config.pbtxt").read_bytes() == before
     done = CliRunner().invoke(app, ["configure", str(bundle.parent), "--no-hosts", "--no-on-lost"])
     assert done.exit_code == 0, done.stderr
+
+
+def shown(model: Path, *options: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """The settings as a person sees them, and as JSON."""
+    done = CliRunner().invoke(app, ["configure", str(model), *options])
+    assert done.exit_code == 0, done.stderr
+    text = dict(line.strip().split(None, 1) for line in done.stdout.splitlines() if not line.startswith("written"))
+    return text, json.loads(CliRunner().invoke(app, ["configure", str(model), "--json"]).stdout)
+
+
+def test_what_holds_is_shown_where_nothing_is_set(tmp_path: Path) -> None:
+    """Of the settings that mean something for the model."""
+    with quick_reload():
+        sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"})
+        router = export_hosts(tmp_path, collection(SUM), ExportConfig(sharding=sharding)).parent
+        scores = export_model(dlrm(), tmp_path / "r", "scores", EXACT).parent
+    text, as_json = shown(router)
+    assert (text["shard-timeout-ms"], text["on-lost"], text["score-threads"]) == (
+        "300 (default)",
+        "error (default)",
+        "none",
+    )
+    assert (as_json["shard_timeout_ms"], as_json["on_lost"], as_json["score_threads"]) == (300, {"*": "error"}, None)
+    assert as_json["shard_timeout_ms"] == Hosts(addresses={}).timeout_s * 1000
+    assert Hosts(addresses={}).on_lost_of("any").value == "error"
+    text, as_json = shown(router, "--shard-timeout-ms", "50", "--on-lost", "zero", "--on-lost", "item=error")
+    assert (text["shard-timeout-ms"], text["on-lost"]) == ("50", "zero, item=error")
+    assert (as_json["shard_timeout_ms"], as_json["on_lost"]) == (50, {"*": "zero", "item": "error"})
+    for host in ("movies-host-0", "scores"):
+        text, as_json = shown(tmp_path / "r" / host)
+        assert (text["shard-timeout-ms"], text["on-lost"]) == ("none", "none")
+        assert (as_json["shard_timeout_ms"], as_json["on_lost"]) == (None, None)
+    text, as_json = shown(scores)
+    assert (text["score-threads"], as_json["score_threads"]) == ("1 (default)", 1)
+    assert settings_of(read_config(scores)).score_threads is None
+    assert shown(scores, "--score-threads", "3")[1]["score_threads"] == 3
+
+
+def test_threads_of_scores_are_refused_where_there_are_none(tmp_path: Path) -> None:
+    model = exported(tmp_path).parent
+    before = (model / "config.pbtxt").read_bytes()
+    done = CliRunner().invoke(app, ["configure", str(model), "--instances", "2", "--score-threads", "2"])
+    assert done.exit_code == 1
+    assert (
+        done.stderr
+        == f"tbe-serve: --score-threads: expected a model with scores, got {model}: export one with --scores\n"
+    )
+    assert (model / "config.pbtxt").read_bytes() == before
+    assert CliRunner().invoke(app, ["configure", str(model), "--no-score-threads"]).exit_code == 0
