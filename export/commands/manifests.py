@@ -16,7 +16,7 @@ from serving.bundle.manifest import MANIFEST
 from serving.bundle.signature import TrustedKeys, signature_of
 from serving.errors import ConfigurationError
 from serving.terminal.options import EVERY, as_given, by_name
-from serving.terminal.program import out
+from serving.terminal.program import complain, out
 
 _REPLICAS = Replicas()
 
@@ -56,7 +56,7 @@ def manifests(
     """Write Kubernetes manifests for a bundle: a router and the hosts of its plan, or one model.
 
     Nothing is written unless the router's settings name the hosts by the addresses that the manifests give them. If
-    they do not, the command that sets them is shown.
+    they do not, the command that sets them is shown. Where a base is there, what other options change of it is said.
     """
     options = PodOptions(
         image=image,
@@ -75,9 +75,13 @@ def manifests(
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     fleet = read_fleet(bundle_of(bundle, trusted), numbers, name=name, hosts_also=hosts_also, trusted=trusted)
     check_addresses(fleet, trusted, insecure=insecure)
-    from export.kubernetes.base import base_files, write_base  # a client-only install has no PyYAML
+    from export.kubernetes.base import base_files, changes, write_base  # a client-only install has no PyYAML
 
-    write_base(out_, fleet, base_files(fleet, numbers, options))
+    files = base_files(fleet, numbers, options)
+    changed = [*changes(out_, files)]
+    write_base(out_, fleet, files)
+    for change in changed:
+        complain("tbe-export", f"changed: {change}")
     _tell(fleet, out_, options)
 
 

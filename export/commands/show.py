@@ -13,6 +13,7 @@ from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.scores import SCORES, DensePart, LabelledAuc
 from serving.files.page_cache import cached
+from serving.model.config_file import read_config, settings_of
 from serving.terminal.program import out
 
 if TYPE_CHECKING:
@@ -80,12 +81,17 @@ def show_published(path: Path, manifest: Manifest) -> None:
         manifest: of the bundle.
     """
     out.print(f"published {path}", soft_wrap=True)
+    model = path.parent
     if not manifest.hosts:
-        out.print(f"next: tbe-serve run {path.parent.parent}", soft_wrap=True)
+        out.print(f"next: tbe-serve run {model.parent}", soft_wrap=True)
         return
     models = ", ".join(each.model for each in manifest.hosts)
-    options = " ".join(f"--host {each.host}=ADDRESS" for each in manifest.hosts)
-    out.print(f"next: serve {models}; then tbe-serve configure {path.parent} {options}", soft_wrap=True)
+    addresses = settings_of(read_config(model)).hosts or {}
+    if unknown := [each.host for each in manifest.hosts if str(each.host) not in addresses]:
+        options = " ".join(f"--host {host}=ADDRESS" for host in unknown)
+        out.print(f"next: serve {models}; then tbe-serve configure {model} {options}", soft_wrap=True)
+    else:
+        out.print(f"next: serve version {path.name} of {models}; then that of {model.name}", soft_wrap=True)
 
 
 def show_hosts(manifest: Manifest) -> None:

@@ -1,9 +1,11 @@
 """The files of a kustomize base: a file for what clients call, one for each host, and what they share."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from export.errors import PublishError
@@ -14,11 +16,14 @@ from export.kubernetes.options import PodOptions
 from export.kubernetes.volumes import keys_name
 from export.kubernetes.workloads import front_manifests, host_manifests
 from serving.files.replacing import replacing
+from serving.files.strict import UNREADABLE
 
 KUSTOMIZATION = "kustomization.yaml"
 # A component of its own: a cluster without Prometheus' operator refuses its object.
 PROMETHEUS = "prometheus-operator"
 _LINE_LENGTH = 120
+# Before the options of a base, in its kustomization.
+_MADE_WITH = "# Made with: "
 
 
 class _Dumper(yaml.SafeDumper):
@@ -57,7 +62,45 @@ def base_files(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[st
         f"{PROMETHEUS}/{KUSTOMIZATION}": [component],
         f"{PROMETHEUS}/pod-monitor.yaml": [pod_monitor(fleet)],
     }
-    return {path: _text(fleet, documents) for path, documents in every.items()}
+    files = {path: _text(fleet, documents) for path, documents in every.items()}
+    head, body = files[KUSTOMIZATION].split("\n", 1)
+    made_with = f"{_MADE_WITH}{msgspec.json.encode(_chosen(fleet, replicas, options)).decode()}"
+    return files | {KUSTOMIZATION: "\n".join([head, made_with, body])}
+
+
+def _chosen(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[str, str]:
+    """What the options say that are easily forgotten the next time, by option."""
+    also = sorted({version for host in fleet.hosts for version in host.versions} - {int(fleet.bundle.path.name)})
+    return {
+        "--routers": str(replicas.routers),
+        "--most-routers": str(replicas.most_routers),
+        **{f"--replicas-of {host.host}": str(host.replicas) for host in fleet.hosts},
+        "--hosts-also": ", ".join(map(str, also)) or "none",
+        "--copy": "yes" if options.copy else "no",
+        "--trusted-keys": "none" if options.trusted_keys is None else "given",
+        "--insecure": "yes" if options.insecure else "no",
+        "--metrics-from": options.metrics_from,
+    }
+
+
+def changes(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
+    """What the options of `files` change of the base that a folder holds, such as "--routers: 3 before, now 2".
+
+    Nothing of a base that does not say what it was made with.
+    """
+    path = folder / KUSTOMIZATION
+    before, now = (_made_with(text) for text in (path.read_text() if path.exists() else "", files[KUSTOMIZATION]))
+    for option, value in before.items():
+        if now.get(option, "none") != value:
+            yield f"{option}: {value} before, now {now.get(option, 'none')}"
+
+
+def _made_with(text: str) -> dict[str, str]:
+    for line in text.splitlines():
+        if line.startswith(_MADE_WITH):
+            with suppress(*UNREADABLE):  # anybody may have edited it
+                return msgspec.json.decode(line.removeprefix(_MADE_WITH), type=dict[str, str])
+    return {}
 
 
 def write_base(folder: Path, fleet: Fleet, files: Mapping[str, str]) -> None:

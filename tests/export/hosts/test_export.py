@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from serving.bundle.opening import open_bundle, verify_digests
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
-from serving.model.config_file import read_config, settings_of
+from serving.model.config_file import apply_settings, read_config, settings_of, write_config
 from serving.model.settings import ServingSettings
 from tests.support.hosts import MODEL, edit_manifest, in_one_process
 from tests.support.models import MIXED, Spec, collection
@@ -276,6 +277,12 @@ def test_a_router_needs_its_hosts(router: Path) -> None:
         Engine.open(router)
 
 
+def configure_hosts(model: Path, hosts: dict[str, str]) -> None:
+    config = read_config(model)
+    apply_settings(config, replace(settings_of(config), hosts=hosts))
+    write_config(model, config)
+
+
 def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
     toml = tmp_path / "export.toml"
     toml.write_text(
@@ -298,6 +305,21 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
     assert f"published {tmp_path / 'r' / MODEL / '3'}" in done.output
     configure = f"tbe-serve configure {tmp_path / 'r' / MODEL} --host 0=ADDRESS --host 1=ADDRESS --host 2=ADDRESS"
     assert f"next: serve {', '.join(MODELS[1:])}; then {configure}" in done.output
+    model = tmp_path / "r" / MODEL
+    again = [*common[:-4], "--version", "4", *common[-2:]]
+
+    def said_next() -> str:
+        done = runner.invoke(app, ["model", *again])
+        assert done.exit_code == 0, done.output
+        shutil.rmtree(model / "4")
+        for each in MODELS[1:]:
+            shutil.rmtree(tmp_path / "r" / each / "4")
+        return done.output.splitlines()[-1]
+
+    configure_hosts(model, {"0": "a:1", "2": "c:1"})
+    assert said_next() == f"next: serve {', '.join(MODELS[1:])}; then tbe-serve configure {model} --host 1=ADDRESS"
+    configure_hosts(model, {"0": "a:1", "1": "b:1", "2": "c:1"})
+    assert said_next() == f"next: serve version 4 of {', '.join(MODELS[1:])}; then that of {MODEL}"
     for wrong in ("x", "-1", "1,", "0.5"):
         done = runner.invoke(app, ["model", *common, f"--only-hosts={wrong}"])
         assert done.exit_code != 0

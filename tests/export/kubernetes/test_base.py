@@ -12,9 +12,10 @@ import yaml
 from export.errors import PublishError
 from export.kubernetes.base import base_files, write_base
 from export.kubernetes.fleet import Fleet, Replicas, read_fleet
-from export.kubernetes.options import PodOptions
+from export.kubernetes.options import METRICS_FROM, PodOptions
 from serving.__main__ import app
-from tests.export.kubernetes.conftest import IMAGE
+from tests.export.kubernetes.conftest import IMAGE, given
+from tests.support.commands import tbe_export
 
 # The oldest that is still supported, and the newest that the schemas know.
 VERSIONS = ("1.33", kubernetes_validate.latest_version())
@@ -30,10 +31,10 @@ OPTIONS = {
 @pytest.fixture(params=list(OPTIONS.values()), ids=list(OPTIONS))
 def options(request: pytest.FixtureRequest, tmp_path: Path) -> PodOptions:
     (tmp_path / "trusted.pem").write_text("-----BEGIN PUBLIC KEY-----\n")
-    given = dict(request.param)
-    if "trusted_keys" in given:
-        given["trusted_keys"] = tmp_path / "trusted.pem"
-    return PodOptions(image=IMAGE, claim="models", **given)
+    options = dict(request.param)
+    if "trusted_keys" in options:
+        options["trusted_keys"] = tmp_path / "trusted.pem"
+    return PodOptions(image=IMAGE, claim="models", **options)
 
 
 @pytest.fixture(params=["Movies_V2", "m"])
@@ -264,3 +265,32 @@ def test_hosts_ask_for_a_certificate_which_routers_and_their_own_probes_have(pub
         probes = {each["name"]: each["value"] for each in server["env"]}
         assert (probes["TBE_SERVE_TLS_CERT"], probes["TBE_SERVE_TLS_KEY"]) == ("/tls/tls.crt", "/tls/tls.key")
         assert probes["TBE_SERVE_TLS_SERVER_NAME"] == called["TBE_SERVE_TLS_SERVER_NAME"]
+
+
+def test_options_that_are_forgotten_the_next_time_are_said(configured: Path, tmp_path: Path) -> None:
+    """Pods would be fewer, and unsigned bundles served, without a word."""
+    out = tmp_path / "k8s"
+
+    def said(*more: str) -> list[str]:
+        done = tbe_export("manifests", str(configured), *given(out, *more))
+        assert done.exit_code == 0, done.stderr
+        return [str(line).removeprefix("tbe-export: changed: ") for line in done.stderr.splitlines()]
+
+    assert said("--routers", "3", "--replicas-of", "1=3", "--copy", "--metrics-from", "watch") == []
+    assert said("--routers", "3", "--replicas-of", "1=3", "--copy", "--metrics-from", "watch") == []
+    assert said() == [
+        "--routers: 3 before, now 2",
+        "--replicas-of 1: 3 before, now 2",
+        "--copy: yes before, now no",
+        f"--metrics-from: watch before, now {METRICS_FROM}",
+    ]
+    assert said() == []
+    assert said("--replicas", "4", "--hosts-also", "1") == [
+        "--replicas-of 0: 2 before, now 4",
+        "--replicas-of 1: 2 before, now 4",
+        "--hosts-also: none before, now 1",
+    ]
+    text = (out / "kustomization.yaml").read_text()
+    assert yaml.safe_load(text)["kind"] == "Kustomization"
+    (out / "kustomization.yaml").write_text(text.replace('{"--routers"', "{--routers"))
+    assert said() == []
