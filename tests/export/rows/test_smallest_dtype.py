@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from export import ExportConfig, WeightDtype, export_model
+from export.errors import QuantizeError
 from export.pipeline import plan_model
 from export.rows.quantize import quantize
 from export.rows.smallest_dtype import smallest_dtype
 from export.trained import checkpoint
 from export.trained.generated import generated_checkpoint
+from export.trained.sources import InMemory
 from export.trained.tables import TrainedTable
 from serving.bundle.rows import dequantize
 from serving.bundle.tables import Pooling
@@ -74,3 +76,25 @@ def test_progress_is_every_element_that_was_read(monkeypatch: pytest.MonkeyPatch
     read.clear()
     assert smallest_dtype(table, generated_checkpoint((table,)), 0, read.append) is WeightDtype.FP32
     assert len(read) == 1, "no dtype was left, and it read on"
+
+
+def _table_of(rows: torch.Tensor) -> tuple[TrainedTable, checkpoint.Checkpoint]:
+    table = TrainedTable("t", "t", *rows.shape, Pooling.SUM, False, ("x",), ("x",))
+    return table, checkpoint.Checkpoint("test", {"t": InMemory(rows)})
+
+
+def test_numbers_beyond_a_dtype_leave_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 640)
+    rows = torch.ones(100, 16)
+    rows[70, 3] = 1e6  # beyond FP16; and so is the scale of 4 or 2 bits
+    assert smallest_dtype(*_table_of(rows), 1e9, lambda _: None) is WeightDtype.INT8
+    rows[80] = 1e6  # so is the bias
+    assert smallest_dtype(*_table_of(rows), 1e9, lambda _: None) is WeightDtype.FP32
+
+
+def test_a_row_with_nan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 640)
+    rows = torch.ones(100, 16)
+    rows[70, 3] = float("nan")
+    with pytest.raises(QuantizeError, match="table 't': row 70 holds NaN"):
+        smallest_dtype(*_table_of(rows), 1e9, lambda _: None)

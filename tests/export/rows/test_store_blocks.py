@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from export import export_model
+from export import ExportConfig, Sharding, export_model
 from export.errors import PublishError, QuantizeError
 from export.rows import store_blocks
 from export.rows.quantize import quantize
@@ -73,3 +73,25 @@ def test_the_first_row_that_does_not_fit_is_named_whichever_thread_is_first(
     monkeypatch.setattr(store_blocks, "quantize", slowly)
     with pytest.raises(QuantizeError, match="table 'user': row 490 holds NaN"):
         export_model(module, tmp_path / "r", "m")
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "column_wise", "grid_shard"])
+def test_blocks_do_not_change_the_bytes_of_shards(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 100 rows, which cuts of shards divide and do not divide."""
+    config = ExportConfig(sharding=Sharding(ranks=4, ranks_per_host=2, types={"*": kind}))
+    module = collection((Spec("t", 400, 16, "SUM", ("x",)), Spec("u", 230, 16, "SUM", ("y",))))
+    whole = export_model(module, tmp_path / "r", "m", config)
+    monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 100 * 16 * 4)
+    blocks = export_model(module, tmp_path / "r", "m", config)
+    names = open_bundle(whole).manifest.weights_files
+    assert len(names) == 4
+    for name in names:
+        assert (whole / name).read_bytes() == (blocks / name).read_bytes()
+
+
+def test_a_disk_that_takes_a_part_gets_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = export_model(collection(), tmp_path / "r", "m")
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:700], offset))
+    parts = export_model(collection(), tmp_path / "r", "m")
+    assert (whole / "weights.0.bin").read_bytes() == (parts / "weights.0.bin").read_bytes()

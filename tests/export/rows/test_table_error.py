@@ -12,7 +12,7 @@ from export import ExportConfig, WeightDtype, export_model
 from export.errors import ParityError
 from export.rows import store_blocks
 from export.rows.quantize import quantize
-from export.rows.table_error import TableError
+from export.rows.table_error import TableError, rounding_bounds
 from export.trained import checkpoint
 from tests.support.folders import files
 from tests.support.models import Spec, collection
@@ -40,7 +40,7 @@ _SPOILED = {"moved": _moved, "nan": _written(float("nan")), "infinite": _written
 
 @pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("spoil", _SPOILED.values(), ids=_SPOILED)
-@pytest.mark.parametrize("wrong", [(), (5,), (150,), (399,), (5, 150), (150, 399)], ids=str)
+@pytest.mark.parametrize("wrong", [(), (0,), (5,), (100,), (150,), (399,), (5, 150), (150, 399)], ids=str)
 def test_a_wrong_row_of_any_block_is_named(
     dtype: WeightDtype, spoil: Callable[[torch.Tensor, WeightDtype, int], None], wrong: tuple[int, ...]
 ) -> None:
@@ -85,3 +85,25 @@ def test_an_export_that_stores_one_row_wrongly_is_refused(
         export_model(module, tmp_path / "r", "m", ExportConfig(dtype={"*": WeightDtype.FP16}, max_error={"*": 1e9}))
     assert f"table 't': row {wrong} moved further than rounding explains" in str(refused.value).splitlines()
     assert files(tmp_path) == {}
+
+
+@pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_element_is_that_of_any_block_and_sign(dtype: WeightDtype, sign: int) -> None:
+    rows = _ROWS.clone()
+    rows[7, 3] = 50 * sign
+    error = TableError(dtype)
+    for start in range(0, 400, 100):
+        block = rows[start : start + 100]
+        error.add(start, block.numpy(), quantize("t", start, block, dtype).numpy(), np.empty(block.shape, np.float32))
+    assert error.largest == 50
+
+
+def test_the_bound_of_a_float_row_is_half_a_unit_of_its_own_largest_element() -> None:
+    rows = np.array([[1.0, -0.5], [-1000.0, 3.0], [0.0, 0.0], [1e-7, 0.0]], np.float32)
+    stored = quantize("t", 0, torch.from_numpy(rows), WeightDtype.FP16).numpy()
+    bounds = rounding_bounds(rows, stored, WeightDtype.FP16)
+    np.testing.assert_allclose(
+        bounds, [2**-11 + 2**-25, 1000 * 2**-11 + 2**-25, 2**-25, 1e-7 * 2**-11 + 2**-25], rtol=1e-6
+    )
+    assert (rounding_bounds(rows, rows.view(np.uint8), WeightDtype.FP32) == 0).all()
