@@ -14,10 +14,12 @@ from export import ExportConfig, Sharding, export_model
 from export.errors import PublishError, QuantizeError
 from export.rows import store_blocks
 from export.rows.quantize import quantize
+from export.rows.shard_files import write_rows
 from export.trained import checkpoint
 from serving.bundle.opening import open_bundle
+from serving.bundle.plan import Shard
 from tests.support.folders import files
-from tests.support.models import Spec, collection
+from tests.support.models import Spec, collection, int8_table
 
 
 def test_rows_are_packed_at_alignment_1(tmp_path: Path) -> None:
@@ -95,3 +97,18 @@ def test_a_disk_that_takes_a_part_gets_the_rest(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: write(file, data[:700], offset))
     parts = export_model(collection(), tmp_path / "r", "m")
     assert (whole / "weights.0.bin").read_bytes() == (parts / "weights.0.bin").read_bytes()
+
+
+def test_rows_over_the_end_of_a_shard_go_to_the_next(tmp_path: Path) -> None:
+    table = int8_table("t", 10, 4)
+    stored = quantize("t", 0, torch.randn(10, 4, generator=torch.Generator().manual_seed(0)), table.dtype).numpy()
+    shards = [
+        Shard(table="t", rank=0, rows=rows, columns=(0, 4), offset_bytes=8 * rows[0]) for rows in ((6, 10), (0, 6))
+    ]
+    with (tmp_path / "w").open("w+b") as file:
+        for start, stop in ((4, 8), (8, 10), (0, 4)):
+            write_rows({0: file.fileno()}, table, shards, start, stored[start:stop])
+    assert (tmp_path / "w").read_bytes() == stored.tobytes()
+    with (tmp_path / "w").open("w+b") as file:
+        write_rows({0: file.fileno()}, table, shards[1:], 4, stored[4:8])
+    assert (tmp_path / "w").read_bytes() == bytes(32) + stored[4:6].tobytes()
