@@ -16,12 +16,13 @@ from export import ExportConfig, Sharding, WeightDtype
 from export.errors import PlanError
 from export.pipeline import plan_model
 from export.plan.report import PlanReport, report_plan
+from export.plan.router import router_tables
 from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Manifest
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from serving.request.captured import CapturedRequest
-from tests.support.models import MIXED, Spec, collection, random_bags
+from tests.support.models import MIXED, Spec, collection, int8_table, random_bags
 from tests.support.sharded import sharded
 
 # INT8: 20 kB, 200 kB, 2 MB. All save alike.
@@ -370,3 +371,21 @@ def test_other_copies_than_one_for_each_rank_or_the_router_s_are_refused(
     sharding = Sharding(plan=as_file(tmp_path, plan), hosts_as_models=True)
     with pytest.raises(ConfigurationError, match=message):
         planned(sharding, collection((Spec("t", 100, 16, "SUM", ("a",)),)))
+
+
+def test_a_table_that_fills_the_router_to_the_byte_is_in_it() -> None:
+    stored = -(-1000 * 20 // 128) * 128  # INT8 of dim 16, up to where another shard could begin
+    assert in_router(planned(hosts(router_bytes=stored))) == {"s"}
+    assert in_router(planned(hosts(router_bytes=stored - 1, memory_bytes=1 << 30))) == set()
+
+
+def test_the_weights_of_ids_are_saved_too() -> None:
+    """64 + 4 bytes for a bag of either; 10 ids of 8 bytes are more than 18 of 4."""
+    tables = [
+        msgspec.structs.replace(int8_table(name, 1000, 16), weighted=name == "weighted")
+        for name in ("weighted", "plain")
+    ]
+    readers = {"weighted": ["w"], "plain": ["p"]}
+    for factor, expected in ((18, "weighted"), (22, "plain")):
+        sharding = hosts(router_bytes=20_096, pooling_factors={"weighted": 10.0, "plain": float(factor)})
+        assert router_tables(tables, readers, sharding) == {expected}

@@ -10,7 +10,7 @@ from export import ExportConfig, Sharding
 from export.hosts.part import part_manifest
 from export.pipeline import plan_model
 from export.plan.report import report_plan
-from export.plan.traffic import HostTraffic, host_traffic, sums_pattern
+from export.plan.traffic import HostTraffic, host_traffic, shard_traffic, sums_pattern
 from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Shard
@@ -190,3 +190,17 @@ def test_the_bundle_of_each_host_takes_and_answers_so_many_bytes(tmp_path: Path)
         lengths = sum(host_traffic(router, no_ids, SAMPLES)[host].to_host.values())
         assert lengths == SAMPLES * len(part.features) * 4
         assert (part.weighted, part.id_dtype) == (True, IdDtype.INT32)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_shard_is_sent_its_part_of_the_ids_and_all_lengths(weighted: bool) -> None:
+    """In one process ids and lengths are int64, weights and sums FP32. Ids are spread evenly over 100 rows."""
+    sharding = Sharding(ranks=4, types={"*": "row_wise"}, pooling_factors={"*": 5.0})
+    manifest = plan_model(
+        collection((Spec("t", 100, 16, "SUM", ("a", "b")),), weighted=weighted), ExportConfig(sharding=sharding)
+    )
+    found = [*shard_traffic(manifest, sharding, 10)]
+    assert len(found) == 4
+    for shard, sent, answered in found:
+        assert sent == 2 * 10 * 5 * shard.height / 100 * (12 if weighted else 8) + 2 * 10 * 8
+        assert answered == 2 * 10 * 16 * 4

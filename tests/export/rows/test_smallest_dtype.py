@@ -79,7 +79,7 @@ def test_progress_is_every_element_that_was_read(monkeypatch: pytest.MonkeyPatch
 
 
 def _table_of(rows: torch.Tensor) -> tuple[TrainedTable, checkpoint.Checkpoint]:
-    table = TrainedTable("t", "t", *rows.shape, Pooling.SUM, False, ("x",), ("x",))
+    table = TrainedTable("t", "t", len(rows), rows.shape[1], Pooling.SUM, False, ("x",), ("x",))
     return table, checkpoint.Checkpoint("test", {"t": InMemory(rows)})
 
 
