@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from serving.terminal.program import out
 from tests.support.commands import PLAN, TRAINED, tbe_export
 
 
@@ -35,7 +36,7 @@ def test_plan_shows_bytes_and_traffic_and_writes_nothing(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
 
-def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path) -> None:
+def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = tbe_export(*PLAN, "--sharding", "grid_shard", "--json").stdout
     (tmp_path / "plan.json").write_text(planned)
     done = tbe_export(
@@ -51,6 +52,7 @@ def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path) -> None:
     assert [path.stat().st_size for path in sorted(bundle.glob("weights.*"))] == pytest.approx(
         [rank["bytes"] for rank in report["ranks"]], abs=128 * 4
     )
+    monkeypatch.setattr(out, "width", 80)
     shown = tbe_export("inspect", str(bundle)).stdout
     assert any(line.split()[:1] == ["user"] and "grid_shard" in line for line in shown.splitlines())
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
