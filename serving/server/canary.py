@@ -1,4 +1,4 @@
-"""Find models that hang: that are alive, but paused or in an endless loop.
+"""Find models that hang: that are alive, but do not go on, or are in an endless loop.
 
 A canary is a lookup without samples. It asks for no scores, since these need dense inputs. A model hangs if it
 answers neither the canary nor anybody else, and reads nothing from the disk. A model that is only busy goes on

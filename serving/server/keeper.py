@@ -63,11 +63,13 @@ class Keeper:
     Attributes:
         failure: why it gave up; the server should be stopped. None as long as it goes on.
         lost: why the server is of no use; another should be started. None as long as it is.
+        has_loaded: whether all that is served has been loaded.
     """
 
     def __init__(self, server: Server, served: Served, recover: bool, say: Callable[[str], None]) -> None:
         self.failure: ServingError | None = None
         self.lost: str | None = None
+        self.has_loaded = False
         self._server = server
         self._child = server.child
         self._served = served
@@ -76,6 +78,7 @@ class Keeper:
         self._ended = threading.Event()
         self._seen, self._has_complained = time.monotonic(), False
         self._suspects: set[str] = set()
+        self._stopped: set[int] = set()
         self._canaries: dict[tuple[str, int], Canary] = {}
         self._oom_kills = OomKills()
 
@@ -91,6 +94,7 @@ class Keeper:
         try:
             if is_anew:
                 self._load_all()
+            self.has_loaded = True
             while not self._ended.wait(_PERIOD_S):
                 self._check()
         except (DeadlineExceeded, ServerUnavailable) as error:
@@ -133,12 +137,12 @@ class Keeper:
         for model in sorted(dead & self._suspects):  # seen twice: a model seen once may be unloading
             self._replace(model, f"a process of its died{self._oom_kills.said()}")
         self._suspects = dead - self._suspects
-        hung = self._hung(answered, control)
+        hung = self._hung(answered, control) | dict.fromkeys(self._paused(), "a process of its was paused")
         for model in sorted(hung.keys() - loading):
             for stub in living_stubs(self._child.process.pid):
                 if stub.model == model:
                     stub.kill()
-            self._replace(model, f"it answered nobody for {hung[model]:g} s")
+            self._replace(model, hung[model])
 
     def _complain(self, error: ServingError) -> None:
         silent_s = time.monotonic() - self._seen
@@ -158,8 +162,18 @@ class Keeper:
             and any(living[model, version] < _instances(config) for version in self._served.versions[model])
         }
 
-    def _hung(self, answered: Mapping[tuple[str, int], int], control: Control) -> dict[str, float]:
-        """Models that tbe-export made, with a version that hangs: how long it answered nobody, in seconds."""
+    def _paused(self) -> set[str]:
+        """Models with a process that is stopped (SIGSTOP), and was when we looked before.
+
+        When such a process goes on, it may end all of tritonserver, whose locks have a deadline.
+        """
+        before = self._stopped
+        stopped = {stub for stub in living_stubs(self._child.process.pid) if stub.is_stopped()}
+        self._stopped = {stub.process.pid for stub in stopped}
+        return {stub.model for stub in stopped if stub.process.pid in before} & self._served.configs.keys()
+
+    def _hung(self, answered: Mapping[tuple[str, int], int], control: Control) -> dict[str, str]:
+        """Models that tbe-export made, with a version that hangs: how long it answered nobody."""
         stubs = list(living_stubs(self._child.process.pid))
         hung = {}
         for model, config in self._served.configs.items():
@@ -168,7 +182,7 @@ class Keeper:
                 reads = sum(each.page_reads() for each in stubs if (each.model, each.version) == (model, version))
                 patient = replace(control, timeout_s=canary.overdue_s)
                 if canary.is_overdue((answered.get((model, version)), reads), patient):
-                    hung[model] = canary.overdue_s
+                    hung[model] = f"it answered nobody for {canary.overdue_s:g} s"
         return hung
 
     def _replace(self, model: str, why: str) -> None:

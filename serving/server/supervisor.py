@@ -42,6 +42,8 @@ class Supervisor:
         control = server.control(_ASK_TIMEOUT_S)
         self._served.update(control.index(), control)
         self._restarts = Restarts()
+        # Whether the last tritonserver that ended had come to serve.
+        self._has_served = False
         self._oom_kills = OomKills()
         self._failure: ServingError | None = None
         self._stopping = False
@@ -99,6 +101,7 @@ class Supervisor:
             else:
                 time.sleep(_PERIOD_S)
         keeper.end()
+        self._has_served = keeper.has_loaded
         return self._await_end() if code is None else code
 
     def _await_end(self) -> int:
@@ -127,12 +130,14 @@ class Supervisor:
         """Start a server in place of one that died. False if too many died recently, or a stop was asked for."""
         reason = signal.Signals(-code).name if code < 0 else f"{code}: {self._server.child.output.reason()}"
         reason += self._oom_kills.said()
-        pause_s = self._restarts.next_pause_s()
+        pause_s = self._restarts.next_pause_s(has_served=self._has_served)
         if pause_s is None:
             self._say(f"tritonserver died again ({reason}), after {MOST} starts within {WITHIN_S / 60:g} minutes")
             return False
         self._server.note_recovery(None, f"tritonserver died ({reason})")
-        self._say(f"tritonserver died ({reason}); starting it anew, {self._restarts.recent} of at most {MOST} times")
+        pause = f", in {pause_s:g} s" if pause_s else ""
+        count = f"{self._restarts.recent} of at most {MOST} times"
+        self._say(f"tritonserver died ({reason}); starting it anew, {count}{pause}")
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self._stopping:
             time.sleep(_PERIOD_S)

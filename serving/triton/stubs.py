@@ -33,6 +33,10 @@ class Stub:
         """Whether it is answering a request; it says so by its name."""
         return _proc(self.process, "comm").strip() == BUSY
 
+    def is_stopped(self) -> bool:
+        """Whether a signal stopped it, such as SIGSTOP. A debugger is none: proc_pid_stat(5)."""
+        return _proc(self.process, "stat").rpartition(")")[2].split()[:1] == ["T"]
+
     def page_reads(self) -> int:
         """How often it waited for the disk: its major faults, the tenth field after the name in proc_pid_stat(5)."""
         fields = _proc(self.process, "stat").rpartition(")")[2].split()

@@ -18,6 +18,8 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
     faults: list[Callable[[], str]] = [
         lambda: servers.restarted(folder / "restarted", 10).line(),
         lambda: servers.stub_killed(folder / "killed", 10).line(),
+        lambda: servers.paused(folder / "stopped", 5, servers.by_sigstop).line(),
+        lambda: servers.paused(folder / "held", 5, servers.by_a_debugger).line(),
         lambda: (
             f"{len(files.published_at_once(folder / 'published', 4, 5))} of 20 versions of 4 publishers are whole"
         ),

@@ -1,16 +1,20 @@
 """Servers that die."""
 
+import ctypes
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
 
-from tests.faults.tools import Asked, asking, published, wait_until_all_are_answered
-from tests.support.servers import lives, running, shared_regions
+from tests.faults.tools import Asked, Seen, asking, published, wait_until_all_are_answered
+from tests.support.servers import lives, running, shared_regions, stubs
+
+PAUSE_S = 5.0
 
 
 @dataclass
@@ -94,3 +98,99 @@ def stub_killed(folder: Path, times: int, asked: Callable[[Path], Asked] = publi
                     child.kill()
             worst = max(worst, wait_until_all_are_answered(seen))
     return Mended(times, sum(each.right for each in seen), sum(each.wrong for each in seen), worst)
+
+
+@dataclass
+class Paused:
+    """Figures of `paused`.
+
+    Attributes:
+        died: how often tritonserver died of it.
+        recovered_s: the longest from the pause until all clients were answered.
+        after_s: the same from its end.
+    """
+
+    how: str
+    times: int
+    died: int
+    answers: int
+    wrong: int
+    recovered_s: float
+    after_s: float
+
+    def line(self) -> str:
+        return (
+            f"a model's process paused for {PAUSE_S:g} s under load by {self.how} {self.times} times: tritonserver died "
+            f"{self.died} times, {self.answers:,} answers, {self.wrong} wrong, all clients answered again "
+            f"{self.recovered_s:.1f} s after it was paused and {self.after_s:.1f} s after the pause"
+        )
+
+
+@contextmanager
+def by_sigstop(process: psutil.Process) -> Iterator[None]:
+    """A process that is stopped by a signal: `tbe-serve run` sees that."""
+    process.suspend()
+    yield
+    with suppress(psutil.NoSuchProcess):  # it was replaced
+        process.resume()
+
+
+# <linux/ptrace.h>
+_SEIZE, _INTERRUPT, _DETACH, _WALL = 0x4206, 0x4207, 17, 0x40000000
+
+
+@contextmanager
+def by_a_debugger(process: psutil.Process) -> Iterator[None]:
+    """A process that does not go on, as where its machine or control group is: nobody can tell from outside."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
+    threads = [each.id for each in process.threads()]
+    for each in threads:
+        assert not ptrace(_SEIZE, each, None, None), os.strerror(ctypes.get_errno())
+        assert not ptrace(_INTERRUPT, each, None, None)
+        os.waitpid(each, _WALL)
+    yield
+    for each in threads:
+        ptrace(_DETACH, each, None, None)
+
+
+def paused(folder: Path, times: int, by: Callable[[psutil.Process], AbstractContextManager[None]]) -> Paused:
+    """Pause the process of a model under load, for longer than tritonserver 2.51 stands."""
+    oracle = published(folder)
+    worst = worst_after = 0.0
+    died = 0
+    with running(folder / "r") as server, asking(server.grpc, oracle) as seen:
+        for _ in range(times):
+            wait_until_all_are_answered(seen)
+            triton = server.triton
+            (process,) = stubs(triton, "m")
+            started = time.monotonic()
+            with by(process):
+                answered_s = _answered_within(seen, PAUSE_S)
+                time.sleep(max(0.0, started + PAUSE_S - time.monotonic()))
+            ended = time.monotonic()
+            wait_until_all_are_answered(seen)
+            worst_after = max(worst_after, time.monotonic() - ended)
+            worst = max(worst, time.monotonic() - started if answered_s is None else answered_s)
+            died += not triton.is_running()
+    return Paused(
+        by.__name__.replace("_", " ").removeprefix("by "),
+        times,
+        died,
+        sum(each.right for each in seen),
+        sum(each.wrong for each in seen),
+        worst,
+        worst_after,
+    )
+
+
+def _answered_within(seen: Sequence[Seen], seconds: float) -> float | None:
+    """When all clients had another answer to requests that came after a moment, in seconds; None: not within that."""
+    started = time.monotonic()
+    time.sleep(0.2)  # what was answered before may just come
+    before = [each.right for each in seen]
+    while any(each.right <= was for each, was in zip(seen, before, strict=True)):
+        if time.monotonic() > started + seconds:
+            return None
+        time.sleep(0.01)
+    return time.monotonic() - started

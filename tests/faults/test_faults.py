@@ -1,8 +1,10 @@
 """Faults, each done to a real server; `make faults` does them more often and tells how long they took."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.faults import clients, files, lying, memory, servers, whole
@@ -30,6 +32,17 @@ def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     asked: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
     seen = servers.stub_killed(tmp_path, times=1, asked=asked)
+    print(seen.line())
+    assert seen.wrong == 0
+    assert seen.answers >= 8
+
+
+@pytest.mark.parametrize("by", [servers.by_sigstop, servers.by_a_debugger])
+def test_clients_are_answered_again_when_a_model_s_process_was_paused(
+    by: Callable[[psutil.Process], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    """tritonserver 2.51 ends when a process of its goes on after some seconds; twice, so that it is started again."""
+    seen = servers.paused(tmp_path, 2, by)
     print(seen.line())
     assert seen.wrong == 0
     assert seen.answers >= 8

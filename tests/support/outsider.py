@@ -59,9 +59,9 @@ _OF_FOLDERS: dict[str, Callable[[str], object]] = {
 }
 _OF_SOCKETS: dict[str, Callable[[str], object]] = {"connect": _connect, **_OF_ALL}
 _OF_PROCESSES: dict[str, Callable[[str], object]] = {
-    **{
-        name: lambda path, name=name: Path(path, name).read_bytes()[:1] for name in ("environ", "maps", "mem", "auxv")
-    },  # type: ignore[misc]
+    "environ": lambda path: Path(path, "environ").read_bytes(),
+    "maps": lambda path: Path(path, "maps").read_bytes(),
+    "mem": lambda path: os.close(os.open(f"{path}/mem", os.O_RDONLY)),
     "fd": lambda path: os.listdir(f"{path}/fd"),
     "cwd": lambda path: os.readlink(f"{path}/cwd"),
     "kill": lambda path: os.kill(int(Path(path).name), 0),

@@ -153,6 +153,24 @@ def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, nu
     assert "model 'm': serves again after" in said
 
 
+def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository: Path) -> None:
+    with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=5) as client:
+        assert server.process.stderr is not None
+        said = []
+        for _ in range(3):
+            server.triton.kill()
+            for line in server.process.stderr:
+                said.append(line)
+                if "serves again after" in line:
+                    break
+            wait_for_answer(client)
+            assert tbe_serve("health", "m", "--url", server.grpc).returncode == 0
+        assert stopped(server)[0] == 0
+    starts = [line for line in said if f"of at most {MOST} times" in line]
+    assert len(starts) == 3
+    assert [line for line in starts if ", in " in line] == []
+
+
 def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repository: Path) -> None:
     with running(repository) as server:
         shutil.rmtree(repository)
@@ -160,6 +178,7 @@ def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repo
         code, said = ended(server)
     assert code == 1
     assert said.count("; starting it anew, ") == MOST
+    assert [pause for pause in ("1", "3", "7", "15") if f"times, in {pause} s\n" not in said] == []
     reason = f"creating server: Internal - failed to stat file {repository}"
     assert f"tritonserver died again (1: {reason}), after {MOST} starts within 10 minutes" in said
 
@@ -178,7 +197,9 @@ def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bo
         wait_for_answer(client)
         np.testing.assert_array_equal(client.lookup({"x": [[1, 2]]})["x"], expected["x"])
         assert not any(stub.is_running() for stub in paused)
-        assert stopped(server)[0] == 0
+        code, said = stopped(server)
+    assert code == 0
+    assert "model 'm': a process of its was paused; loading it anew" in said
 
 
 def test_processes_of_models_end_when_all_who_would_end_them_are_killed(repository: Path) -> None:
