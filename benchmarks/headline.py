@@ -157,7 +157,7 @@ def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
     start = time.perf_counter()
     with run_server(repository, Ports(grpc=0, http=0, metrics=0), models=models) as server:
         yield Result("headline_ready_s", time.perf_counter() - start)
-        with LookupClient(server.grpc, NAME) as client:
+        with LookupClient(server.grpc, NAME, 20) as client:
             info = client.info()
         settle(server)
         for ids in ("uniform", "zipf:1.05"):

@@ -53,7 +53,7 @@ def run(folder: Path) -> Iterator[Result]:
     bundle = workload.export(repository)
     with (
         run_server(repository, Ports(grpc=0, http=0, metrics=0), models=[MODEL]) as server,
-        LookupClient(server.grpc, MODEL) as client,
+        LookupClient(server.grpc, MODEL, 20) as client,
     ):
         workload.write(folder / "rows", client.info())
     for samples, _ in LOADS:

@@ -91,7 +91,7 @@ def _ratios(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result
 
 def _open(server: Server, workload: Workload) -> Iterator[Result]:
     bundle = open_bundle(workload.bundle)
-    with LookupClient(server.grpc, NAME) as client:
+    with LookupClient(server.grpc, NAME, 20) as client:
         asked = [workload.request(1, seed) for seed in range(REQUESTS)]
         requests = prepare(NAME, [Tensors(None, each.values, each.lengths) for each in asked], client.info())
     for rate in RATES:
