@@ -176,14 +176,15 @@ class Answerer:
         except Exception:
             if len(group) == 1:
                 self._fail(handover, group)
-            else:  # a single request may be to blame: none of the others fails with it
+                return
+        else:
+            if self._recorder is not None and self._recorder.is_slow(times[-1] - started):
                 for position in group:
-                    self._answer_group(handover, [position], perf_counter())
+                    if handover.accepted[position].samples:  # one without is a canary
+                        self._record(handover, position, f"slow: {1e3 * (times[-1] - started):.1f} ms")
             return
-        if self._recorder is not None and self._recorder.is_slow(times[-1] - started):
-            for position in group:
-                if handover.accepted[position].samples:  # one without is a canary
-                    self._record(handover, position, f"slow: {1e3 * (times[-1] - started):.1f} ms")
+        for position in group:  # a single request may be to blame: none of the others fails with it
+            self._answer_group(handover, [position], perf_counter())
 
     def _apply_id_policies(self, handover: "_Handover", position: int) -> bool:
         """Do what the tables' id policies say to one request. False if it was refused."""
