@@ -103,7 +103,7 @@ def test_an_answer_comes_from_the_first_attempt() -> None:
 
 def test_another_replica_answers_for_one_that_is_late() -> None:
     late = threading.Event()
-    with host(waits_for(late), answers, timeout_s=1.0) as (direct, fakes):
+    with host(waits_for(late), answers, timeout_s=6.0) as (direct, fakes):
         np.testing.assert_array_equal(direct.ask(REQUEST).sums(), [[1, 1]])
         assert not late.is_set()
         assert asked(fakes) == 2
@@ -144,8 +144,8 @@ def test_a_fault_is_not_tried_again() -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_silent_host_is_lost_when_the_time_is_over(replicas: int) -> None:
     never = threading.Event()
-    with host(waits_for(never), timeout_s=0.4, replicas=replicas) as (direct, fakes):
-        with pytest.raises(HostUnavailable, match=r"no answer within 0\.4 s$"):
+    with host(waits_for(never), timeout_s=2.0, replicas=replicas) as (direct, fakes):
+        with pytest.raises(HostUnavailable, match=r"no answer within 2 s$"):
             direct.ask(REQUEST).sums()
         assert (asked(fakes) > 1) == (replicas > 1)
         assert direct.host.counts.timeouts >= 1
@@ -199,7 +199,7 @@ def test_an_answer_counts_whoever_is_waited_for_before(replicas: int) -> None:
     """Else one host that falls silent would take all others along that were expected later."""
     never = threading.Event()
     silent = [waits_for(never)]
-    with hosts(silent, silent, [answers], timeout_s=0.4, replicas=replicas) as (direct, fakes):
+    with hosts(silent, silent, [answers], timeout_s=3.0, replicas=replicas) as (direct, fakes):
         found = wait_all(direct.ask(dict.fromkeys((1, 2, 3), REQUEST)))
         never.set()
     assert [type(found[rank]) for rank in (1, 2)] == [HostUnavailable] * 2
@@ -228,7 +228,7 @@ def test_several_requests_to_a_host_are_on_their_way_at_once() -> None:
 def test_no_answer_is_lost_behind_several_requests_to_a_silent_host(replicas: int) -> None:
     """Each of them takes a thread that reads late answers."""
     never = threading.Event()
-    with hosts([waits_for(never)], [answers], timeout_s=0.4, replicas=replicas) as (direct, fakes):
+    with hosts([waits_for(never)], [answers], timeout_s=3.0, replicas=replicas) as (direct, fakes):
         calls = [direct.ask({1: REQUEST, 2: REQUEST}) for _ in range(4)]
         found = [wait_all(call) for call in calls]
         never.set()
