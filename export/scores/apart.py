@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from export.errors import first_line
 from export.quiet import quiet
@@ -78,12 +79,15 @@ class _Call:
         return [dim % max(1, len(self.shape(of))) for dim in named]
 
 
-def what_mixes_samples(module: fx.GraphModule, inputs: Sequence[Tensor]) -> str | None:
+def what_mixes_samples(
+    module: fx.GraphModule, inputs: Sequence[Tensor], served: torch.jit.ScriptModule | None = None
+) -> str | None:
     """What may let the scores of a sample depend on other samples.
 
     Args:
         module: a dense part: tensors [B, …] in, tensors [B, …] out.
-        inputs: an example of its inputs.
+        inputs: an example of its inputs; more than `_COMPARED` samples.
+        served: what TorchScript made of it, where its code may do otherwise there. None: it is torch's alone.
 
     Returns:
         An operator, and the line of the model that it is of; or why the operators are not known. None: each row of
@@ -99,21 +103,36 @@ def what_mixes_samples(module: fx.GraphModule, inputs: Sequence[Tensor]) -> str 
         return f"a step that torch.export cannot follow: {first_line(error)}"
     if changed := program.graph_signature.buffers_to_mutate:
         return f"its buffer {min(changed.values())!r} changes"
+    if served is not None:
+        few = [each[:_COMPARED] for each in inputs]
+        if more := _operators(served, few) - _operators(found.module(), few):
+            return f"{min(more)[0]}, which TorchScript alone runs: its code is another one there"
     return _first_unknown(program.graph, program.graph_signature.user_inputs)
 
 
 def what_is_one_step(module: fx.GraphModule) -> str | None:
     """A function or module that is one step of a graph, and neither torch's nor torchrec's; None: there is none.
 
-    It may do something else for other numbers of samples, which torch.export would not see.
+    Or a layer with hooks. It may do something else for other numbers of samples, which torch.export does not see,
+    and something else in TorchScript.
     """
     for node in module.graph.nodes:
         called: Any = node.target
         if node.op == "call_module":
             called = type(module.get_submodule(str(node.target)))
         home = (getattr(called, "__module__", None) or "torch").partition(".")[0]
+        if node.op == "call_module" and (hooked := _hooked(module.get_submodule(str(node.target)))) is not None:
+            return f"a hook, or forward of its own, of a {type(hooked).__name__},{short_line_of(node)}"
         if node.op in ("call_module", "call_function") and home not in _FOLLOWED:
             return f"{called.__qualname__}, which is not followed,{short_line_of(node)}"
+    return None
+
+
+def _hooked(layer: nn.Module) -> nn.Module | None:
+    """A part of a layer whose call is more than the forward of its class; None: there is none."""
+    for part in layer.modules():
+        if part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part):
+            return part
     return None
 
 
@@ -136,10 +155,35 @@ def what_branches(program: torch.jit.ScriptModule) -> str | None:
 def _follows_from_numbers(value: Any) -> bool:
     """Whether a value of TorchScript hangs on the numbers that a program is called with, or on their count."""
     node = value.node()
-    is_length = node.kind() == "aten::len" and node.inputsAt(0).type().kind() != "TensorType"
+    is_length = node.kind() == "aten::len" and node.inputsAt(0).node().kind() in _OF_FIXED_LENGTH
     if is_length or node.kind() in _ALIKE:
         return False
-    return node.kind() not in _LOGIC or any(map(_follows_from_numbers, node.inputs()))
+    made_of = [*node.inputs(), *(output for block in node.blocks() for output in block.outputs())]
+    return node.kind() not in _LOGIC or any(map(_follows_from_numbers, made_of))
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators that are run on tensors of some samples."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[tuple[str, str]] = set()
+        self._samples = samples
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [tuple(each.shape) if isinstance(each, Tensor) else each for each in args]
+        has_samples = any(isinstance(each, tuple) and self._samples in each for each in given)
+        if has_samples and func not in _WRITTEN_OTHERWISE:
+            self.found.add((str(func), str(given)))
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(module: nn.Module, inputs: Sequence[Tensor]) -> set[tuple[str, str]]:
+    """The operators that a module runs on inputs, with the shapes of their tensors, and their other arguments."""
+    seen = _Operators(len(inputs[0]))
+    with torch.no_grad(), seen:
+        module(*(each.clone() for each in inputs))
+    return seen.found
 
 
 class _Steps(nn.Module):
@@ -321,7 +365,7 @@ def _alike(call: _Call) -> Rows | None:
 def _slice(call: _Call) -> Rows | None:
     found, (dim,) = call.rows("self"), call.dims()
     is_whole = call.out.shape[dim] == call.shape("self")[dim] if found and found.dim == dim else True
-    return found if is_whole and call.is_constant("start", "end") else None
+    return found if is_whole else None
 
 
 def _cat(call: _Call) -> Rows | None:
@@ -357,6 +401,8 @@ def _layer_norm(call: _Call) -> Rows | None:
 def _of_channels(call: _Call) -> Rows | None:
     """Operators for [samples, channels, …], whose other arguments are the same for all samples."""
     found = call.rows("input") or call.rows("self")
+    if any(isinstance(call.given.get(name), fx.Node) for name in ("C", "HxW", "group")):
+        return None  # a number that is made of the number of samples
     others = [name for name in call.given if name not in ("input", "self")]
     return found if found and found.dim == 0 and call.is_constant(*others) else None
 
@@ -428,7 +474,19 @@ def _bucketize(call: _Call) -> Rows | None:
 _FOLLOWED = ("torch", "torchrec", "fbgemm_gpu", "_operator", "builtins", "math")
 # What TorchScript knows of an argument before it knows the numbers in it, and how many there are.
 _ALIKE = ("aten::dim", "prim::dtype", "prim::device", "prim::Constant", "prim::CreateObject", "aten::is_grad_enabled")
-_LOGIC = ("aten::__is__", "aten::__isnot__", "aten::__not__", "aten::eq", "aten::ne", "prim::GetAttr")
+_LOGIC = ("aten::__is__", "aten::__isnot__", "aten::__not__", "aten::eq", "aten::ne", "prim::GetAttr", "prim::If")
+_OF_FIXED_LENGTH = (
+    "aten::size",
+    "aten::items",
+    "aten::keys",
+    "aten::values",
+    "prim::ListConstruct",
+    "prim::DictConstruct",
+)
+# So many samples that no layer is as wide.
+_COMPARED = 61
+# What TorchScript and torch.export write in their own ways.
+_WRITTEN_OTHERWISE = (torch.ops.aten._to_copy.default, torch.ops.aten.slice.Tensor)
 _WITHOUT_ANSWER = (torch.ops.aten._assert_tensor_metadata.default,)
 # What may be given sizes that are made of the number of samples: the shapes of what they answer are looked at.
 _OF_SHAPES = (
@@ -437,7 +495,6 @@ _OF_SHAPES = (
     "expand.default",
     "repeat.default",
     "full.default",
-    "slice.Tensor",
     "native_group_norm.default",
 )
 # Beside these, operators that torch tags as pointwise.

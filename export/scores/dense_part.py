@@ -134,7 +134,8 @@ def dense_part(
         mixed_by: str | None = "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
     else:
         mixed_by = what_is_one_step(module) if own is None else what_branches(program)
-        mixed_by = mixed_by or what_mixes_samples(module, probes[0]) or shown_to_mix(serve, probes[0], dtype)
+        mixed_by = mixed_by or what_mixes_samples(module, probes[0], None if own is None else program)
+        mixed_by = mixed_by or shown_to_mix(serve, probes[0], dtype)
     part = DensePart(
         inputs, outputs, dtype, mixes_samples=mixed_by is not None, mixed_by=mixed_by, is_own=own is not None
     )

@@ -1,12 +1,13 @@
 """The weights of a dense part: the trained model's own, or those of a checkpoint."""
 
-import copy
+from typing import cast
 
 from torch import fx
 
 from export.errors import CheckpointError
 from export.scores.cut import Cut
 from export.trained.checkpoint import Checkpoint
+from export.trained.copied import copied
 from export.trained.modules import dotted
 
 # What torch.fx calls the tensors that a forward makes itself.
@@ -15,7 +16,7 @@ _MADE = "_tensor_constant"
 
 def with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.GraphModule:
     """A copy of what was cut out, on the CPU, with the weights that serve."""
-    module: fx.GraphModule = copy.deepcopy(found.module).eval()
+    module = cast(fx.GraphModule, copied(found.module, ()).eval())
     if checkpoint is None:
         return module.cpu()
     state = module.state_dict()

@@ -57,6 +57,7 @@ _COLLECTIONS = (
 _SELECTING_METHODS = ("split", "permute", "to")
 _SELECTING_FUNCTIONS = (operator.getitem, getattr)
 _CHANGING_FUNCTIONS = (operator.setitem, setattr)
+_VIEWS = ("detach", "view", "t", "transpose", "select", "narrow", "view_as", "expand", "squeeze", "unsqueeze")
 _INSTEAD = "export the collection itself, if the ids of your requests are what it is to look up"
 
 
@@ -223,6 +224,12 @@ def _followed(path: str, entry: nn.Module, collections: Collection[nn.Module]) -
     for call, called in calls.items():
         if called in collections:
             _check_given(path, entry, call, above)
+    for node in tracer.graph.nodes:
+        if node.op == "get_attr" and _is_written(node):
+            raise ModelError(
+                f"{_named(path, entry)}: its forward writes to {node.target!r}, which lookups would not see: "
+                f"{_INSTEAD}"
+            )
     for name, part in entry.named_modules():
         if part in collections and part not in calls.values():
             raise ModelError(
@@ -275,6 +282,20 @@ def _is_changed(node: fx.Node) -> bool:
         if in_place or user.target in _CHANGING_FUNCTIONS:
             return True
         if user.op != "call_module" and _is_changed(user):
+            return True
+    return False
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether a tensor, or a view of it, is changed in place."""
+    for user in node.users:
+        name, is_method = str(user.target), user.op == "call_method"
+        if user.args[:1] == (node,) and (
+            user.target in _CHANGING_FUNCTIONS or (is_method and name.endswith("_") and not name.endswith("__"))
+        ):
+            return True
+        is_view = user.target in (operator.getitem, getattr) or (is_method and name in _VIEWS)
+        if is_view and _is_written(user):
             return True
     return False
 

@@ -1,7 +1,9 @@
 """The dense inputs of a request: what its scores need beside ids."""
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 import numpy as np
@@ -58,12 +60,13 @@ def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:
             rounded = float(np.float32(each))
         if math.isinf(rounded) and not math.isinf(each):
             raise InvalidRequest(f"dense input {name!r}: expected numbers of FP32, got {each:g}", Reason.DENSE)
-        if isinstance(each, int) and rounded != each:
-            raise InvalidRequest(
-                f"dense input {name!r}: expected numbers of FP32, which has all integers up to {_LAST_INTEGER}, got "
-                f"the integer {each}, which it would round to {rounded:.0f}",
-                Reason.DENSE,
-            )
+        with suppress(TypeError):  # it is no integer
+            if (integer := operator.index(each)) != rounded:
+                raise InvalidRequest(
+                    f"dense input {name!r}: expected numbers of FP32, which has all integers up to {_LAST_INTEGER}, "
+                    f"got the integer {integer}, which it would round to {rounded:.0f}",
+                    Reason.DENSE,
+                )
 
 
 def wants_scores(part: DensePart | None, outputs: Collection[str]) -> bool:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, export_model
-from export.errors import ModelError
+from export.errors import ExportError, ModelError
 from export.pipeline import plan_model
 from serving.engine import Engine
 from tests.support.models import SUM, collection
@@ -106,6 +107,61 @@ def test_a_refused_model_stays_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="cannot be followed"):
         export_model(module, tmp_path, "m", EXACT)
     assert module.seen is None
+
+
+class WritesByData(Tied):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        self.bags.embedding_bags["t1"].weight.data.clamp_(-1e-3, 1e-3)
+        return super().forward(ids)
+
+
+class WritesRows(Tied):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        self.bags.embedding_bags["t1"].weight[3].mul_(0.5)
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("model", [WritesByData, WritesRows])
+def test_a_forward_that_writes_to_a_table_is_refused(tmp_path: Path, model: type[nn.Module]) -> None:
+    with pytest.raises(ModelError, match=r"its forward writes to 'bags.embedding_bags.t1.weight'"):
+        export_model(model(), tmp_path, "m", EXACT)
+
+
+def test_a_layer_that_writes_to_a_table_that_it_shares_writes_to_a_copy(tmp_path: Path) -> None:
+    class Renormalizes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = even()
+            self.kinds = nn.Embedding(100, 16, max_norm=0.01)
+            self.kinds.weight = self.bags.embedding_bags["t0"].weight
+
+        def forward(self, ids: KeyedJaggedTensor, dense_features: Tensor) -> Tensor:
+            rows = self.kinds(dense_features[:, 0].nan_to_num().clamp(0, 9).long())
+            logits: Tensor = (self.bags(ids)["f0"] * rows).sum(1)
+            return logits
+
+    config = ExportConfig(scores=True, dense_widths={"dense_features": WIDTH})
+    with suppress(ExportError):  # whether it is served is another question
+        export_model(Renormalizes(), tmp_path, "m", config)
+
+
+def test_a_tensor_that_was_computed_is_copied(tmp_path: Path) -> None:
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = even()
+            self.over = nn.Linear(64, 4)
+            self.cache = (self.over.weight * 2).sum(1)
+
+        def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+            logits: Tensor = self.over(self.bags(ids).values()) + self.cache
+            return logits
+
+    module = Cached().eval()
+    bundle = export_model(module, tmp_path, "m", EXACT)
+    bags, _ = random_request(module, np.random.default_rng(0), 5)
+    expected = own_scores(module, bags, {})["scores"]
+    np.testing.assert_allclose(Engine.open(bundle).score(bags)["scores"], expected, rtol=0, atol=1e-6)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

@@ -18,6 +18,7 @@ from serving.model.settings import ServingSettings
 from serving.server import Access, Control, Ports, ServerTls
 from serving.server.private import Trust
 from serving.timeouts import check_timeout
+from tests.support.deadlines import PATIENT_S
 
 
 def client(**arguments: Any) -> LookupClient:
@@ -157,7 +158,7 @@ def test_a_lookup_refuses_its_own_arguments(kind: Any, arguments: Any, name: str
 
     async def run() -> None:
         opened = kind("127.0.0.1:1", "m")
-        answer = opened.lookup({"x": [[1]]}, **arguments)
+        answer = opened.lookup({"x": [[1]]}, **{"timeout_s": PATIENT_S, **arguments})
         if kind is AsyncLookupClient:
             await answer
 

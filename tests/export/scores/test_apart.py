@@ -145,6 +145,8 @@ MEET: dict[str, Forward] = {
     "softmax over samples": lambda _, e, __: e.softmax(0),
     "divided by the size": lambda _, e, __: e / e.size(0),
     "divided by numel": lambda _, e, __: e / e.numel(),
+    "columns chosen by the size": lambda _, __, d: d.narrow(1, d.size(0) // 200 % 4, 1),
+    "columns from the size": lambda _, e, __: e[:, e.size(0) // 200 % 4 :][:, :2],
     "filled with the size": lambda _, e, __: e + torch.full((e.size(0), 1), e.size(0) * 1.0),
     "position": lambda _, e, __: e + torch.arange(e.size(0)).unsqueeze(1),
     "flipped": lambda _, e, __: e.flip(0),
@@ -307,9 +309,21 @@ class Decided(nn.Module):
         return embeddings
 
 
+class Counts(nn.Module):
+    def forward(self, embeddings: Tensor, dense: Tensor) -> Tensor:
+        if len(str(embeddings.size(0))) == 3:
+            return embeddings * 2
+        return embeddings + dense[:, :1]
+
+
 @pytest.mark.parametrize(
     ("module", "why"),
-    [(Asks, "a branch or loop (prim::If)"), (Loops, "a branch or loop (prim::Loop)"), (Decided, None)],
+    [
+        (Counts, "a branch or loop (prim::If)"),
+        (Asks, "a branch or loop (prim::If)"),
+        (Loops, "a branch or loop (prim::Loop)"),
+        (Decided, None),
+    ],
 )
 def test_branches_that_the_number_of_samples_decides_are_found(module: type[nn.Module], why: str | None) -> None:
     """torch.export takes it that there are two samples or more, and follows one branch."""

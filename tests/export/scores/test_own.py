@@ -13,6 +13,8 @@ from export import export_model
 from export.errors import ModelError
 from export.hosts.verify import verify
 from export.trained.tables import collect_tables
+from serving.bundle.opening import open_bundle
+from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.export.scores.test_refusals import Branches
@@ -36,6 +38,57 @@ class Own(nn.Module):
 class Alone(nn.Module):
     def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
         return embeddings["f0"].sum(dim=1)
+
+
+class OtherInTorchScript(nn.Module):
+    def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
+        numbers = embeddings["f0"].sigmoid()
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            numbers = numbers + (embeddings["f0"].mean(0) > 1e7).float()
+        return numbers
+
+
+class OtherInExport(nn.Module):
+    def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
+        numbers = embeddings["f0"].sigmoid()
+        if torch.compiler.is_compiling():
+            return numbers
+        return numbers + (embeddings["f0"].mean(0) > 1e7).float()
+
+
+class OtherInBfloat16(nn.Module):
+    def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
+        numbers = embeddings["f0"].sigmoid()
+        if numbers.dtype == torch.bfloat16:
+            numbers = numbers + (embeddings["f0"].mean(0) > 1e7).to(numbers.dtype)
+        return numbers
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.over, self.norm = nn.Linear(16, 8), nn.BatchNorm1d(8)
+
+    def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
+        numbers: Tensor = self.norm(self.over(embeddings["f0"])).relu().softmax(1)
+        for each in embeddings.values():
+            numbers = numbers + each[:, :8]
+        return numbers
+
+
+@pytest.mark.parametrize("dtype", [DenseDtype.FP32, DenseDtype.BF16])
+@pytest.mark.parametrize(
+    ("own", "mixes"), [(OtherInTorchScript, True), (OtherInExport, True), (OtherInBfloat16, None), (Plain, False)]
+)
+def test_what_torchscript_runs_is_what_is_looked_at(
+    tmp_path: Path, own: type[nn.Module], mixes: bool | None, dtype: DenseDtype
+) -> None:
+    """Samples meet where numbers are above 10⁷, which no probe shows."""
+    torch.manual_seed(0)
+    bundle = export_model(even(), tmp_path, "m", replace(EXACT, dense_dtype=dtype), dense=own().eval())
+    part = open_bundle(bundle).manifest.dense_part
+    assert part is not None
+    assert part.mixes_samples == (dtype is DenseDtype.BF16 if mixes is None else mixes), part.mixed_by
 
 
 class Wrong(nn.Module):

@@ -221,7 +221,10 @@ Engine.__init__ = init_with_little
             of_a_newer_format,
             r"format_version: expected one of \(3, 4, 5, 6, 7\), got 99: serve it with the tbe-serving that exported it",
         ),
-        (with_wrong_pins, r"torch: expected 2\.13, found 2\.12\.0: install the pins of requirements/cpu\.txt"),
+        (
+            with_wrong_pins,
+            r"torch: expected 2\.13, found 2\.12\.0: install it with `pip install 'tbe-serving\[export\]'`",
+        ),
         (with_a_capture_that_cannot_be_written, r"capture: /proc/nowhere/m\.jsonl cannot be written: .*configure"),
         (with_a_setting_that_is_no_number, r"max_call_ids: expected a number, got 'many'"),
     ],
