@@ -17,7 +17,7 @@ def copied(model: nn.Module, collections: Iterable[nn.Module]) -> nn.Module:
 
     Args:
         model: the model.
-        collections: parts of it. The copy has their parameters and buffers themselves, since tables are large; but for
+        collections: parts of it. The copy has their parameters and buffers themselves, since tables are large; not
             those that a layer has, too, which may write to them. It also has what cannot be copied, such as a lock.
 
     Raises:
