@@ -3,41 +3,58 @@ SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# What an environment has already: enough for the demo, and for development.
+DEMO := $(VENV)/.demo
+STAMP := $(VENV)/.development
+# As many processes as there are cores. A file's tests stay together: they share what it sets up.
+PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder
 
 # One thread per process: a TBE call on CPU runs on one, and the machine is shared.
 export OMP_NUM_THREADS ?= 1
 # What takes minutes says how far it is, into a file too.
 export PYTHONUNBUFFERED := 1
+# uv installs no bytecode: the first import of a package writes it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts test lint mutants fuzz faults kube soak bench bench-quick audit pins clean
+.PHONY: help setup demo demo-hosts quick test test-all lint mutants fuzz faults kube soak bench bench-quick audit pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
-setup: $(STAMP) ## Make .venv with the pinned packages (every other target does this first)
+setup: $(STAMP) ## Make .venv with all pinned packages (every other target first installs what it needs)
 
-$(STAMP): $(wildcard requirements/cpu.txt requirements/torch*) pyproject.toml requirements/setup.sh requirements/install.sh
+$(DEMO): $(patsubst %,requirements/%.txt,serve triton export demo torch-cpu torch-pypi uv) pyproject.toml $(patsubst %,requirements/%.sh,setup install torch uv)
 	@PYTHON=$(PYTHON) requirements/setup.sh $(VENV)
 	@touch $@
 
-demo: $(STAMP) ## Train on MovieLens, export, serve, look up, and show what happened
+$(STAMP): $(DEMO) requirements/dev.txt
+	@UV_COMPILE_BYTECODE=1 requirements/install.sh $(VENV) dev.txt uv.txt
+	@touch $@
+
+demo: $(DEMO) ## Train on MovieLens, export, serve, look up, and show what happened
 	@$(BIN)/python -m examples.movielens.demo
 
-demo-hosts: $(STAMP) ## DLRM-v2's tables on four hosts: one killed, a version rolled out (as root in network namespaces)
+demo-hosts: $(DEMO) ## DLRM-v2's tables on four hosts: one killed, a version rolled out (as root in network namespaces)
 	@$(BIN)/python -m examples.hosts.demo
 
-test: lint ## Everything: ruff, mypy --strict, unit, integration and end-to-end tests
+quick: $(STAMP) ## The tests that need neither torch nor a server: within a minute
+	@$(PYTEST) -p tests.support.quick -r fE
+
+test: lint ## ruff, mypy --strict, and every promise once, end to end: within ten minutes on two cores
 	@requirements/test-tools.sh
-	@$(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	@$(PYTEST)
+
+test-all: lint ## Everything: also what goes on for long, and what waits for real time-outs
+	@requirements/test-tools.sh
+	@$(PYTEST) -m "not kube" --hypothesis-profile long
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-mutants: $(STAMP) ## Change checked code, and list the changes that no test notices (hours; PART=export-rows, MUTANTS='export.rows.tally*')
+mutants: $(STAMP) ## Change checked code, and list the changes that no test notices (hours; PART=export-rows, MUTANTS='export.rows.table_error*')
 	@requirements/mutants.sh "$(PART)" $(MUTANTS)
 
 fuzz: $(STAMP) ## A hundred thousand malformed and hostile requests to a real server; ends in one line of figures

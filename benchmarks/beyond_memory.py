@@ -29,7 +29,7 @@ from examples.hosts.server import memory_limit
 from export import ExportConfig, WeightDtype, export_model
 from export.trained.generated import generated_checkpoint
 from export.trained.tables import collect_tables
-from serving.bench.ids import Distribution, random_requests
+from serving.bench.requests import Distribution, random_requests
 from serving.engine import Engine
 
 LIMIT_BYTES = 1_500_000_000
@@ -95,14 +95,14 @@ def _measured(group: Path, bundle: Path, name: str, ids: str) -> dict[str, float
 def _measure(bundle: Path, name: str, ids: str) -> None:
     torch.set_num_threads(1)
     engine = Engine.open(bundle)
-    assert not engine.weights.fits
+    assert not engine.table_files.fits
     advice = ADVICE[name]
-    (rows,) = engine.weights.tensors
+    (rows,) = engine.table_files.tensors
     if advice is not None:
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         assert madvise(rows.data_ptr(), rows.numel(), advice) == 0
-        engine.weights._ahead = None
+        engine.table_files.ahead = None
     factors = {feature.name: float(FACTOR) for feature in engine.bundle.manifest.features}
     # More ids than memory holds: drawn anew for each request, from a few seeds.
     requests = cycle(
@@ -115,7 +115,7 @@ def _measure(bundle: Path, name: str, ids: str) -> None:
     for seconds in (WARM_UP_S, SECONDS):
         answers, start, before = 0, time.perf_counter(), _read_bytes()
         while time.perf_counter() - start < seconds:
-            engine.answer(next(requests))
+            engine.outputs(next(requests))
             answers += 1
         took = time.perf_counter() - start
     found = {"answers_per_s": answers / took, "bytes_an_answer": (_read_bytes() - before) / answers}

@@ -12,7 +12,7 @@ from benchmarks.model_memory import in_memory, private_bytes, settle
 from export import ExportConfig, export_model
 from export.trained.generated import generated_checkpoint
 from export.trained.tables import collect_tables
-from serving.bench.ids import Distribution, random_requests
+from serving.bench.requests import Distribution, random_requests
 from serving.model.settings import ServingSettings
 from serving.server import Ports, run_server
 
@@ -45,7 +45,7 @@ def _curve(name: str, points: dict[int, tuple[Path, int, int]]) -> Iterator[Resu
         engine = in_memory(bundle)
         factors = dict.fromkeys((feature.name for feature in engine.bundle.manifest.features), float(ids))
         requests = cycle(random_requests(engine.bundle.manifest, samples, Distribution(), factors))
-        candidates[str(value)] = lambda engine=engine, requests=requests: engine.answer(next(requests))
+        candidates[str(value)] = lambda engine=engine, requests=requests: engine.outputs(next(requests))
     for point, seconds in interleave(candidates, ROUNDS).items():
         yield Result(f"curve_{name}_{point}_p50_s", p50(seconds))
 

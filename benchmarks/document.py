@@ -1,12 +1,13 @@
 """docs/benchmarks.md from the results of a run: the numbers are the run's, the words are of document.md.j2."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -19,7 +20,7 @@ from benchmarks.routed import ALL as CASES
 from benchmarks.routed import Case
 from benchmarks.scores_model import WIDTH
 from serving.bundle.plan import ShardingType
-from serving.files.replacing import replacing
+from serving.files.writing import replacing
 
 TEMPLATE = "document.md.j2"
 DOCS = Path(__file__).parent.parent / "docs"
@@ -31,10 +32,10 @@ WORKLOADS = {
 }
 # Of the picture of routers: results, how they are called there, and their colour.
 HOSTS_LINES = {
-    "routed": ("routed", "#D55E00"),
-    "engine": ("Engine", "#0072B2"),
-    "apart": ("routed, hosts of their own", "#009E73"),
-    "one_host": ("one Triton", "#999999"),
+    "routed": ("through a router", "#D55E00"),
+    "apart": ("the same, each server\non its own machine", "#009E73"),
+    "engine": ("Engine, no router", "#0072B2"),
+    "one_host": ("one server, no hosts", "#777777"),
 }
 CURVES = {"samples": "samples", "ids_a_bag": "ids in a bag", "tables": "tables", "rows": "rows"}
 
@@ -113,7 +114,8 @@ def _interval(run: dict[str, Any], name: str) -> str:
 
 def draw(got: dict[str, float]) -> Figure:
     """What costs what as it grows, a panel each."""
-    figure = Figure(figsize=(10, 2.8), layout="constrained")
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    figure.suptitle("p50 of a lookup in process, as one of four things grows", x=0.01, ha="left")
     for axes, (name, shown) in zip(figure.subplots(1, len(CURVES), sharey=True), CURVES.items(), strict=True):
         values, seconds = zip(*_points(got, name), strict=True)
         axes.loglog(values, [1e3 * each for each in seconds], marker="o", color="#0072B2")
@@ -127,25 +129,39 @@ def draw(got: dict[str, float]) -> Figure:
 
 
 def draw_hosts(got: dict[str, float], cases: Sequence[Case]) -> Figure:
-    """What a routed lookup takes, by hosts: a panel for each number of samples, a line for each way to ask."""
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    """What a routed lookup takes, by hosts: a row for each number of samples, a column for each placement."""
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    figure.suptitle("p50 of a lookup whose tables are on 1 to 8 hosts, one client", x=0.01, ha="left")
     kinds = [kind for kind in ("table_wise", "row_wise") if any(case.kind == kind for case in cases)]
-    for axes, samples in zip(figure.subplots(1, 2), (1, 128), strict=True):
-        for kind, style in zip(kinds, ("-", "--"), strict=False):
+    for samples, panels in zip((1, 128), figure.subplots(2, len(kinds), sharey="row", squeeze=False), strict=True):
+        for axes, kind in zip(panels, kinds, strict=True):
             hosts = [case.hosts for case in cases if case.kind == kind]
-            for line, (shown, color) in HOSTS_LINES.items():
-                times = [1e3 * got[f"{line}_{kind}_{each}_p50_b{samples}_s"] for each in hosts]
-                label = f"{shown}, {kind}"
-                axes.plot(hosts, times, style, marker="o", markersize=4, color=color, label=label)
-        axes.set_title(f"B = {samples}")
+            lines = {
+                line: [1e3 * got[f"{line}_{kind}_{each}_p50_b{samples}_s"] for each in hosts] for line in HOSTS_LINES
+            }
+            _draw_lines(axes, hosts, lines)
+            axes.set_title(f"{samples} sample{'s' * (samples > 1)}, {kind}", loc="left", fontsize=10)
+            axes.set_xticks(sorted({case.hosts for case in cases}))
+        panels[0].set_ylabel("ms")
+    for axes in panels:
         axes.set_xlabel("hosts")
-        axes.set_xticks(sorted({case.hosts for case in cases}))
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("p50 in ms")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
     return figure
+
+
+def _draw_lines(axes: Axes, hosts: Sequence[int], lines: Mapping[str, Sequence[float]]) -> None:
+    """A line for each way to ask, with its name at its end."""
+    for line, times in lines.items():
+        axes.plot(hosts, times, marker="o", markersize=4, color=HOSTS_LINES[line][1])
+    axes.set_xlim(0.7, 1.55 * max(hosts))
+    axes.set_ylim(0, 1.15 * max(axes.get_ylim()[1], *map(max, lines.values())))
+    at = -1.0
+    for line in sorted(lines, key=lambda each: lines[each][-1]):
+        name, colour = HOSTS_LINES[line]
+        # Names of lines that end close to one another stand one above the other.
+        at = max(lines[line][-1], at + (0.1 + 0.05 * name.count("\n")) * axes.get_ylim()[1])
+        axes.annotate(name, (max(hosts) + 0.2, at), va="center", fontsize=8, color=colour)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _measured(got: dict[str, float]) -> list[Case]:

@@ -18,7 +18,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.measure import Result, ratio, ratio_of
 from export import export_model
-from export.progress import Progress
+from export.config import Progress
 
 DIM = 64
 BLOCK_ROWS = 4096  # 1 MiB: fits a core's cache

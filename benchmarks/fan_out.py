@@ -13,14 +13,14 @@ from serving.client.retries import Retries
 from serving.closing import Closing
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.ranks.direct import DirectHosts, wait_all
-from serving.ranks.fan_out import LoopThread
-from serving.ranks.host import Host
-from serving.ranks.partial import PartialRequest
-from serving.ranks.routed import Routed
 from serving.request import kjt
 from serving.request.accept import accept
 from serving.request.tensors import Tensors
+from serving.router.calls import HostCallers, wait_all
+from serving.router.host import Host
+from serving.router.messages import PartialRequest
+from serving.router.replicas import LoopThread
+from serving.router.router_ranks import RouterRanks
 
 # What hosts are asked for one request, by rank.
 Asked = Mapping[int, PartialRequest]
@@ -28,7 +28,7 @@ Asked = Mapping[int, PartialRequest]
 
 def asked_of(engine: Engine, request: Arrays) -> Asked:
     """What a router's engine asks its hosts for a request."""
-    assert isinstance(engine.ranks, Routed)
+    assert isinstance(engine.ranks, RouterRanks)
     checked = kjt.check([accept(engine.schema, Tensors(None, request.values, request.lengths))])
     return engine.ranks.split(kjt.merge(engine.schema, checked)).to_send
 
@@ -51,25 +51,25 @@ class FanOut(Closing):
         asked = {number: by_host[rank.host] for number, rank in ranks if rank.host in by_host}
         self._loop = LoopThread()
         hosts = self._loop.start(_connect(manifest, asked, addresses)).result()
-        self._direct = DirectHosts(hosts, self._loop)
+        self._callers = HostCallers(hosts, self._loop)
 
     @property
     def ranks(self) -> list[int]:
         """Of the hosts."""
-        return list(self._direct.by_rank)
+        return list(self._callers.by_rank)
 
     def __call__(self, asked: Asked) -> None:
         """Ask all at once that `asked` names."""
-        found = wait_all(self._direct.ask(asked))
+        found = wait_all(self._callers.ask(asked))
         for each in found.values():
             if isinstance(each, ServingError):
                 raise each
 
     def close(self) -> None:
         """Close the channels, and end the thread."""
-        self._direct.close()
-        for direct in self._direct.by_rank.values():
-            self._loop.start(direct.host.close()).result()
+        self._callers.close()
+        for caller in self._callers.by_rank.values():
+            self._loop.start(caller.host.close()).result()
         self._loop.close()
 
 

@@ -1,4 +1,4 @@
-"""A router and its hosts on this machine: a tritonserver for each host, and the router's own repository."""
+"""A router and its hosts on this machine, where each host's server has further models beside that of the host."""
 
 import re
 import shutil
@@ -13,13 +13,15 @@ from benchmarks.served import do_nothing_name, publish_do_nothing
 from serving.bundle.opening import Bundle, open_bundle
 from serving.model.config_file import apply_settings, read_config, settings_of, write_config
 from serving.server import Ports, Server, run_server
-from serving.server.memory import process_memory
+from serving.server.watch.status import process_memory
 
 FREE = Ports(grpc=0, http=0, metrics=0)
 
 
-def start_hosts(stack: ExitStack, router: Bundle, folder: Path, nothing: Iterable[int] = ()) -> dict[int, str]:
+def start_hosts(stack: ExitStack, router: Bundle, folder: Path, nothing: Iterable[int]) -> dict[int, str]:
     """A server for each host of a router's plan; their addresses, by the host's number.
+
+    `run_local_hosts` does that where a host's server needs no other model.
 
     Args:
         router: what was exported. The models of its hosts lie beside it, and move to repositories of their own.
@@ -40,11 +42,10 @@ def start_hosts(stack: ExitStack, router: Bundle, folder: Path, nothing: Iterabl
     return addresses
 
 
-def name_hosts(router: Bundle, addresses: Mapping[int, str]) -> None:
-    """Tell a router's model where its hosts are."""
+def make_patient(router: Bundle, hosts: Mapping[str, str] | None = None) -> None:
+    """Have a router wait 20 s for its hosts, so that no deadline decides, and tell it where they are, if need be."""
     model = router.path.parent
     config = read_config(model)
-    hosts = {str(host): address for host, address in addresses.items()}
     apply_settings(config, replace(settings_of(config), hosts=hosts, shard_timeout_ms=20_000))
     write_config(model, config)
 

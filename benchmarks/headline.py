@@ -1,7 +1,7 @@
 """The headline: every row of MLPerf's DLRM-v2, exported to INT4 and served on this machine.
 
 204,184,588 rows of dim 128 are 97.4 GiB of FP32, which fit neither memory nor disk here: rows are worked out as they
-are read (`export.trained.generated`), and what is written is the bundle.
+are read (`export.trained.checkpoint`), and what is written is the bundle.
 
 Run as a script (`python -m benchmarks.headline REPOSITORY`) it exports, so that the peak is the export's.
 """
@@ -31,8 +31,7 @@ from export import ExportConfig, WeightDtype, export_model
 from export.trained.generated import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bench.generator import Traffic, generate
-from serving.bench.ids import Distribution, random_requests
-from serving.bench.requests import prepare
+from serving.bench.requests import Distribution, prepare, random_requests
 from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
@@ -99,8 +98,8 @@ def _in_process(bundle: Bundle) -> Iterator[Result]:
         small.append(_timed(Engine(bundle), ("operator",)))
         forget(bundle.path / "weights.0.bin")
         engine = Engine(bundle)
-        engine.weights.verify()
-        share = engine.weights.used().huge / engine.weights.used().mapped
+        engine.table_files.verify()
+        share = engine.table_files.used().huge / engine.table_files.used().mapped
         huge.append(_timed(engine, ("inprocess", "operator", "rows")))
         del engine
     yield ratio("headline_huge_share", share)
@@ -128,7 +127,7 @@ def _timed(engine: Engine, names: Sequence[str]) -> dict[tuple[str, int], float]
     """Medians of some candidates, by their names and samples, in seconds."""
     manifest = engine.bundle.manifest
     operator = bare_operator(bare_tbe(engine))
-    (weights,) = engine.weights.tensors
+    (weights,) = engine.table_files.tensors
     row_bytes = manifest.tables[0].row_bytes
     rows = weights[: weights.numel() // row_bytes * row_bytes].view(-1, row_bytes)
     factors = {feature.name: ids for feature, ids in zip(manifest.features, IDS_PER_SAMPLE, strict=True)}
@@ -140,7 +139,7 @@ def _timed(engine: Engine, names: Sequence[str]) -> dict[tuple[str, int], float]
         anywhere = [torch.randint(0, len(rows), (each.values.size,), generator=random) for each in requests]
         asked, alone, places = cycle(requests), cycle(prepared), cycle(anywhere)
         candidates = {
-            "inprocess": lambda asked=asked: engine.answer(next(asked)),
+            "inprocess": lambda asked=asked: engine.outputs(next(asked)),
             "operator": lambda alone=alone: operator(*next(alone)),
             "rows": lambda places=places: rows.index_select(0, next(places)),
         }

@@ -15,8 +15,8 @@ from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
 from benchmarks.workload import Arrays, Workload
 from serving.engine import Engine
-from serving.ranks.weights import Weights
-from serving.request.tensors import Embeddings, Tensors
+from serving.request.tensors import EMBEDDINGS, Embeddings, Tensors
+from serving.tables.table_files import TableFiles
 
 Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -63,7 +63,7 @@ def _candidates(
 
 def lookup(engine: Engine, request: Arrays) -> Embeddings:
     """What the backend does for one request, without Triton."""
-    return engine.answer(Tensors(None, request.values, request.lengths))
+    return engine.outputs(Tensors(None, request.values, request.lengths))[EMBEDDINGS]
 
 
 def bare_tbe(engine: Engine) -> IntNBitTableBatchedEmbeddingBagsCodegen:
@@ -80,7 +80,7 @@ def bare_tbe(engine: Engine) -> IntNBitTableBatchedEmbeddingBagsCodegen:
         row_alignment=1,
         bounds_check_mode=BoundsCheckMode.NONE,
     )
-    (tbe.weights_host,) = Weights(engine.bundle.path, engine.bundle.manifest).tensors
+    (tbe.weights_host,) = TableFiles(engine.bundle.path, engine.bundle.manifest).tensors
     tbe.weights_physical_offsets = [shard.offset_bytes for shard in engine.bundle.manifest.plan.shards]
     tbe.initialize_logical_weights_placements_and_offsets()
     tbe.weight_initialized = True

@@ -16,7 +16,7 @@ _MOST_LOOKS = 60
 def in_memory(bundle: Path, threads: int = 1) -> Engine:
     """An engine whose weights are in memory. Else they would come there beside the lookups that are timed."""
     engine = Engine.open(bundle, threads=threads)
-    engine.weights.verify()
+    engine.table_files.verify()
     return engine
 
 

@@ -22,10 +22,10 @@ from examples.hosts.dlrm import IDS_PER_SAMPLE, dlrm_tables
 from export import ExportConfig, WeightDtype, export_model
 from export.trained.generated import generated_checkpoint
 from export.trained.tables import collect_tables
-from serving.bench.ids import Distribution, random_requests
+from serving.bench.requests import Distribution, random_requests
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
-from serving.machine_memory import memory_here
+from serving.tables.memory_budget import memory_here
 
 DIM = 128
 # Of the rows of DLRM-v2's largest tables; with it both files are 12 GB.
@@ -53,7 +53,7 @@ def run(folder: Path) -> Iterator[Result]:
     read_in_small_pages(small / "weights.0.bin")
     torch.set_num_threads(1)
     engines = {"huge": in_memory(huge), "small": Engine(open_bundle(small))}
-    used = {name: engine.weights.used() for name, engine in engines.items()}
+    used = {name: engine.table_files.used() for name, engine in engines.items()}
     yield Result("pages_file", used["huge"].mapped, unit="B")
     yield ratio("huge_share", used["huge"].huge / used["huge"].mapped)
     yield ratio("small_share", used["small"].huge / used["small"].mapped)
@@ -75,7 +75,7 @@ def _compared(engines: dict[str, Engine]) -> Iterator[Result]:
         candidates = {}
         for name, engine in engines.items():
             asked, alone = cycle(requests), cycle(prepared)
-            candidates[f"{name}_inprocess"] = lambda engine=engine, asked=asked: engine.answer(next(asked))
+            candidates[f"{name}_inprocess"] = lambda engine=engine, asked=asked: engine.outputs(next(asked))
             operator = operators[name]
             candidates[f"{name}_operator"] = lambda operator=operator, alone=alone: operator(*next(alone))
         repeats = [

@@ -19,9 +19,9 @@ from export.trained.checkpoint import Checkpoint
 from export.trained.generated import GeneratedTable, generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.client import ModelInfo
-from serving.client.message import infer_request
-from serving.ranks.pages import MappedFile
+from serving.client.messages import infer_request
 from serving.request.tensors import Tensors
+from serving.tables.pages import MappedFile
 
 Ids = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]

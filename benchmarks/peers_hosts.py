@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peer_servers, peers_served
-from benchmarks.fleet import FREE, name_hosts, start_hosts
+from benchmarks.fleet import make_patient
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.peer_workload import MODEL, PeerWorkload, dlrm
 from benchmarks.peers_served import TOLERANCE
@@ -20,8 +20,8 @@ from benchmarks.routed import ROUNDS, Case
 from benchmarks.workload import ROW_CAP
 from serving.bundle.opening import Bundle, open_bundle
 from serving.engine import Engine
-from serving.ranks.hosts import Hosts
-from serving.server import run_server
+from serving.router.hosts_config import HostsConfig
+from serving.server import run_local_hosts
 
 CASE = Case("table_wise", 4)
 # Results and protocols are called so, and the page calls them so.
@@ -39,15 +39,14 @@ def run(folder: Path) -> Iterator[Result]:
     workload.write(folder / "rows", ["fp32", "int8"])
     (folder / "rows" / "hosts.json").write_text(dumps(features_by_host(router)))
     with ExitStack() as stack:
-        addresses = start_hosts(stack, router, folder)
-        name_hosts(router, addresses)
-        server = stack.enter_context(run_server(router.path.parent.parent, FREE, models=[MODEL]))
-        ours = {"protocol": "ours", "address": server.grpc, "tolerance": TOLERANCE["int8"]}
+        make_patient(router)
+        fleet = stack.enter_context(run_local_hosts(router.path.parent.parent))
+        ours = {"protocol": "ours", "address": fleet.router.grpc, "tolerance": TOLERANCE["int8"]}
         with ExitStack() as started:
             yield from beside(workload, folder, ours, "redis_hosts", partial(_start_redis, started, folder))
         # Apart: Ray is busy when idle. Its actors are the load generator's.
         yield from beside(workload, folder, ours, "ray_ranks", lambda: "")
-        with Engine(router, Hosts(addresses=addresses, timeout_s=20.0)) as engine:
+        with Engine(router, HostsConfig(addresses=fleet.addresses, timeout_s=20.0)) as engine:
             yield from _in_process(workload, engine)
     shutil.rmtree(folder)
 
@@ -101,5 +100,5 @@ def _start_redis(stack: ExitStack, folder: Path) -> str:
 def _in_process(workload: PeerWorkload, engine: Engine) -> Iterator[Result]:
     for samples, rounds in ROUNDS.items():
         requests = cycle(workload.tensors(samples))
-        times = interleave({"engine": lambda requests=requests: engine.answer(next(requests))}, rounds)  # type: ignore[misc]
+        times = interleave({"engine": lambda requests=requests: engine.outputs(next(requests))}, rounds)  # type: ignore[misc]
         yield Result(f"hosts_engine_p50_b{samples}_s", p50(times["engine"]))

@@ -21,7 +21,7 @@ from benchmarks.served import publish_do_nothing
 from benchmarks.workload import DIM, ROW_CAP
 from serving.client import LookupClient
 from serving.engine import Engine
-from serving.ranks.program import torchscript
+from serving.lookup.program import torchscript
 from serving.server import Ports, run_server
 
 NAME = "scores"

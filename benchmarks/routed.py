@@ -22,7 +22,7 @@ import numpy.typing as npt
 import tritonclient.grpc as triton
 
 from benchmarks.fan_out import Asked, FanOut, asked_of
-from benchmarks.fleet import FREE, memory_bytes, name_hosts, start_hosts
+from benchmarks.fleet import FREE, make_patient, memory_bytes, start_hosts
 from benchmarks.inprocess import lookup
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
@@ -33,8 +33,8 @@ from export import ExportConfig, Sharding, export_model
 from export.plan.traffic import host_traffic
 from serving.bundle.opening import Bundle, open_bundle
 from serving.engine import Engine
-from serving.ranks.hosts import Hosts
-from serving.ranks.routed import Routed
+from serving.router.hosts_config import HostsConfig
+from serving.router.router_ranks import RouterRanks
 from serving.server import run_server
 
 ROUNDS = {1: 400, 128: 120}
@@ -93,7 +93,7 @@ def _run_case(case: Case, one: Engine, folder: Path) -> Iterator[Result]:
         addresses = start_hosts(stack, exported, folder, ROUNDS)
         repository = _prepare_router(exported, one, addresses)
         router = stack.enter_context(run_server(repository, FREE, models=[case.name, NAME, *NOTHING]))
-        engine = stack.enter_context(Engine(exported, Hosts(addresses=addresses, timeout_s=20.0)))
+        engine = stack.enter_context(Engine(exported, HostsConfig(addresses=addresses, timeout_s=20.0)))
         client = stack.enter_context(triton.InferenceServerClient(router.grpc))
         hosts = stack.enter_context(FanOut(engine, addresses))
         for samples, rounds in ROUNDS.items():
@@ -198,7 +198,7 @@ def apart(case: Case, samples: int, times: Times, processor: ProcessorTime) -> I
 
 def _bytes(case: Case, engine: Engine) -> Iterator[Result]:
     """What travelled for 128 samples, both ways; and the same ÷ what the plan says."""
-    assert isinstance(engine.ranks, Routed)
+    assert isinstance(engine.ranks, RouterRanks)
     counts = engine.ranks.counts.values()
     before = sum(each.bytes_out + each.bytes_in for each in counts)
     for seed in range(REQUESTS):
@@ -212,7 +212,7 @@ def _bytes(case: Case, engine: Engine) -> Iterator[Result]:
 
 def _prepare_router(router: Bundle, one: Engine, addresses: Mapping[int, str]) -> Path:
     """The router's repository: it knows its hosts, and has beside it all tables on one rank, and nothing at all."""
-    name_hosts(router, addresses)
+    make_patient(router, {str(host): address for host, address in addresses.items()})
     repository = router.path.parent.parent
     shutil.copytree(one.bundle.path.parent, repository / NAME)
     for samples in ROUNDS:

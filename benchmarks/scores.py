@@ -16,8 +16,8 @@ from benchmarks.served import inputs_of
 from benchmarks.workload import Arrays, Workload, module
 from export import ExportConfig, export_model
 from serving.bundle.scores import DenseDtype
-from serving.dense_part import DenseProgram
 from serving.engine import Engine
+from serving.lookup.program import DenseProgram
 from serving.model.settings import ServingSettings
 from serving.request.tensors import Tensors
 from serving.server import Ports, run_server

@@ -16,7 +16,7 @@ from benchmarks.peer_workload import MODEL, Floats, PeerWorkload, save_requests
 from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn, save_dense_part, train
 from export import ExportConfig, export_model
 from serving.client import ModelInfo
-from serving.client.message import infer_request
+from serving.client.messages import infer_request
 from serving.model.settings import ServingSettings
 from serving.request.tensors import Tensors
 

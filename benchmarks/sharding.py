@@ -17,7 +17,7 @@ from benchmarks.workload import Arrays, Workload
 from export import ExportConfig, Sharding
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
-from serving.ranks.here import Here
+from serving.lookup.ranks import LocalRanks
 
 RANKS = (2, 4)
 ROUNDS = {1: 1000, 128: 200}
@@ -83,7 +83,7 @@ def _check(engine: Engine, by_feature: Callable[[Arrays], dict[str, torch.Tensor
 
 def _ours(engine: Engine, requests: list[Arrays]) -> Callable[[], Any]:
     """The program with what TorchRec's is given: lengths, not offsets, and nothing checked."""
-    assert isinstance(engine.ranks, Here)
+    assert isinstance(engine.ranks, LocalRanks)
     return partial(_call_ours, engine.ranks.forward, cycle(_tensors(requests)))
 
 

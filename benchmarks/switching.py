@@ -12,12 +12,12 @@ from benchmarks.measure import Result, p50, ratio
 from benchmarks.model_memory import huge_bytes
 from benchmarks.workload import NAME
 from examples.hosts.dlrm import IDS_PER_SAMPLE
-from serving.bench.ids import Distribution, random_requests
+from serving.bench.requests import Distribution, random_requests
 from serving.bundle.manifest import Manifest
 from serving.client import LookupClient
 from serving.request.encoding import Features
 from serving.server import Ports, Server, run_server
-from serving.server.switch import switch
+from serving.server.versions import switch
 
 SAMPLES = 16
 # How long is asked before the switch, right after it, and once the new file has had time to come into memory.

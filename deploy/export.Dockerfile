@@ -1,5 +1,5 @@
 # tbe-export as an image: the admission gate of deploy/kubernetes/lookup.yaml, or an export where there is no Python.
-# The image that serves has no TorchRec, which this needs; here is all of the environment that the tests run in.
+# The image that serves has no TorchRec, which this needs; this one has no Triton.
 #
 #   docker build -f deploy/export.Dockerfile -t tbe-serving-export --build-arg PYTHON_DIGEST=sha256:… .
 #   docker run --read-only --tmpfs /tmp -v "$PWD/repository:/repository:ro" -v "$PWD/keys:/keys:ro" tbe-serving-export \
@@ -17,8 +17,8 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 
 # The pins without dependencies, each file compared with its hash (docs/decisions/0001); first, for they change least.
 WORKDIR /opt/tbe-serving/requirements
-COPY requirements/cpu.txt requirements/torch-cpu.txt requirements/torch-pypi.txt requirements/torch.sh ./
-RUN torch=$(./torch.sh pip) && pip install --no-deps --require-hashes --requirement cpu.txt --requirement "$torch"
+COPY requirements/serve.txt requirements/export.txt requirements/torch-cpu.txt requirements/torch-pypi.txt requirements/torch.sh ./
+RUN torch=$(./torch.sh pip) && pip install --no-deps --require-hashes --requirement serve.txt --requirement export.txt --requirement "$torch"
 WORKDIR /
 COPY pyproject.toml README.md LICENSE /opt/tbe-serving/
 COPY serving /opt/tbe-serving/serving

@@ -8,7 +8,7 @@ from serving.pins import check_pins
 if TYPE_CHECKING:
     from export.config import ExportConfig
     from export.errors import ExportError
-    from export.hosts.machines import complete_hosts, export_hosts
+    from export.machines import complete_hosts, export_hosts
     from export.pipeline import export_model
     from export.plan.sharding import Sharding
     from serving.bundle.hosts import IdDtype
@@ -43,8 +43,8 @@ _HOMES = {
     "OutputDtype": "serving.bundle.tables",
     "Sharding": "export.plan.sharding",
     "WeightDtype": "serving.bundle.rows",
-    "complete_hosts": "export.hosts.machines",
-    "export_hosts": "export.hosts.machines",
+    "complete_hosts": "export.machines",
+    "export_hosts": "export.machines",
     "export_model": "export.pipeline",
 }
 

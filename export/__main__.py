@@ -1,14 +1,10 @@
 """The command `tbe-export`."""
 
 from export.commands.compare import compare
-from export.commands.complete import complete
-from export.commands.inspect import inspect
 from export.commands.manifests import manifests
-from export.commands.model import model
+from export.commands.model import complete, model
 from export.commands.plan import plan
-from export.commands.prune import prune
-from export.commands.release import release
-from export.commands.verify import verify
+from export.commands.versions import inspect, prune, release, verify
 from export.errors import ExportError
 from serving.terminal.program import Command, new_program
 

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from export.patterns import check_patterns, last_match
-from export.plan.sharding import Sharding
+from export.plan.sharding import Sharding, check_patterns, last_match
 from serving.arguments import check_argument, check_arguments
 from serving.bundle.hosts import IdDtype
 from serving.bundle.rows import WeightDtype
@@ -104,3 +103,12 @@ class ExportConfig:
         names = list(tables)
         for setting in ("dtype", "id_policy", "max_error"):
             check_patterns(setting, getattr(self, setting), names)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an export is. It works on `step`, and has done `done` of `total` bytes of float rows."""
+
+    step: str
+    done: int
+    total: int

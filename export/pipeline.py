@@ -1,27 +1,38 @@
-"""From a trained module to a published bundle: every step in its order."""
+"""The whole way of an export, in order: one bundle, or a router's and those of its hosts. Begin to read here.
 
-from collections.abc import Callable
+Rows are stored in drafts. Each draft is finished, and then published. A router's bundle names the bundles of its
+hosts by their digests, so it comes last. Until then the bundles of the hosts are versions that nobody asks for.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 from torch import nn
 
-from export.config import ExportConfig
-from export.hosts.export import HostsExport
-from export.manifest import describe
-from export.parity.answers import answer_probe
+from export.config import ExportConfig, Progress
+from export.errors import PublishError
+from export.hosts import host_bundles, open_parts, part_manifest, part_models, recorded_errors, tables_of_host
+from export.parity.answers import Answers, answer_assembled, answer_probe, assembled_manifest
 from export.parity.fresh_process import FreshProcess
-from export.parity.overflow import overflow_notes
-from export.prepare import prepare
-from export.program.compile import compile_program
-from export.progress import Progress, float_bytes
-from export.publish.draft import draft
-from export.scores.labelled import measured
-from export.steps import limits_of, parity_of, read_back, scores_of, store, write_program
+from export.parity.limits import check_parity, overflow_notes
+from export.prepare import Prepared, describe, prepare
+from export.program.compile import compile_program, write_program
+from export.publish.draft import Draft, draft, next_version
+from export.rows.store import DigestsBehind, store_rows
+from export.rows.table_error import TableError
+from export.scores.auc import measured
+from export.scores.dense_part import Scored, compare_scores, save_scores
 from export.trained.checkpoint import WeightSource, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.manifest import Manifest, write_manifest
-from serving.bundle.weights import weights_paths
+from serving.bundle.hosts import FIRST_WEIGHTS
+from serving.bundle.manifest import FileDigest, Manifest, write_manifest
+from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.scores import SCORES, DensePart
+from serving.errors import BundleError, ConfigurationError
 
 
 def export_model(
@@ -73,30 +84,215 @@ def export_model(
         PublishError: the repository cannot take the bundle.
     """
     prepared = prepare(module, config, checkpoint, signing_key, progress, dense)
-    if prepared.config.sharding.hosts_as_models:
-        return HostsExport(prepared, Path(repository), name).publish(version)
-    config, trained, manifest = prepared.config, prepared.trained.tables, prepared.manifest
-    program = compile_program(manifest)
-    new_draft = draft(Path(repository), name, version, manifest, config.serving, prepared.signing_key)
-    with FreshProcess() as fresh, new_draft as new:
+    return Export(prepared, Path(repository), name).publish(version)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Rows that are in the drafts of an export.
+
+    Attributes:
+        errors: how far the rows of each table moved.
+        digests: of the files.
+    """
+
+    errors: dict[str, TableError]
+    digests: dict[Path, FileDigest]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """An export of one model: its bundle; where hosts answer as models, one for each of them, too.
+
+    Attributes:
+        prepared: the tables, and the manifest of the model's bundle.
+        repository: Triton's model repository.
+        name: the model.
+    """
+
+    prepared: Prepared
+    repository: Path
+    name: str
+
+    def publish(self, version: int | None) -> Path:
+        """Publish all bundles, under one version, from one read of the checkpoint.
+
+        Args:
+            version: the version's number; the next that is free in all models where None.
+
+        Returns:
+            The path of the model's own bundle.
+        """
+        router = self.prepared.config.sharding.hosts_as_models
+        models = part_models(self.prepared.manifest, self.name) if router else {}
+        if models and version is None:
+            version = max(next_version(self.repository / model) for model in (self.name, *models.values()))
+        with ExitStack() as stack:
+            fresh = stack.enter_context(FreshProcess())
+            parts = {rank: stack.enter_context(self._part_draft(rank, version)) for rank in models}
+            new = stack.enter_context(self._draft(self.name, version, self.prepared.manifest))
+            stored = self._store(_own_files(new) | {rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()})
+            finished = {rank: finish(part, self.prepared, stored, fresh) for rank, part in parts.items()}
+            finish(new, self.prepared, stored, fresh, finished)
+            for part in parts.values():
+                part.publish()
+            return new.publish()
+
+    def publish_parts(self, hosts: Iterable[int], version: int) -> list[Path]:
+        """Publish the bundles of some hosts. Only their rows of the checkpoint are read.
+
+        Args:
+            hosts: their numbers; at least one.
+            version: the number that all bundles of the set will have.
+
+        Returns:
+            The paths of the bundles.
+
+        Raises:
+            ConfigurationError: the plan has no such host.
+        """
+        rank_of = self.prepared.manifest.plan.rank_of_host
+        hosts = sorted({*hosts})
+        if unknown := sorted({*hosts} - rank_of.keys()):
+            raise ConfigurationError(f"only_hosts: expected hosts of the plan, 0 to {max(rank_of)}, got {unknown[0]}")
+        with ExitStack() as stack:
+            fresh = stack.enter_context(FreshProcess())
+            parts = {rank_of[each]: stack.enter_context(self._part_draft(rank_of[each], version)) for each in hosts}
+            stored = self._store({rank: part.path / FIRST_WEIGHTS for rank, part in parts.items()})
+            for part in parts.values():
+                finish(part, self.prepared, stored, fresh)
+            return [part.publish() for part in parts.values()]
+
+    def complete(self, version: int) -> Path:
+        """Publish the router's bundle for hosts whose bundles are published.
+
+        Args:
+            version: their number.
+
+        Returns:
+            The path of the router's bundle.
+
+        Raises:
+            PublishError: a host's bundle is missing, damaged, or part of another plan; all are named.
+        """
+        manifest = self.prepared.manifest
+        parts = open_parts(self.repository, manifest, self.name, version)
+        with FreshProcess() as fresh, self._draft(self.name, version, manifest) as router:
+            own = self._store(_own_files(router))
+            stored = Stored(recorded_errors(manifest, parts, own.errors), own.digests)
+            finish(router, self.prepared, stored, fresh, parts)
+            return router.publish()
+
+    def _draft(self, name: str, version: int | None, manifest: Manifest) -> AbstractContextManager[Draft]:
+        serving = self.prepared.config.serving
+        if serving is not None and manifest.part_of is not None:
+            serving = serving.of_host()
+        return draft(self.repository, name, version, manifest, serving, self.prepared.signing_key)
+
+    def _part_draft(self, rank: int, version: int | None) -> AbstractContextManager[Draft]:
+        """A draft of the bundle of a host."""
+        router = self.prepared.manifest
+        manifest = part_manifest(router, rank, self.name, self.prepared.config.sums_dtype)
+        return self._draft(part_models(router, self.name)[rank], version, manifest)
+
+    def _store(self, files: Mapping[int, Path]) -> Stored:
+        """Write the rows of some ranks, each to its file. Rows of other ranks are not read."""
+        prepared = self.prepared
+        tables = prepared.trained.tables
+        errors: dict[str, TableError] = {}
+        done, total = 0, sum(table.float_bytes for table in tables)
+        with DigestsBehind(files, prepared.manifest) as digests:
+            for stored in store_rows(files, tables, prepared.manifest, prepared.weights):
+                digests.written(stored.table, stored.stop)
+                errors[stored.table] = stored.error
+                done += 4 * stored.elements
+                prepared.progress(Progress(stored.table, done, total))
+            by_rank = digests.finish()
+        prepared.progress(Progress("parity", total, total))
+        return Stored(errors, {files[rank]: digest for rank, digest in by_rank.items()})
+
+
+def _own_files(new: Draft) -> dict[int, Path]:
+    """The files of weights that a draft has itself, by rank."""
+    ranks = enumerate(new.manifest.plan.ranks)
+    return {number: new.path / rank.weights_file for number, rank in ranks if rank.weights_file is not None}
+
+
+def finish(
+    new: Draft,
+    prepared: Prepared,
+    stored: Stored,
+    fresh: FreshProcess,
+    parts: Mapping[int, Bundle] = MappingProxyType({}),
+) -> Bundle:
+    """Complete a draft whose rows are stored: its programs, its answers to a probe, its parity and its manifest.
+
+    Args:
+        new: the draft: of the model's bundle, or of a host's.
+        prepared: what is exported.
+        stored: the rows.
+        fresh: another process.
+        parts: of a router's bundle, the bundle of each rank that is on another host.
+
+    Returns:
+        The bundle, as serving would open it. It is not published.
+
+    Raises:
+        ParityError: a table moved further than its limit, or the module itself answers otherwise.
+        PublishError: serving would refuse it.
+    """
+    part_of = new.manifest.part_of
+    is_model = part_of is None
+    scored = prepared.scored if is_model else None
+    tables = {each.name: each.name for each in new.manifest.tables}
+    if part_of is not None:
+        tables = tables_of_host(prepared.manifest, part_of.host)
+    errors = {name: stored.errors[table] for name, table in tables.items()}
+    limits = {name: prepared.config.max_error_of(table) for name, table in tables.items()}
+    if is_model:
         prepared.maps.write(new.path)
-        weights = weights_paths(new.path, manifest)
-        errors, digests = store(weights, trained, manifest, prepared.weights, progress)
-        known = {path.name: digests[rank] for rank, path in weights.items()}
-        progress(Progress("parity", total := float_bytes(*trained), total))
-        with new.syncing():
-            manifest = write_program(new.path, manifest, program, known, prepared.scored)
+    with new.syncing():
+        if scored is not None:
+            save_scores(scored.program, new.path / SCORES)
+        program = compile_program(new.manifest)
+        known = {path.name: digest for path, digest in stored.digests.items() if path.parent == new.path}
+        compared = manifest = write_program(new.path, new.manifest, program, known)
+        if parts:
+            answers = answer_assembled(new.path, manifest, program, parts, fresh)
+            compared = assembled_manifest(manifest)
+        else:
+            write_manifest(new.path, manifest)  # a fresh process opens the draft as serving does
             answers = answer_probe(new.path, manifest, program, fresh)
-            parity = parity_of(manifest, errors, limits_of(manifest, config), answers, prepared.runnable)
-            notes = tuple(overflow_notes(manifest, errors, config.sharding))
-            part = scores_of(prepared.scored, answers)
-            manifest = msgspec.structs.replace(manifest, parity=parity, notes=notes, dense_part=part)
-            write_manifest(new.path, manifest)
-            if prepared.scored is not None and prepared.labelled:
-                part = measured(new.path, prepared.scored, prepared.labelled)
-                write_manifest(new.path, msgspec.structs.replace(manifest, dense_part=part))
-        read_back(new.path)
-        return new.publish()
+        finished = msgspec.structs.replace(
+            manifest,
+            parity=check_parity(compared, errors, limits, answers, prepared.runnable if is_model else None),
+            notes=_notes(prepared, {table: stored.errors[table] for table in tables.values()}, parts),
+            hosts=() if new.version is None else host_bundles(manifest, new.name, new.version, parts),
+            dense_part=None if scored is None else _measured(new, prepared, scored, answers),
+        )
+        write_manifest(new.path, finished)
+    return _read_back(new.path)
+
+
+def _notes(prepared: Prepared, errors: Mapping[str, TableError], parts: Mapping[int, Bundle]) -> tuple[str, ...]:
+    """What a bundle with some tables notes, and what the bundles of its hosts do, each once."""
+    notes = [*overflow_notes(prepared.manifest, errors, prepared.config.sharding)]
+    notes += [note for part in parts.values() for note in part.manifest.notes]
+    return tuple(dict.fromkeys(notes))
+
+
+def _measured(new: Draft, prepared: Prepared, scored: Scored, answers: Answers) -> DensePart:
+    """The dense part for the manifest: how far its scores are from the trained model's, and their AUC."""
+    part = compare_scores(scored, answers.embeddings)
+    return measured(new.path, scored, part, prepared.labelled) if prepared.labelled else part
+
+
+def _read_back(directory: Path) -> Bundle:
+    """Open a draft as serving does, so that no bundle is published that serving would refuse."""
+    try:
+        return open_bundle(directory)
+    except BundleError as error:
+        raise PublishError(f"the draft of this version could not be served: {error}") from error
 
 
 def plan_model(

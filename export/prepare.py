@@ -1,6 +1,7 @@
 """What every export begins with: the trained tables, their weights, and a manifest that says what will be written."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,18 +9,171 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from export.config import ExportConfig
-from export.ids.file import BuiltMaps, build_maps
-from export.manifest import describe, with_dense_part, with_position_weights
-from export.progress import Progress
+from export.config import ExportConfig, Progress
+from export.errors import ModelError
+from export.ids.id_maps import BuiltMaps, build_maps
+from export.plan.planner import plan_shards
+from export.rows.quantize import check_dim, smallest_dtype
+from export.scores.auc import LabelledRequest, read_labelled
 from export.scores.dense_part import Scored, dense_part
-from export.scores.labelled import LabelledRequest, read_labelled
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
-from export.trained.tables import Trained, collect_tables
-from serving.bundle.manifest import Manifest
+from export.trained.tables import Trained, TrainedTable, collect_tables
+from serving.bundle.hosts import IdDtype
+from serving.bundle.manifest import NEWEST_FORMAT_VERSION, Manifest, format_version_of
+from serving.bundle.rows import WeightDtype
+from serving.bundle.scores import DensePart
+from serving.bundle.segments import name_twice
 from serving.bundle.signature import read_signing_key
+from serving.bundle.tables import DefaultRow, Feature, IdPolicy, Table
 from serving.errors import ConfigurationError
+from serving.pins import installed
 from serving.request.id_maps import known_of_keys
+
+_MOST_INT32_ROWS = 2**31
+
+
+def describe(
+    trained: Sequence[TrainedTable],
+    config: ExportConfig,
+    weights: Callable[[], Checkpoint],
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Manifest:
+    """Describe a bundle of `trained` as far as it is known now: without parity, files, position weights, maps of ids,
+    and modules left out.
+
+    Args:
+        trained: the tables.
+        config: what to export.
+        weights: opens the rows. It is called only where a dtype has to be chosen.
+        progress: called as rows are read.
+
+    Raises:
+        ModelError: two features or tables would have one name in the bundle of a host.
+        ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
+    """
+    config.check_patterns(table.name for table in trained)
+    dtypes = _dtypes(trained, config, weights, progress)
+    tables = tuple(
+        Table(
+            name=table.name,
+            rows=table.rows,
+            dim=table.dim,
+            pooling=table.pooling,
+            weighted=table.weighted,
+            dtype=dtypes[table.name],
+            id_policy=_id_policy(table, config),
+        )
+        for table in trained
+    )
+    for table in tables:
+        if table.policy_error is not None:
+            raise ConfigurationError(f"table {table.name!r}: {table.policy_error}")
+        if config.id_dtype is IdDtype.INT32 and table.rows > _MOST_INT32_ROWS:
+            raise ConfigurationError(
+                f"id_dtype: table {table.name!r} has {table.rows} rows: requests cannot ask for all of them by INT32"
+            )
+    if config.id_dtype is IdDtype.INT32 and (raw := next((t.name for t in trained if t.id_map is not None), None)):
+        raise ConfigurationError(
+            f"id_dtype: expected int64: the ids of table {raw!r} are remapped by a managed collision module, so that "
+            "any int64 is one"
+        )
+    features = tuple(_features(trained))
+    manifest = Manifest(
+        format_version=format_version_of(tables, features, config.id_dtype, on_hosts=config.sharding.hosts_as_models),
+        features=features,
+        tables=tables,
+        output_dtype=config.output_dtype,
+        plan=plan_shards(tables, features, config.sharding),
+        parity=(),
+        exported_at=time.time(),
+        versions=installed(),
+        files={},
+        id_dtype=config.id_dtype,
+    )
+    if config.sharding.hosts_as_models and (wrong := name_twice(manifest)) is not None:
+        raise ModelError(f"{wrong}: rename one, or have them on different hosts")
+    return manifest
+
+
+def _id_policy(table: TrainedTable, config: ExportConfig) -> IdPolicy | DefaultRow:
+    """The policy for ids outside a table. A table with a map has no such ids, and none may be set for it.
+
+    Raises:
+        ConfigurationError: one is.
+    """
+    policy = config.id_policy_of(table.name)
+    if table.id_map is not None and policy is not IdPolicy.ERROR:
+        raise ConfigurationError(
+            f"id_policy: table {table.name!r}: its ids are remapped by a managed collision module, so that any int64 "
+            f"is one: expected no policy, got {policy.value}: name the other tables"
+        )
+    return policy
+
+
+def _features(trained: Sequence[TrainedTable]) -> Iterator[Feature]:
+    """All features, in the order in which their keys appear first: features of one key are side by side."""
+    named = [
+        Feature(
+            name=name,
+            table=table.name,
+            shared_key=None if key == name else key,
+            position_weights=None if table.position_weights is None else (),
+        )
+        for table in trained
+        for key, name in zip(table.keys, table.features, strict=True)
+    ]
+    keys = list(dict.fromkeys(feature.key for feature in named))
+    yield from sorted(named, key=lambda feature: keys.index(feature.key))
+
+
+def with_position_weights(manifest: Manifest, trained: Sequence[TrainedTable], weights: Checkpoint) -> Manifest:
+    """`manifest` with the position weights of its features.
+
+    Raises:
+        CheckpointError: some are missing, of another number, or not finite.
+    """
+    found: dict[str, tuple[float, ...]] = {}
+    for table in trained:
+        for name, each in zip(table.features, table.position_weights or (), strict=False):
+            if each.key is not None:
+                what = f"position weights of feature {name!r}"
+                found[name] = tuple(weights.numbers(what, each.key, (each.count,)).tolist())
+    features = tuple(
+        msgspec.structs.replace(feature, position_weights=found.get(feature.name, feature.position_weights))
+        for feature in manifest.features
+    )
+    return msgspec.structs.replace(manifest, features=features)
+
+
+def with_dense_part(manifest: Manifest, part: DensePart) -> Manifest:
+    """`manifest` with a dense part. Nothing of the model is left out then."""
+    return msgspec.structs.replace(manifest, dense_part=part, left_out=(), format_version=NEWEST_FORMAT_VERSION)
+
+
+def _dtypes(
+    trained: Sequence[TrainedTable],
+    config: ExportConfig,
+    weights: Callable[[], Checkpoint],
+    progress: Callable[[Progress], None],
+) -> dict[str, WeightDtype]:
+    """The dtype of each table: the configured one, or the smallest one within `max_error`, or INT8."""
+    limits = {t.name: config.max_error_of(t.name) for t in trained if config.dtype_of(t.name) is None}
+    total = sum(table.float_bytes for table in trained if limits.get(table.name) is not None)
+    done = 0
+
+    def count(elements: int) -> None:
+        nonlocal done
+        done += 4 * elements
+        progress(Progress("choosing dtypes", done, total))
+
+    dtypes = {}
+    for table in trained:
+        dtype = config.dtype_of(table.name) or WeightDtype.INT8
+        if (limit := limits.get(table.name)) is not None:
+            dtype = smallest_dtype(table, weights(), limit, count)
+        check_dim(table.name, table.dim, dtype)
+        dtypes[table.name] = dtype
+    return dtypes
 
 
 @dataclass(frozen=True, slots=True)

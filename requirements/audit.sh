@@ -13,7 +13,7 @@ pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT
 found=0
 # PyPI knows nothing of PyTorch's CPU build, which has the code of its own.
-for name in cpu serve torch-pypi; do
+for name in serve triton export demo dev torch-pypi uv; do
   grep -v -- --hash "requirements/$name.txt" | tr -d ' \\' > "$pins"
   echo "audit: $(grep -c == "$pins") packages of requirements/$name.txt"
   # --strict: what could not be asked about counts as found.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Change the code of a part, $1, and list the changes that no test notices; of all parts, one after another, where there
-# is none. What follows are names of changes, such as 'export.rows.tally*'; all of the part by default.
+# is none. What follows are names of changes, such as 'export.rows.table_error*'; all of the part by default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -2,11 +2,14 @@
 # Print the lock of the torch that pip, $1, can have: PyTorch's CPU build where an index or a folder has it, else PyPI's.
 set -euo pipefail
 pip=$1
-lock=$(dirname "$0")/torch-cpu.txt
+here=$(dirname "$0")
+lock=$here/torch-cpu.txt
 build=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' "$lock")
 said=$(mktemp)
 trap 'rm -f "$said"' EXIT
-if "$pip" install --dry-run --ignore-installed --no-deps --require-hashes --requirement "$lock" >"$said" 2>&1; then
+# uv asks for less: pip downloads all of torch before it says that it could.
+if [ -x "$here/../.venv/bin/uv" ] && "$here/uv.sh" "$pip" --dry-run --reinstall --requirements "$lock" >"$said" 2>&1 ||
+  "$pip" install --dry-run --ignore-installed --no-deps --require-hashes --requirement "$lock" >"$said" 2>&1; then
   echo "setup: taking $build, PyTorch's CPU build: an index or a folder that pip knows has it" >&2
   echo torch-cpu.txt
 elif grep -q 'No matching distribution found for torch' "$said"; then

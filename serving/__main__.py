@@ -2,12 +2,10 @@
 
 from serving.commands.bench import bench
 from serving.commands.configure import configure
-from serving.commands.health import health
 from serving.commands.load import load
-from serving.commands.lookup import lookup
+from serving.commands.lookup import lookup, score
 from serving.commands.run import run
-from serving.commands.score import score
-from serving.commands.status import status
+from serving.commands.status import health, status
 from serving.terminal.program import Command, new_program
 
 app = new_program("tbe-serve", "Serve exported embedding tables, and look them up.")

@@ -89,3 +89,17 @@ def _came(value: Any, secret: bool) -> str:
 def _words(kind: Any) -> str:
     """A type as people write it: `int | None`, `Mapping[str, WeightDtype]`."""
     return re.sub(r"\w+\.", "", inspect.formatannotation(kind))
+
+
+_MOST_S = 1_000_000
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Refuse a timeout that cannot be waited for.
+
+    Raises:
+        ConfigurationError: it is not a number of seconds above 0, or more than a million.
+    """
+    check_argument("timeout_s", timeout_s, float)
+    if not 0 < timeout_s <= _MOST_S:
+        raise ConfigurationError(f"timeout_s: expected > 0 and at most {_MOST_S}, got {timeout_s}")

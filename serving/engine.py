@@ -2,40 +2,124 @@
 
 import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy.typing as npt
 
 from serving.arguments import check_argument
+from serving.bundle.locks import hold
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
-from serving.bundle.use import hold
 from serving.closing import Closing
-from serving.dense_part import DenseProgram
-from serving.errors import ConfigurationError, InvalidRequest, Reason
+from serving.errors import ConfigurationError, InvalidRequest, ServingError
+from serving.lookup.program import DenseProgram
+from serving.lookup.ranks import BatchAnswer, LocalRanks, failed_of
 from serving.model.settings import ServingSettings
-from serving.ranks.answered import Answered, failed_of
-from serving.ranks.here import Here
-from serving.ranks.hosts import Hosts
-from serving.ranks.routed import Routed
-from serving.ranks.weights import Weights, WeightsMemory
-from serving.request import kjt
 from serving.request.accept import accept
+from serving.request.bags import lengths_by_key
 from serving.request.batches import batches_of, outputs_of
 from serving.request.dense import NO_DENSE, DenseFeatures, encode_dense
 from serving.request.encoding import Features, decode, encode, encode_rows
 from serving.request.id_maps import IdMaps
-from serving.request.once import lengths_by_key
+from serving.request.kjt import check_each
 from serving.request.schema import Schema
-from serving.request.sequence import Sequence as RowSequence
-from serving.request.sequences import rows_of
-from serving.request.tensors import EMBEDDINGS, Batch, Checked, Embeddings, Outputs, Tensors
+from serving.request.sequences import Rows, rows_of
+from serving.request.tensors import Batch, Checked, Embeddings, KjtRequest, Outputs, Tensors
+from serving.router.hosts_config import HostsConfig
+from serving.router.router_ranks import RouterRanks
+from serving.tables.table_files import TableFiles, WeightsMemory
 
-# Addresses of each host of a router's plan, by its number; see `Hosts`.
+# Addresses of each host of a router's plan, by its number; see `HostsConfig`.
 Addresses = Mapping[int, str | Sequence[str]]
+# What a request comes to.
+Outcome = Outputs | ServingError
+
+
+@dataclass(eq=False, slots=True)
+class GroupAnswer:
+    """What requests come to that are answered together.
+
+    Attributes:
+        checked: those of them that are right, and are looked up.
+        positions: of these among all.
+        errors: why others get no answer, by their position among all.
+        ids_outside: how many ids of those that are right were outside [0, rows), by table.
+        batches: what is looked up.
+        answers: what the ranks say to each batch.
+        scores: by output, of the requests of `checked` that ask for some, by their position there.
+        times: what `perf_counter` said when the requests were checked, merged, looked up and scored, in seconds.
+    """
+
+    checked: Checked
+    positions: Sequence[int]
+    errors: dict[int, ServingError]
+    ids_outside: Mapping[str, int]
+    batches: Sequence[Batch]
+    answers: Sequence[BatchAnswer]
+    scores: Mapping[int, Outputs]
+    times: Sequence[float]
+
+    def outcomes(self) -> list[Outcome]:
+        """For each request its outputs by name, as they travel, without the leading 1; or its error."""
+        if not self.errors:
+            return [*self.outputs()]
+        found: dict[int, Outcome] = dict(zip(self.positions, self.outputs(), strict=True))
+        found |= self.errors
+        return [found[position] for position in range(len(found))]
+
+    def outputs(self) -> list[Outputs]:
+        """The outputs of each request that is right. Where a host is lost, they are not complete."""
+        outputs = outputs_of(self.checked, self.batches, [each.embeddings for each in self.answers])
+        if self.scores:
+            return [{**each, **self.scores.get(number, {})} for number, each in enumerate(outputs)]
+        return outputs
+
+    def by_feature(self, tensors: Tensors) -> dict[str, Any]:
+        """The answer to the only request, `tensors`, by feature: [B, dim], or Rows. Nothing is copied."""
+        (request,) = self.checked.requests
+        selection = request.selection
+        found: dict[str, Any] = {}
+        for batch, answer in zip(self.batches, self.answers, strict=True):
+            if batch.row_bounds is None:
+                dims = dict(zip(batch.selection.names, batch.selection.dims.tolist(), strict=True))
+                found |= decode(answer.embeddings, dims)
+        if len(found) < len(selection.names):
+            rows = rows_of(self.batches, [each.embeddings for each in self.answers])
+            lengths = lengths_by_key(tensors, selection.keys)
+            keys = zip(selection.names, selection.key_of, selection.positions.tolist(), strict=True)
+            found |= {name: Rows(rows[0, at], lengths[key]) for name, key, at in keys if name not in found}
+        return {name: found[name] for name in selection.names}
+
+
+def answer(
+    schema: Schema,
+    requests: Sequence[KjtRequest],
+    look_up: Callable[[Sequence[Batch]], Sequence[BatchAnswer]],
+    dense: DenseProgram | None = None,
+) -> GroupAnswer:
+    """Answer requests together: check them, merge them into batches, look these up, and score.
+
+    Args:
+        schema: what they were accepted by.
+        requests: at least one.
+        look_up: what the ranks say to some batches.
+        dense: makes scores.
+    """
+    checked, positions, errors, ids_outside = check_each(requests)
+    checked_at = perf_counter()
+    batches = batches_of(schema, checked)
+    merged_at = perf_counter()
+    answers = look_up(batches)
+    looked_up_at = perf_counter()
+    scores = dense.score_batch(batches[0], answers[0].embeddings) if dense is not None and batches else {}
+    times = checked_at, merged_at, looked_up_at, perf_counter()
+    for number, error in failed_of(answers).items():
+        errors[positions[number]] = error
+    return GroupAnswer(checked, positions, errors, ids_outside, batches, answers, scores, times)
 
 
 class Engine(Closing):
@@ -56,7 +140,7 @@ class Engine(Closing):
     Attributes:
         bundle: as given.
         schema: the features that requests are checked against.
-        weights: its files of weights.
+        table_files: its weights, mapped.
         ranks: where partial sums come from.
 
     Raises:
@@ -66,7 +150,7 @@ class Engine(Closing):
     def __init__(
         self,
         bundle: Bundle,
-        hosts: Hosts | None = None,
+        hosts: HostsConfig | None = None,
         patience_s: float | None = 0.0,
         *,
         threads: int = 1,
@@ -77,9 +161,11 @@ class Engine(Closing):
         check_argument("memory", memory, WeightsMemory)
         given = _hosts_of(bundle, hosts)
         self.bundle = bundle
-        self.weights = Weights(bundle.path, bundle.manifest, memory, processes)
-        self.ranks: Here | Routed = (
-            Here(bundle, self.weights, threads) if given is None else Routed(bundle, self.weights, given, patience_s)
+        self.table_files = TableFiles(bundle.path, bundle.manifest, memory, processes)
+        self.ranks: LocalRanks | RouterRanks = (
+            LocalRanks(bundle, self.table_files, threads)
+            if given is None
+            else RouterRanks(bundle, self.table_files, given, patience_s)
         )
         # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
@@ -94,7 +180,7 @@ class Engine(Closing):
     def open(
         cls,
         path: Path | str,
-        hosts: Hosts | Addresses | None = None,
+        hosts: HostsConfig | Addresses | None = None,
         *,
         threads: int = 1,
         memory: WeightsMemory = WeightsMemory.MAPPED,
@@ -107,7 +193,7 @@ class Engine(Closing):
 
         Args:
             path: the bundle, <model>/<version>.
-            hosts: where the hosts of a router's plan are: `Hosts`, or their addresses alone, such as
+            hosts: where the hosts of a router's plan are: `HostsConfig`, or their addresses alone, such as
                 {0: ["a:8001", "b:8001"], 1: "dns:///movies-host-1:8001"}.
             threads: how many look a large request up, the one that calls among them. Answers are the same, bit for
                 bit. They sleep between large requests. A router's own rank is looked up by one.
@@ -120,15 +206,15 @@ class Engine(Closing):
                 cannot keep the weights where they are to lie.
             HostUnavailable: naming each host that lacks its bundle, or does not answer.
         """
-        given = hosts if hosts is None or isinstance(hosts, Hosts) else Hosts(addresses=hosts)
+        given = hosts if hosts is None or isinstance(hosts, HostsConfig) else HostsConfig(addresses=hosts)
         engine = cls(open_bundle(Path(path)), given, threads=threads, memory=memory)
-        engine.weights.populate()
+        engine.table_files.populate()
         return engine
 
     def close(self) -> None:
         """Close the connections to hosts, end threads, and let the weights go."""
         self.ranks.close()
-        self.weights.close()
+        self.table_files.close()
 
     def lookup(self, features: Features, *, once: Collection[str] = ()) -> dict[str, Any]:
         """Look up the embeddings of some features.
@@ -139,14 +225,15 @@ class Engine(Closing):
 
         Returns:
             {feature: [B, dim]}, in the order of `features` and the bundle's output dtype, float32 or float16; for a
-            feature of an EmbeddingCollection a `serving.request.sequence.Sequence` of rows instead. Where several
+            feature of an EmbeddingCollection a `serving.request.sequences.Rows` instead. Where several
             tables read a key, their answers are called `key@table`, as TorchRec calls them.
 
         Raises:
             InvalidRequest: naming the feature, what was expected and what came.
             HostUnavailable: naming the host that does not answer, and the tables there.
         """
-        return self._looked_up(encode(features, self._weighted_keys, once))
+        tensors = encode(features, self._weighted_keys, once)
+        return self._answered(tensors).by_feature(tensors)
 
     def rows(self, table: str, ids: npt.ArrayLike) -> Embeddings:
         """Rows of a table. Weights, also those by position, do not count.
@@ -162,7 +249,8 @@ class Engine(Closing):
             InvalidRequest, HostUnavailable: as `lookup`. What happens to an id outside the table its id policy says:
                 `zero` gives a row of zeros.
         """
-        found: Embeddings = self._looked_up(encode_rows(table, ids, weighted=self.schema.weighted))[table].values
+        tensors = encode_rows(table, ids, weighted=self.schema.weighted)
+        found: Embeddings = self._answered(tensors).by_feature(tensors)[table].values
         return found
 
     def score(self, features: Features, dense: DenseFeatures = NO_DENSE, *, once: Collection[str] = ()) -> Outputs:
@@ -187,76 +275,32 @@ class Engine(Closing):
         names = [each.name for each in part.outputs]
         return self.outputs(replace(tensors, outputs=names, dense=encode_dense(dense)))
 
-    def answer(self, tensors: Tensors) -> Embeddings:
-        """Answer one request for features that are pooled.
-
-        Returns:
-            Its features side by side: [B, D] in the bundle's output dtype, float32 or float16.
-
-        Raises:
-            InvalidRequest, HostUnavailable: as `lookup`; also: none of the features is pooled.
-        """
-        outputs = self.outputs(tensors)
-        if EMBEDDINGS not in outputs:
-            raise InvalidRequest("expected a feature that is pooled, got none", Reason.FEATURES)
-        return outputs[EMBEDDINGS]
-
     def outputs(self, tensors: Tensors) -> Outputs:
         """Answer one request: its outputs by name, as they travel, without the leading 1.
 
         Raises:
             InvalidRequest, HostUnavailable: as `lookup`.
         """
-        checked = self._checked(tensors)
-        batches, answers = self._answered(checked)
-        (outputs,) = outputs_of(checked, batches, answers)
-        return outputs if self._dense is None else {**outputs, **self.score_batch(batches, answers).get(0, {})}
+        (outputs,) = self._answered(tensors).outputs()
+        return outputs
 
-    def run(self, batches: Sequence[Batch]) -> list[Answered]:
-        """Look batches up: one TBE call for each, and each rank."""
-        return self.ranks.answer(batches)
+    def answer(self, requests: Sequence[KjtRequest]) -> GroupAnswer:
+        """Answer requests together, with as few TBE calls as they need. One that fails, fails alone.
 
-    def score_batch(self, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[int, Outputs]:
-        """The scores of those requests that ask for some, made of the first batch; see `DenseProgram.score_batch`."""
-        return self._dense.score_batch(batches[0], answers[0]) if self._dense is not None and batches else {}
+        Args:
+            requests: of this engine's schema, as `serving.request.accept.accept` gives them.
+        """
+        return answer(self.schema, requests, self.ranks.answer, self._dense)
 
-    def _checked(self, tensors: Tensors) -> Checked:
-        """One request, checked; raises InvalidRequest."""
-        request = accept(self.schema, tensors)
-        try:
-            checked = kjt.check([request])
-        except InvalidRequest:
-            request, _ = kjt.apply_id_policies(request)
-            checked = kjt.check([request])
-        return checked
-
-    def _answered(self, checked: Checked) -> tuple[Sequence[Batch], list[Embeddings]]:
-        """What is looked up for one request, and the answers to that; raises HostUnavailable."""
-        batches = batches_of(self.schema, checked)
-        answered = self.run(batches)
-        for error in failed_of(answered).values():
-            raise error
-        return batches, [each.embeddings for each in answered]
-
-    def _looked_up(self, tensors: Tensors) -> dict[str, Any]:
-        """The answer to one request, by feature: nothing is copied."""
-        checked = self._checked(tensors)
-        batches, answers = self._answered(checked)
-        (request,) = checked.requests
-        selection = request.selection
-        found: dict[str, Any] = {}
-        for batch, answer in zip(batches, answers, strict=True):
-            if batch.row_bounds is None:
-                found |= decode(answer, dict(zip(batch.selection.names, batch.selection.dims.tolist(), strict=True)))
-        rows = rows_of(batches, answers)
-        lengths = lengths_by_key(tensors, selection.keys) if rows else {}
-        for name, key, position in zip(selection.names, selection.key_of, selection.positions.tolist(), strict=True):
-            if (0, position) in rows:
-                found[name] = RowSequence(rows[0, position], lengths[key])
-        return {name: found[name] for name in selection.names}
+    def _answered(self, tensors: Tensors) -> GroupAnswer:
+        """The answer to one request; raises InvalidRequest and HostUnavailable."""
+        found = self.answer([accept(self.schema, tensors)])
+        if found.errors:
+            raise found.errors.pop(0)  # nothing else may hold the error: it holds this frame
+        return found
 
 
-def _hosts_of(bundle: Bundle, hosts: Hosts | None) -> Hosts | None:
+def _hosts_of(bundle: Bundle, hosts: HostsConfig | None) -> HostsConfig | None:
     """The hosts of a bundle; None where it has all ranks itself.
 
     Raises:
@@ -269,4 +313,4 @@ def _hosts_of(bundle: Bundle, hosts: Hosts | None) -> Hosts | None:
                 "configure --no-hosts`)"
             )
         return None
-    return hosts or Hosts(addresses={})
+    return hosts or HostsConfig(addresses={})

@@ -8,7 +8,7 @@ from serving.errors import EnvironmentMismatch
 # What to do about an EnvironmentMismatch.
 INSTALL = (
     "install it with `pip install 'tbe-serving[export]'`; without CUDA with the pins of the source of tbe-serving, "
-    "`pip install --no-deps -r requirements/cpu.txt -r requirements/torch-cpu.txt`"
+    "`pip install --no-deps -r requirements/serve.txt -r requirements/export.txt -r requirements/torch-cpu.txt`"
 )
 
 # Minor versions that were built for one another (FBGEMM's release table), and that our tests run with.

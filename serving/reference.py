@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.id_maps import IDS, IdMap
 from serving.bundle.manifest import Manifest
+from serving.bundle.opening import weights_path
 from serving.bundle.plan import Shard
 from serving.bundle.rows import (
     FP16_SUBNORMAL,
@@ -21,13 +21,12 @@ from serving.bundle.rows import (
     scales_and_biases_of,
 )
 from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
-from serving.bundle.weights import weights_path
+from serving.reference_ids import remapped, rows_of_known
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Ids, Outputs, Tensors
 
 Doubles = npt.NDArray[np.float64]
 # Numbers that are unpacked at a time, so that a large request takes no more memory than its answer.
 _NUMBERS_AT_ONCE = 1 << 20
-_64_BITS = 2**64 - 1
 # Roundings of the arithmetic of a row, at most.
 _ROUNDINGS_OF_A_ROW = 8
 
@@ -124,7 +123,7 @@ def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
     tables = {table.name: table for table in manifest.tables}
     keys = _asked(manifest, request)
     pieces = manifest.plan.pieces_by_table
-    known = {name: _rows_of_known(directory, each.id_map, request) for name, each in tables.items() if each.id_map}
+    known = {name: rows_of_known(directory, each.id_map, request) for name, each in tables.items() if each.id_map}
     lengths_by_key = _lengths_by_key(request, list(keys))
     ends = np.cumsum([lengths.sum(dtype=np.int64) for lengths in lengths_by_key])
     names, answers, bounds, outputs = [], [], [], []
@@ -133,7 +132,7 @@ def pool(directory: Path, manifest: Manifest, request: Tensors) -> Pooled:
         ids: Ids = request.values[here].astype(np.int64, copy=False)
         for feature in features:
             table = tables[feature.table]
-            rows = ids if table.id_map is None else _remapped(table, table.id_map, known[table.name], ids)
+            rows = ids if table.id_map is None else remapped(table, table.id_map, known[table.name], ids)
             is_sequence = table.is_sequence or request.tables is not None
             if is_sequence:
                 bags = _Bags(rows, None, np.ones(len(rows), np.int64))
@@ -161,52 +160,6 @@ def _asked(manifest: Manifest, request: Tensors) -> dict[str, tuple[Feature, ...
         return {name: (Feature(name=name, table=name),) for name in request.tables}
     keys = manifest.keys
     return keys if request.features is None else {key: keys[key] for key in request.features}
-
-
-def _rows_of_known(directory: Path, id_map: IdMap, request: Tensors) -> dict[int, int]:
-    """The rows of the ids of a request that a map knows. All of its entries are looked through; no id is hashed."""
-    asked = np.unique(request.values.astype(np.int64, copy=False))
-    shape = (id_map.capacity, 2)
-    stored = np.memmap(directory / IDS, np.int64, mode="r", offset=id_map.entries_offset, shape=shape)
-    is_asked = np.searchsorted(asked, stored[:, 0]) < np.searchsorted(asked, stored[:, 0], side="right")
-    return dict(stored[is_asked & (stored[:, 1] >= 0)].tolist())
-
-
-def _remapped(table: Table, id_map: IdMap, known: Mapping[int, int], ids: Ids) -> Ids:
-    """The row that each raw id of a table reads: int64 [n]."""
-    rows = (known[id_] if id_ in known else _row_of_other(table, id_map, id_) for id_ in ids.tolist())
-    return np.fromiter(rows, np.int64, ids.size)
-
-
-def _row_of_other(table: Table, id_map: IdMap, id_: int) -> int:
-    """The row that an id reads which is not known: the last one, or that of its hash, as FBGEMM's
-    `zero_collision_hash` computes it."""
-    if id_map.hashed is None:
-        return table.rows - 1
-    bounds, buckets = id_map.hashed.bounds, len(id_map.hashed.bounds) - 1
-    bucket = id_ % buckets
-    hashed = _murmur3(id_ // buckets if id_map.hashed.divided else id_)
-    return bounds[bucket] + hashed % (bounds[bucket + 1] - bounds[bucket])
-
-
-def _murmur3(number: int) -> int:
-    """FBGEMM's `murmur_hash3_2x64(number, 0, 0)`, in whole numbers."""
-
-    def rotated(x: int, bits: int) -> int:
-        return (x << bits | x >> 64 - bits) & _64_BITS
-
-    def finished(x: int) -> int:
-        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-            x = (x ^ x >> 33) * factor & _64_BITS
-        return x ^ x >> 33
-
-    one = rotated((number & _64_BITS) * 0x87C37B91114253D5 & _64_BITS, 31) * 0x4CF5AD432745937F & _64_BITS
-    one = rotated(one, 27) * 5 + 0x52DCE729 & _64_BITS
-    two = one * 5 + 0x38495AB5 & _64_BITS
-    one = (one ^ 16) + (two ^ 16) & _64_BITS
-    two = (two ^ 16) + one & _64_BITS
-    one = finished(one) + finished(two) & _64_BITS
-    return one ^ (finished(two) + one & _64_BITS)
 
 
 def _weights_of(

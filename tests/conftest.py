@@ -1,43 +1,41 @@
-"""Bundles and a real server that several tests share."""
+"""Bundles and a real server that several tests share.
+
+Nothing here imports torch before a test needs it: `make quick`, and a file that needs none of it, do not wait for it.
+"""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import unchanged  # noqa: F401  first: it has all exports compare their models
-
-# isort: split
-
-from export import ExportConfig, OutputDtype, Sharding, export_model
 from serving.server import Access, Ports, Server, run_server
+from tests.support import unchanged
 from tests.support.deadlines import no_default_deadlines
 from tests.support.ending import end_together
-from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
-from tests.support.quick_reload import quick_reload
+from tests.support.reloads import in_a_fresh_process, in_this_process
 from tests.support.servers import add_gate
 
-# How fast examples are made and run, others on the machine have a say in.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
+# How fast examples are made and run, others on the machine have a say in. `make test-all` takes the profile `long`.
+for profile, examples in (("short", 25), ("long", 200)):
+    settings.register_profile(
+        profile, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+settings.load_profile("short")
 end_together()
+unchanged.watch()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_default_deadlines() -> Iterator[None]:
-    with no_default_deadlines():
+def _everywhere() -> Iterator[None]:
+    with no_default_deadlines(), in_this_process():
         yield
 
 
-@pytest.fixture(scope="module", name="quick_reload")
-def _quick_reload() -> Iterator[None]:
-    """For modules that export much and are not about it: `pytestmark = pytest.mark.usefixtures("quick_reload")`.
-
-    All other exports are checked as everybody's: a fresh process reloads the bundle.
-    """
-    with quick_reload():
+@pytest.fixture
+def fresh_process() -> Iterator[None]:
+    """For tests that are about it: a fresh process reloads the bundles of their exports, as it does everybody's."""
+    with in_a_fresh_process():
         yield
 
 
@@ -46,22 +44,20 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with five models: `mixed`, `weighted`, `half` (FP16 out), `sharded`, `mixed` on four ranks, and
     `gated`, `mixed` that tests can hold.
     """
+    from tests.support.models import export_shared
+
     path = tmp_path_factory.mktemp("served") / "repository"
-    export_model(collection(MIXED), path, "mixed", MIXED_CONFIG)
-    export_model(collection(SUM, weighted=True), path, "weighted")
-    export_model(collection(MIXED), path, "half", ExportConfig(output_dtype=OutputDtype.FP16))
-    sharding = Sharding(ranks=4, ranks_per_host=2, types={"*": "grid_shard", "genre": "data_parallel"})
-    export_model(collection(MIXED), path, "sharded", replace(MIXED_CONFIG, sharding=sharding))
-    add_gate(export_model(collection(MIXED), path, "gated", MIXED_CONFIG))
+    export_shared(path)
+    add_gate(path / "gated" / "1")
     return path
 
 
 @pytest.fixture(scope="session")
 def one_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository that starts fast, for tests that are about starting and stopping: with the model `m`."""
-    path = tmp_path_factory.mktemp("one") / "repository"
-    export_model(collection(SUM), path, "m")
-    return path
+    from tests.support.models import exported
+
+    return exported(tmp_path_factory.mktemp("one")).parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -83,8 +79,3 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     access = Access(http=True, allow=("shared-memory",))
     with run_server(repository, Ports(grpc=0, http=0, metrics=0), access=access, log=log) as running:
         yield running
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file first: on two processes the others then fill the time beside it."""
-    items.sort(key=lambda item: item.path.name != "test_sharded.py")

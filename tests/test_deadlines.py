@@ -16,13 +16,12 @@ from serving.client.connection import Connection
 from serving.client.serves import ask_all
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from serving.ranks.settings import hosts_of
+from serving.router.hosts_config import hosts_of
 from tests.support.deadlines import CALLING, PATIENT_S
 from tests.support.hosts import MODEL, export_hosts
 from tests.support.models import SUM, collection
 from tests.support.servers import running, tbe_serve
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
 TESTS = Path(__file__).parent
 NOWHERE = "127.0.0.1:1"
 LETS = "a test lets a default deadline decide: say how long"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from serving.triton.presence import IDLE
+from serving.triton.stubs import IDLE
 from tests.support.servers import lives
 
 ROOT = Path(__file__).parent.parent

@@ -3,7 +3,6 @@
 import logging
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from examples.movielens import data, train
 from examples.movielens.model import FEATURES, Ranker, to_kjt
+from export.__main__ import app as tbe_export
 from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.server import Ports, Server, run_server
@@ -197,10 +197,14 @@ def _step(console: Console, number: str, text: str) -> None:
 
 
 def _run(console: Console, command: str) -> None:
-    """Show a command as one would type it, and run it."""
+    """Show a command of tbe-export as one would type it, and run it in this process, which has TorchRec by now."""
     console.print(f"  $ {command}", soft_wrap=True)
-    program, *arguments = shlex.split(command)
-    subprocess.run([str(Path(sys.executable).with_name(program)), *arguments], check=True)
+    _, *arguments = shlex.split(command)
+    try:
+        tbe_export(arguments)
+    except SystemExit as ended:
+        if ended.code:
+            raise
 
 
 if __name__ == "__main__":

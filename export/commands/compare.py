@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import MofNCompleteColumn
 
+from export.commands.model import progress_bar
 from export.commands.module import CheckpointOption, build_module
 from export.commands.options import parsed_by_table
-from export.commands.progress import progress_bar
 from export.commands.settings import by_table
 from export.commands.values import weight_dtype
-from export.compare.options import STRATEGIES, StudyOptions
-from export.patterns import check_patterns, last_match
+from export.compare.study import STRATEGIES, StudyOptions
+from export.plan.sharding import check_patterns, last_match
 from export.sizes import size_bytes
 from serving.errors import ConfigurationError
-from serving.files.strict import as_text
+from serving.files.reading import as_text
 from serving.pins import check_pins
 from serving.terminal import program
-from serving.terminal.numbers import real
+from serving.terminal.options import real
 
 if TYPE_CHECKING:
-    from export.compare.tables import ComparedTables
+    from export.compare.baseline import ComparedTables
 
 
 def compare(
@@ -91,8 +91,8 @@ def compare(
 def _compared_tables(
     model: str | None, checkpoint: Path | None, file: Path | None, pooling_factors: list[str] | None
 ) -> "ComparedTables":
-    from export.commands.tables_file import read_tables
-    from export.compare.tables import ComparedTables
+    from export.commands.settings import read_tables
+    from export.compare.baseline import ComparedTables
     from export.trained.checkpoint import open_weights
     from export.trained.generated import generated_checkpoint
     from export.trained.tables import collect_tables

@@ -6,12 +6,9 @@ from typing import Annotated
 
 import typer
 
-from export.kubernetes.addresses import GRPC_PORT, check_addresses
-from export.kubernetes.fleet import Fleet, Replicas, read_fleet
-from export.kubernetes.labels import client_labels
-from export.kubernetes.options import METRICS_FROM, PodOptions
-from export.kubernetes.tls import secrets_of
-from export.publish.served import bundle_of
+from export.kubernetes.addresses import GRPC_PORT, check_addresses, secrets_of
+from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, client_labels, read_fleet
+from export.publish.release import bundle_of
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.signature import TrustedKeys, signature_of
 from serving.errors import ConfigurationError

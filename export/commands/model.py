@@ -1,21 +1,56 @@
-"""`tbe-export model`: export a trained model as a bundle."""
+"""`tbe-export model` and `complete`: export a trained model as a bundle."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from rich import progress as bars
 
 from export.commands.module import CheckpointOption, ModelOption, SigningKeyOption, build_module
-from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
 from export.commands.show import show_parity, show_published, show_ranks, show_remarks, show_scores, show_tables
+from export.config import Progress
 from export.plan.report import report_plan
 from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
 from serving.pins import check_pins
-from serving.terminal.program import out
+from serving.terminal.program import err, out
+
+# Takes the step that is being done, how much is done, and how much there is.
+Show = Callable[[str, int, int], None]
+
+
+@contextmanager
+def progress_bar(width: int, first: str, *columns: bars.ProgressColumn) -> Iterator[Show]:
+    """Show a bar.
+
+    Args:
+        width: the characters for the name of a step.
+        first: the first step.
+        columns: what stands behind the bar.
+    """
+    with bars.Progress(
+        bars.TextColumn(f"{{task.description:<{width}}}", markup=False),
+        bars.BarColumn(),
+        *columns,
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    ) as bar:
+        task = bar.add_task(first, total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@contextmanager
+def export_progress() -> Iterator[Callable[[Progress], None]]:
+    """Show a bar for an export, in bytes."""
+    columns = (bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+    with progress_bar(16, "reading", *columns) as show:
+        yield lambda progress: show(progress.step, progress.done, progress.total)
+
 
 Published = TypeVar("Published")
 
@@ -47,7 +82,7 @@ def model(
     if hosts is not None and version is None:
         raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
     check_pins()
-    from export.hosts.machines import export_hosts
+    from export.machines import export_hosts
     from export.pipeline import export_model
 
     module = build_module(model, meta=checkpoint is not None)
@@ -82,3 +117,40 @@ def _numbers(text: str) -> list[int]:
     if not re.fullmatch(r"[0-9]{1,4}(,[0-9]{1,4})*", text):
         raise ConfigurationError(f"--only-hosts: expected numbers of hosts, such as 3 or 0,1, got {text!r}")
     return [int(number) for number in text.split(",")]
+
+
+@takes_settings
+def complete(
+    model: ModelOption,
+    repository: Annotated[Path, typer.Option(help="Triton's model repository, with the bundles of all hosts.")],
+    name: Annotated[str, typer.Option(help="The router's name in the repository.")],
+    version: Annotated[int, typer.Option(help="The number of all bundles of the set.")],
+    config: Config,
+    checkpoint: CheckpointOption = None,
+    signing_key: SigningKeyOption = None,
+) -> None:
+    """Publish the router's bundle for hosts that `tbe-export model --only-hosts` exported, with the same options.
+
+    The bundles of all hosts are read and compared with their digests. What is missing is said, a line for each host.
+    """
+    settings = config()
+    check_pins()
+    from export.machines import complete_hosts
+
+    module = build_module(model, meta=checkpoint is not None)
+    with export_progress() as show:
+        path = complete_hosts(
+            module,
+            repository,
+            name,
+            settings,
+            version,
+            checkpoint=checkpoint,
+            signing_key=signing_key,
+            progress=show,
+        )
+    manifest = open_bundle(path).manifest
+    show_parity(manifest.parity)
+    show_scores(manifest, manifest.dense_part)
+    show_remarks(manifest)
+    show_published(path, manifest)

@@ -18,7 +18,7 @@ from serving.bundle.plan import ShardingType
 from serving.bundle.rows import WeightDtype
 from serving.bundle.scores import DenseDtype
 from serving.bundle.tables import OutputDtype
-from serving.terminal.numbers import integer, real
+from serving.terminal.options import integer, real
 
 # In the file: one value for all tables, or values by table. Numbers may be written as text.
 ByTable = str | int | float | dict[str, str | int | float]

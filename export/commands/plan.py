@@ -6,8 +6,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from export.commands.model import export_progress
 from export.commands.module import CheckpointOption, ModelOption, build_module
-from export.commands.progress import export_progress
 from export.commands.settings import Config, takes_settings
 from export.commands.show import show_placement, show_ranks, show_remarks, show_transfers
 from export.plan.report import report_plan

@@ -1,4 +1,6 @@
-"""What to export, as people write it: options of the commands, and a TOML file with the same names::
+"""The settings of an export: from options of a command, and from a TOML file with the same names.
+
+A settings file::
 
     output_dtype = "fp16"
     dtype = { "*" = "int4", user = "fp16" }     # or for all tables: dtype = "int4"
@@ -16,32 +18,64 @@
     instances = 2
     queue_timeout_ms = 50
 
-The command line comes after the file. Where both set the same key of the same table, the command line counts.
+If the file and the command line set the same key of the same table, the command line counts.
 `export.commands.options` lists all keys.
+
+A tables file describes tables, for a study without a model::
+
+    [tables.item]
+    rows = 1_000_000
+    dim = 64
+    pooling_factor = 20             # mean number of ids in a bag. Default: 1
+    pooling = "mean"                # Default: "sum"
+    features = ["item", "recent"]   # Default: one feature with the table's name
 """
 
 import dataclasses
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import typer
 
 from export.commands.options import OPTIONS, ByTable
-from export.commands.toml_file import read_toml
 from export.config import ExportConfig
 from export.plan.sharding import Sharding, check_beside_plan
+from export.sizes import MOST_BYTES
+from serving.bundle.tables import Pooling
 from serving.errors import ConfigurationError
+from serving.files.reading import UNREADABLE, read_file
 from serving.model.settings import ServingSettings
 from serving.terminal.options import by_name, shared_options, with_options
 
-# Values as typed or written, by an option's name; None where not set. The key "serving" has that table of the file.
+if TYPE_CHECKING:
+    from export.trained.tables import TrainedTable
+
+T = TypeVar("T")
+
+
+def read_toml(path: Path, kind: type[T]) -> T:
+    """Read the file at `path` as a `kind`.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line or key is wrong. The message names it.
+    """
+    try:
+        return msgspec.convert(tomllib.loads(read_file(path, follow=True).decode()), kind)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, *UNREADABLE) as error:  # TOMLDecodeError; and int() refuses 5,000 digits
+        raise ConfigurationError(f"{path}: {error}") from error
+
+
+# Values as typed or written, by an option's name. None: not set. "serving" is the TOML table [serving].
 Settings = Mapping[str, Any]
 
 
 def _strict_struct(section: str, **more: Any) -> type[msgspec.Struct]:
-    """The type of a TOML table: the keys of `section`, and `more` keys with their types. Keys not there are None."""
+    """The type of a TOML table: the keys of `section`, and `more` keys with their types. Missing keys are None."""
     types = {option.name: option.file_type for option in OPTIONS if option.section == section} | more
     keys: list[tuple[str, Any, Any]] = [(name, kind | None, None) for name, kind in types.items()]
     return msgspec.defstruct("File", keys, frozen=True, kw_only=True, forbid_unknown_fields=True)
@@ -67,7 +101,7 @@ def by_table(given: Sequence[str] | None) -> ByTable | None:
 
 
 def merge_settings(first: Settings, then: Settings) -> Settings:
-    """`first`, overridden by what `then` sets. Values by table are overridden pattern by pattern."""
+    """`first`, overridden by the settings of `then`. Values by table are overridden pattern by pattern."""
     merged = dict(first)
     for name, value in then.items():
         before = first.get(name)
@@ -80,10 +114,10 @@ def merge_settings(first: Settings, then: Settings) -> Settings:
 
 
 def export_config(settings: Settings) -> ExportConfig:
-    """Check settings, and make a config of them.
+    """Check settings, and make an ExportConfig of them.
 
     Raises:
-        ConfigurationError: naming the setting, what was expected and what came.
+        ConfigurationError: naming the setting, the values that it may have, and the one that it got.
     """
     fields: dict[str, dict[str, Any]] = {"": {}, "sharding": {}}
     for option in OPTIONS:
@@ -118,14 +152,14 @@ def _read_options(*, config: Path | None, **typed: Any) -> ExportConfig:
     try:
         return export_config(merge_settings(written, typed))
     except ConfigurationError as error:
-        # If the file alone, or one key of it, is refused with the same words, then it is the file that is wrong.
+        # If the file alone, or one of its keys, is refused with the same message, the file is wrong: name it.
         if str(error) in map(_refusal, [written, *({name: value} for name, value in written.items())]):
             raise ConfigurationError(f"{config}: {error}") from error
         raise
 
 
 def _refusal(settings: Settings) -> str | None:
-    """Why settings are refused; None: they are not."""
+    """Why settings are refused. None: they are not."""
     try:
         export_config(settings)
     except ConfigurationError as error:
@@ -142,7 +176,64 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     **{option.name: (option.terminal_type, None) for option in OPTIONS},
 }
-# Gives a command these options. In their place it gets `config()`, which makes an ExportConfig of them, or raises
-# ConfigurationError.
+# A command calls `config()` for the ExportConfig of these options. It raises ConfigurationError.
 takes_settings = shared_options("config", with_options(_read_options, _OPTIONS))
 Config = Callable[[], ExportConfig]
+
+
+class _TableKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rows: int
+    dim: int
+    pooling_factor: float = 1.0
+    pooling: str = "sum"
+    features: tuple[str, ...] = ()
+
+
+class _TablesFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tables: dict[str, _TableKeys]
+
+
+def read_tables(path: Path) -> "tuple[tuple[TrainedTable, ...], Mapping[str, float]]":
+    """Read a tables file.
+
+    Returns:
+        Its tables, and their pooling factors by name.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a key of a table is wrong. The message names both.
+    """
+    described = read_toml(path, _TablesFile).tables
+    if not described:
+        raise ConfigurationError(f"{path}: expected a table such as [tables.item], found none")
+    tables = tuple(_table(f"{path}: table {name!r}", name, keys) for name, keys in described.items())
+    features = [feature for table in tables for feature in table.features]
+    if twice := {feature for feature in features if features.count(feature) > 1}:
+        raise ConfigurationError(f"{path}: feature {min(twice)!r}: expected one table that it reads, found several")
+    return tables, {name: keys.pooling_factor for name, keys in described.items()}
+
+
+def _table(where: str, name: str, keys: _TableKeys) -> "TrainedTable":
+    from export.trained.tables import TrainedTable  # it imports torch, for which other commands need not wait
+
+    if keys.rows < 1 or keys.dim < 4 or keys.dim % 4 or keys.rows * keys.dim > MOST_BYTES:
+        raise ConfigurationError(
+            f"{where}: expected rows > 0 and a dim that is a multiple of 4, and no more than {MOST_BYTES} elements, "
+            f"got {keys.rows} × {keys.dim}"
+        )
+    if not 0 < keys.pooling_factor < 1e6:
+        raise ConfigurationError(
+            f"{where}: pooling_factor: expected > 0 and below 1000000, got {keys.pooling_factor}"
+        )
+    pooling = {"sum": Pooling.SUM, "mean": Pooling.MEAN}.get(keys.pooling.lower())
+    if pooling is None:
+        raise ConfigurationError(f"{where}: pooling: expected sum or mean, got {keys.pooling!r}")
+    return TrainedTable(
+        name=name,
+        key=name,
+        rows=keys.rows,
+        dim=keys.dim,
+        pooling=pooling,
+        weighted=False,
+        features=keys.features or (name,),
+        keys=keys.features or (name,),
+    )

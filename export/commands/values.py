@@ -8,7 +8,7 @@ from serving.bundle.rows import WeightDtype
 from serving.bundle.scores import DenseDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
 from serving.errors import ConfigurationError
-from serving.terminal.numbers import integer
+from serving.terminal.options import integer
 
 E = TypeVar("E", bound=Enum)
 

@@ -1,1 +1,1 @@
-"""The study of shardings and dtypes: place the same tables in every way, measure, recommend."""
+"""The study of shardings and dtypes: place the same tables in several ways, measure, and recommend."""

@@ -1,10 +1,11 @@
-"""The baseline of a study: the tables in one dtype on one rank. Placements are cut from it and measured beside it."""
+"""The baseline of a study: the tables in one dtype on one rank. Placements are cut from it, and timed beside it."""
 
 import glob
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -12,27 +13,101 @@ import msgspec
 import numpy as np
 import torch
 
-from export.compare.measure import Times, measure
-from export.compare.options import MIXED, StudyOptions
+from export.compare.measure import Times, measure, traffic_between
 from export.compare.recommend import recommend
-from export.compare.recut import recut_rows
-from export.compare.study import DtypeReport, Placement, Recommendation
-from export.compare.tables import ComparedTables
-from export.compare.traffic import traffic_between
+from export.compare.study import MIXED, DtypeReport, Placement, Recommendation, StudyOptions
+from export.config import ExportConfig
 from export.errors import ParityError, PlanError
-from export.parity.probe import Arguments, as_arguments, make_probe, run_program
+from export.parity.answers import Arguments, as_arguments, run_program
 from export.plan.report import report_plan
 from export.plan.sharding import Sharding
+from export.prepare import describe
 from export.program.compile import compile_program
-from export.rows.store_blocks import store_rows
-from serving.bench.ids import Distribution, random_requests
+from export.rows.store import store_rows, write_rows
+from export.trained.checkpoint import Checkpoint
+from export.trained.probe import make_probe
+from export.trained.tables import TrainedTable
 from serving.bench.report import Figure
+from serving.bench.requests import Distribution, random_requests
 from serving.bundle.manifest import Manifest
+from serving.bundle.opening import weights_path, weights_paths
 from serving.bundle.rows import WeightDtype
-from serving.bundle.weights import weights_paths
 from serving.errors import ConfigurationError
-from serving.ranks.weights import Weights
 from serving.reference import pool
+from serving.tables.table_files import TableFiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComparedTables:
+    """Tables, and the traffic that they are measured with.
+
+    Attributes:
+        trained: the tables.
+        weights: the checkpoint with their rows.
+        pooling_factors: mean number of ids in a bag, by table. 1 for a table that is missing.
+        generated: whether the rows are random, not trained.
+
+    Raises:
+        ConfigurationError: a pooling factor cannot be used.
+    """
+
+    trained: Sequence[TrainedTable]
+    weights: Checkpoint
+    pooling_factors: Mapping[str, float]
+    generated: bool
+
+    def __post_init__(self) -> None:
+        Sharding(pooling_factors=self.pooling_factors)  # checks them
+
+    def pooling_factor_of(self, table: str) -> float:
+        """Mean number of ids in a bag of `table`."""
+        return self.pooling_factors.get(table, 1.0)
+
+    @property
+    def pooling_factors_by_pattern(self) -> dict[str, float]:
+        """The pooling factors for Sharding, which takes names as globs."""
+        return {glob.escape(name): factor for name, factor in self.pooling_factors.items()}
+
+    def describe(self, dtype: WeightDtype, sharding: Sharding, of: Sequence[TrainedTable] | None = None) -> Manifest:
+        """The manifest of the tables, or of some `of` them, in one dtype.
+
+        Raises:
+            ConfigurationError, QuantizeError, PlanError: as `export_model`.
+        """
+        config = ExportConfig(dtype={"*": dtype}, sharding=sharding)
+        return describe(self.trained if of is None else of, config, lambda: self.weights)
+
+
+_BLOCK_BYTES = 1 << 24
+
+
+def recut_rows(source: Path, one_rank: Manifest, target: Path, manifest: Manifest) -> None:
+    """Write the weights files of `manifest` into `target`.
+
+    Args:
+        source: the folder with the weights file of `one_rank`.
+        one_rank: the manifest of the same tables in the same dtypes, each whole on the only rank.
+        target: the folder for the new weights files.
+        manifest: the tables in the new plan.
+    """
+    stored = np.memmap(weights_path(source, one_rank, 0), np.uint8, mode="r")
+    offsets = {shard.table: shard.offset_bytes for shard in one_rank.plan.shards}
+    files = {
+        number: os.open(weights_path(target, manifest, number), os.O_WRONLY | os.O_CREAT)
+        for number in range(len(manifest.plan.ranks))
+    }
+    shards = manifest.plan.shards_by_table
+    try:
+        for table in manifest.tables:
+            rows = stored[offsets[table.name] :][: table.rows * table.row_bytes].reshape(table.rows, -1)
+            step = max(1, _BLOCK_BYTES // table.row_bytes)
+            for start in range(0, table.rows, step):
+                block = rows[start : start + step]
+                write_rows(files, table, shards[table.name], start, block)
+    finally:
+        for file in files.values():
+            os.close(file)
+
 
 ONE_RANK = "one_rank"
 
@@ -41,14 +116,14 @@ class Baseline:
     """The tables in one dtype, each whole on one rank.
 
     Args:
-        directory: takes the stored rows; must not exist.
+        directory: the folder for the stored rows. It must not exist.
         tables: the tables.
         options: how placements are made and measured.
         dtype: how all rows are stored.
 
     Raises:
         ConfigurationError, CheckpointError, QuantizeError: the tables cannot be stored.
-        ParityError: the program answers otherwise than the stored rows say.
+        ParityError: the program's answers differ from the stored rows.
     """
 
     def __init__(self, directory: Path, tables: ComparedTables, options: StudyOptions, dtype: WeightDtype) -> None:
@@ -65,23 +140,28 @@ class Baseline:
         self._program = _checked_program(directory, self._manifest)
 
     def recommend(self, ranks: int, errors: Mapping[str, Sequence[DtypeReport]]) -> dict[str, Recommendation]:
-        """What suits each table on so many ranks.
+        """The recommended sharding type and dtype of each table.
 
         Args:
-            ranks: how many.
-            errors: what each dtype does to each table.
+            ranks: number of ranks.
+            errors: bytes and error of each table in each dtype.
         """
         readers = Counter(feature.table for feature in self._manifest.features)
         return recommend(self._manifest.tables, readers, self._sharding(ranks), errors)
 
     def place(self, strategy: str, ranks: int, advice: Mapping[str, Recommendation]) -> Placement:
-        """Cut the tables over ranks as `strategy` says, and measure; `advice` is what MIXED follows.
+        """Cut the tables over ranks by a strategy, and measure.
+
+        Args:
+            strategy: of STRATEGIES.
+            ranks: number of ranks.
+            advice: the recommendations, for MIXED.
 
         Returns:
-            The placement. Its `error` says why where the tables cannot be placed so.
+            The placement. If the tables cannot be placed so, its `error` says why.
 
         Raises:
-            ParityError: the placement answers otherwise than the stored rows say.
+            ParityError: the placement's answers differ from the stored rows.
         """
         types = {"*": strategy}
         if strategy == MIXED:
@@ -105,7 +185,7 @@ class Baseline:
         return _placement(strategy, manifest, sharding, times)
 
     def placement(self) -> Placement:
-        """The baseline itself, with the times measured beside every placement: caches are as cold for both."""
+        """The baseline itself. Its times are those beside the placements, so caches were as cold for both."""
         sharding = self._sharding(1)
         found = _placement(ONE_RANK, self._manifest, sharding, self._measure(self._program, 1))
         if not self._times:
@@ -121,7 +201,7 @@ class Baseline:
         )
 
     def remove(self) -> None:
-        """Free the disk."""
+        """Remove the stored rows."""
         for path in self._directory.iterdir():
             path.unlink()
 
@@ -141,13 +221,13 @@ def _requests(manifest: Manifest, tables: ComparedTables, batch_size: int) -> li
 
 
 def _checked_program(directory: Path, manifest: Manifest) -> torch.jit.ScriptModule:
-    """The program of `manifest` over the weights files in `directory`. What is fast must also be right.
+    """The program of `manifest` over the weights files in `directory`, checked on a probe.
 
     Raises:
-        ParityError: it answers a probe otherwise than the stored rows say.
+        ParityError: its answers to the probe differ from the stored rows.
     """
     program = compile_program(manifest)
-    program.weights_host = Weights(directory, manifest).tensors
+    program.weights_host = TableFiles(directory, manifest).tensors
     probe = make_probe(manifest, {})
     expected = pool(directory, manifest, probe)
     for feature, error in expected.misses(expected.by_feature(run_program(program, manifest, probe, None))):

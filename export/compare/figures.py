@@ -1,4 +1,4 @@
-"""A study as pictures. The colour-blind can tell the colours apart; hatches serve those who see none."""
+"""The figures of a study. The colours are safe for the colour-blind; hatches tell bars apart without colours."""
 
 import io
 from collections import Counter
@@ -19,11 +19,12 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 from export.compare.study import Placement, Study
 from export.sizes import size_text
 
-# Okabe and Ito's palette (https://jfly.uni-koeln.de/color/), less the black of lines and text.
+# Okabe and Ito's palette (https://jfly.uni-koeln.de/color/) without black, which lines and text have.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++")
 _GREY = "#BBBBBB"
 _INCH = 0.36
+_LATENCY_TITLE = "How long a lookup in {} tables takes,\nby how they are cut over ranks.\nShorter is better"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Layout:
 
 
 WIDE = Layout(width=8, panels=3, keys=4)
-# A phone shows this at more than its size, so that text of 7 points is read without a lens.
+# For phones, which enlarge it: text of 7 points stays readable.
 NARROW = Layout(width=3.2, panels=1, keys=2)
 
 
@@ -46,8 +47,8 @@ class Picture:
 
     Attributes:
         name: its file's name without the suffix.
-        alt: what it shows, for those who cannot see it.
-        figure: what is drawn.
+        alt: a description for readers who cannot see it.
+        figure: the drawing.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Picture:
     figure: Figure
 
     def encoded(self, format_: str) -> bytes:
-        """The figure's file in the format `svg` or `png`."""
+        """The content of the figure's file in the format `svg` or `png`."""
         buffer = io.BytesIO()
         with mpl.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": self.name}):
             self.figure.savefig(buffer, format=format_, dpi=160)
@@ -65,7 +66,7 @@ class Picture:
 def draw(study: Study, layout: Layout) -> Iterator[Picture]:
     """Draw all figures of `study`: latency, memory and traffic by strategy, and error by dtype.
 
-    The first three show the first dtype. Latency shows all numbers of ranks, memory and traffic the largest.
+    The first three show the first dtype. Latency is for all numbers of ranks, memory and traffic for the largest.
     """
     placed = [each for each in study.placements if each.error is None and each.dtype == next(iter(study.one_rank))]
     most = [each for each in placed if each.ranks == study.recommended_ranks]
@@ -98,7 +99,8 @@ def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figur
     """Bars of the latency of each strategy on each number of ranks."""
     strategies = list(dict.fromkeys(each.strategy for each in placed))
     ranks = sorted({each.ranks for each in placed})
-    figure = Figure(figsize=(layout.width, 1.6 + _INCH * len(strategies) * len(ranks)), layout="constrained")
+    figure = Figure(figsize=(layout.width, 2.2 + _INCH * len(strategies) * len(ranks)), layout="constrained")
+    figure.suptitle(_LATENCY_TITLE.format(len(study.tables)), x=0.01, ha="left", fontsize=10)
     axes = figure.subplots()
     looks: list[dict[str, Any]] = [
         {"facecolor": colour, "hatch": hatch, "edgecolor": "white"}
@@ -113,15 +115,20 @@ def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figur
     _draw_one_rank(axes, one_rank_ms)
     axes.set_yticks(range(len(strategies)), strategies)
     axes.set_ylim(len(strategies) - 0.4, -0.9)
-    axes.set_xlabel(f"ms for {study.batch_size} samples, median")
+    axes.set_xlabel(f"ms for {study.batch_size} samples")
     axes.set_xlim(0, axes.get_xlim()[1] * 1.08)
     axes.spines[["top", "right"]].set_visible(False)
     (tick,) = axes.plot([], [], color="black", lw=2.5, marker="|", linestyle="none", markersize=10)
-    keys: list[Artist] = [*(Patch(**look) for look in looks), tick]
+    (interval,) = axes.plot([], [], color="black", lw=1)
+    keys: list[Artist] = [*(Patch(**look) for look in looks), interval, tick]
     figure.legend(
         keys,
-        [*(f"{count} ranks in one process" for count in ranks), "ranks side by side, network not counted"],
-        loc="outside upper center",
+        [
+            *(f"{count} ranks in one process, median" for count in ranks),
+            "interval of the median",
+            "ranks side by side, network not counted",
+        ],
+        loc="outside lower center",
         ncols=layout.keys // 2,
         frameon=False,
         fontsize=9,
@@ -142,7 +149,7 @@ def _draw_latency(axes: Axes, placement: Placement, at: float, height: float, lo
 def _draw_one_rank(axes: Axes, latency_ms: float) -> None:
     axes.axvline(latency_ms, color="black", linestyle=":")
     axes.annotate(
-        f"one rank: {latency_ms:.3g} ms ",
+        f"not cut: {latency_ms:.3g} ms ",
         (latency_ms, -0.62),
         fontsize=8,
         ha="left",
@@ -203,7 +210,7 @@ def _memory_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]
 
 
 def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]:
-    """A painter of the matrix of bytes from rank to rank, with numbers where they can be read."""
+    """A painter of the matrix of bytes from rank to rank, with numbers if there is space for them."""
     largest = max((max(map(max, each.traffic)) for each in placed), default=0) or 1
 
     def paint(axes: Axes, each: Placement) -> None:

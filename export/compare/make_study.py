@@ -1,23 +1,61 @@
-"""Make a study: store the tables once in each dtype, place them in every way, and measure each placement."""
+"""Make a study: store the tables once in each dtype, place them by every strategy, and measure each placement."""
 
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from export.compare.baseline import Baseline
-from export.compare.dtype_errors import measure_dtype_errors
-from export.compare.fastest import judge
+from export.compare.baseline import Baseline, ComparedTables
 from export.compare.measure import CONFIDENCE
-from export.compare.options import StudyOptions
-from export.compare.study import DtypeReport, Placement, Recommendation, Study, TableStudy
-from export.compare.tables import ComparedTables
+from export.compare.study import DtypeReport, Placement, Recommendation, Study, StudyOptions, TableStudy, judge
+from export.plan.sharding import Sharding
+from export.rows.quantize import packs
+from export.rows.store import store_rows
+from export.trained.tables import TrainedTable
+from serving.bundle.manifest import Agreement
+from serving.bundle.opening import weights_paths
+from serving.bundle.rows import WeightDtype
 from serving.pins import installed
+
+
+def measure_dtype_errors(tables: ComparedTables) -> dict[str, list[DtypeReport]]:
+    """Store every table in every dtype that can hold it.
+
+    Returns:
+        For each table its dtypes, the narrowest first.
+
+    Raises:
+        CheckpointError, QuantizeError: a table cannot be stored.
+    """
+    found: dict[str, list[DtypeReport]] = {table.name: [] for table in tables.trained}
+    for dtype in sorted(WeightDtype, key=lambda each: each.format.bits):
+        held = [table for table in tables.trained if packs(table.dim, dtype)]
+        agreements = _agreements(tables, held, dtype) if held else {}
+        for table in held:
+            agreement = agreements[table.name]
+            found[table.name].append(
+                DtypeReport(
+                    dtype=dtype.value.lower(),
+                    bytes=table.rows * dtype.row_bytes(table.dim),
+                    largest_error=agreement.largest,
+                    mean_error=agreement.mean,
+                    cosine=agreement.cosine,
+                )
+            )
+    return found
+
+
+def _agreements(tables: ComparedTables, held: Sequence[TrainedTable], dtype: WeightDtype) -> dict[str, Agreement]:
+    """The agreement of float and stored rows, for the tables `held`."""
+    manifest = tables.describe(dtype, Sharding(), of=held)
+    with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder:
+        stored = store_rows(weights_paths(Path(folder), manifest), held, manifest, tables.weights)
+        return {each.table: each.error.tally.agreement for each in stored}
 
 
 def make_study(
@@ -26,17 +64,17 @@ def make_study(
     command: str,
     progress: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Study:
-    """Compare `tables` as `options` say.
+    """Place `tables` in all ways that `options` name, and measure each.
 
     Args:
-        tables: what is compared.
-        options: in which ways.
-        command: what a person typed, for the report.
-        progress: called with the step that starts, how many steps are done, and how many there are.
+        tables: the tables.
+        options: strategies, numbers of ranks and dtypes.
+        command: the command line, for the report.
+        progress: called when a step begins: with its name, the number of steps done, and the number of all steps.
 
     Raises:
         ConfigurationError, CheckpointError, QuantizeError: the tables cannot be stored.
-        ParityError: a placement answers otherwise than its rows say.
+        ParityError: the answers of a placement differ from the stored rows.
     """
     errors = measure_dtype_errors(tables)
     one_rank: dict[str, Placement] = {}
@@ -73,7 +111,7 @@ def make_study(
 
 
 def _steps(progress: Callable[[str, int, int], None], total: int) -> Callable[[str], None]:
-    """A function that tells `progress` of each step as it starts."""
+    """A function that calls `progress` when a step begins."""
     done = 0
 
     def step(what: str) -> None:
@@ -98,7 +136,7 @@ def _table_studies(tables: ComparedTables, errors: dict[str, list[DtypeReport]])
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch use one thread, as in a served model."""
+    """In the block, torch uses one thread, as in a served model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

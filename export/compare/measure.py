@@ -1,4 +1,4 @@
-"""The time of a placement beside that of the same tables on one rank, round by round."""
+"""Measure a placement in turn with the same tables on one rank, round by round."""
 
 import time
 from collections.abc import Sequence
@@ -10,15 +10,40 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from export.parity.probe import Arguments
+from export.parity.answers import Arguments
+from export.plan.sharding import Sharding
+from export.plan.traffic import shard_traffic
 from serving.bench.report import Figure
-from serving.ranks.program import torchscript
+from serving.bundle.manifest import Manifest
+from serving.bundle.plan import ShardingType
+from serving.lookup.program import torchscript
+
+
+def traffic_between(manifest: Manifest, sharding: Sharding) -> npt.NDArray[np.float64]:
+    """Bytes from each rank to each other for one batch of `sharding.batch_size` samples.
+
+    A rank sends the ids, lengths and per-id weights of its samples to the ranks that hold the rows, and gets FP32
+    sums back. Ids are assumed to be spread evenly over rows. Bytes that stay on a rank are not counted, so a table
+    with a copy on every rank moves nothing.
+
+    Returns:
+        float64 [W, W]; element (r, s) is sent from rank r to rank s.
+    """
+    ranks = len(manifest.plan.ranks)
+    moved = np.zeros((ranks, ranks))
+    for shard, bytes_in, bytes_out in shard_traffic(manifest, sharding, sharding.batch_size / ranks):
+        if manifest.plan.sharding[shard.table] is not ShardingType.DATA_PARALLEL:
+            moved[:, shard.rank] += bytes_in
+            moved[shard.rank, :] += bytes_out
+    np.fill_diagonal(moved, 0)
+    return moved
+
 
 _ROUNDS = 9
 _LEAST_CALLS = 4
 _WARM_UP_CALLS = 5
-# An interval reaches from the second to the eighth of nine sorted rounds. It misses the median of all possible rounds
-# as rarely as nine coins show at most one head, or at most one tail.
+# An interval is from the second to the eighth of nine sorted rounds. It misses the true median as rarely as nine
+# coins show at most one head, or at most one tail.
 CONFIDENCE = 1 - 2 * (1 + _ROUNDS) / 2**_ROUNDS
 
 
@@ -62,10 +87,10 @@ def measure(
     """Call `program`, `one_rank` and the steps of `program` in turn.
 
     Args:
-        program: the placement's program, on so many `ranks`.
+        program: the placement's program.
         one_rank: the program of the same tables on one rank.
-        requests: what they are called with, over and over.
-        ranks: the ranks of `program`.
+        requests: the arguments of calls, used again and again.
+        ranks: the number of ranks of `program`.
         seconds: how long all rounds take together.
     """
     with torchscript():
@@ -78,7 +103,7 @@ def measure(
         timed: list[tuple[float, ...]] = []
         while len(timed) < least or time.perf_counter() < end:
             request = next(endless)
-            # The second of the two finds the rows in the cache, so they take turns.
+            # The second call finds the rows in the cache, so the two take turns in being second.
             if len(timed) % 2:
                 placed_s, single_s = _timed(placed, request), _timed(single, request)
             else:
@@ -91,7 +116,7 @@ def measure(
 
 
 def summarize(rounds: Sequence[npt.NDArray[np.float64]]) -> Times:
-    """Sum rounds up.
+    """Summarize rounds.
 
     Args:
         rounds: for each round, the seconds of its n calls, float64 [n, 5]: the placement, one rank beside it, and the
@@ -124,7 +149,7 @@ def _timed(forward: Any, request: Arguments) -> float:
 
 
 def _steps(program: Any, ranks: int, request: Arguments) -> tuple[float, float, float]:
-    """Seconds of splitting, of the slowest rank's lookup, and of merging. One rank has the lookup alone."""
+    """Seconds of splitting, of the slowest rank's lookup, and of merging. One rank has only the lookup."""
     if not hasattr(program, "split"):
         return 0.0, _timed(program.forward, request), 0.0
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A study as files: a page that needs no network, the page's figures as PNG, and all numbers as JSON."""
+"""The files of a study: a page that needs no network, its figures as PNG, and all numbers as JSON."""
 
 import base64
 import json
@@ -11,13 +11,11 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
-from export.compare.fastest import IN_ONE_PROCESS, figure_of
 from export.compare.figures import NARROW, WIDE, Picture, draw
-from export.compare.options import MIXED
-from export.compare.study import Placement, Study, Verdict
+from export.compare.study import IN_ONE_PROCESS, MIXED, Placement, Study, Verdict, figure_of
 from export.sizes import size_text
 from serving.errors import ConfigurationError
-from serving.files.replacing import replacing
+from serving.files.writing import replacing
 
 PAGE = "report.html"
 NUMBERS = "study.json"
@@ -86,7 +84,7 @@ def _fastest(study: Study, verdict: Verdict) -> str:
 
 
 def _advice(study: Study, verdict: Verdict) -> str | None:
-    """What the measurement says of the recommended types; None where they were not measured together."""
+    """A sentence on the recommended types. None: they were not measured together."""
     group = _group(study, verdict)
     if MIXED not in group:
         return None

@@ -1,8 +1,75 @@
-"""What a study found: `study.json`, from which the report's page takes every number."""
+"""What a study measures, and what it found: `study.json`, from which the report's page takes every number."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
+from export.plan.sharding import CHOICES, Sharding
+from serving.arguments import check_arguments
 from serving.bench.report import Figure
+from serving.bundle.rows import WeightDtype
+from serving.errors import ConfigurationError
+
+# The strategy that places each table as `export.compare.recommend` says.
+MIXED = "mixed"
+STRATEGIES = (*(each for each in CHOICES if not each.startswith("auto")), MIXED, "auto", "auto-simple")
+_MOST_SECONDS = 3600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyOptions:
+    """A study measures every strategy on every number of ranks in every dtype.
+
+    Attributes:
+        strategies: of STRATEGIES.
+        ranks: numbers of ranks, each 2 or more.
+        ranks_per_host: ranks of each host; all are on one host where None.
+        memory_bytes: what a rank can hold; an equal part of this machine's memory where None.
+        dtypes: the dtypes.
+        batch_size: samples of a request.
+        seconds: how long each placement is measured.
+
+    Raises:
+        ConfigurationError: one of them cannot be used.
+    """
+
+    strategies: Sequence[str]
+    ranks: Sequence[int]
+    ranks_per_host: int | None
+    memory_bytes: int | None
+    dtypes: Sequence[WeightDtype]
+    batch_size: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        for strategy in self.strategies:
+            if strategy not in STRATEGIES:
+                raise ConfigurationError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
+        if min(self.ranks) < 2:
+            raise ConfigurationError(
+                f"ranks: expected 2 or more (one rank is always measured), got {min(self.ranks)}"
+            )
+        if not 0 < self.seconds <= _MOST_SECONDS:
+            raise ConfigurationError(f"seconds: expected > 0 and at most {_MOST_SECONDS}, got {self.seconds}")
+        for ranks in self.ranks:
+            self.sharding(ranks)
+
+    def sharding(self, ranks: int) -> Sharding:
+        """So many ranks, on one host where it has room for all.
+
+        Raises:
+            ConfigurationError: a number cannot be used.
+        """
+        on_one_host = self.ranks_per_host is not None and ranks <= self.ranks_per_host
+        return Sharding(
+            ranks=ranks,
+            ranks_per_host=None if on_one_host else self.ranks_per_host,
+            memory_bytes=self.memory_bytes,
+            batch_size=self.batch_size,
+        )
+
 
 _NONE = Figure(0.0, 0.0, 0.0)
 
@@ -35,28 +102,28 @@ class TableStudy(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Tables placed by one strategy on so many ranks, in one dtype.
+    """Tables placed by one strategy on some ranks, in one dtype.
 
-    A Figure is the median of rounds, with an interval that holds it as likely as `Study.confidence` says.
+    A Figure is the median of rounds, with an interval that holds the true median with `Study.confidence`.
 
     Attributes:
-        strategy: as `--strategy` takes it.
-        ranks: how many.
-        hosts: how many hosts they are on.
+        strategy: one of `export.compare.measure.STRATEGIES`.
+        ranks: number of ranks.
+        hosts: number of their hosts.
         dtype: the dtype of all tables, in small letters.
-        error: why the tables cannot be placed so; then everything below is empty.
+        error: why the tables cannot be placed so. If it is set, all below is empty.
         sharding: the sharding type of each table.
-        latency_s: a request to all ranks in one process, one after the other.
+        latency_s: a request to all ranks in one process, one after another.
         latency_p99_s: 99 % of these requests took no longer.
-        one_rank_s: the same request to the tables on one rank, asked in turn with it.
+        one_rank_s: the same request to the tables on one rank, measured in turn with the placement.
         over_one_rank: in each round, the placement's median ÷ one rank's.
         side_by_side_over_one_rank: the same ratio for `side_by_side_s`.
         split_s: median time to split a request by ranks.
-        slowest_rank_s: median time of the rank that took longest.
+        slowest_rank_s: median time of the slowest rank's lookup.
         merge_s: median time to merge the ranks' sums.
-        samples_per_s: samples that the one process answers.
+        samples_per_s: samples a second of the one process.
         rank_bytes: for each rank, its stored bytes by table.
-        traffic: for each rank, the bytes that it sends to each rank for one batch (`export.compare.traffic`).
+        traffic: for each rank, the bytes that it sends to each rank for one batch (`export.compare.measure`).
     """
 
     strategy: str
@@ -79,7 +146,7 @@ class Placement(msgspec.Struct, frozen=True):
 
     @property
     def side_by_side_s(self) -> float:
-        """The latency if ranks worked at once and the network took no time."""
+        """The latency if all ranks worked at once, and the network took no time."""
         return self.split_s + self.slowest_rank_s + self.merge_s
 
     @property
@@ -94,7 +161,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """The sharding type and dtype that suit a table, and why."""
+    """The sharding type and the dtype that are recommended for a table, each with the reason."""
 
     sharding_type: str
     reason: str
@@ -103,14 +170,14 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The fastest strategies on so many ranks in one dtype.
+    """The fastest strategies on one number of ranks, in one dtype.
 
     Attributes:
-        ranks: how many.
+        ranks: number of ranks.
         dtype: the dtype.
         measure: the figure of a placement that is compared: `over_one_rank` or `side_by_side_over_one_rank`.
-        fastest: the strategy with the least median. After it come those whose intervals overlap its interval: the
-            measurement cannot tell them from it.
+        fastest: the strategy with the least median, then those whose intervals overlap its interval: the measurement
+            cannot tell them apart.
     """
 
     ranks: int
@@ -124,18 +191,18 @@ class Study(msgspec.Struct, frozen=True):
 
     Attributes:
         command: the command that made it.
-        made_at: when, in seconds of Unix time.
+        made_at: Unix time in seconds.
         machine: CPU and cores.
         versions: versions of the packages that matter.
-        batch_size: samples of each measured request; its ids are uniform.
-        generated: whether the rows were made up (normal numbers). Then errors say nothing about a trained model.
+        batch_size: samples of each measured request. Its ids are uniform.
+        generated: whether the rows are random (normal numbers). If so, errors say nothing about a trained model.
         tables: the tables, by name.
         one_rank: the tables on one rank, by dtype.
         placements: every strategy on every number of ranks in every dtype.
-        confidence: how likely an interval holds the median of all possible rounds.
-        verdicts: the fastest of the placements that fit.
+        confidence: how likely an interval holds the true median, in [0, 1].
+        verdicts: the fastest of the placements without an error.
         recommended_ranks: the number of ranks that the recommendations are for.
-        recommendations: what suits each table, by its name.
+        recommendations: by table.
     """
 
     command: str
@@ -151,3 +218,35 @@ class Study(msgspec.Struct, frozen=True):
     verdicts: list[Verdict]
     recommended_ranks: int
     recommendations: dict[str, Recommendation]
+
+
+IN_ONE_PROCESS = "over_one_rank"
+SIDE_BY_SIDE = "side_by_side_over_one_rank"
+
+
+def judge(placements: Sequence[Placement]) -> list[Verdict]:
+    """The fastest placements for each number of ranks, dtype and measure.
+
+    Placements with an error are left out.
+    """
+    groups: dict[tuple[int, str], list[Placement]] = {}
+    for each in placements:
+        if each.error is None:
+            groups.setdefault((each.ranks, each.dtype), []).append(each)
+    return [
+        Verdict(ranks=ranks, dtype=dtype, measure=measure, fastest=_fastest(group, measure))
+        for (ranks, dtype), group in groups.items()
+        for measure in (IN_ONE_PROCESS, SIDE_BY_SIDE)
+    ]
+
+
+def figure_of(placement: Placement, measure: str) -> Figure:
+    """The figure of a placement that a verdict compares."""
+    found: Figure = getattr(placement, measure)
+    return found
+
+
+def _fastest(placements: Sequence[Placement], measure: str) -> list[str]:
+    best, *others = sorted(placements, key=lambda each: figure_of(each, measure).median)
+    limit = figure_of(best, measure).high
+    return [best.strategy, *(each.strategy for each in others if figure_of(each, measure).low <= limit)]

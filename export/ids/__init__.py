@@ -1,1 +1,1 @@
-"""Maps of ids: which rows raw ids read, from TorchRec's managed collision modules to a file of the bundle."""
+"""Id maps, from TorchRec's managed collision modules to a file of the bundle: which row a raw id reads."""

@@ -14,21 +14,21 @@ from serving.bundle.id_maps import HashedIds
 
 Numbers = npt.NDArray[np.int64]
 
-# MCHManagedCollisionModule's mark of a place without an id. As an id, it reads the row of the first such place.
+# MCHManagedCollisionModule's mark for a slot without an id. Sent as an id, it reads the row of the first such slot.
 _NO_ID = 2**63 - 1
-# HashZch's mark of a row without an id. As an id, it is found there.
+# HashZch's mark for a row without an id. Sent as an id, it reads such a row.
 _EMPTY = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownIds:
-    """Ids that do not read the row of unknown ones, or may not.
+    """The ids that read, or may read, another row than unknown ids.
 
     Attributes:
-        ids: different ones; int64 [n].
-        rows: of each; int64 [n].
-        count: how many of them training put there.
-        hashed: how other ids are hashed; None: they read the last row.
+        ids: int64 [n], all different.
+        rows: the row of each; int64 [n].
+        count: how many of them are from training.
+        hashed: how unknown ids are hashed to rows. None: they read the last row.
     """
 
     ids: Numbers
@@ -41,7 +41,7 @@ def known_ids(table: TrainedTable, weights: Checkpoint) -> KnownIds:
     """The known ids of a table that has them.
 
     Raises:
-        CheckpointError: they are missing, ambiguous, of another number or dtype, or read rows that are not there.
+        CheckpointError: they are missing, ambiguous, of another shape or dtype, or read rows outside the table.
     """
     if isinstance(table.id_map, SortedIds):
         return _searched(table, table.id_map, weights)
@@ -65,7 +65,7 @@ def _searched(table: TrainedTable, state: SortedIds, weights: Checkpoint) -> Kno
 
 
 def _probed(table: TrainedTable, state: HashZch, weights: Checkpoint) -> KnownIds:
-    """As FBGEMM's `zero_collision_hash` finds them: asked for every id that it could find."""
+    """As FBGEMM's `zero_collision_hash` finds them: it is called with every id that it may know."""
     identities = weights.integers(f"identities of table {table.name!r}", state.identities, table.rows)
     buckets = len(state.bounds) - 1
     if weights.has(state.bucket_count):

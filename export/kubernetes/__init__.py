@@ -2,8 +2,10 @@
 
 ::
 
-    bundle ─► fleet        which models, versions, bytes and replicas
-              addresses    what the router's settings have to say
-              pods         how each is run ─► workloads, network, monitoring
-              base         files
+    bundle ─► fleet        the models to deploy: versions, bytes, replicas
+              names        the names of their objects
+              addresses    how a router finds its hosts, and the certificates
+              containers   the containers and volumes of a pod
+              workloads    the objects of each model
+              base         the files
 """

@@ -1,7 +1,10 @@
-"""What the settings of a router have to say, so that it finds the hosts that the manifests name.
+"""The addresses and certificates of a fleet: how a router finds its hosts, and which Secrets pods need.
 
-Pods mount the repository read-only, and settings may be signed. So they are right before manifests are made, or there
-are no manifests.
+Certificates: callers check the name in a server's certificate. Hosts answer only callers with a certificate of the
+authority that signed their own. A router has one. A host's probes use the host's own.
+
+Settings: a router's settings must name the hosts as the manifests do. Pods mount the repository read-only, and
+settings may be signed. So they are checked before manifests are made. If they are wrong, no manifests are made.
 """
 
 import os
@@ -9,19 +12,75 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from export.kubernetes.fleet import Fleet
-from export.kubernetes.tls import HOSTS_TLS, hosts_server_name
+from export.kubernetes.fleet import Fleet, Member
 from serving.bundle.signature import TrustedKeys, signature_of
 from serving.errors import ConfigurationError
 from serving.model.config_file import CONFIG, read_config, settings_of
 from serving.model.settings import ServingSettings
 
+# Folders in a pod: of its server's certificate, and of a router's client certificate for its hosts.
+TLS, HOSTS_TLS = "/tls", "/hosts-tls"
+
+
+def hosts_server_name(fleet: Fleet) -> str:
+    """The name in the certificates of all hosts."""
+    return f"{fleet.name}-hosts"
+
+
+def secret_of(fleet: Fleet, member: Member) -> str:
+    """The Secret with the certificate of a pod's server."""
+    return f"{_server_name(fleet, member)}-tls"
+
+
+def hosts_client_secret(fleet: Fleet) -> str:
+    """The Secret with a router's client certificate for its hosts."""
+    return f"{hosts_server_name(fleet)}-client-tls"
+
+
+def secrets_of(fleet: Fleet) -> dict[str, str]:
+    """All Secrets, each with the use of its certificate. Their type is kubernetes.io/tls, with ca.crt."""
+    found = {secret_of(fleet, fleet.front): f"for {fleet.name}, what clients call"}
+    if fleet.hosts:
+        found[secret_of(fleet, fleet.hosts[0])] = f"for {hosts_server_name(fleet)}, as servers and as clients"
+        found[hosts_client_secret(fleet)] = "of routers, as clients of hosts, by the authority of the hosts"
+    return found
+
+
+def arguments(member: Member) -> list[str]:
+    """The TLS options of `tbe-serve run` in a pod."""
+    found = [f"--tls-cert={TLS}/tls.crt", f"--tls-key={TLS}/tls.key"]
+    return found if member.host is None else [*found, f"--tls-client-ca={TLS}/ca.crt"]
+
+
+def calls_to_itself(fleet: Fleet, member: Member) -> list[dict[str, Any]]:
+    """The environment variables of a pod's probes, which call the pod itself."""
+    shows = None if member.host is None else TLS
+    return _environment(TLS, _server_name(fleet, member), shows)
+
+
+def calls_to_hosts(fleet: Fleet) -> list[dict[str, Any]]:
+    """The environment variables of a container that calls hosts."""
+    return _environment(HOSTS_TLS, hosts_server_name(fleet), HOSTS_TLS)
+
+
+def _server_name(fleet: Fleet, member: Member) -> str:
+    return fleet.name if member.host is None else hosts_server_name(fleet)
+
+
+def _environment(folder: str, server_name: str, shows: str | None) -> list[dict[str, Any]]:
+    values = {"CA": f"{folder}/ca.crt", "SERVER_NAME": server_name}
+    if shows is not None:
+        values |= {"CERT": f"{shows}/tls.crt", "KEY": f"{shows}/tls.key"}
+    return [{"name": f"TBE_SERVE_TLS_{name}", "value": value} for name, value in values.items()]
+
+
 GRPC_PORT, METRICS_PORT = 8001, 8002
 
 
 def address_of(name: str) -> str:
-    """The address of all replicas of a host: its headless Service has a record in DNS for each."""
+    """The address of all replicas of a host: its headless Service has a DNS record for each of them."""
     return f"dns:///{name}:{GRPC_PORT}"
 
 
@@ -29,9 +88,9 @@ def check_addresses(fleet: Fleet, trusted: TrustedKeys | None, *, insecure: bool
     """Refuse a router whose settings do not name the hosts of the manifests.
 
     Args:
-        fleet: what is deployed.
-        trusted: one of these keys must have signed the settings. None: anybody may have written them.
-        insecure: hosts are called without TLS.
+        fleet: the fleet that the manifests deploy.
+        trusted: one of these keys must have signed the settings. None: no signature is needed.
+        insecure: whether hosts are called without TLS.
 
     Raises:
         ConfigurationError: the settings differ. The message has the `tbe-serve configure` that sets them.
@@ -50,7 +109,7 @@ def check_addresses(fleet: Fleet, trusted: TrustedKeys | None, *, insecure: bool
 def _differences(fleet: Fleet, settings: ServingSettings, tls: dict[str, str | None]) -> Iterator[str]:
     addresses = settings.hosts or {}
     for host in fleet.hosts:
-        # A name may go on, as in movies-host-0.production.svc.cluster.local.
+        # The name may have a domain, as in movies-host-0.production.svc.cluster.local.
         given = addresses.get(str(host.host))
         if given is None or not re.fullmatch(rf"(dns:///)?{host.name}(\.[a-z0-9.-]+)?:{GRPC_PORT}", given):
             yield f"expected host {host.host} at {address_of(host.name)}, got {given}"
@@ -69,7 +128,7 @@ def _tls_settings(fleet: Fleet, *, insecure: bool) -> dict[str, str | None]:
 
 
 def _configure(model: Path, fleet: Fleet, settings: ServingSettings, *, insecure: bool) -> str:
-    """The commands that set what is expected, and sign it where it was signed."""
+    """The commands that set the expected settings. They sign them, too, if the present ones are signed."""
     command = ["tbe-serve", "configure", str(model)]
     forget = [[*command, "--no-hosts"]] if settings.hosts else []
     for host in fleet.hosts:

@@ -1,4 +1,4 @@
-"""The files of a kustomize base: a file for what clients call, one for each host, and what they share."""
+"""The files of a kustomize base: one for the model that clients call, one for each host, and shared ones."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -9,31 +9,28 @@ import msgspec
 import yaml
 
 from export.errors import PublishError
-from export.kubernetes.fleet import Fleet, Replicas
-from export.kubernetes.labels import Object
-from export.kubernetes.monitoring import pod_monitor
-from export.kubernetes.options import PodOptions
-from export.kubernetes.volumes import keys_name
-from export.kubernetes.workloads import front_manifests, host_manifests
-from serving.files.replacing import replacing
-from serving.files.strict import UNREADABLE
+from export.kubernetes.containers import keys_name
+from export.kubernetes.fleet import Fleet, Object, PodOptions, Replicas
+from export.kubernetes.workloads import front_manifests, host_manifests, pod_monitor
+from serving.files.reading import UNREADABLE
+from serving.files.writing import replacing
 
 KUSTOMIZATION = "kustomization.yaml"
-# A component of its own: a cluster without Prometheus' operator refuses its object.
+# A separate component: a cluster without Prometheus' operator refuses its object.
 PROMETHEUS = "prometheus-operator"
 _LINE_LENGTH = 120
-# Before the options of a base, in its kustomization.
+# The line of a kustomization with the options of its base begins so.
 _MADE_WITH = "# Made with: "
 
 
 class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, _: Any) -> bool:
-        """What is equal is written twice: references make manifests hard to read and to patch."""
+        """Write equal parts twice: YAML aliases make manifests hard to read and to patch."""
         return True
 
 
 def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Text of several lines as it is."""
+    """Write text of several lines as a block, line by line."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
@@ -69,7 +66,7 @@ def base_files(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[st
 
 
 def _chosen(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[str, str]:
-    """What the options say that are easily forgotten the next time, by option."""
+    """The values of options that are easily forgotten when the base is made again, by option."""
     also = sorted({version for host in fleet.hosts for version in host.versions} - {int(fleet.bundle.path.name)})
     return {
         "--routers": str(replicas.routers),
@@ -84,9 +81,9 @@ def _chosen(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[str, 
 
 
 def changes(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
-    """What the options of `files` change of the base that a folder holds, such as "--routers: 3 before, now 2".
+    """The options that differ between `files` and the base in a folder, such as "--routers: 3 before, now 2".
 
-    Nothing of a base that does not say what it was made with.
+    There are none if the base in the folder does not record its options.
     """
     path = folder / KUSTOMIZATION
     before, now = (_made_with(text) for text in (path.read_text() if path.exists() else "", files[KUSTOMIZATION]))
@@ -98,7 +95,7 @@ def changes(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
 def _made_with(text: str) -> dict[str, str]:
     for line in text.splitlines():
         if line.startswith(_MADE_WITH):
-            with suppress(*UNREADABLE):  # anybody may have edited it
+            with suppress(*UNREADABLE):  # the file may have been edited
                 return msgspec.json.decode(line.removeprefix(_MADE_WITH), type=dict[str, str])
     return {}
 
@@ -107,12 +104,12 @@ def write_base(folder: Path, fleet: Fleet, files: Mapping[str, str]) -> None:
     """Write the files of a base into a folder, in place of those of an earlier base of the same name.
 
     Args:
-        folder: is made where it is missing.
-        fleet: what is deployed.
+        folder: is made if it does not exist.
+        fleet: the fleet that the base deploys.
         files: text by path.
 
     Raises:
-        PublishError: the folder holds something else.
+        PublishError: the folder has other files.
         OSError: it cannot be written to.
     """
     before = _resources_of(folder, fleet)
@@ -134,7 +131,7 @@ def _keys(fleet: Fleet, path: Path) -> Object:
 
 
 def _resources_of(folder: Path, fleet: Fleet) -> set[str]:
-    """The resources of the base that a folder holds."""
+    """The resources of the base in a folder."""
     if not folder.exists() or not any(folder.iterdir()):
         return set()
     path = folder / KUSTOMIZATION

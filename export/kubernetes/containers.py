@@ -1,29 +1,152 @@
-"""The containers of a pod: the server, and what runs before it."""
+"""The containers of a pod: their commands, probes, resources and volumes."""
 
 import math
 import shlex
 from collections.abc import Iterator
+from typing import Any
 
-from export.kubernetes.addresses import GRPC_PORT, METRICS_PORT, address_of
-from export.kubernetes.fleet import Fleet, Member
-from export.kubernetes.labels import Object
-from export.kubernetes.options import PodOptions
-from export.kubernetes.resources import resources, small_resources, start_s
-from export.kubernetes.tls import arguments, calls_to_hosts, calls_to_itself
-from export.kubernetes.volumes import (
-    HOSTS_TLS_MOUNT,
-    PRIVATE,
-    REPOSITORY,
-    SOURCE,
-    TMP_MOUNT,
-    TRUSTED,
-    calls_hosts,
-    model_mount,
-    server_mounts,
+from export.kubernetes.addresses import (
+    GRPC_PORT,
+    HOSTS_TLS,
+    METRICS_PORT,
+    TLS,
+    address_of,
+    arguments,
+    calls_to_hosts,
+    calls_to_itself,
+    hosts_client_secret,
+    secret_of,
 )
+from export.kubernetes.fleet import Fleet, Member, Object, PodOptions
+from serving.tables.memory_budget import MOST_OF_MEMORY
+
+# Memory of a model's process without its tables. tritonserver and `tbe-serve run` together take as much.
+_PROCESS_BYTES = 512 << 20
+# Shared memory for the requests and answers of one process of a model: `tbe-serve run --shm-mib`.
+_SHARED_BYTES = 1 << 30
+# Disk for the small files of a few versions (programs, manifests, settings), or for temporary files.
+SMALL_BYTES = 256 << 20
+# Lowest speed at which weights files are copied and compared with their digests, in bytes a second.
+_READ_BYTES_S = 100 << 20
+_START_S = 120
+
+
+def resources(member: Member) -> dict[str, Any]:
+    """The resources of a server: cores for each process and one for tritonserver; memory for tables and processes.
+
+    The memory request covers all tables and processes. The limit also covers shared memory, and is large enough to
+    keep the tables in memory. There is no limit for cores: it would delay answers, and save nothing. Huge pages are a
+    resource of their own, with equal request and limit. Tables in them do not count as memory.
+    """
+    processes = _PROCESS_BYTES * (member.instances + 1)
+    memory_bytes = processes if member.huge_bytes else member.weights_bytes + processes
+    limit_bytes = memory_bytes + shared_bytes(member)
+    if not member.huge_bytes:
+        limit_bytes = max(limit_bytes, math.ceil(member.weights_bytes / MOST_OF_MEMORY))
+    huge = {"hugepages-2Mi": mebibytes(member.huge_bytes)} if member.huge_bytes else {}
+    return {
+        "requests": {"cpu": str(member.instances * member.cores + 1), "memory": mebibytes(memory_bytes), **huge},
+        "limits": {"memory": mebibytes(limit_bytes), **huge},
+    }
+
+
+def small_resources() -> dict[str, Any]:
+    """The resources of a container that runs before the server."""
+    return {"requests": {"cpu": "1", "memory": "256Mi"}, "limits": {"memory": "512Mi"}}
+
+
+def shared_bytes(member: Member) -> int:
+    """The size of /dev/shm, in bytes."""
+    return _SHARED_BYTES * member.instances
+
+
+def copy_bytes(member: Member) -> int:
+    """The disk space of a copy of the served bundles, in bytes."""
+    return member.weights_bytes + SMALL_BYTES
+
+
+def start_s(member: Member) -> float:
+    """Longest time for a server to start, in seconds."""
+    return _START_S + member.weights_bytes / _READ_BYTES_S
+
+
+def mebibytes(size_bytes: int) -> str:
+    """A number of bytes as a quantity of Kubernetes, such as "256Mi"."""
+    return f"{math.ceil(size_bytes / (1 << 20))}Mi"
+
+
+REPOSITORY, SOURCE, PRIVATE = "/repository", "/source", "/private"
+TRUSTED = "/keys/trusted.pem"
+TMP_MOUNT = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108  in the pod
+HOSTS_TLS_MOUNT = {"name": "hosts-tls", "mountPath": HOSTS_TLS, "readOnly": True}
+_KEYS_MOUNT = {"name": "trusted-keys", "mountPath": "/keys", "readOnly": True}
+
+
+def keys_name(fleet: Fleet) -> str:
+    """The name of the ConfigMap with the trusted keys."""
+    return f"{fleet.name}-trusted-keys"
+
+
+def model_mount(volume: str, path: str, member: Member) -> Object:
+    """The mount of one model's folder of a repository. The pod has no other model."""
+    return {"name": volume, "mountPath": path, "subPath": member.model, "readOnly": True}
+
+
+def server_mounts(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Object]:
+    """The mounts of the server's container."""
+    yield model_mount("repository", f"{REPOSITORY}/{member.model}", member)
+    yield {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108  in the pod
+    yield TMP_MOUNT
+    if member.huge_bytes:
+        yield {"name": "huge-pages", "mountPath": "/hugepages"}
+    if not options.insecure:
+        yield {"name": "tls", "mountPath": TLS, "readOnly": True}
+        if calls_hosts(fleet, member):
+            yield HOSTS_TLS_MOUNT
+    if options.trusted_keys is not None:
+        yield _KEYS_MOUNT
+        yield {"name": "private", "mountPath": PRIVATE}
+
+
+def volumes(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Object]:
+    """The volumes of the pod."""
+    claim = {"persistentVolumeClaim": {"claimName": options.claim, "readOnly": True}}
+    if options.copy:
+        yield {"name": "source", **claim}
+        yield {"name": "repository", **_folder(copy_bytes(member))}
+    else:
+        yield {"name": "repository", **claim}
+    shared = {"medium": "Memory", "sizeLimit": mebibytes(shared_bytes(member))}
+    yield {"name": "shared-memory", "emptyDir": shared}
+    yield {"name": "tmp", **_folder(SMALL_BYTES)}
+    if member.huge_bytes:
+        yield {"name": "huge-pages", "emptyDir": {"medium": "HugePages-2Mi"}}
+    if not options.insecure:
+        yield {"name": "tls", **_secret(secret_of(fleet, member))}
+        if calls_hosts(fleet, member):
+            yield {"name": "hosts-tls", **_secret(hosts_client_secret(fleet))}
+    if options.trusted_keys is not None:
+        yield {"name": "trusted-keys", "configMap": {"name": keys_name(fleet)}}
+        # With a copy of its own, a pod serves weights files in place: the private folder needs no second copy.
+        yield {"name": "private", **_folder(SMALL_BYTES if options.copy else copy_bytes(member))}
+
+
+def calls_hosts(fleet: Fleet, member: Member) -> bool:
+    """Whether a model is a router."""
+    return member.host is None and bool(fleet.hosts)
+
+
+def _folder(size_bytes: int) -> Object:
+    """A folder on the disk of the node."""
+    return {"emptyDir": {"sizeLimit": mebibytes(size_bytes)}}
+
+
+def _secret(name: str) -> Object:
+    return {"secret": {"secretName": name, "defaultMode": 0o440}}
+
 
 _PROBE_S = 5
-# Clients and endpoints have this long to forget a pod before it is told to stop.
+# Seconds before a pod is told to stop, in which clients and endpoints drop it.
 _FORGET_S = 5
 _SECURITY = {
     "allowPrivilegeEscalation": False,
@@ -33,7 +156,7 @@ _SECURITY = {
 
 
 def server(fleet: Fleet, member: Member, options: PodOptions) -> Object:
-    """The container that answers."""
+    """The server's container, which answers requests."""
     environment = [] if options.insecure else calls_to_itself(fleet, member)
     return {
         "name": "server",
@@ -54,27 +177,27 @@ def server(fleet: Fleet, member: Member, options: PodOptions) -> Object:
 
 
 def before_server(fleet: Fleet, member: Member, options: PodOptions) -> list[Object]:
-    """The containers that run before it, one after the other."""
+    """The init containers, which run before the server, one after another."""
     copies = [_copy(member, options)] if options.copy else []
     return [*copies, _wait_for_hosts(fleet, options)] if calls_hosts(fleet, member) else copies
 
 
 def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
     yield "--host=0.0.0.0"
-    yield "--metrics-host=0.0.0.0"  # of scrapers, which the network policy names, and of the liveness probe
+    yield "--metrics-host=0.0.0.0"  # for the liveness probe, and for the scrapers that the network policy allows
     yield f"--serve={member.model}={','.join(map(str, member.versions))}"
     yield from ["--insecure"] if options.insecure else arguments(member)
     if options.trusted_keys is not None:
         yield from (f"--trusted-keys={TRUSTED}", f"--private-folder={PRIVATE}")
-        if options.copy:  # nobody else can write to it
+        if options.copy:  # no other pod can write to the copy
             yield "--trusted-weights=in-place"
 
 
 def _probes(member: Member) -> Object:
-    """Ready: a row of every table is answered, by a router's hosts too. Alive: tritonserver itself answers.
+    """The probes. Ready: a row of every table is answered, also by a router's hosts. Alive: tritonserver answers.
 
-    `tbe-serve run` starts anew what died or hangs. The liveness probe is for what it does not notice. It looks
-    nothing up: a host that is lost must not restart routers.
+    `tbe-serve run` itself starts again what died or hangs. The liveness probe is for cases that it does not notice.
+    It makes no lookup: a lost host must not restart routers.
     """
     lookup = {"exec": {"command": ["tbe-serve", "health", member.model, "--timeout-s", "2"]}, "timeoutSeconds": 5}
     return {
@@ -94,7 +217,7 @@ def _probes(member: Member) -> Object:
 
 
 def _copy(member: Member, options: PodOptions) -> Object:
-    """Copies the settings of a model and the versions that are served, and nothing else."""
+    """The container that copies a model's settings and served versions, and nothing else."""
     target = shlex.quote(f"{REPOSITORY}/{member.model}")
     versions = " ".join(f"{SOURCE}/{version}" for version in member.versions)
     script = (
@@ -106,7 +229,7 @@ def _copy(member: Member, options: PodOptions) -> Object:
 
 
 def _wait_for_hosts(fleet: Fleet, options: PodOptions) -> Object:
-    """Waits until every host answers, and says which does not. A router is only loaded then."""
+    """The container that waits until every host answers, and says which do not. Only then a router can be loaded."""
     script = "\n".join(
         f"until tbe-serve health {shlex.quote(host.model)} --url {address_of(host.name)} --timeout-s 2; "
         "do sleep 2; done"

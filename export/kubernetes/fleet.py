@@ -1,8 +1,10 @@
-"""What is deployed for a bundle: one model, or a router and the hosts of its plan."""
+"""The fleet that serves a bundle: one model, or a router and the hosts of its plan."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from export.kubernetes.names import check_names, host_name, kubernetes_name
 from serving.bundle.hosts import HostBundle, path_of
@@ -13,6 +15,47 @@ from serving.errors import BundleError, ConfigurationError
 from serving.files.page_cache import in_huge_pages
 from serving.model.config_file import read_config, settings_of
 
+METRICS_FROM = "monitoring"
+# An image by digest, such as registry.example/team/tbe-serving@sha256:…, with a tag or without.
+_IMAGE = re.compile(r"[a-z0-9][A-Za-z0-9._:/-]*@sha256:[0-9a-f]{64}")
+# Names of namespaces are DNS labels, those of claims are labels joined by dots.
+_LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PodOptions:
+    """Options that all pods of a fleet share.
+
+    Attributes:
+        image: of the server, by digest.
+        claim: the PersistentVolumeClaim with the repository.
+        copy: whether each pod first copies its own bundles to the disk of its node. Otherwise it mounts them.
+        trusted_keys: a file of public keys. One of them must have signed the bundles. None: no signature is needed.
+        insecure: no TLS.
+        metrics_from: the namespace whose pods may read metrics.
+
+    Raises:
+        ConfigurationError: a name is invalid in Kubernetes, or an image has no digest.
+    """
+
+    image: str
+    claim: str
+    copy: bool = False
+    trusted_keys: Path | None = None
+    insecure: bool = False
+    metrics_from: str = METRICS_FROM
+
+    def __post_init__(self) -> None:
+        if not _IMAGE.fullmatch(self.image):
+            raise ConfigurationError(
+                f"--image: expected an image by digest, such as registry.example/tbe-serving@sha256:…, for a tag can "
+                f"be moved, got {self.image!r}"
+            )
+        if not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", self.claim):
+            raise ConfigurationError(f"--claim: expected the name of a PersistentVolumeClaim, got {self.claim!r}")
+        if not re.fullmatch(_LABEL, self.metrics_from):
+            raise ConfigurationError(f"--metrics-from: expected the name of a namespace, got {self.metrics_from!r}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
@@ -22,12 +65,12 @@ class Member:
         name: of its Kubernetes objects.
         model: name of the model.
         host: number of the host in the plan. None: clients call the model.
-        versions: that are served, the newest first.
-        weights_bytes: of all these versions.
-        instances: processes that answer.
-        cores: that each of them can keep busy.
-        replicas: how many pods; the fewest, where their number changes with the load.
-        huge_bytes: what the weights take of a file system of huge pages, where the model is served from one.
+        versions: the served versions, the newest first.
+        weights_bytes: size of the weights files and id maps of all these versions.
+        instances: processes that answer requests.
+        cores: cores that each of them can use.
+        replicas: number of pods. The least number, if an autoscaler changes it.
+        huge_bytes: bytes that the weights files take on a file system of huge pages. 0: they are not served from one.
     """
 
     name: str
@@ -43,13 +86,13 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """How many pods there are.
+    """Numbers of pods.
 
     Attributes:
-        routers: of the model that clients call, at least.
-        most_routers: of that model, at most.
-        of_hosts: of each host.
-        of_host: of some hosts, by number.
+        routers: least number of pods of the model that clients call.
+        most_routers: largest number of pods of that model.
+        of_hosts: pods of each host.
+        of_host: pods of single hosts, by number, in place of `of_hosts`.
 
     Raises:
         ConfigurationError: a number is not above 0, or `most_routers` is below `routers`.
@@ -74,12 +117,12 @@ class Replicas:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fleet:
-    """All that is deployed for a bundle.
+    """All models that are deployed for a bundle.
 
     Attributes:
-        bundle: the bundle that clients are answered from.
-        front: what clients call: the router, or the one model that there is.
-        hosts: of the router's plan; none where the bundle is not a router's.
+        bundle: the bundle of the model that clients call.
+        front: the model that clients call: a router, or the only model.
+        hosts: the hosts of the router's plan. Empty: the bundle is not a router's.
     """
 
     bundle: Bundle
@@ -100,19 +143,19 @@ def read_fleet(
     hosts_also: int | None = None,
     trusted: TrustedKeys | None = None,
 ) -> Fleet:
-    """What a bundle needs. The bundles of hosts are looked for in the same repository.
+    """The fleet of a bundle. The bundles of its hosts are in the same repository.
 
     Args:
         path: the bundle, <repository>/<model>/<version>.
-        replicas: how many pods there are.
-        name: of the Kubernetes objects, in place of the one that the model's name gives.
-        hosts_also: another version of the router, which hosts serve too.
-        trusted: one of these keys must have signed bundles and settings. None: anybody may have made them.
+        replicas: numbers of pods.
+        name: of the Kubernetes objects. None: derived from the model's name.
+        hosts_also: another version of the router that hosts serve, too.
+        trusted: one of these keys must have signed bundles and settings. None: no signature is needed.
 
     Raises:
         BundleError: a bundle is missing, damaged, not signed, a host's own, or not the one that the router names.
-        ConfigurationError: a name is not Kubernetes' or another model's too, a number is for no host, or a setting
-            cannot be kept in a pod.
+        ConfigurationError: a name is invalid in Kubernetes, or another model's, too; a number is for no host; or a
+            setting does not work in a pod.
     """
     bundle = open_bundle(path.absolute(), trusted)
     model, version, repository = bundle.path.parent.name, int(bundle.path.name), bundle.path.parent.parent
@@ -192,10 +235,10 @@ def _weights_bytes(bundle: Bundle) -> int:
 
 
 def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[str, int]:
-    """What the settings of a model say of its pods.
+    """The attributes of a Member that follow from the model's settings.
 
     Raises:
-        ConfigurationError: they cannot be kept in a pod.
+        ConfigurationError: a setting does not work in a pod.
     """
     model = bundles[0].path.parent
     settings = settings_of(read_config(model, trusted))
@@ -212,3 +255,39 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
     scores = any(each.manifest.dense_part for each in bundles)
     cores = max(settings.threads, settings.score_threads or 1) if scores else settings.threads
     return {"instances": settings.instances, "cores": cores, "huge_bytes": huge}
+
+
+# An object of Kubernetes, or a part of one.
+Object = dict[str, Any]
+
+
+def labels_of(fleet: Fleet, member: Member) -> dict[str, str]:
+    """The labels that select the pods of a model."""
+    if member.host is not None:
+        return hosts_labels(fleet) | {"tbe-serving/host": str(member.host)}
+    return _fleet_labels(fleet) | {"app.kubernetes.io/component": "router" if fleet.hosts else "lookup"}
+
+
+def hosts_labels(fleet: Fleet) -> dict[str, str]:
+    """The labels that select the pods of all hosts."""
+    return _fleet_labels(fleet) | {"app.kubernetes.io/component": "host"}
+
+
+def client_labels(fleet: Fleet) -> dict[str, str]:
+    """The labels of pods that may call the fleet."""
+    return {f"{fleet.name}-client": "true"}
+
+
+def metadata(fleet: Fleet, member: Member, name: str | None = None) -> Object:
+    """The metadata of an object that belongs to a model.
+
+    Args:
+        fleet: the fleet.
+        member: the model.
+        name: of the object. None: the model's own.
+    """
+    return {"name": name or member.name, "labels": labels_of(fleet, member)}
+
+
+def _fleet_labels(fleet: Fleet) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "tbe-serving", "app.kubernetes.io/instance": fleet.name}

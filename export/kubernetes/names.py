@@ -1,11 +1,11 @@
-"""Names of Kubernetes objects, from names of models, which may have capitals, dots and underscores."""
+"""Names of Kubernetes objects, derived from names of models, which may have capitals, dots and underscores."""
 
 import re
 from collections.abc import Iterable
 
 from serving.errors import ConfigurationError
 
-# A StatefulSet's pods carry its name and a hash of ten letters and a dash as one label, of 63 letters at most.
+# A label of a StatefulSet's pods is its name, a dash and a hash of ten letters. A label has at most 63 letters.
 MOST_LETTERS = 52
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 
@@ -18,7 +18,7 @@ def kubernetes_name(model: str, given: str | None) -> str:
         given: the name to take instead.
 
     Raises:
-        ConfigurationError: Kubernetes does not take the name.
+        ConfigurationError: the name is invalid in Kubernetes.
     """
     name = given if given is not None else re.sub(r"[._]", "-", model.lower()).strip("-")
     if not _NAME.fullmatch(name):
@@ -36,7 +36,7 @@ def host_name(name: str, host: int) -> str:
 
 
 def check_names(names: Iterable[str], others: Iterable[str]) -> None:
-    """Refuse names that are too long, and those that another model's objects would have.
+    """Refuse names that are too long, or that the objects of another model would have, too.
 
     Args:
         names: of all objects.

@@ -1,20 +1,130 @@
-"""The objects of a model: a Deployment for what clients call, a StatefulSet for each host, and what is theirs."""
+"""The objects of a model: a Deployment for the model that clients call, a StatefulSet for each host, and the rest."""
 
 from export.kubernetes.addresses import GRPC_PORT, METRICS_PORT
-from export.kubernetes.fleet import Fleet, Member, Replicas
-from export.kubernetes.labels import Object, labels_of, metadata
-from export.kubernetes.network import front_policy, host_policy
-from export.kubernetes.options import PodOptions
-from export.kubernetes.pods import pod_template
+from export.kubernetes.containers import before_server, server, volumes
+from export.kubernetes.fleet import (
+    Fleet,
+    Member,
+    Object,
+    PodOptions,
+    Replicas,
+    client_labels,
+    hosts_labels,
+    labels_of,
+    metadata,
+)
 
-# Cores that are used, in percent of those requested, that the autoscaler aims at.
+
+def pod_monitor(fleet: Fleet) -> Object:
+    """The PodMonitor of all pods. Each series has labels for the part of the fleet and the host."""
+    instance = {"app.kubernetes.io/name": "tbe-serving", "app.kubernetes.io/instance": fleet.name}
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": {"name": fleet.name, "labels": instance},
+        "spec": {
+            "selector": {"matchLabels": instance},
+            "podTargetLabels": ["app.kubernetes.io/component", "tbe-serving/host"],
+            "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics", "interval": "15s"}],
+        },
+    }
+
+
+def front_policy(fleet: Fleet, options: PodOptions) -> Object:
+    """The NetworkPolicy of the model that clients call. A router calls its hosts, and DNS to find them."""
+    to_hosts = {"to": [_pods(hosts_labels(fleet))], "ports": _tcp(GRPC_PORT)}
+    dns = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+    return _policy(fleet, fleet.front, client_labels(fleet), [to_hosts, dns] if fleet.hosts else [], options)
+
+
+def host_policy(fleet: Fleet, host: Member, options: PodOptions) -> Object:
+    """The NetworkPolicy of a host. Only routers may call it."""
+    return _policy(fleet, host, labels_of(fleet, fleet.front), [], options)
+
+
+def _policy(
+    fleet: Fleet, member: Member, callers: dict[str, str], egress: list[Object], options: PodOptions
+) -> Object:
+    monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": options.metrics_from}}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": metadata(fleet, member),
+        "spec": {
+            "podSelector": {"matchLabels": labels_of(fleet, member)},
+            "policyTypes": ["Ingress", "Egress"],
+            "ingress": [
+                {"from": [_pods(callers)], "ports": _tcp(GRPC_PORT)},
+                {"from": [monitoring], "ports": _tcp(METRICS_PORT)},
+            ],
+            "egress": egress,
+        },
+    }
+
+
+def _tcp(port: int) -> list[Object]:
+    """A TCP port by number: not every network plugin knows the names of other pods' ports."""
+    return [{"protocol": "TCP", "port": port}]
+
+
+def _pods(labels: dict[str, str]) -> Object:
+    return {"podSelector": {"matchLabels": labels}}
+
+
+# Seconds to stop a pod, with the pause before SIGTERM. After SIGTERM, accepted requests are still answered.
+_GRACE_S = 45
+_USER = 1000
+
+
+def pod_template(fleet: Fleet, member: Member, options: PodOptions) -> Object:
+    """The template of a model's pods, for a Deployment or a StatefulSet."""
+    spec = {
+        "terminationGracePeriodSeconds": _GRACE_S,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "affinity": {"podAntiAffinity": _apart(fleet, member)},
+        "topologySpreadConstraints": [_over_zones(fleet, member)],
+        "initContainers": before_server(fleet, member, options),
+        "containers": [server(fleet, member, options)],
+        "volumes": list(volumes(fleet, member, options)),
+    }
+    annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(METRICS_PORT)}
+    return {"metadata": {"labels": labels_of(fleet, member), "annotations": annotations}, "spec": spec}
+
+
+def _apart(fleet: Fleet, member: Member) -> Object:
+    """Anti-affinity. Replicas of a host must be on different nodes: a lost node takes only one. Others should be."""
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": labels_of(fleet, member)}}
+    if member.host is not None:
+        return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
+    return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+
+
+def _over_zones(fleet: Fleet, member: Member) -> Object:
+    return {
+        "maxSkew": 1,
+        "topologyKey": "topology.kubernetes.io/zone",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": labels_of(fleet, member)},
+    }
+
+
+# The autoscaler's target: cores in use, in percent of requested cores.
 _CPU_PERCENT = 60
-# A pod that is new is in DNS for so long before the next one is replaced.
+# Seconds that a new pod must be ready, and so in DNS, before the next one is replaced.
 _SETTLED_S = 10
 
 
 def front_manifests(fleet: Fleet, replicas: Replicas, options: PodOptions) -> list[Object]:
-    """All objects of what clients call."""
+    """All objects of the model that clients call."""
     front = fleet.front
     return [
         _deployment(fleet, front, options),
@@ -36,7 +146,7 @@ def host_manifests(fleet: Fleet, host: Member, options: PodOptions) -> list[Obje
 
 
 def _deployment(fleet: Fleet, member: Member, options: PodOptions) -> Object:
-    """Without a number of replicas: that is the autoscaler's, which each `kubectl apply` would set back."""
+    """A Deployment without a number of replicas: the autoscaler sets it, and each `kubectl apply` would reset it."""
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -73,7 +183,7 @@ def _stateful_set(fleet: Fleet, member: Member, options: PodOptions) -> Object:
 
 
 def _service(fleet: Fleet, member: Member) -> Object:
-    """Without an address of its own: clients and routers see every pod that is ready, and take turns."""
+    """A headless Service: clients and routers get the address of every ready pod, and call them in turn."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -96,7 +206,7 @@ def _disruption_budget(fleet: Fleet, member: Member) -> Object:
         "metadata": metadata(fleet, member),
         "spec": {
             "maxUnavailable": 1,
-            # One that is not ready answers nobody: it must not keep a node from being emptied.
+            # A pod that is not ready answers no request: it must not keep a node from being drained.
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": labels_of(fleet, member)},
         },

@@ -1,24 +1,73 @@
 """The answers to one probe, at each step from the stored rows to a served model."""
 
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from export.parity.fresh_process import FreshProcess
-from export.parity.probe import make_probe, run_program
-from export.program.compile import build_program
-from export.rows.tally import Tally, finite
-from serving.bundle.manifest import Agreement, Manifest, Parity
+from export.program.compile import build_program, write_program
+from export.rows.table_error import Tally, finite
+from export.trained.probe import make_probe
+from serving.bundle.hosts import FIRST_WEIGHTS
+from serving.bundle.id_maps import IDS
+from serving.bundle.manifest import Agreement, Manifest, Parity, format_version_of, write_manifest
+from serving.bundle.opening import Bundle, weights_path, weights_paths
 from serving.bundle.tables import Table
-from serving.ranks.weights import Weights
+from serving.engine import answer
+from serving.lookup.ranks import BatchAnswer, arguments
 from serving.reference import Pooled, pool
+from serving.request import kjt
+from serving.request.accept import accept
 from serving.request.id_maps import IdMaps, known_of_keys
-from serving.request.tensors import Tensors
+from serving.request.schema import Schema
+from serving.request.tensors import Batch, Outputs, Tensors
+from serving.tables.table_files import TableFiles
+
+Arguments = tuple[Tensor, Tensor, Tensor | None]
+
+
+def as_arguments(manifest: Manifest, request: Tensors, maps: IdMaps | None) -> Arguments:
+    """A request for all keys of pooled features, as programs take it.
+
+    Args:
+        manifest: of the bundle.
+        request: the request.
+        maps: of the bundle's ids.
+
+    Returns:
+        values int64 [N], offsets int64 [F·B + 1], weights float32 [N] or None.
+    """
+    checked = kjt.check([accept(Schema.of(manifest, maps), request)])
+    weights = None if checked.weights is None else torch.from_numpy(checked.weights)
+    return torch.from_numpy(checked.values), torch.from_numpy(checked.offsets), weights
+
+
+def run_program(program: nn.Module, manifest: Manifest, probe: Tensors, maps: IdMaps | None) -> Outputs:
+    """The outputs of a program, compiled or not.
+
+    Args:
+        program: of the bundle.
+        manifest: of the bundle.
+        probe: the request.
+        maps: of the bundle's ids.
+    """
+    schema = Schema.of(manifest, maps)
+
+    def look_up(batches: Sequence[Batch]) -> list[BatchAnswer]:
+        return [BatchAnswer(program(*arguments(batch)).numpy()) for batch in batches]
+
+    (outputs,) = answer(schema, [accept(schema, probe)], look_up).outputs()
+    return outputs
+
 
 ByFeature = Mapping[str, npt.NDArray[Any]]
 
@@ -113,7 +162,7 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module, fresh:
     probe = make_probe(manifest, known_of_keys({} if maps is None else maps.known, manifest))
     built = build_program(manifest)
     for each in (built, program):
-        each.weights_host = Weights(directory, manifest).tensors  # type: ignore[assignment]
+        each.weights_host = TableFiles(directory, manifest).tensors  # type: ignore[assignment]
     pooled = pool(directory, manifest, probe)
     return Answers(
         probe=probe,
@@ -122,6 +171,70 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module, fresh:
         scripted=pooled.by_feature(run_program(program, manifest, probe, maps)),
         reloaded=pooled.by_feature(fresh.outputs(directory, probe)),
     )
+
+
+def assembled_manifest(router: Manifest) -> Manifest:
+    """The same tables, features and plan, with a file of weights for every rank."""
+    ranks = tuple(
+        msgspec.structs.replace(rank, weights_file=f"weights.{number}.bin")
+        for number, rank in enumerate(router.plan.ranks)
+    )
+    return msgspec.structs.replace(
+        router,
+        format_version=format_version_of(router.tables, router.features, router.id_dtype, on_hosts=False),
+        plan=msgspec.structs.replace(router.plan, ranks=ranks),
+        hosts=(),
+        dense_part=None,
+        files={},
+        parity=(),
+    )
+
+
+def answer_assembled(
+    directory: Path,
+    router: Manifest,
+    program: torch.jit.ScriptModule,
+    parts: Mapping[int, Bundle],
+    fresh: FreshProcess,
+) -> Answers:
+    """Answer a probe with all ranks of a router's plan in one process.
+
+    Args:
+        directory: of the router's bundle, published or not. It need not have a manifest.
+        router: its manifest, with the digests of its files.
+        program: its program, compiled.
+        parts: the bundle of each rank that is on another host.
+        fresh: another process.
+
+    Raises:
+        ParityError: a fresh process cannot answer.
+    """
+    whole = assembled_manifest(router)
+    own = weights_path(directory, router, 0)
+    files = {0: (own, router.files[own.name])}
+    files |= {rank: (part.path / FIRST_WEIGHTS, part.manifest.files[FIRST_WEIGHTS]) for rank, part in parts.items()}
+    with tempfile.TemporaryDirectory() as folder, _as_compiled_for(program, whole):
+        known = {}
+        for rank, link in weights_paths(Path(folder), whole).items():
+            file, known[link.name] = files[rank]
+            link.symlink_to(file.absolute())
+        if IDS in whole.mapped_files:
+            (Path(folder) / IDS).symlink_to((directory / IDS).absolute())
+            known[IDS] = router.files[IDS]
+        whole = write_program(Path(folder), whole, program, known)
+        write_manifest(Path(folder), whole)
+        return answer_probe(Path(folder), whole, program, fresh)
+
+
+@contextmanager
+def _as_compiled_for(program: torch.jit.ScriptModule, manifest: Manifest) -> Iterator[torch.jit.ScriptModule]:
+    """`program`, as one that was compiled for `manifest`, which differs from its own only in where weights are."""
+    layout = program.layout
+    program.layout = manifest.layout
+    try:
+        yield program
+    finally:
+        program.layout = layout
 
 
 def _pairs(

@@ -1,16 +1,30 @@
-"""Refuse an export in which a table's numbers move further than they may."""
+"""What an export refuses, and what it notes, of how far numbers moved."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from export.errors import ParityError
 from export.parity.answers import Answers
-from export.rows.table_error import TableError
-from serving.bundle.manifest import Manifest, Parity
-from serving.bundle.tables import Table
+from export.plan.sharding import Sharding
+from export.rows.table_error import TableError, Tally, finite
+from export.trained.probe import TrainedAnswer, trained_answers
+from export.trained.tables import Trained
+from serving.bundle.manifest import Agreement, Manifest, Parity
+from serving.bundle.rows import FP32_UNIT
+from serving.bundle.tables import OutputDtype, Pooling, Table
+from serving.request.tensors import Tensors
 
 
 def check_parity(
-    manifest: Manifest, errors: Mapping[str, TableError], limits: Mapping[str, float | None], answers: Answers
+    manifest: Manifest,
+    errors: Mapping[str, TableError],
+    limits: Mapping[str, float | None],
+    answers: Answers,
+    runnable: Trained | None = None,
 ) -> tuple[Parity, ...]:
     """The parity of every table.
 
@@ -19,9 +33,10 @@ def check_parity(
         errors: of each table, float rows compared with stored ones.
         limits: of each table, `ExportConfig.max_error`. None: as far as rounding explains.
         answers: to one probe.
+        runnable: the trained module, whose own answers are compared with them; None where it cannot be run.
 
     Raises:
-        ParityError: naming each table that moved too far, and at which step.
+        ParityError: naming each table that moved too far, and at which step; or the module itself answers otherwise.
     """
     failures = answers.refusals(manifest)
     parity = []
@@ -32,7 +47,9 @@ def check_parity(
         parity.append(answers.parity(manifest, table, error.tally.agreement, limit))
     if failures:
         raise ParityError("\n".join(failures))
-    return tuple(parity)
+    own = {} if runnable is None else trained_answers(runnable, manifest, answers.probe)
+    agreements = _compare_trained(own, manifest, answers, errors)
+    return tuple(msgspec.structs.replace(each, trained=agreements.get(each.table)) for each in parity)
 
 
 def _refusals(table: Table, error: TableError, limit: float) -> list[str]:
@@ -46,3 +63,92 @@ def _refusals(table: Table, error: TableError, limit: float) -> list[str]:
             f"expected at most {limit:.3g}: store it as a wider dtype"
         )
     return refusals
+
+
+_LARGEST = float(np.finfo(np.float16).max)
+# How many times longer a bag may be than the average that was declared.
+_LONGER = 100
+
+
+def overflow_notes(manifest: Manifest, errors: Mapping[str, TableError], sharding: Sharding) -> Iterator[str]:
+    """A line for each table whose answers may be infinity in FP16.
+
+    A mean is at most as large as the largest element. A sum is at most the largest element times the ids of a bag.
+    Bags are taken to have up to 100 times the declared pooling factor. Weights of ids are taken to be 1.
+
+    Args:
+        manifest: features, tables and output dtype.
+        errors: of some tables; they hold the largest element of each.
+        sharding: it holds the declared pooling factors.
+    """
+    if manifest.output_dtype is not OutputDtype.FP16:
+        return
+    for table in manifest.tables:
+        if table.name not in errors:
+            continue
+        largest = errors[table.name].largest
+        readers = sum(feature.table == table.name for feature in manifest.features)
+        factor = max(sharding.pooling_factors_of(table.name, readers), default=1.0)
+        longest = 1 if table.pooling is Pooling.MEAN else math.ceil(_LONGER * factor)
+        if largest * longest > _LARGEST:
+            ids = max(1, math.ceil(_LARGEST / largest))
+            yield (
+                f"table {table.name!r}: FP16 answers can be infinity: its largest element is {largest:.3g}, and "
+                f"{ids:,} of it are beyond {_LARGEST:,.0f}: export with --output-dtype fp32"
+            )
+
+
+def _compare_trained(
+    trained: Mapping[str, TrainedAnswer], manifest: Manifest, answers: Answers, errors: Mapping[str, TableError]
+) -> dict[str, Agreement]:
+    """How far the answers of the published files are from those of the trained module, by table.
+
+    An answer may be off by as much as rounding explains, plus, for each id of its bag, the largest error of an
+    element of its table.
+
+    Args:
+        trained: the module's answers to `answers.probe`, by feature.
+        manifest: features and tables.
+        answers: of the published files.
+        errors: of each table, float rows compared with stored ones.
+
+    Raises:
+        ParityError: an answer is further off.
+    """
+    tallies: dict[str, Tally] = {}
+    bounds = dict(zip(answers.pooled.features, answers.pooled.bounds, strict=True))
+    ids = _ids_in_bags(manifest, answers.probe)
+    for feature, table in zip(manifest.features, manifest.feature_tables, strict=True):
+        if (expected := trained.get(feature.name)) is None:
+            continue
+        ours, theirs = finite(answers.reloaded[feature.name].astype(np.float64), expected.numbers.astype(np.float64))
+        moved = np.abs(ours - theirs)
+        counts = ids[feature.name] if table.pooling is Pooling.SUM else 1.0
+        bound = bounds[feature.name] * (1 + expected.unit / FP32_UNIT)
+        bound += counts * errors[table.name].tally.largest * (1 + 1e-6)
+        if not ((moved <= bound) | np.isinf(bound)).all():
+            raise ParityError(
+                f"table {table.name!r}: the trained module answers otherwise for feature {feature.name!r}, by "
+                f"{moved.max():.3g}: something around the table changes ids, weights or how it is pooled"
+            )
+        # Where a sum may leave the range of its dtype, nothing is compared.
+        ours, theirs = (np.where(np.isinf(bound), 0, each) for each in (ours, theirs))
+        tallies.setdefault(table.name, Tally()).add(0, theirs, ours)
+    return {name: tally.agreement for name, tally in tallies.items()}
+
+
+def _ids_in_bags(manifest: Manifest, probe: Tensors) -> dict[str, npt.NDArray[np.float64]]:
+    """The number of ids in each bag, or the sum of |weight| over them: by feature, float64 [B, 1]."""
+    bags = probe.lengths.reshape(len(manifest.keys), -1)
+    weights = np.ones(probe.values.size) if probe.weights is None else np.abs(probe.weights.astype(np.float64))
+    sums = np.concatenate([[0], np.cumsum(weights)])[np.concatenate([[0], np.cumsum(bags)])]
+    by_bag = np.diff(sums).reshape(bags.shape)
+    found = {}
+    for lengths, sent, features in zip(bags, by_bag, manifest.keys.values(), strict=True):
+        for feature in features:
+            counts = sent
+            if feature.position_weights is not None:
+                by_position = np.abs(feature.position_weights or np.ones(lengths.max(initial=0)))
+                counts = np.concatenate([[0.0], np.cumsum(by_position)])[lengths]
+            found[feature.name] = counts[:, np.newaxis]
+    return found

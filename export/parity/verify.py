@@ -1,26 +1,59 @@
-"""Check that a published bundle is what was exported: its files, its answers and, given the weights, its rows."""
+"""Verify a published bundle, a router's with those of its hosts: its files, its answers, its rows and its scores."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from export.errors import ModelError
-from export.ids.file import build_maps
-from export.manifest import with_position_weights
-from export.parity.answers import Answers
-from export.parity.copies import differing_copies
-from export.parity.recorded import recorded_parity
-from export.rows.tally import Tally
-from export.trained.checkpoint import Checkpoint, blocks, open_weights
+from export.ids.id_maps import build_maps
+from export.parity.answers import Answers, answer_assembled, answer_probe
+from export.parity.fresh_process import FreshProcess
+from export.prepare import with_position_weights
+from export.rows.table_error import Tally
+from export.scores.verify_scores import verify_scores
+from export.trained.checkpoint import Checkpoint, WeightSource, blocks, open_weights
 from export.trained.tables import Trained, TrainedTable
-from serving.bundle.manifest import Agreement, Parity
-from serving.bundle.opening import Bundle
+from serving.bundle.hosts import path_of
+from serving.bundle.manifest import MANIFEST, Agreement, Manifest, Parity
+from serving.bundle.opening import Bundle, open_bundle, verify_digests, weights_path
+from serving.bundle.plan import Shard, ShardingType
 from serving.bundle.scores import DensePart
-from serving.files.strict import as_text
+from serving.bundle.signature import TrustedKeys
+from serving.bundle.tables import Table
+from serving.errors import BundleError
+from serving.files.reading import as_text
+from serving.lookup.program import load_program
 from serving.reference import read_rows
+
+
+def recorded_parity(bundle: Bundle) -> dict[str, Parity]:
+    """What the export of `bundle` recorded, by table.
+
+    Raises:
+        BundleError: it is not that of each table once. No engine needs it: the bundle can be served all the same.
+    """
+    tables = {table.name for table in bundle.manifest.tables}
+    recorded = Counter(each.table for each in bundle.manifest.parity)
+    for name in sorted({*tables, *recorded}):
+        if name not in recorded:
+            wrong = f"no table {name!r}"
+        elif name not in tables:
+            wrong = f"another table {name!r}"
+        elif recorded[name] > 1:
+            wrong = f"table {name!r} twice"
+        else:
+            continue
+        raise BundleError(
+            f"{bundle.path / MANIFEST}: parity: expected each table once, got {wrong}: "
+            "it is not what an export wrote; export it again"
+        )
+    return {each.table: each for each in bundle.manifest.parity}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +78,78 @@ class Verification:
     dense_part: DensePart | None = None
 
 
-def compare(
+def verify(
+    path: Path,
+    trained: Trained | None = None,
+    checkpoint: WeightSource = None,
+    trusted: TrustedKeys | None = None,
+) -> Verification:
+    """Read every byte of a bundle, compare its copies, and answer a probe: by numpy, uncompiled, compiled, reloaded.
+
+    Scores are made of that answer, for requests together and alone. Of a router, the bundles of its hosts are read,
+    too, and the probe is answered with all of them in one process. Where one is not in the router's repository, the
+    router's own files are read, and no answers are compared.
+
+    Args:
+        path: the bundle, <model>/<version>.
+        trained: what it was exported from. Every stored row is compared with its float one, and scores with scores.
+        checkpoint: has the weights of `trained`; None: the module itself has them.
+        trusted: one of these keys must have signed the bundles. None: anybody may have made them.
+
+    Raises:
+        BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
+            manifest lacks the parity of a table; a host's bundle is not the one that the router's names.
+        ModelError: the bundle holds other tables or scores than `trained`; with `trained`, the bundle is a host's, or
+            a host's bundle is not there.
+        CheckpointError: the weights are not all there.
+        ParityError: a fresh process cannot answer from it.
+    """
+    bundle = open_bundle(path, trusted)
+    manifest = bundle.manifest
+    if manifest.part_of is not None and trained is not None:
+        raise ModelError(
+            f"{path}: holds shards of {manifest.part_of.model!r}: give the bundle of that to compare float rows"
+        )
+    with FreshProcess() as fresh:
+        verify_digests(bundle)
+        program = load_program(bundle)
+        if absent := _absent_hosts(bundle):
+            if trained is not None:
+                raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")
+            return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
+        if manifest.hosts:
+            answers = answer_assembled(path, manifest, program, _host_bundles(bundle, trusted), fresh)
+        else:
+            answers = answer_probe(path, manifest, program, fresh)
+    weights = None
+    if trained is not None and checkpoint is not None:
+        weights = open_weights(trained.module, trained.tables, checkpoint)
+    verification = _compare(bundle, answers, trained, weights)
+    if manifest.dense_part is None:
+        return verification
+    part, failures = verify_scores(bundle, manifest.dense_part, answers.embeddings, trained, weights)
+    return replace(verification, dense_part=part, failures=(*verification.failures, *failures))
+
+
+def _host_bundles(router: Bundle, trusted: TrustedKeys | None) -> dict[int, Bundle]:
+    """The bundles of all hosts, by rank. Every byte of them was read."""
+    parts = {}
+    for host in router.manifest.hosts:
+        part = open_bundle(path_of(router.path, host), trusted)
+        if part.digest != host.manifest:
+            raise BundleError(f"{part.path}: expected a manifest with SHA-256 {host.manifest}, got {part.digest}")
+        verify_digests(part)
+        parts[router.manifest.plan.rank_of_host[host.host]] = part
+    return parts
+
+
+def _absent_hosts(router: Bundle) -> tuple[Path, ...]:
+    """The bundles of a router's hosts that are not in its repository."""
+    paths = (path_of(router.path, host) for host in router.manifest.hosts)
+    return tuple(path for path in paths if not path.is_dir())
+
+
+def _compare(
     bundle: Bundle,
     answers: Answers,
     trained: Trained | None,
@@ -71,7 +175,7 @@ def compare(
     if trained is not None and weights is not None:
         quantized = _compare_rows(bundle, trained.tables, weights)
     limits = {name: parity.limit for name, parity in recorded.items()}
-    failures = [*answers.refusals(manifest), *differing_copies(bundle.path, manifest)]
+    failures = [*answers.refusals(manifest), *_differing_copies(bundle.path, manifest)]
     failures += [
         f"table {name!r}: row {agreement.worst_row} differs by {agreement.largest:.3g} from the weights given, "
         f"expected at most {limits[name]:.3g}: is this what it was exported from?"
@@ -115,6 +219,46 @@ def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Ch
             tally.add(start, rows.to(torch.float64).numpy(), numbers)
         agreements[stored.name] = tally.agreement
     return agreements
+
+
+_BLOCK_BYTES = 16 << 20
+
+
+def _differing_copies(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """A line for each copy that is not, byte for byte, the one on the lowest rank.
+
+    Args:
+        directory: of the bundle.
+        manifest: of the bundle.
+    """
+    plan = manifest.plan
+    for table in manifest.tables:
+        if plan.sharding[table.name] is not ShardingType.DATA_PARALLEL:
+            continue
+        first, *others = sorted(plan.shards_by_table[table.name], key=lambda shard: shard.rank)
+        rows = _rows(directory, manifest, table, first)
+        for other in others:
+            row = _first_difference(rows, _rows(directory, manifest, table, other))
+            if row is not None:
+                yield (
+                    f"table {table.name!r}: row {row} of its copy on rank {other.rank} differs from that on rank "
+                    f"{first.rank}, expected equal copies: export it again"
+                )
+
+
+def _rows(directory: Path, manifest: Manifest, table: Table, shard: Shard) -> npt.NDArray[np.uint8]:
+    """The bytes of a whole copy, uint8 [rows, row bytes], mapped."""
+    file = weights_path(directory, manifest, shard.rank)
+    return np.memmap(file, np.uint8, mode="r", offset=shard.offset_bytes, shape=(table.rows, table.row_bytes))
+
+
+def _first_difference(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> int | None:
+    step = max(1, _BLOCK_BYTES // one.shape[1])
+    for start in range(0, len(one), step):
+        differs = (one[start : start + step] != other[start : start + step]).any(axis=1)
+        if differs.any():
+            return start + int(differs.argmax())
+    return None
 
 
 def as_json(verification: Verification) -> str:

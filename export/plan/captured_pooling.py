@@ -1,4 +1,4 @@
-"""How many ids bags have on average, measured in captured requests."""
+"""The average number of ids in the bags of each feature, measured in requests that serving captured."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ import numpy as np
 
 from serving.bundle.tables import Feature
 from serving.errors import ConfigurationError, InvalidRequest
+from serving.request.bags import lengths_by_key
 from serving.request.captured import CapturedRequest, read_captured
-from serving.request.once import lengths_by_key
 from serving.request.tensors import Lengths
 
 # The average of a feature that no captured request asks for.

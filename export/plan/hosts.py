@@ -1,32 +1,69 @@
-"""Hosts that answer as models of their own: a plan over many ranks becomes one with a rank for each host.
+"""Hosts as models: a plan over many ranks becomes a plan with one rank for each host, for a router.
 
-On CPU a host is one rank. The router's own rank comes first. It takes the tables that all ranks would have copies of.
+On CPU, a host is one rank. The first rank is the router's own. It has the tables that would be copied to all ranks.
 """
 
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from export.plan.layout import whole_shard
+from export.plan.layout import aligned, whole_shard
+from export.plan.sharding import Sharding
+from export.plan.traffic import HOST_ID_BYTES, HOST_LENGTH_BYTES, SUM_BYTES, WEIGHT_BYTES
 from serving.bundle.hosts import ROUTER
 from serving.bundle.plan import Block, Shard, ShardingType
 from serving.bundle.tables import Table
 
-# The hosts of the ranks, the sharding type of each table, and the shards of each table; offsets are still 0.
+
+def router_tables(tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sharding: Sharding) -> set[str]:
+    """The names of the tables that are whole in the router's own rank.
+
+    A table that can only be data_parallel is one of them, even if it does not fit. Other tables are ranked by the
+    bytes of traffic that they save for each stored byte, and taken as long as they fit.
+
+    Args:
+        tables: the tables, in the dtypes that they are stored in.
+        readers: the features of each table.
+        sharding: ranks, limits, and how to place tables.
+    """
+    copied = ShardingType.DATA_PARALLEL
+    allowed = {table.name: sharding.types_of(table) for table in tables}
+    chosen = {name for name, types in allowed.items() if types == (copied,)}
+    free = (sharding.own_bytes or 0) - sum(_stored(table) for table in tables if table.name in chosen)
+    candidates = [table for table in tables if copied in allowed[table.name] and table.name not in chosen]
+    for table in sorted(candidates, key=lambda each: -_saved(each, readers[each.name], sharding) / _stored(each)):
+        if _stored(table) <= free:
+            free -= _stored(table)
+            chosen.add(table.name)
+    return chosen
+
+
+def _stored(table: Table) -> int:
+    return aligned(table.rows * table.row_bytes)
+
+
+def _saved(table: Table, readers: Sequence[str], sharding: Sharding) -> float:
+    """The bytes that a sample would move to and from a host with the whole table."""
+    ids = sum(sharding.pooling_factors_of(table.name, len(readers)))
+    id_bytes = HOST_ID_BYTES + (WEIGHT_BYTES if table.weighted else 0)
+    return ids * id_bytes + len(readers) * (HOST_LENGTH_BYTES + table.dim * SUM_BYTES)
+
+
+# The host of each rank, the sharding type of each table, and the shards of each table. All byte offsets are 0.
 Placement = tuple[list[int], dict[str, ShardingType], dict[str, list[Shard]]]
 
 
 def fold_hosts(tables: Sequence[Table], placement: Placement) -> Placement:
-    """One rank for each host, behind the router's own.
+    """Fold a placement to one rank for each host, after the router's own.
 
     Args:
         tables: the tables.
-        placement: over any ranks. A rank whose host is `ROUTER` is the router's own.
+        placement: over any ranks. A rank with host `ROUTER` is the router's own.
 
     Returns:
-        A placement over ranks of the hosts `ROUTER`, 0, 1, …. Hosts without a shard are left out, and the others move
-        up. Neighbouring shards of a table that are on one host are one where the blocks stay a grid. A data-parallel
-        table is whole in the router's rank, as table_wise.
+        A placement with one rank for each of the hosts `ROUTER`, 0, 1, …. Hosts without a shard are left out, and the
+        others are renumbered. Neighbouring shards of a table on one host become one shard, if the blocks stay a grid.
+        A data-parallel table is whole on the router's rank, as table_wise.
     """
     host_of, kinds, shards = placement
     hosts = hosts_of(placement)
@@ -42,10 +79,10 @@ def fold_hosts(tables: Sequence[Table], placement: Placement) -> Placement:
 
 
 def side_by_side(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards of a table, those of one shape dealt out anew, so that those of a host are neighbours.
+    """Swap shards of one shape between ranks, so that shards of a table on one host are neighbours.
 
-    Each rank holds as many bytes as before. TorchRec's planner deals blocks of columns to hosts in turn: each host
-    would be sent the same ids several times.
+    Each rank holds as many bytes as before. TorchRec's planner deals blocks of columns to the hosts in turn. Then
+    each host would get the same ids several times.
     """
     ranks: dict[tuple[int, int], list[int]] = {}
     for each in sorted(shards, key=lambda shard: shard.rank):
@@ -65,10 +102,11 @@ def hosts_of(placement: Placement) -> list[int]:
 
 
 def _joined(table: str, rank_of: Mapping[tuple[Block, Block], int]) -> list[Shard]:
-    """The shards of a table. Neighbouring blocks of rows are joined where each block of columns stays on its rank.
+    """The shards of a table, with neighbours joined.
 
-    Then blocks of columns are joined likewise. So all blocks of columns are cut at the same rows, as
-    `serving.bundle.plan.tiling_error` wants them.
+    Neighbouring blocks of rows are joined if each block of columns has the same rank in both. Then blocks of columns
+    are joined in the same way. So all blocks of columns are cut at the same rows, which
+    `serving.bundle.plan.tiling_error` checks.
 
     Args:
         table: name of the table.
@@ -85,7 +123,7 @@ def _joined(table: str, rank_of: Mapping[tuple[Block, Block], int]) -> list[Shar
 
 
 def _join(blocks: Mapping[Block, tuple[tuple[Block, int], ...]]) -> dict[Block, tuple[tuple[Block, int], ...]]:
-    """Join neighbours whose other blocks are on the same ranks.
+    """Join neighbouring blocks whose blocks of the other direction are on the same ranks.
 
     Args:
         blocks: for each block of one direction, the blocks of the other direction with their ranks.

@@ -13,13 +13,13 @@ from export.plan.report import PlanReport, Transfer
 from export.plan.traffic import ALL_TO_ALL, REDUCE_SCATTER
 from export.sizes import size_text
 
-# The largest tables have colours, as many as one can tell apart. The others share a grey.
+# Number of tables with a colour of their own, the largest ones: readers can tell so many apart. Others are grey.
 _COLOURED = 9
 _COLOURS = mpl.color_sequences["tab10"]
 _GREY = "#b0b0b0"
-# So many names of hosts fit side by side.
+# Most names of hosts that fit side by side.
 _SIDE_BY_SIDE = 9
-# How bars look whose sums the router adds, and those that it places side by side.
+# Hatches of bars, by pattern: partial sums that the router adds, and those that it places side by side.
 _HATCHES = {REDUCE_SCATTER: "////", ALL_TO_ALL: ""}
 _MEANING = {REDUCE_SCATTER: "the router adds them", ALL_TO_ALL: "the router places them"}
 
@@ -66,7 +66,7 @@ def _label_ranks(axes: Axes, report: PlanReport) -> None:
 
 
 def _groups(report: PlanReport) -> list[tuple[str, list[str], object]]:
-    """The label, tables and colour of each kind of bar: the largest tables alone, all others together."""
+    """The label, tables and colour of each kind of bar: one for each large table, and one for all others together."""
     largest = sorted(report.tables, key=lambda name: report.tables[name].bytes, reverse=True)
     others = largest[_COLOURED:]
     groups: list[tuple[str, list[str], object]] = [
@@ -98,7 +98,7 @@ def _draw_memory(axes: Axes, report: PlanReport) -> None:
 
 
 def _draw_limits(axes: Axes, report: PlanReport) -> None:
-    """A dashed line over each bar, at what is there to hold it."""
+    """A dashed line over each bar, at the limit of its rank."""
     label = "memory"
     for number, rank in enumerate(report.ranks):
         if rank.memory_bytes is not None:
@@ -120,7 +120,7 @@ def _draw_traffic(axes: Axes, report: PlanReport) -> None:
 
 
 def _draw_transfers(axes: Axes, report: PlanReport) -> None:
-    """A line for each host: to the left the ids that it is sent, to the right the sums that it answers."""
+    """A line for each host: to the left the bytes of ids that it gets, to the right those of sums that it sends."""
     hosts = [rank.host for rank in report.ranks[1:]]
     _draw_direction(axes, report, hosts, lambda each: -each.to_host_bytes)
     _draw_direction(axes, report, hosts, lambda each: each.to_router_bytes)

@@ -1,34 +1,94 @@
-"""Where each table goes: by an explicit plan, on one rank, or as TorchRec's planner decides."""
+"""Place tables on ranks: by an explicit plan, all on one rank, or as TorchRec's planner decides.
+
+An explicit plan is JSON::
+
+    {"ranks": [{"host": 0}, {"host": 0}],
+     "tables": {"item": {"sharding_type": "row_wise",
+                         "shards": [{"rank": 0, "rows": [0, 500], "columns": [0, 64]},
+                                    {"rank": 1, "rows": [500, 1000], "columns": [0, 64]}]}}}
+
+`tbe-export plan --json` prints one, with further keys that are ignored here. A rank with host −1 is the router's own
+(`serving.bundle.hosts`).
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from export.errors import PlanError
-from export.plan.file import read_plan
-from export.plan.hosts import Placement, fold_hosts, hosts_of, side_by_side
-from export.plan.layout import whole_shard, with_offsets
-from export.plan.rank_memory import check_fits
-from export.plan.router import router_tables
+from export.plan.hosts import Placement, fold_hosts, hosts_of, router_tables, side_by_side
+from export.plan.layout import check_fits, whole_shard, with_offsets
 from export.plan.sharding import Sharding
-from export.plan.torchrec_planner import configured_type, plan_by_torchrec
+from export.plan.torchrec_planner import plan_by_torchrec
 from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import DEVICE
-from serving.bundle.plan import Plan, Rank, Shard, ShardingType, tiling_error
+from serving.bundle.plan import Block, Plan, Rank, Shard, ShardingType, tiling_error
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
+from serving.files.reading import UNREADABLE, read_file
+
+
+class _Rank(msgspec.Struct):
+    host: int
+
+
+class _Shard(msgspec.Struct):
+    rank: int
+    rows: Block
+    columns: Block
+
+
+class _Table(msgspec.Struct):
+    sharding_type: ShardingType
+    shards: list[_Shard]
+
+
+class _PlanFile(msgspec.Struct):
+    ranks: list[_Rank]
+    tables: dict[str, _Table]
+
+
+def read_plan(path: Path) -> Placement:
+    """Read an explicit plan. All byte offsets are 0.
+
+    Raises:
+        ConfigurationError: the file is not such a plan.
+    """
+    try:
+        plan = msgspec.json.decode(read_file(path, follow=True), type=_PlanFile)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from error
+    except UNREADABLE as error:
+        raise ConfigurationError(f"{path}: {error}") from error
+    if not plan.ranks:
+        raise ConfigurationError(f"{path}: ranks: expected at least one")
+    for number, rank in enumerate(plan.ranks):
+        if rank.host < ROUTER:
+            raise ConfigurationError(
+                f"{path}: ranks: rank {number}: expected a host >= 0, or {ROUTER} for the router, got {rank.host}"
+            )
+    shards = {
+        name: [
+            Shard(table=name, rank=shard.rank, rows=shard.rows, columns=shard.columns, offset_bytes=0)
+            for shard in table.shards
+        ]
+        for name, table in plan.tables.items()
+    }
+    return [rank.host for rank in plan.ranks], {name: t.sharding_type for name, t in plan.tables.items()}, shards
 
 
 def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: Sharding) -> Plan:
     """Place `tables` on ranks, with the byte offsets of their shards.
 
     Args:
-        tables: the tables, in the dtypes that they are stored in: the plan is made for stored bytes.
+        tables: the tables with the dtypes that they are stored in: the plan is made for stored bytes.
         features: the features that read them.
-        sharding: the ranks, and how tables are to be placed.
+        sharding: the ranks, and how to place tables on them.
 
     Raises:
         ConfigurationError: a constraint or an explicit plan does not fit the tables.
-        PlanError: the tables do not fit the ranks; names a table, and by how much.
+        PlanError: the tables do not fit the ranks. The message names a table, and how many bytes are missing.
     """
     sharding = sharding.measured(features)
     readers = {table.name: [each.name for each in features if each.table == table.name] for table in tables}
@@ -74,7 +134,7 @@ def _placement(tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sh
 
 
 def _with_whole_tables(placement: Placement) -> Placement:
-    """A plan as written. Tables that are `data_parallel` on a router's ranks alone are whole on one of them."""
+    """The placement, with `data_parallel` tables that are only on the router's ranks placed whole on one of them."""
     hosts, kinds, shards = placement
     kinds, shards = dict(kinds), dict(shards)
     routers = {rank for rank, host in enumerate(hosts) if host == ROUTER}
@@ -89,7 +149,7 @@ def _with_whole_tables(placement: Placement) -> Placement:
 
 
 def _limits(placement: Placement, sharding: Sharding) -> list[int | None]:
-    """What each rank of the plan of `placement` can hold: of ranks, hosts and routers that somebody limits."""
+    """The most bytes of each rank of the final plan. None: no limit. With --hosts-as-models, the router is first."""
     ranks, memory_bytes = placement[0], sharding.memory_bytes
     if not sharding.hosts_as_models:
         return [memory_bytes] * len(ranks)
@@ -98,17 +158,18 @@ def _limits(placement: Placement, sharding: Sharding) -> list[int | None]:
 
 
 def _weights_file(rank: int, host: int, sharding: Sharding) -> str | None:
-    """The file of a rank; None where its host has a bundle of its own."""
+    """The name of a rank's weights file. None: its host has a bundle of its own."""
     return None if sharding.hosts_as_models and host != ROUTER else f"weights.{rank}.bin"
 
 
 def _plan_ranks(
     tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sharding: Sharding
 ) -> tuple[dict[str, ShardingType], dict[str, list[Shard]]]:
-    """Place tables on ranks. On the only rank every table is whole, whatever its type: cutting buys nothing there."""
+    """Place tables on ranks. If there is only one rank, each table is whole on it, whatever its sharding type."""
     if tables and sharding.ranks > 1:
         return plan_by_torchrec(tables, readers, sharding)
-    kinds = {table.name: configured_type(table, sharding) or ShardingType.TABLE_WISE for table in tables}
+    allowed = {table.name: sharding.types_of(table) for table in tables}
+    kinds = {name: types[0] if len(types) == 1 else ShardingType.TABLE_WISE for name, types in allowed.items()}
     return kinds, {table.name: [whole_shard(table, 0)] for table in tables}
 
 

@@ -1,21 +1,71 @@
-"""What a plan comes to: the bytes of each rank and table, and the bytes that a request moves.
+"""The report of a plan: the bytes of each rank and table, and the bytes that a request moves.
 
-The report as JSON is also a plan file (`export.plan.file`).
+As JSON, it can be read as an explicit plan (`export.plan.planner`).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import msgspec
+from rich.filesize import decimal
 
-from export.plan.notes import plan_notes
-from export.plan.sharding import Sharding
+from export.plan.sharding import ROUTER_BYTES, Sharding
 from export.plan.traffic import HostTraffic, host_traffic, shard_traffic, sums_pattern
 from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Block, Rank, Shard, ShardingType
 from serving.bundle.rows import WeightDtype
 from serving.bundle.tables import OutputDtype, Table
+from serving.request.captured import PassedOver, read_captured
+
+# A note says so if ranks hold more than this many times the tables' bytes. The number of tables that it names.
+_COPIES_NOTED = 1.1
+_TABLES_NAMED = 3
+
+
+def plan_notes(manifest: Manifest, sharding: Sharding) -> Iterator[str]:
+    """Notes on a plan: tables with copies, assumed limits, hosts without a shard, unreadable lines of the traffic.
+
+    Args:
+        manifest: tables and plan.
+        sharding: the settings of the plan, before `Sharding.measured`.
+    """
+    yield from _copies(manifest)
+    if sharding.memory_assumed:
+        yield (
+            f"a rank was taken to hold {decimal(sharding.rank_bytes)}, 1/{sharding.machine_ranks} of this machine's "
+            "memory: --memory-per-rank says what yours can"
+        )
+    if sharding.router_assumed:
+        yield f"the router was taken to hold {decimal(ROUTER_BYTES)}: --router-memory says what yours can"
+    if sharding.hosts_as_models and sharding.plan is None:
+        hosts = len(manifest.plan.ranks) - 1
+        if hosts < sharding.hosts:
+            yield f"{sharding.hosts - hosts} of {sharding.hosts} hosts would hold nothing: the plan has {hosts}"
+    if sharding.traffic is not None:
+        passed_over, path = PassedOver(), Path(sharding.traffic)
+        for _ in read_captured(path, passed_over, follow=True):
+            pass
+        yield from passed_over.said(path)
+
+
+def _copies(manifest: Manifest) -> Iterator[str]:
+    shards = manifest.plan.shards_by_table
+    held = {table.name: sum(map(table.shard_bytes, shards[table.name])) for table in manifest.tables}
+    more = {table.name: held[table.name] - table.rows * table.row_bytes for table in manifest.tables}
+    total = sum(held.values())
+    once = total - sum(more.values())
+    if total > _COPIES_NOTED * once:
+        named = ", ".join(
+            f"{name!r} ({manifest.plan.sharding[name].value}) {decimal(more[name])}"
+            for name in sorted(more, key=lambda name: -more[name])[:_TABLES_NAMED]
+            if more[name] > 0
+        )
+        yield (
+            f"ranks hold {decimal(total)} for {decimal(once)} of tables, {total / once:.1f} times as much; most "
+            f"of it for {named}: a smaller --memory-per-rank, or --sharding, has fewer copies"
+        )
 
 
 class ShardReport(msgspec.Struct, frozen=True):
@@ -39,17 +89,17 @@ class TableReport(msgspec.Struct, frozen=True):
 
 
 class RankReport(msgspec.Struct, frozen=True):
-    """What a rank holds, and what a request moves.
+    """A rank: its bytes, and its traffic for one request.
 
     Attributes:
-        host: the number of its host; −1 for a router's own rank.
+        host: the number of its host. −1: a router's own rank.
         bytes: stored bytes.
-        memory_bytes: what it can hold; None where nobody said.
-        share: its part of all ranks' bytes.
-        bytes_in: the ids, lengths and weights that a request sends it, for ids spread evenly over rows. With hosts as
-            models, this and `bytes_out` travel over the network; nothing travels to the router's own rank.
-        bytes_out: the sums that it answers with.
-        shards: how many it holds.
+        memory_bytes: the most bytes that it can hold. None: no limit was set.
+        share: its share of all ranks' bytes, in [0, 1].
+        bytes_in: bytes of ids, lengths and per-id weights that it gets, for ids spread evenly over rows. With hosts
+            as models, this and `bytes_out` go over the network, except those of the router's own rank, which are 0.
+        bytes_out: bytes of the sums that it sends.
+        shards: number of its shards.
         tables: its stored bytes by table.
     """
 
@@ -64,15 +114,15 @@ class RankReport(msgspec.Struct, frozen=True):
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """What a request moves between the router and a host for one table.
+    """The bytes that a request moves between the router and a host for one table.
 
     Attributes:
         host: the number of the host.
         table: the table's name.
-        pattern: how the sums of the table come together, in TorchRec's words: reduce-scatter where its rows are cut
-            over hosts, all-to-all where each host answers whole columns.
-        to_host_bytes: ids, lengths and weights.
-        to_router_bytes: partial sums.
+        pattern: how the partial sums are merged, in TorchRec's words. reduce-scatter: the table's rows are cut over
+            hosts. all-to-all: each host answers whole columns.
+        to_host_bytes: bytes of ids, lengths and per-id weights.
+        to_router_bytes: bytes of partial sums.
     """
 
     host: int
@@ -89,14 +139,15 @@ class PlanReport(msgspec.Struct, frozen=True):
         batch_size: samples of the request that traffic is counted for.
         bytes: stored bytes of all ranks, copies included.
         table_bytes: stored bytes of all tables, each counted once.
-        memory_bytes: what a rank can hold; None where nothing limits it.
-        memory_assumed: nobody set `memory_bytes`; it is an equal part of this machine's memory.
-        router_bytes: what the router's own rank can hold; None where nothing limits it, or there is no router.
-        router_assumed: nobody set `router_bytes`.
-        notes: what a person would not expect, a sentence each.
+        memory_bytes: the most bytes that a rank can hold. None: no limit.
+        memory_assumed: whether `memory_bytes` was not set, and is an equal part of this machine's memory.
+        router_bytes: the most bytes that the router's own rank can hold. None: no limit, or no router.
+        router_assumed: whether `router_bytes` was not set.
+        notes: surprising properties of the plan, a sentence each.
         ranks: the ranks, by number.
         tables: the tables, by name.
-        transfers: with hosts as models, what a request moves; empty otherwise. What the router holds is not in it.
+        transfers: with hosts as models, the bytes that a request moves. Otherwise empty. The router's own tables move
+            none.
     """
 
     batch_size: int
@@ -113,14 +164,14 @@ class PlanReport(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """What people call each rank: "router" and "host 0" with hosts as models, else its number."""
+        """The name of each rank: "router" or "host 0" with hosts as models, otherwise its number."""
         if not self.transfers:
             return [str(number) for number in range(len(self.ranks))]
         return ["router" if rank.host == ROUTER else f"host {rank.host}" for rank in self.ranks]
 
 
 def report_plan(manifest: Manifest, sharding: Sharding, sums_dtype: OutputDtype = OutputDtype.FP32) -> PlanReport:
-    """Add up the plan of `manifest`, for requests as `sharding` expects them, and hosts that answer `sums_dtype`.
+    """The report of the plan of `manifest`, for requests as in `sharding`, and hosts that answer in `sums_dtype`.
 
     Raises:
         ConfigurationError: the captured requests of `sharding.traffic` cannot be used.
@@ -211,7 +262,7 @@ def _moved(manifest: Manifest, sharding: Sharding, traffic: Mapping[int, HostTra
 
 
 def _memory(rank: Rank, sharding: Sharding) -> int | None:
-    """What a rank can hold, as far as somebody said. In an explicit plan, the ranks of a host are not known here."""
+    """The most bytes of a rank, if it is known. In an explicit plan, the ranks of a host are not known here."""
     if not sharding.hosts_as_models:
         return sharding.memory_bytes
     if rank.host == ROUTER:

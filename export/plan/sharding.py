@@ -1,38 +1,60 @@
-"""What a person asks of the planner: ranks, and how tables are placed on them."""
+"""The settings of a plan: ranks, and how tables are placed on them."""
 
 import glob
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from export.patterns import check_patterns, last_match
 from export.plan.captured_pooling import captured_pooling
 from export.sizes import MOST_BYTES
-from serving.arguments import check_argument, check_arguments
+from serving.arguments import check_arguments
 from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
-from serving.bundle.tables import Feature
+from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
-from serving.machine_memory import memory_here
+from serving.tables.memory_budget import memory_here
 
-if TYPE_CHECKING:
-    from torchrec.distributed.planner.types import ParameterConstraints
-else:
-    ParameterConstraints = (
-        object  # importing torchrec takes seconds; `_check_constraints` does it where there are any
-    )
+T = TypeVar("T")
+
+
+def last_match(settings: Mapping[str, T], table: str, default: T) -> T:
+    """The setting of `table`, or `default` where no pattern matches."""
+    matching = [setting for pattern, setting in settings.items() if fnmatchcase(table, pattern)]
+    return matching[-1] if matching else default
+
+
+def check_patterns(setting: str, patterns: Iterable[str], tables: Iterable[str]) -> None:
+    """Refuse a pattern that matches no table: it is a typing error.
+
+    Args:
+        setting: the name of the setting, for the message.
+        patterns: its patterns.
+        tables: the names of all tables.
+
+    Raises:
+        ConfigurationError: naming the pattern and the tables there are.
+    """
+    names = list(tables)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigurationError(
+                f"{setting} {pattern!r}: expected the name of a table or a glob over names, "
+                f"matches none of {', '.join(names)}"
+            )
+
 
 AUTO = "auto"
 AUTO_SIMPLE = "auto-simple"
-CHOICES = (AUTO, AUTO_SIMPLE, *(kind.value for kind in ShardingType))
+_TYPES = tuple(kind.value for kind in ShardingType)
+CHOICES = (AUTO, AUTO_SIMPLE, *_TYPES)
 # What a router's own rank can hold where nobody says. It is the same on every machine: hosts are others.
 ROUTER_BYTES = 1_000_000_000
-# What an explicit plan says itself.
+# The settings that an explicit plan has itself.
 _SAID_BY_A_PLAN = (
     "ranks",
     "ranks_per_host",
     "types",
-    "constraints",
     "min_partition",
     "row_wise_over",
     "column_wise_over",
@@ -40,7 +62,7 @@ _SAID_BY_A_PLAN = (
 
 
 def _between(least: int, most: int, **default: Any) -> Any:
-    """A number that has to lie in [least, most], unless it is None."""
+    """A field for a number in [least, most], or None."""
     return field(metadata={"bounds": (least, most)}, **default)
 
 
@@ -48,34 +70,33 @@ def _between(least: int, most: int, **default: Any) -> Any:
 class Sharding:
     """Ranks, and how tables are cut and copied over them.
 
-    A mapping goes from a table's name, or a glob over names, to a setting. The last that matches a table counts.
+    The keys of a mapping are names of tables, or globs over names. The last that matches a table counts.
 
     Attributes:
         ranks: number of ranks on all hosts together.
-        ranks_per_host: ranks of each host; None puts all on one host.
-        memory_bytes: what a rank can hold. Where None, several ranks have equal parts of `machine_bytes`. One rank,
-            or an explicit plan, then has no limit: what does not fit is read from disk.
-        machine_bytes: memory that all ranks share; with `hosts_as_models`, those of one host. By default it is this
-            machine's, or what its control group allows.
+        ranks_per_host: ranks of each host. None: all are on one host.
+        memory_bytes: the most bytes of a rank. None: several ranks have equal parts of `machine_bytes`; one rank, or
+            an explicit plan, has no limit, and rows that do not fit are read from the disk.
+        machine_bytes: memory that all ranks share. With `hosts_as_models`: that the ranks of one host share. Default:
+            this machine's, or that of its control group.
         types: `auto` (TorchRec's planner chooses), `auto-simple` (see `row_wise_over`), or a sharding type of
-            TorchRec.
-        constraints: TorchRec's own constraints, by a table's name. The other settings fill in what they leave open.
+            TorchRec; or several of these, among which TorchRec's planner chooses.
         pooling_factors: average number of ids in a bag; or a list, one for each feature that reads the table.
         traffic: a file of captured requests (`serving.request.captured`). The pooling factors of tables that
             `pooling_factors` leaves out are measured in it.
-        min_partition: least width of a block of columns. Where None, TorchRec's planner decides for `auto`; a table
-            that is cut by columns gets a block for each rank, or for each host under grid_shard.
+        min_partition: least width of a block of columns. None: with `auto`, TorchRec's planner decides; otherwise a
+            table that is cut by columns gets a block for each rank, or for each host under grid_shard.
         batch_size: samples in a request.
         row_wise_over: `auto-simple` cuts a table with more rows than this row-wise.
         column_wise_over: `auto-simple` cuts another table with more columns than this column-wise. It leaves all
             other tables whole.
         plan: a JSON file with an explicit plan, as `tbe-export plan --json` prints it. Beside it, only memory_bytes,
             pooling_factors, traffic, batch_size, hosts_as_models and router_bytes may be set.
-        hosts_as_models: each host answers as a model of its own, `<name>-host-<number>`, from any machine. The model
+        hosts_as_models: whether each host is a model of its own, `<name>-host-<number>`, on any machine. The model
             itself becomes a router, which asks them.
-        router_bytes: with `hosts_as_models`, what the router's own rank can hold. `auto` fills it with small and hot
-            tables. Where None, this is `ROUTER_BYTES`; an explicit plan then has no limit.
-        network_bytes_per_s: what the network between hosts carries, each way. TorchRec's figure where None.
+        router_bytes: with `hosts_as_models`, the most bytes of the router's own rank. `auto` fills it with small and
+            hot tables. None: `ROUTER_BYTES`; with an explicit plan, no limit.
+        network_bytes_per_s: bandwidth of the network between hosts, each way. None: TorchRec's figure.
 
     Raises:
         ConfigurationError: a value cannot be used.
@@ -85,8 +106,7 @@ class Sharding:
     ranks_per_host: int | None = _between(1, 10_000, default=None)
     memory_bytes: int | None = _between(1, MOST_BYTES, default=None)
     machine_bytes: int = _between(1, MOST_BYTES, default_factory=memory_here)
-    types: Mapping[str, str] = field(default_factory=dict)
-    constraints: Mapping[str, ParameterConstraints] = field(default_factory=dict)
+    types: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
     pooling_factors: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
     traffic: Path | str | None = None
     min_partition: Mapping[str, int] = field(default_factory=dict)
@@ -100,7 +120,6 @@ class Sharding:
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        _check_constraints(self.constraints)
         for each in fields(self):
             number = getattr(self, each.name)
             if "bounds" in each.metadata and number is not None:
@@ -111,9 +130,10 @@ class Sharding:
             raise ConfigurationError(
                 f"ranks_per_host: expected a divisor of {self.ranks} ranks, got {self.local_ranks}"
             )
-        for pattern, kind in self.types.items():
-            if kind not in CHOICES:
-                raise ConfigurationError(f"types {pattern!r}: expected one of {', '.join(CHOICES)}, got {kind!r}")
+        for pattern, choice in self.types.items():
+            kinds, known = ([choice], CHOICES) if isinstance(choice, str) else (choice or [""], _TYPES)
+            if unknown := [kind for kind in kinds if kind not in known]:
+                raise ConfigurationError(f"types {pattern!r}: expected one of {', '.join(known)}, got {unknown[0]!r}")
         for pattern, width in self.min_partition.items():
             if not 1 <= width <= MOST_BYTES or width % COLUMN_MULTIPLE:
                 raise ConfigurationError(
@@ -143,22 +163,22 @@ class Sharding:
 
     @property
     def rank_bytes(self) -> int:
-        """What a rank can hold, where there are several."""
+        """The most bytes of a rank, if there are several."""
         return self.memory_bytes or max(1, self.machine_bytes // self.machine_ranks)
 
     @property
     def own_bytes(self) -> int | None:
-        """What a router's own rank can hold; None where nothing limits it."""
+        """The most bytes of a router's own rank. None: no limit."""
         return ROUTER_BYTES if self.router_assumed else self.router_bytes
 
     @property
     def memory_assumed(self) -> bool:
-        """Whether nobody said what a rank can hold, and it is taken to be its part of `machine_bytes`."""
+        """Whether `memory_bytes` is not set, and a rank's limit is its part of `machine_bytes`."""
         return self.memory_bytes is None and self.ranks > 1
 
     @property
     def router_assumed(self) -> bool:
-        """Whether nobody said what the router's own rank can hold, and it is taken to be `ROUTER_BYTES`."""
+        """Whether `router_bytes` is not set, and the limit of the router's own rank is `ROUTER_BYTES`."""
         return self.hosts_as_models and self.router_bytes is None and self.plan is None
 
     @property
@@ -166,17 +186,24 @@ class Sharding:
         """Number of hosts."""
         return self.ranks // self.local_ranks
 
+    def types_of(self, table: Table) -> tuple[ShardingType, ...]:
+        """The sharding types that `table` may have. TorchRec's planner chooses among several."""
+        choice = last_match(self.types, table.name, AUTO)
+        if choice == AUTO:
+            return tuple(ShardingType)
+        if choice != AUTO_SIMPLE:
+            return tuple(map(ShardingType, [choice] if isinstance(choice, str) else choice))
+        if table.rows > self.row_wise_over:
+            return (ShardingType.ROW_WISE,)
+        return (ShardingType.COLUMN_WISE if table.dim > self.column_wise_over else ShardingType.TABLE_WISE,)
+
     def pooling_factors_of(self, table: str, readers: int) -> list[float]:
         """The average number of ids in a bag, for each of the `readers` features that read `table`."""
-        constraints = self.constraints.get(table)
-        if constraints is not None and constraints.pooling_factors != type(constraints)().pooling_factors:
-            given: list[float] = constraints.pooling_factors
-            return given
         factors = last_match(self.pooling_factors, table, 1.0)
         return [factors] * readers if isinstance(factors, int | float) else list(factors)
 
     def measured(self, features: Sequence[Feature]) -> "Sharding":
-        """The same, with the pooling factors of `traffic` in place of it. What `pooling_factors` says counts more.
+        """These settings with measured pooling factors in place of `traffic`. Those in `pooling_factors` count more.
 
         Args:
             features: of the model.
@@ -199,33 +226,25 @@ class Sharding:
             readers: the features of each table, by its name.
 
         Raises:
-            ConfigurationError: a pattern matches no table, or a constraint has another number of pooling factors than
-                its table has features.
+            ConfigurationError: a pattern matches no table, or a table has another number of pooling factors than
+                features.
         """
-        for setting in ("types", "constraints", "pooling_factors", "min_partition"):
+        for setting in ("types", "pooling_factors", "min_partition"):
             check_patterns(setting, getattr(self, setting), readers)
         for table, features in readers.items():
             factors = self.pooling_factors_of(table, len(features))
             if len(factors) != len(features):
                 raise ConfigurationError(
-                    f"constraints {table!r}: expected pooling_factors for its {len(features)} features "
+                    f"pooling_factors {table!r}: expected one for each of its {len(features)} features "
                     f"({', '.join(features)}), got {len(factors)}"
                 )
 
 
-def _check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
-    """Refuse constraints that are not TorchRec's."""
-    if constraints:
-        from torchrec.distributed.planner.types import ParameterConstraints as Kind
-
-        check_argument("constraints", constraints, Mapping[str, Kind])
-
-
 def check_beside_plan(given: Container[str]) -> None:
-    """Refuse settings beside an explicit plan that says them itself.
+    """Refuse settings beside an explicit plan that has them itself.
 
     Args:
-        given: names of fields of Sharding that somebody set, perhaps to their defaults.
+        given: names of the fields of Sharding that were set, even to their defaults.
 
     Raises:
         ConfigurationError: naming them.

@@ -1,7 +1,6 @@
 """TorchRec's planner, given the bytes of quantized tables."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,12 +27,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import CommOp, NoOpQuantizedCommCodec, ParameterSharding, QuantizedCommCodecs
 
 from export.errors import PlanError
-from export.patterns import last_match
-from export.plan.layout import aligned, whole_shard
-from export.plan.rank_memory import overflow_of
-from export.plan.sharding import AUTO, AUTO_SIMPLE, Sharding
-from export.quiet import quiet
+from export.plan.layout import aligned, overflow_of, whole_shard
+from export.plan.sharding import Sharding, last_match
 from export.rows.quantize import torch_dtype
+from export.trained.running import quiet
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, ShardingType
 from serving.bundle.tables import Table
 from serving.errors import ConfigurationError
@@ -70,7 +67,7 @@ def plan_by_torchrec(
         except PlannerError as error:
             raise PlanError(_why(enumerator.enumerate(module, [sharder]), by_name, sharding, error)) from error
         except (RuntimeError, ValueError, AssertionError) as error:
-            raise ConfigurationError(f"TorchRec's planner refuses these constraints: {error}") from error
+            raise ConfigurationError(f"TorchRec's planner refuses these settings: {error}") from error
     return (
         {table.name: ShardingType(planned[name].sharding_type) for name, table in by_name.items()},
         {table.name: _shards(table, planned[name], sharding.ranks) for name, table in by_name.items()},
@@ -118,40 +115,18 @@ def _planner(
 
 
 def _constraints(table: Table, readers: int, sharding: Sharding) -> ParameterConstraints:
-    """The user's own constraints; what they leave open is filled in from the settings of `sharding`."""
-    given = sharding.constraints.get(table.name, ParameterConstraints())
-    kind = configured_type(table, sharding)
+    """What `sharding` says of a table, as TorchRec's planner takes it."""
+    kinds = sharding.types_of(table)
     width = last_match(dict[str, int | None](sharding.min_partition), table.name, None)
-    if width is None and kind in _COLUMN_TYPES:  # one block for each rank or host, so that all have work
+    if width is None and len(kinds) == 1 and kinds[0] in _COLUMN_TYPES:  # a block for each rank or host
         parts = {ShardingType.GRID_SHARD: sharding.hosts, ShardingType.TABLE_COLUMN_WISE: sharding.local_ranks}
-        width = -(-table.dim // (parts.get(kind, sharding.ranks) * COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
-    return replace(
-        given,
-        sharding_types=given.sharding_types or ([kind.value] if kind else None),
-        min_partition=given.min_partition or width,
+        width = -(-table.dim // (parts.get(kinds[0], sharding.ranks) * COLUMN_MULTIPLE)) * COLUMN_MULTIPLE
+    return ParameterConstraints(
+        sharding_types=[kind.value for kind in kinds] if len(kinds) < len(ShardingType) else None,
+        min_partition=width,
         pooling_factors=sharding.pooling_factors_of(table.name, readers),
         is_weighted=table.weighted,
-        compute_kernels=None,  # there is one here: FBGEMM's inference TBE
     )
-
-
-def allowed_types(table: Table, sharding: Sharding) -> list[str]:
-    """The sharding types that a person allows for `table`."""
-    given: list[str] | None = sharding.constraints.get(table.name, ParameterConstraints()).sharding_types
-    kind = configured_type(table, sharding)
-    return given or [each.value for each in ([kind] if kind else ShardingType)]
-
-
-def configured_type(table: Table, sharding: Sharding) -> ShardingType | None:
-    """The sharding type that `sharding.types` sets for `table`; None where TorchRec's planner chooses."""
-    choice = last_match(sharding.types, table.name, AUTO)
-    if choice == AUTO:
-        return None
-    if choice != AUTO_SIMPLE:
-        return ShardingType(choice)
-    if table.rows > sharding.row_wise_over:
-        return ShardingType.ROW_WISE
-    return ShardingType.COLUMN_WISE if table.dim > sharding.column_wise_over else ShardingType.TABLE_WISE
 
 
 class _StoredBytes(ShardEstimator):  # type: ignore[misc]

@@ -8,12 +8,12 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.plan import Shard
 from serving.bundle.tables import OutputDtype, Table
 
-# Bytes that travel: for an id, a bag's length, an id's weight, and an element of a sum.
+# Bytes in a request or an answer: of an id, of a bag's length, of a per-id weight, and of an element of a sum.
 ID_BYTES = 8
 LENGTH_BYTES = 8
 WEIGHT_BYTES = 4
 SUM_BYTES = 4
-# The same of a request to a host: INT32, where no shard of the host has more rows.
+# Bytes of an id in a request to a host: INT32, unless a shard of the host has more rows.
 HOST_ID_BYTES = 4
 HOST_LENGTH_BYTES = 4
 _HOST_SUM_BYTES = {OutputDtype.FP32: 4, OutputDtype.FP16: 2}
@@ -24,11 +24,11 @@ REDUCE_SCATTER = "reduce-scatter"
 
 
 class HostTraffic(NamedTuple):
-    """The bytes of tensors that travel between a router and a host, by table. What gRPC adds is not counted.
+    """The bytes of tensors between a router and a host, by table. What gRPC adds is not counted.
 
     Attributes:
-        to_host: ids, lengths and weights.
-        to_router: partial sums.
+        to_host: bytes of ids, lengths and per-id weights.
+        to_router: bytes of partial sums.
     """
 
     to_host: dict[str, float]
@@ -36,15 +36,15 @@ class HostTraffic(NamedTuple):
 
 
 def shard_traffic(manifest: Manifest, sharding: Sharding, samples: float) -> Iterator[tuple[Shard, float, float]]:
-    """The traffic of each shard that answers; copies of a table that do not answer move nothing.
+    """The traffic of each shard that is looked up. Further copies of a table have none.
 
     Args:
         manifest: tables, features and plan.
-        sharding: how many ids a bag has. Ids are taken to be spread evenly over rows.
+        sharding: has the pooling factors. Ids are assumed to be spread evenly over rows.
         samples: the samples that are looked up, in all features.
 
     Yields:
-        A shard; the bytes of ids, lengths and weights that it is sent; the bytes of FP32 sums that it answers with.
+        A shard, the bytes of ids, lengths and per-id weights that it gets, and the bytes of FP32 sums that it sends.
     """
     id_bytes = ID_BYTES + (WEIGHT_BYTES if manifest.weighted else 0)
     for table, shard, ids, bags in _asked(manifest, sharding, samples):
@@ -54,7 +54,7 @@ def shard_traffic(manifest: Manifest, sharding: Sharding, samples: float) -> Ite
 def host_traffic(
     manifest: Manifest, sharding: Sharding, samples: float, sums_dtype: OutputDtype = OutputDtype.FP32
 ) -> dict[int, HostTraffic]:
-    """The traffic between a router and each of its hosts. What the router holds does not travel.
+    """The traffic between a router and each of its hosts. The router's own tables have none.
 
     A host gets one call, with a segment for each feature and shard: `values` INT32 (INT64 where a shard has 2³¹ rows
     or more), `lengths` INT32 [segments, B], `weights` FP32 if the host holds a weighted table. It answers
@@ -62,12 +62,12 @@ def host_traffic(
 
     Args:
         manifest: a router's tables, features and plan.
-        sharding: how many ids a bag has, as given or as measured. Ids are taken to be spread evenly over rows.
-        samples: the samples of the request, B.
-        sums_dtype: dtype of the partial sums that hosts answer.
+        sharding: has the pooling factors, as given or as measured. Ids are assumed to be spread evenly over rows.
+        samples: B of the request.
+        sums_dtype: dtype of the hosts' partial sums.
 
     Returns:
-        By the number of the host; nothing for a plan without a router.
+        By the number of the host. Empty for a plan without a router.
     """
     rank_of_host = manifest.plan.rank_of_host
     held: dict[int, list[tuple[Table, Shard, float, float]]] = {number: [] for number in rank_of_host.values()}
@@ -77,7 +77,7 @@ def host_traffic(
 
 
 def _host_traffic(held: Sequence[tuple[Table, Shard, float, float]], sum_bytes: int) -> HostTraffic:
-    """The traffic of a host, from what `_asked` yields of its shards. An element of a sum takes `sum_bytes`."""
+    """The traffic of a host. `held` is what `_asked` yields for its shards; a sum's element takes `sum_bytes`."""
     is_long = any(shard.height > _MOST_INT32_ROWS for _, shard, _, _ in held)
     is_weighted = any(table.weighted for table, _, _, _ in held)
     id_bytes = HOST_ID_BYTES * (2 if is_long else 1) + (WEIGHT_BYTES if is_weighted else 0)
@@ -91,7 +91,7 @@ def _host_traffic(held: Sequence[tuple[Table, Shard, float, float]], sum_bytes: 
 
 
 def _asked(manifest: Manifest, sharding: Sharding, samples: float) -> Iterator[tuple[Table, Shard, float, float]]:
-    """Each shard that answers, behind its table; and the ids and bags that a request has for the whole table."""
+    """Each shard that is looked up, with its table, and the numbers of ids and bags in a request for the table."""
     pieces = manifest.plan.pieces_by_table
     for table in manifest.tables:
         readers = sum(feature.table == table.name for feature in manifest.features)
@@ -101,10 +101,10 @@ def _asked(manifest: Manifest, sharding: Sharding, samples: float) -> Iterator[t
 
 
 def sums_pattern(shards: Sequence[Shard]) -> str:
-    """How the sums of a table come together, in TorchRec's words.
+    """How the partial sums of a table are merged, in TorchRec's words.
 
     Returns:
-        `REDUCE_SCATTER`: blocks of rows are on several ranks, whose sums are added. Otherwise `ALL_TO_ALL`: each rank
+        `REDUCE_SCATTER`: blocks of rows are on several ranks, and their sums are added. `ALL_TO_ALL`: each rank
         answers whole columns.
     """
     ranks: Mapping[tuple[int, int], set[int]] = {shard.columns: set() for shard in shards}

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from export.program.means import SumsToAnswer
 from export.program.rank import PlacedSegment, RankLookup
+from export.program.tbe_call import SumsToAnswer
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import row_blocks
 from serving.bundle.segments import segments_by_rank
@@ -22,7 +22,7 @@ class ShardedProgram(nn.Module):
     """Tables cut or copied over ranks, every way that a plan can.
 
     `values`, `offsets`, `per_sample_weights` and `features` are everywhere those of the request, as
-    `export.program.one_rank.OneRankProgram.forward` takes them.
+    `export.program.compile.OneRankProgram.forward` takes them.
 
     Args:
         manifest: features, tables and plan. Its parity and files are not read.
@@ -215,7 +215,7 @@ class ShardedProgram(nn.Module):
     def forward(
         self, values: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, features: Tensor | None
     ) -> Tensor:
-        """Look up and pool, as `export.program.one_rank.OneRankProgram.forward` says."""
+        """Look up and pool, as `export.program.compile.OneRankProgram.forward` says."""
         requests = self.split(values, offsets, per_sample_weights, features)
         positions = None if features is None else self.positions_of(features)
         sums: Tensor | None = None

@@ -15,17 +15,16 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
-from export.publish.compatible import check_compatible
+from export.publish.release import check_compatible
 from serving.bundle.hosts import MOST_VERSION, is_model_name
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import versions
 from serving.bundle.signature import sign
 from serving.errors import ConfigurationError
 from serving.files.page_cache import HUGE_PAGE
-from serving.files.temporary import temporary_folder
-from serving.model.config_file import CONFIG
+from serving.files.writing import temporary_folder
+from serving.model.config_file import CONFIG, model_config
 from serving.model.settings import ServingSettings
-from serving.model.template import model_config
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

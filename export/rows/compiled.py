@@ -1,7 +1,7 @@
-"""The steps of a block of rows, compiled: Python's lock is taken once for all of them, and not once for each.
+"""The steps for a block of rows, compiled, so that Python's lock is taken once for all of them.
 
-On virtual machines a thread takes 50 to 100 µs to wake up, and each step takes as long. Called one by one from four
-threads, the steps kept one core busy (docs/decisions/0020-export-pipeline.md).
+On virtual machines, a thread takes 50 to 100 µs to wake up, and each step takes as long. If four threads call the
+steps one by one, they keep only one core busy (docs/decisions/0020-export-pipeline.md).
 """
 
 import math
@@ -10,20 +10,20 @@ import fbgemm_gpu  # noqa: F401  the operator has to be known when it is compile
 import torch
 from torch import Tensor
 
-from serving.ranks.program import torchscript
+from serving.lookup.program import torchscript
 
 
 def code(rows: Tensor, bits: int, headers: Tensor, halves: Tensor) -> tuple[Tensor, float, float]:
-    """FBGEMM's own operator, with scale and bias moved from behind the codes to where its kernel reads them.
+    """Quantize rows by FBGEMM's own operator. Scale and bias are moved before the codes, where its kernel reads them.
 
     Args:
         rows: float32 or float16 [n, dim], contiguous.
         bits: of a code.
-        headers: uint8 [n, 4], contiguous, takes the scales and biases.
-        halves: float16 [n, 2], the same memory.
+        headers: uint8 [n, 4], contiguous. The scales and biases are written to it.
+        halves: float16 [n, 2], a view of `headers`.
 
     Returns:
-        uint8 [n, row bytes]; the sums of `rows` and `halves`, which show whether all are finite.
+        uint8 [n, row bytes]; and the sums of `rows` and of `halves`, which show whether all numbers are finite.
     """
     fused = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows, bits)
     width = headers.size(1)
@@ -63,7 +63,7 @@ def compare(a: Tensor, b: Tensor, error: Tensor) -> tuple[Tensor, int, list[floa
 
 
 def unpack(codes: Tensor, bits: int, scales_and_biases: Tensor, numbers: Tensor) -> None:
-    """Write the numbers that codes stand for: aten's arithmetic, which shares no code with FBGEMM.
+    """Dequantize codes to `numbers`, with aten's arithmetic, which shares no code with FBGEMM.
 
     Args:
         codes: uint8 [n, dim · bits / 8], the lower bits of a byte first.
@@ -88,8 +88,9 @@ def unpack(codes: Tensor, bits: int, scales_and_biases: Tensor, numbers: Tensor)
 def bounds_of_codes(halves: Tensor, largest_code: int, units: tuple[float, float, float]) -> Tensor:
     """The largest error of an element of each row that was stored as codes.
 
-    A number rounds to its nearest code, half a step away at most. Scale and bias round to FP16. The rounded scale
-    moves the largest code by its own size times half a unit of FP16, the rounded bias moves all by half a unit of it.
+    A number is rounded to its nearest code, at most half a step away. Scale and bias are rounded to FP16. The rounded
+    scale moves the largest code by its own size times half a unit of FP16. The rounded bias moves all codes by half a
+    unit of the bias.
 
     Args:
         halves: float16 [n, 2], scales and biases.

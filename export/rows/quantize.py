@@ -1,13 +1,17 @@
-"""Float rows become the bytes that FBGEMM's TBE kernel reads."""
+"""Quantize float rows to the bytes that FBGEMM's TBE kernel reads."""
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from export.errors import QuantizeError
 from export.rows.compiled import code
-from serving.bundle.rows import WeightDtype
+from export.trained.checkpoint import Checkpoint, blocks
+from export.trained.tables import TrainedTable
+from serving.bundle.rows import Floats, WeightDtype, dequantize
 
 _NOT_FINITE = "holds NaN or infinity: find out how the training made it"
 
@@ -49,7 +53,7 @@ def quantize(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor
         uint8 [n, dtype.row_bytes(dim)].
 
     Raises:
-        QuantizeError: a row holds NaN or infinity. Or a number, scale or bias that is stored as FP16 is beyond it.
+        QuantizeError: a row has NaN or infinity; or a number, scale or bias is too large for FP16.
     """
     return (_coded if dtype.format.quantized else _rounded)(table, start, rows, dtype)
 
@@ -76,11 +80,51 @@ def _coded(table: str, start: int, rows: Tensor, dtype: WeightDtype) -> Tensor:
 
 
 def _expect_finite(table: str, start: int, rows: Tensor, otherwise: str) -> None:
-    """Refuse rows, float32 or float16 [n, columns], with NaN or infinity; `otherwise` says what is wrong then."""
-    # A sum shows NaN and infinity, at a fortieth of the cost of looking at each number.
+    """Refuse rows, float32 or float16 [n, columns], with NaN or infinity. `otherwise` is the message for that."""
+    # A sum shows NaN and infinity, at a fortieth of the cost of checking each number.
     if torch.isfinite(rows.sum(dtype=torch.float32)):
         return
     finite = torch.isfinite(rows).all(dim=1)
     if not finite.all():  # else only the sum overflowed
         first = start + int((~finite).nonzero()[0])
         raise QuantizeError(f"table {table!r}: row {first} {otherwise}")
+
+
+def smallest_dtype(
+    table: TrainedTable, weights: Checkpoint, limit: float, progress: Callable[[int], None]
+) -> WeightDtype:
+    """The dtype with the fewest bytes in a row that moves no element of a table by more than `limit`.
+
+    All dtypes are tried while the table is read once. A wider dtype is not always closer, because it rounds
+    differently.
+
+    Args:
+        table: the trained table.
+        weights: the checkpoint with its rows.
+        limit: largest |float − stored|, in the units of the weights.
+        progress: is given the number of elements that were just read.
+
+    Raises:
+        QuantizeError: a row holds NaN or infinity.
+    """
+    left = [dtype for dtype in WeightDtype if dtype is not WeightDtype.FP32 and packs(table.dim, dtype)]
+    for start, rows in blocks(table, weights):
+        quantize(table.name, start, rows, WeightDtype.FP32)  # refuses NaN and infinity
+        floats = rows.float().numpy()
+        left = [dtype for dtype in left if _moves(table, start, rows, floats, dtype) <= limit]
+        progress(rows.numel())
+        if not left:
+            break
+    return min(left, key=lambda dtype: dtype.row_bytes(table.dim), default=WeightDtype.FP32)
+
+
+def _moves(table: TrainedTable, start: int, rows: Tensor, floats: Floats, dtype: WeightDtype) -> float:
+    """The largest error of an element of `rows` [n, dim]. It is infinite if a number is too large for the dtype.
+
+    `rows` are as trained, `floats` are the same rows in float32.
+    """
+    try:
+        stored = quantize(table.name, start, rows, dtype).numpy()
+    except QuantizeError:
+        return float("inf")
+    return float(np.abs(floats - dequantize(stored, dtype)).max())

@@ -1,13 +1,16 @@
-"""How far the stored rows of a table are from its float ones, and how far rounding alone can move them."""
+"""The error of a table's stored rows against its float ones, and the largest error that rounding alone can make."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from export.rows.compiled import bounds_of_codes, compare_codes
-from export.rows.tally import Tally
+from export.rows.compiled import bounds_of_codes, compare, compare_codes
+from serving.bundle.manifest import Agreement
 from serving.bundle.rows import (
     FP16_SUBNORMAL,
     FP16_UNIT,
@@ -18,6 +21,88 @@ from serving.bundle.rows import (
     dequantize,
     scales_and_biases_of,
 )
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the elements of two versions a and b of a table, so far.
+
+    Attributes:
+        largest: the largest |a − b|.
+        worst_row: the row with the largest |a − b|.
+        elements: their number.
+        absolute: sum of |a − b|.
+        squared: sum of (a − b)².
+        squared_a: sum of a².
+        squared_b: sum of b².
+    """
+
+    largest: float = 0.0
+    worst_row: int = 0
+    elements: int = 0
+    absolute: float = 0.0
+    squared: float = 0.0
+    squared_a: float = 0.0
+    squared_b: float = 0.0
+
+    def add(
+        self, start: int, a: npt.NDArray[Any], b: npt.NDArray[Any], out: npt.NDArray[Any] | None = None
+    ) -> npt.NDArray[Any]:
+        """Compare some rows of both versions.
+
+        Args:
+            start: index of the first row.
+            a: float32 or float64 [n, dim], n > 0. NaN and infinity make sums of their kind: see `finite`.
+            b: likewise.
+            out: in the dtype of a − b, contiguous, takes the errors, and may be b; None: memory of their own.
+
+        Returns:
+            The largest error of each row [n], in the dtype of a − b.
+        """
+        error = np.empty(a.shape, np.result_type(a, b)) if out is None else out
+        worst, worst_row, sums = compare(torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(error))
+        self.join(Tally.of(start, worst_row, error.size, sums))
+        found: npt.NDArray[Any] = worst.numpy()
+        return found
+
+    @classmethod
+    def of(cls, start: int, worst_row: int, elements: int, sums: Sequence[float]) -> Self:
+        """The tally of what `export.rows.compiled.compare` returned, for `elements` elements of rows from `start`."""
+        return cls(sums[0], start + worst_row, elements, *sums[1:])
+
+    def join(self, later: "Tally") -> None:
+        """Add the tally of later rows."""
+        # NaN is worse than any number: the first one stays.
+        if not (later.largest <= self.largest or math.isnan(self.largest)):
+            self.largest, self.worst_row = later.largest, later.worst_row
+        self.elements += later.elements
+        self.absolute += later.absolute
+        self.squared += later.squared
+        self.squared_a += later.squared_a
+        self.squared_b += later.squared_b
+
+    @property
+    def agreement(self) -> Agreement:
+        """The Agreement of these sums. The cosine of two tables of zeros is 1, of zeros and another table 0."""
+        lengths = math.sqrt(self.squared_a * self.squared_b)
+        if lengths:
+            # a·b = (a² + b² − (a − b)²) / 2. So rounding of the long sums hardly moves a cosine close to 1.
+            cosine = (self.squared_a + self.squared_b - self.squared) / (2 * lengths)
+        else:
+            cosine = float(self.squared_a == self.squared_b)
+        return Agreement(
+            largest=self.largest,
+            mean=self.absolute / max(self.elements, 1),
+            cosine=cosine,
+            worst_row=self.worst_row,
+        )
+
+
+def finite(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Both arrays, of any shape, with 0 wherever both have NaN or the same infinity."""
+    same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))
+    return np.where(same, 0, a), np.where(same, 0, b)
+
 
 _UNITS = (FP16_UNIT, FP16_SUBNORMAL, FP32_UNIT)
 
@@ -49,7 +134,7 @@ def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> Doubles:
 
 @dataclass(slots=True)
 class TableError:
-    """The error of one table's stored rows, gathered block by block.
+    """The error of one table's stored rows, added up block by block.
 
     Attributes:
         dtype: how the rows are stored.
@@ -66,7 +151,7 @@ class TableError:
     unexplained_row: int | None = None
 
     def add(self, start: int, rows: Floats, stored: Bytes, scratch: Floats) -> None:
-        """Compare some rows with what was stored for them.
+        """Compare some float rows with the stored ones.
 
         Args:
             start: index of the first row.

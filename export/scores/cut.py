@@ -11,11 +11,10 @@ from torchrec import KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.errors import ModelError
-from export.scores.outputs import not_tensors, tensors_of
-from export.scores.trace import WAY_OUT, traced
-from export.trained.inner import inner_of
-from export.trained.lines import line_of
-from export.trained.modules import selects
+from export.scores.trace import WAY_OUT, not_tensors, tensors_of, traced
+from export.trained.follow import selects
+from export.trained.keyed import line_of
+from export.trained.managed import inner_of
 from serving.bundle.scores import wrong_names
 
 EMBEDDINGS = "embeddings"

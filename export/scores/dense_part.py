@@ -15,31 +15,23 @@ from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from export.errors import ModelError, ParityError, compiler_line
-from export.parity.probe import make_probe
-from export.parity.trained_answers import kjt_of, listening
-from export.quiet import quiet
-from export.rows.tally import finite
-from export.scores.agreement import allowed, largest, pieces_of, scale_of
+from export.rows.table_error import finite
 from export.scores.apart import what_branches, what_is_one_step, what_mixes_samples
-from export.scores.blame import blamed
 from export.scores.cut import Columns, Cut, changes_inputs, cut, keep_inputs
-from export.scores.dtype import with_dtype
-from export.scores.model import answers_behind
-from export.scores.outputs import not_tensors, tensors_of
-from export.scores.own import around
-from export.scores.probes import Numbers, Run, answered, scaled, shown_to_mix
-from export.scores.trace import WAY_OUT
-from export.scores.weights import with_weights
-from export.scores.widths import inputs_of
+from export.scores.dense_inputs import inputs_of, with_dtype, with_weights
+from export.scores.eager_model import answers_behind, model_errors
+from export.scores.probes import Numbers, Run, allowed, answered, largest, pieces_of, scale_of, scaled, shown_to_mix
+from export.scores.trace import WAY_OUT, not_tensors, tensors_of
+from export.scores.user_dense import around
 from export.trained.checkpoint import Checkpoint
-from export.trained.inner import inner_of, is_sequence
-from export.trained.lines import line_of
-from export.trained.managed import looking_up
-from export.trained.modules import evaluating
+from export.trained.keyed import line_of
+from export.trained.managed import inner_of, is_sequence, looking_up
+from export.trained.probe import kjt_of, listening, make_probe
+from export.trained.running import evaluating, quiet
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
-from serving.ranks.program import torchscript
+from serving.lookup.program import torchscript
 from serving.request.tensors import Ids, Tensors
 
 
@@ -217,7 +209,7 @@ def _answers_of_model(
     """What the model's collections answer, float32 [B, D], and what the model answers, by output."""
     heard: dict[nn.Module, Any] = {}
     hearing = listening(columns, heard)
-    with hearing, blamed(entry, "its forward fails for ids of all features, and dense inputs in [0, 1)"):
+    with hearing, model_errors(entry, "its forward fails for ids of all features, and dense inputs in [0, 1)"):
         answer = _own_answer(entry, found, kjt_of(manifest, request, torch.device("cpu")), dense)
     width = sum(table.dim for table in manifest.feature_tables)
     pooled = torch.empty(request.lengths.size // len(manifest.keys), width)
@@ -255,7 +247,7 @@ def _run(entry: nn.Module, module: nn.Module, outputs: Sequence[str], inputs: Se
     """The outputs of a dense part, by name."""
     device, samples = next((each.device for each in module.parameters()), torch.device("cpu")), len(inputs[0])
     what = f"its forward cannot be run for {samples} samples behind its collections"
-    with torch.no_grad(), quiet(), blamed(entry, what):
+    with torch.no_grad(), quiet(), model_errors(entry, what):
         answer = module(*(each.to(device).clone() for each in inputs))
     for name, each in zip(outputs, answer, strict=True):
         if each.ndim == 0 or len(each) != samples:
@@ -301,6 +293,6 @@ def _compiled(entry: nn.Module, module: fx.GraphModule, dtype: DenseDtype) -> to
         return steps.get(step.partition(" = ")[0], "")
 
     said = partial(compiler_line, line_of=where)
-    with torchscript(), quiet(), blamed(entry, "its forward cannot be compiled", said):
+    with torchscript(), quiet(), model_errors(entry, "its forward cannot be compiled", said):
         program: torch.jit.ScriptModule = torch.jit.freeze(torch.jit.script(with_dtype(module, dtype)).eval())
     return program

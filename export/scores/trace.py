@@ -1,14 +1,13 @@
 """Follow the forward of a model, its collections as single steps. What cannot be followed is refused by its line."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from export.errors import ModelError, first_line
-from export.quiet import quiet
-from export.trained.keyed import KeyedTracer
-from export.trained.lines import line_of_error
-from export.trained.modules import evaluating
+from export.trained.keyed import KeyedTracer, line_of_error
+from export.trained.running import evaluating, quiet
 
 WAY_OUT = "give export_model(dense=…), a module of your own that takes pooled embeddings, or export without --scores"
 
@@ -42,3 +41,36 @@ class _Tracer(KeyedTracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._collections or super().is_leaf_module(m, module_qualified_name)
+
+
+# The name of a model's only output; several without names are numbered.
+_SCORES = "scores"
+
+
+def tensors_of(answer: Any, kind: type = Tensor) -> dict[str, Any]:
+    """The tensors of an answer by name: one alone is `scores`, those of a tuple are `scores_0` and so on, those of a
+    dict or a named tuple have its names. None where there is anything else among them.
+
+    Args:
+        answer: of a model; or of a graph.
+        kind: what stands for a tensor.
+    """
+    if isinstance(answer, kind):
+        return {_SCORES: answer}
+    if isinstance(answer, Mapping):
+        named = dict(answer)
+    elif isinstance(answer, tuple) and hasattr(answer, "_fields"):
+        named = dict(zip(answer._fields, answer, strict=True))
+    elif isinstance(answer, tuple | list):
+        named = {f"{_SCORES}_{number}": each for number, each in enumerate(answer)}
+    else:
+        return {}
+    return named if all(isinstance(name, str) and isinstance(each, kind) for name, each in named.items()) else {}
+
+
+def not_tensors(model: nn.Module, got: str) -> ModelError:
+    """The error for an answer that `tensors_of` finds no tensors in."""
+    return ModelError(
+        f"{type(model).__name__}: expected a tensor, or tensors as a tuple or by name, as its answer, got {got}: "
+        f"{WAY_OUT}"
+    )

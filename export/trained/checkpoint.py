@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 
 from export.errors import CheckpointError
 from export.trained import dcp
-from export.trained.archive import locate_tensors
-from export.trained.sources import InFile, InMemory, StoredTable
+from export.trained.sources import InFile, StoredTable, locate_tensors
 from export.trained.tables import TrainedTable
 
 # Hugging Face's tools write it beside the files of a sharded set: {"weight_map": {key: file name}}.
@@ -28,17 +28,38 @@ _SAFETENSORS_DTYPES = {
     "I64": torch.int64,
 }
 
-# Float bytes of a block of rows. It is large enough that threads rarely wait for one another's Python, and small
-# enough that memory does not matter.
+# Float bytes of a block of rows: large enough that threads rarely wait for Python's lock, and small enough that
+# memory does not matter.
 _BLOCK_BYTES = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A tensor that a module holds, on any device."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, dim)."""
+        return tuple(self.tensor.shape) or (1,)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its elements."""
+        return self.tensor.dtype
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop): a view [stop − start, dim], or a copy where the tensor is not on the CPU."""
+        return self.tensor.reshape(self.shape)[start:stop].detach().cpu()
 
 
 class Checkpoint:
     """The rows of tables, by state-dict key.
 
     Args:
-        source: the file, folder or class that holds them, for messages.
-        stored: every tensor that may be a table. Several threads read from it at once.
+        source: the file, folder or class with the rows, for messages.
+        stored: every tensor that may be a table. Several threads read from them at once.
     """
 
     def __init__(self, source: str, stored: Mapping[str, StoredTable]) -> None:
@@ -78,10 +99,10 @@ class Checkpoint:
     def integers(self, what: str, key: str, size: int) -> npt.NDArray[np.int64]:
         """The integers under a key of the state dict: int64 [size].
 
-        Arguments as `vector`.
+        Arguments as `numbers`; `size` is their number.
 
         Raises:
-            CheckpointError: they are missing, ambiguous, of another number, or not int64.
+            CheckpointError: they are missing, ambiguous, not `size` many, or not int64.
         """
         where = f"{self._source}: {what}"
         stored = self._at(what, key)
@@ -96,7 +117,7 @@ class Checkpoint:
         return any(each == key or each.endswith("." + key) for each in self._stored)
 
     def check(self, table: TrainedTable) -> None:
-        """Refuse a table that is not here as its config describes it.
+        """Refuse a table that differs from its config.
 
         Raises:
             CheckpointError: the table is missing, ambiguous, of another shape, or of another dtype than float32,
@@ -123,7 +144,7 @@ class Checkpoint:
         return self._stored[matches[0]]
 
 
-# A file or folder for `open_checkpoint`; a Checkpoint of tables that are read some other way; None: the module's own.
+# A file or folder for `open_checkpoint`, or a Checkpoint that reads rows in another way. None: the module's own rows.
 WeightSource = Path | str | Checkpoint | None
 
 
@@ -146,7 +167,7 @@ def blocks(table: TrainedTable, weights: Checkpoint) -> Iterator[tuple[int, Tens
 
 
 def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpoint:
-    """The rows of `tables` that `module` itself holds.
+    """The rows of `tables` in `module` itself.
 
     Raises:
         CheckpointError: a table is on the meta device, or sharded over several processes.
@@ -175,7 +196,7 @@ def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpo
 
 
 def open_weights(module: nn.Module, tables: Iterable[TrainedTable], checkpoint: WeightSource) -> Checkpoint:
-    """The rows of `tables`: in `checkpoint`, or in `module` itself where that is None.
+    """The rows of `tables`, in `checkpoint`. If that is None, in `module` itself.
 
     Raises:
         CheckpointError: as `open_checkpoint` and `module_weights`.
@@ -224,7 +245,7 @@ def _open_safetensors_set(index: Path) -> dict[str, InFile]:
 
 
 def _open_safetensors(path: Path) -> dict[str, InFile]:
-    """The tensors of a safetensors file: a header that says where each lies, then their numbers.
+    """The tensors of a safetensors file: a header that says where each is, then their numbers.
 
     The format: https://huggingface.co/docs/safetensors#format.
     """

@@ -1,29 +1,120 @@
 """A torch.distributed.checkpoint folder, saved by any number of processes and read by one.
 
-The format is that of `torch.distributed.checkpoint.FileSystemWriter` (torch 2.13). The file `.metadata` says which
-chunk of which tensor lies at which bytes of which file. Each chunk is an archive of `torch.save`. Reading needs no
-process group, and never reads all of a chunk at once.
+The format is that of `torch.distributed.checkpoint.FileSystemWriter` (torch 2.13). The file `.metadata` says at which
+bytes of which file each chunk of a tensor is. Each chunk is an archive of `torch.save`. Reading needs no process
+group, and never reads all of a chunk at once.
+
+The metadata is a pickle, and a pickle is a program. It is read without running its code: only a few opcodes are
+allowed. A name in it stands for a harmless class of ours, never for an object of torch or Python. A call of such a
+name makes a Part, and a state becomes the Part's attributes.
 """
 
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import torch
 from torch import Tensor
 
 from export.errors import CheckpointError
-from export.trained.archive import locate_tensors
-from export.trained.dcp_metadata import TensorPart, read_parts
-from export.trained.sources import InFile
+from export.trained.sources import InFile, locate_tensors
+from serving.files.reading import open_file
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+
+class Part:
+    """An object of the metadata. It drops its arguments, and keeps its state as attributes.
+
+    A state that is no dict is kept as the attribute `state`.
+    """
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __setstate__(self, state: object) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"state": state})
+
+
+class TensorPart(Part):
+    """A TensorStorageMetadata."""
+
+
+class _Dict(dict[str | Part, object]):
+    def __setitem__(self, key: str | Part, value: object) -> None:
+        if not isinstance(key, str | Part):  # hashing deeply nested tuples would overflow the stack
+            raise pickle.UnpicklingError(f"expected a name or an index of metadata, got {type(key).__name__}")
+        super().__setitem__(key, value)
+
+
+# Every name that may be in a FileSystemWriter's metadata, and the class for it. Python 3.13 has another name for
+# paths: both are here.
+_NAMES: Mapping[tuple[str, str], Any] = {
+    (_METADATA, "TensorStorageMetadata"): TensorPart,
+    **dict.fromkeys(
+        (
+            (_METADATA, "BytesStorageMetadata"),
+            (_METADATA, "ChunkStorageMetadata"),
+            (_METADATA, "Metadata"),
+            (_METADATA, "MetadataIndex"),
+            (_METADATA, "StorageMeta"),
+            (_METADATA, "TensorProperties"),
+            (_METADATA, "_MEM_FORMAT_ENCODING"),
+            ("pathlib", "PosixPath"),
+            ("pathlib._local", "PosixPath"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch.serialization", "_get_layout"),
+        ),
+        Part,
+    ),
+    ("torch", "Size"): tuple,
+    **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
+}
+
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.STACK_GLOBAL),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD),
+)
+
+
+class _Unpickler(pickle._Unpickler):  # the one written in Python: the one in C allows every opcode
+    dispatch: ClassVar[dict[int, Any]] = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES} | {
+        pickle.EMPTY_DICT[0]: lambda unpickler: unpickler.append(_Dict())
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint's metadata")
+        return _NAMES[module, name]
+
+
+def read_parts(path: Path) -> object:
+    """Read the metadata at `path` as nested parts. `open_folder` checks whether they fit together.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is no such metadata.
+    """
+    try:
+        with open_file(path, follow=True) as file:
+            return _Unpickler(file).load()
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path}: expected the metadata of torch.distributed.checkpoint: {error!r}") from error
+
 
 METADATA = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangle of a table: its first row, its first column, and where its numbers lie."""
+    """A rectangle of a table: its first row, its first column, and where its numbers are."""
 
     row: int
     column: int
@@ -39,7 +130,7 @@ class InChunks:
     chunks: tuple[Chunk, ...]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) as a new tensor [stop − start, dim], put together from the chunks that have them."""
+        """Read rows [start, stop) from the chunks that have them, into a new tensor [stop − start, dim]."""
         rows = torch.empty((stop - start, self.shape[1]), dtype=self.dtype)
         for chunk in self.chunks:
             height, width = chunk.numbers.shape
@@ -86,9 +177,9 @@ Places = Mapping[tuple[str, tuple[int, ...]], _Place]
 
 
 def open_folder(path: Path) -> dict[str, InChunks]:
-    """The matrices of the checkpoint in the folder `path`, by state-dict key; a vector [n] is a matrix [n, 1], and a
-    number [1, 1].
-    Anything else in it is left alone.
+    """The matrices of the checkpoint in the folder `path`, by state-dict key.
+
+    A vector [n] becomes a matrix [n, 1], a number [1, 1]. All else in the checkpoint is ignored.
 
     Raises:
         CheckpointError: the metadata cannot be read, or does not fit the files beside it.

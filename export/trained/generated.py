@@ -1,4 +1,4 @@
-"""Generated float tables: they are stored nowhere, and rows are computed when they are read."""
+"""A checkpoint of generated rows: tables of any size that take 16 MiB, for benchmarks, studies and tests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,13 +1,18 @@
-"""What pooling collections answer, while torch.fx follows a forward: KeyedTensors whose keys and widths are known.
+"""The answers of pooling collections while torch.fx traces a forward: KeyedTensors with known keys and widths.
 
-So a forward may loop over keys, and regroup. Numbers stay unknown.
+So a forward may loop over keys, and regroup. Only the numbers are not known.
 """
 
+import linecache
 import operator
+import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torchrec
 from torch import fx, nn
 from torchrec import KeyedTensor
 from torchrec.fx import Tracer
@@ -17,7 +22,41 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from torchrec.modules.regroup import KTRegroupAsDict
 from torchrec.sparse.jagged_tensor import _regroup_keyed_tensors
 
-from export.trained.inner import inner_of, is_sequence
+from export.trained.managed import inner_of, is_sequence
+
+_NOT_THE_USERS = (Path(torch.__file__).parent, Path(torchrec.__file__).parent, Path(__file__).parents[1])
+# A line of a stack trace as torch.fx keeps it.
+_FRAME = re.compile(r'File "(.+)", line ([0-9]+), in ')
+
+
+def line_of(node: fx.Node) -> str:
+    """The line of the model's code of a step of a graph. Empty: its stack trace was not kept."""
+    for path, line in reversed(_FRAME.findall(node.stack_trace or "")):
+        if _is_users(Path(path)):
+            return _where(path, int(line))
+    return ""
+
+
+def short_line_of(node: fx.Node) -> str:
+    """As `line_of`, but with the file's name instead of its path: bundles must not have paths."""
+    return re.sub(r"^ at .*/(?=[^/]+, line [0-9]+: )", " at ", line_of(node))
+
+
+def line_of_error(error: Exception) -> str:
+    """The line of the model's code that raised an error: the innermost one that is not torch's."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.lineno is not None and _is_users(Path(frame.filename)):
+            return _where(frame.filename, frame.lineno)
+    return ""
+
+
+def _is_users(path: Path) -> bool:
+    return path.exists() and not any(path.is_relative_to(each) for each in _NOT_THE_USERS)
+
+
+def _where(path: str, line: int) -> str:
+    return f" at {path}, line {line}: `{linecache.getline(path, line).strip()}`"
+
 
 _POOLING = (
     EmbeddingBagCollectionInterface,
@@ -35,10 +74,10 @@ def widths_of(collection: Any) -> dict[str, int]:
 
 
 class KeyedTracer(Tracer):  # type: ignore[misc]
-    """Follows a forward. What its collections answer has keys, and what is cut in pieces has their number."""
+    """Traces a forward. Answers of collections have keys, and tensors that are cut into pieces have their number."""
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """What stands for the answer of a step."""
+        """The proxy for the answer of a step."""
         if (collection := self._answering(node)) is not None:
             return _Keyed(node, self, widths_of(collection))
         if (count := _pieces(node)) is not None:
@@ -56,7 +95,7 @@ class KeyedTracer(Tracer):  # type: ignore[misc]
         return super().call_module(m, forward, args, kwargs)
 
     def _answering(self, node: fx.Node) -> nn.Module | None:
-        """The pooling collection whose KeyedTensor a step answers with; None: it is another step."""
+        """The pooling collection whose KeyedTensor a step returns. None: the step returns something else."""
         called, is_first = node, False
         if node.op == "call_function" and node.target is operator.getitem and node.args[1] == 0:
             called, is_first = node.args[0], True  # type: ignore[assignment]
@@ -70,7 +109,7 @@ class KeyedTracer(Tracer):  # type: ignore[misc]
 
 
 class _Keyed(fx.Proxy):
-    """A KeyedTensor that some collection answers. torch.fx follows its other methods, and operators.
+    """A KeyedTensor that a collection returns. torch.fx traces its other methods, and operators.
 
     Args:
         node: the step.
@@ -99,7 +138,7 @@ class _Keyed(fx.Proxy):
 
 
 class _Pieces(fx.Proxy):
-    """A list or tuple of so many tensors."""
+    """A list or tuple of `count` tensors."""
 
     def __init__(self, node: fx.Node, tracer: fx.Tracer, count: int) -> None:
         super().__init__(node, tracer)
@@ -113,7 +152,7 @@ class _Pieces(fx.Proxy):
 
 
 def _are_keyed(given: Sequence[Any]) -> bool:
-    """Whether the only argument of a call is a list of what collections answer."""
+    """Whether the only argument of a call is a list of answers of collections."""
     return (
         len(given) == 1
         and isinstance(given[0], list | tuple)
@@ -123,7 +162,7 @@ def _are_keyed(given: Sequence[Any]) -> bool:
 
 
 def _pieces(node: fx.Node) -> int | None:
-    """How many tensors a step answers with, if it says that; None: one, or nobody knows."""
+    """The number of tensors that a step returns. None: one, or it is not known."""
     cuts: Any = None
     if node.op == "call_function" and node.target is _regroup_keyed_tensors:
         cuts = node.kwargs.get("groups", node.args[-1])

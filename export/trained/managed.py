@@ -1,10 +1,15 @@
-"""Managed collision modules: what turns raw ids into row numbers, before a collection looks them up.
+"""The modules of TorchRec that change ids or weights before a collection looks them up (torchrec 1.8).
 
-`ManagedCollisionEmbeddingBagCollection` holds an EmbeddingBagCollection and a module for each table, and
-`ManagedCollisionEmbeddingCollection` an EmbeddingCollection (torchrec 1.8).
-In eval, MCHManagedCollisionModule searches its sorted raw ids, and gives ids that it does not find the last row.
-HashZchManagedCollisionModule calls FBGEMM's `zero_collision_hash`, which gives them the row of their hash. Both
-change nothing then.
+Managed collision modules turn raw ids into row numbers. `ManagedCollisionEmbeddingBagCollection` has an
+EmbeddingBagCollection and such a module for each table, `ManagedCollisionEmbeddingCollection` an EmbeddingCollection.
+In eval, MCHManagedCollisionModule searches its sorted raw ids, and gives unknown ids the last row.
+HashZchManagedCollisionModule calls FBGEMM's `zero_collision_hash`, which gives unknown ids the row of their hash. In
+eval, neither changes its state.
+
+Feature processors weigh ids by their position in the bag. `FeatureProcessedEmbeddingBagCollection` has a weighted
+EmbeddingBagCollection and its processors: a PositionWeightedModule for each key, or a
+PositionWeightedModuleCollection for some keys. In eval, as in training, the n-th id of a bag gets the n-th weight of
+its key. Keys without weights get 1. A bag with more ids than weights raises (`torch.gather`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,10 +18,62 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
+from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 from torchrec.modules.mc_modules import ManagedCollisionCollection, MCHManagedCollisionModule
+
+_EMBEDDING_BAGS = "_embedding_bag_collection"
+_EMBEDDINGS = "_embedding_module"
+
+
+def inner_of(collection: Any) -> tuple[str, Any]:
+    """The collection that looks rows up, with its path in `collection`: itself, or the one behind processors or
+    managed collision modules."""
+    if isinstance(collection, BaseManagedCollisionEmbeddingCollection):
+        return _EMBEDDINGS, getattr(collection, _EMBEDDINGS)
+    if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
+        return _EMBEDDING_BAGS, getattr(collection, _EMBEDDING_BAGS)
+    return "", collection
+
+
+def is_sequence(collection: Any) -> bool:
+    """Whether a collection returns a row for each id, as an EmbeddingCollection does, and does not pool."""
+    return isinstance(inner_of(collection)[1], EmbeddingCollectionInterface)
+
+
+_PROCESSORS = "_feature_processors"
+
+
+def position_weights_of(collection: FeatureProcessedEmbeddingBagCollection) -> dict[str, tuple[str, Tensor]]:
+    """The position weights [n] of each key that has some, with their path in `collection`."""
+    processors: Any = getattr(collection, _PROCESSORS)
+    if isinstance(processors, PositionWeightedModuleCollection):
+        weights = processors.position_weights.items()
+        return {key: (f"{_PROCESSORS}.position_weights.{key}", each) for key, each in weights}
+    return {
+        key: (f"{_PROCESSORS}.{key}.position_weight", module.position_weight) for key, module in processors.items()
+    }
+
+
+def unknown_processors(collection: FeatureProcessedEmbeddingBagCollection) -> Iterator[tuple[str, nn.Module, str]]:
+    """The processors that are not served: path in `collection`, module, and why."""
+    processors: Any = getattr(collection, _PROCESSORS)
+    by_key = isinstance(processors, nn.ModuleDict)
+    served: Any = PositionWeightedModule if by_key else PositionWeightedModuleCollection
+    modules = dict(processors.items()) if by_key else {"": processors}
+    for key, module in modules.items():
+        path = f"{_PROCESSORS}.{key}".rstrip(".")
+        if type(module) is not served:
+            yield path, module, f"expected a {served.__name__}"
+        elif any(weights.numel() == 0 for weights in module.parameters()):
+            yield path, module, "expected a weight for one position or more, got none"
+        elif module._pre_processed:
+            yield path, module, "takes positions from the weights of a request (`pre_process_input` was called)"
+
 
 _MANAGED, _MODULES = "_managed_collision_collection", "_managed_collision_modules"
 
@@ -48,7 +105,7 @@ class HashZch:
         bucket_count: the key of the number of buckets; int64 [1, 1]. Older checkpoints do not have it.
         bounds: the rows of the buckets: bucket b has the rows [bounds[b], bounds[b + 1]).
         divided: whether ids are divided by the number of buckets before they are hashed.
-        max_probe: how many rows are looked at for an id.
+        max_probe: the most rows that are searched for an id.
     """
 
     identities: str
@@ -67,7 +124,7 @@ TrainedIdMap = SortedIds | HashZch
 
 
 def id_maps_of(path: str, collection: Any) -> dict[str, TrainedIdMap]:
-    """What remaps the ids of each table of the collection at `path`, by the table's name; empty: nothing does."""
+    """The module that remaps the ids of each table of the collection at `path`, by table. Empty: there is none."""
     if not isinstance(collection, BaseManagedCollisionEmbeddingCollection):
         return {}
     return {
@@ -89,7 +146,7 @@ def _state_of(path: str, module: Any) -> TrainedIdMap:
 
 
 def unknown_managed(collection: BaseManagedCollisionEmbeddingCollection) -> Iterator[tuple[str, nn.Module, str]]:
-    """What remaps ids in a way that is not served: path in `collection`, module, and why."""
+    """The modules that remap ids in a way that is not served: path in `collection`, module, and why."""
     managed: Any = getattr(collection, _MANAGED)
     if type(managed) is not ManagedCollisionCollection:
         yield _MANAGED, managed, "expected a ManagedCollisionCollection"
@@ -111,7 +168,7 @@ def unknown_managed(collection: BaseManagedCollisionEmbeddingCollection) -> Iter
 
 
 def _unknown(module: Any) -> str | None:
-    """Why a module is not served; None: it is."""
+    """Why a module is not served. None: it is."""
     if type(module) is MCHManagedCollisionModule:
         refused: Mapping[str, bool] = {
             "has an input_hash_func, which is code: apply it where requests are made": module._input_hash_func
@@ -135,10 +192,10 @@ def _unknown(module: Any) -> str | None:
 
 @contextmanager
 def looking_up(module: nn.Module) -> Iterator[None]:
-    """Let the managed collision modules of `module`, in eval, take any KJT on a CPU; afterwards they are as before.
+    """In the block, the managed collision modules of `module`, in eval, take any KJT on a CPU.
 
-    A ManagedCollisionCollection keeps the order of the keys that it saw first. HashZch with an eviction policy asks
-    FBGEMM for evictions, in eval too, which its CPU operator refuses.
+    Otherwise, a ManagedCollisionCollection expects the order of the keys that it saw first. And HashZch with an
+    eviction policy asks FBGEMM for evictions, also in eval, which FBGEMM's CPU operator refuses.
     """
     restored: list[tuple[Any, str, Any]] = []
     for part in module.modules():

@@ -9,10 +9,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export.errors import ModelError
-from export.trained.inner import inner_of, is_sequence
-from export.trained.managed import TrainedIdMap, id_maps_of
-from export.trained.modules import Found, dotted, find_collections
-from export.trained.processors import position_weights_of
+from export.trained.managed import TrainedIdMap, id_maps_of, inner_of, is_sequence, position_weights_of
+from export.trained.modules import Found, find_collections
+from export.trained.running import dotted
 from serving.bundle.tables import Pooling, is_name
 
 _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN, PoolingType.NONE: Pooling.NONE}
@@ -20,11 +19,11 @@ _POOLING = {PoolingType.SUM: Pooling.SUM, PoolingType.MEAN: Pooling.MEAN, Poolin
 
 @dataclass(frozen=True, slots=True)
 class PositionWeights:
-    """What a feature processor weighs the ids of a feature by.
+    """The position weights of a feature, from a feature processor.
 
     Attributes:
-        key: the key of the weights in the module's state dict; None: each id has the weight 1.
-        count: how many.
+        key: the key of the weights in the module's state dict. None: each id has the weight 1.
+        count: number of weights.
     """
 
     key: str | None = None
@@ -36,17 +35,17 @@ class TrainedTable:
     """One table of an EmbeddingBagCollection or EmbeddingCollection.
 
     Attributes:
-        name: its name in the config, or `path.name` where two collections have a table of that name.
+        name: its name in the config. If two collections have a table of that name: `path.name`.
         key: the key of its rows in the module's state dict.
-        rows: how many.
-        dim: columns.
-        pooling: SUM or MEAN; NONE in an EmbeddingCollection.
-        weighted: whether its ids carry weights.
-        features: the names of its answers. A feature is named as the KJT key that it reads, or `key@name` where
-            several tables read that key; TorchRec names its answers so, too.
+        rows: number of rows.
+        dim: number of columns.
+        pooling: SUM or MEAN. NONE in an EmbeddingCollection.
+        weighted: whether its rows are weighted when they are pooled.
+        features: the names of its features. A feature has the name of the KJT key that it reads. If several tables
+            read that key: `key@name`, as in TorchRec.
         keys: the KJT key of each feature.
-        position_weights: of each feature. None: no feature processor is before the collection.
-        id_map: what remaps its ids. None: ids are row numbers.
+        position_weights: of each feature. None: there is no feature processor before the collection.
+        id_map: the module that remaps its ids. None: ids are row numbers.
     """
 
     name: str
@@ -59,6 +58,11 @@ class TrainedTable:
     keys: tuple[str, ...]
     position_weights: tuple[PositionWeights, ...] | None = None
     id_map: TrainedIdMap | None = None
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes of all rows in FP32."""
+        return 4 * self.rows * self.dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class Trained:
 
     @property
     def module(self) -> nn.Module:
-        """A copy of the module, which may be followed and run. Its tables are those of the module."""
+        """A copy of the module, to trace and to run. It shares the module's tables."""
         return self.found.module
 
     @property
@@ -140,7 +144,7 @@ def _trained_table(
 
 
 def _position_weights(path: str, collection: Any, keys: tuple[str, ...]) -> tuple[PositionWeights, ...] | None:
-    """What a feature processor weighs the ids of each key by; None where there is no feature processor."""
+    """The position weights of each key. None: there is no feature processor."""
     if not isinstance(collection, FeatureProcessedEmbeddingBagCollection):
         return None
     found = {

@@ -11,11 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from serving.backend.backlog import Backlog
 from serving.backend.metrics import LookupMetrics
 from serving.backend.recorder import Recorder
 from serving.bundle.opening import Bundle
-from serving.engine import Engine
+from serving.engine import Engine, GroupAnswer, Outcome
 from serving.errors import (
     HostUnavailable,
     InternalError,
@@ -25,13 +24,65 @@ from serving.errors import (
     ServerUnavailable,
     ServingError,
 )
+from serving.lookup.ranks import zeroed_of
 from serving.model.settings import LARGEST_HANDOVER
-from serving.ranks.answered import failed_of, zeroed_of
-from serving.request import kjt
 from serving.request.accept import accept
-from serving.request.batches import batches_of, outputs_of
-from serving.request.limits import Limits, grouped
-from serving.request.tensors import Array, KjtRequest, Outputs, Tensors
+from serving.request.batches import Limits, grouped
+from serving.request.tensors import Array, KjtRequest, Tensors
+
+# This many TBE calls are made for a backlog, however long they take: a few large requests are no overload.
+_MIN_CALLS = 4
+# A handover that follows the last one within this time belongs to the same backlog. Triton takes less than this to
+# copy the 256 requests of the largest handover.
+_SAME_BACKLOG_S = 0.05
+
+
+class Backlog:
+    """The requests that wait for this instance, as far as it can tell.
+
+    Triton hands over a limited number of requests at once, so a handover need not be all that wait. A full handover
+    that follows a full one at once belongs to the same backlog.
+
+    Args:
+        max_busy_ms: longest time in which a backlog is answered.
+        largest_handover: most requests that Triton hands over together.
+
+    Attributes:
+        waited_s: longest time that the requests of this handover may have waited in the backend, in seconds.
+    """
+
+    def __init__(self, max_busy_ms: int, largest_handover: int) -> None:
+        self.waited_s = 0.0
+        self._max_busy_ms = max_busy_ms
+        self._largest_handover = largest_handover
+        self._is_full = False
+        self._calls = 0
+        # Times of `perf_counter`: of the backlog's first handover, and of the start and the end of the last handover.
+        self._since = self._started = self._ended = 0.0
+
+    def start_handover(self, requests: int) -> None:
+        """Triton handed over so many requests."""
+        now = perf_counter()
+        follows_at_once = now - self._ended < _SAME_BACKLOG_S
+        is_full = requests >= self._largest_handover
+        if not (self._is_full and is_full and follows_at_once):
+            self._since, self._calls = now, 0
+        # They may have waited while the last handover was answered, and before, as Triton may have two ready.
+        self.waited_s = self._ended - self._started + self.waited_s / 2 if follows_at_once else 0.0
+        self._started, self._is_full = now, is_full
+
+    def count_call(self) -> None:
+        """A TBE call is made."""
+        self._calls += 1
+
+    def is_overdue(self) -> bool:
+        """Whether the time in which this backlog is answered is over."""
+        return self._calls >= _MIN_CALLS and 1e3 * (perf_counter() - self._since) > self._max_busy_ms
+
+    def end_handover(self) -> None:
+        """All requests of the handover have their outcomes."""
+        self._ended = perf_counter()
+
 
 # To learn from Triton whether a request is cancelled takes as long as a small lookup. Where requests may have waited
 # for longer than this, about so many of each group are looked at, and the whole group if one of them is cancelled.
@@ -41,7 +92,6 @@ _LOOKED_AT = 4
 _INFINITY, _MINUS_INFINITY = 0x7C00, 0xFC00
 
 T = TypeVar("T")
-Outcome = Outputs | ServingError
 
 
 class Answerer:
@@ -149,52 +199,52 @@ class Answerer:
         """Answer the requests at the positions `group` with one TBE call, and others for their sequences."""
         self._backlog.count_call()
         try:
-            try:
-                checked = kjt.check([handover.accepted[position] for position in group])
-            except InvalidRequest:
-                group = [position for position in group if self._apply_id_policies(handover, position)]
-                if not group:
-                    return
-                checked = kjt.check([handover.accepted[position] for position in group])
-            times = [started, perf_counter()]
-            batches = batches_of(self._engine.schema, checked)
-            times.append(perf_counter())
-            answered = self._engine.run(batches)
-            times.append(perf_counter())
-            found = [each.embeddings for each in answered]
-            scores = self._engine.score_batch(batches, found)
-            times.append(perf_counter())
-            outputs = outputs_of(checked, batches, found)
-            if any(map(_overflows, found)):
-                self._metrics.count_overflows(sum(any(map(_overflows, each.values())) for each in outputs))
-            failed = failed_of(answered)
-            for index, (position, each) in enumerate(zip(group, outputs, strict=True)):
-                handover.outcomes[position] = failed.get(index, {**each, **scores.get(index, {})})
-            self._metrics.count_lost(len(failed), zeroed_of(answered))
-            times.append(perf_counter())
-            self._metrics.count_call(checked, times)
+            answer = self._engine.answer([handover.accepted[position] for position in group])
+            outcomes = answer.outcomes()
+            for position, outcome in zip(group, outcomes, strict=True):
+                handover.outcomes[position] = outcome
+            seconds = self._count(answer, outcomes, started)
         except Exception:
             if len(group) == 1:
                 self._fail(handover, group)
                 return
         else:
-            if self._recorder is not None and self._recorder.is_slow(times[-1] - started):
-                for position in group:
-                    if handover.accepted[position].samples:  # one without is a canary
-                        self._record(handover, position, f"slow: {1e3 * (times[-1] - started):.1f} ms")
+            self._capture(handover, group, seconds)
             return
         for position in group:  # a single request may be to blame: none of the others fails with it
             self._answer_group(handover, [position], perf_counter())
 
-    def _apply_id_policies(self, handover: "_Handover", position: int) -> bool:
-        """Do what the tables' id policies say to one request. False if it was refused."""
-        try:
-            handover.accepted[position], outside = kjt.apply_id_policies(handover.accepted[position])
-        except InvalidRequest as error:
-            self._refuse(handover, position, error)
-            return False
-        self._metrics.count_ids_outside(outside)
-        return True
+    def _count(self, answer: GroupAnswer, outcomes: Sequence[Outcome], started: float) -> float:
+        """Count what became of the requests of a group; how long it took, in seconds."""
+        metrics = self._metrics
+        metrics.count_ids_outside(answer.ids_outside)
+        lost = 0
+        for error in answer.errors.values():
+            if isinstance(error, InvalidRequest):
+                metrics.count_invalid(error)
+            else:
+                lost += 1
+        if not answer.checked.requests:
+            return 0.0
+        if any(_overflows(each.embeddings) for each in answer.answers):
+            outputs = [each for each in outcomes if not isinstance(each, ServingError)]
+            metrics.count_overflows(sum(any(map(_overflows, each.values())) for each in outputs))
+        metrics.count_lost(lost, zeroed_of(answer.answers))
+        times = [started, *answer.times, perf_counter()]
+        metrics.count_call(answer.checked, times)
+        return times[-1] - started
+
+    def _capture(self, handover: "_Handover", group: Sequence[int], seconds: float) -> None:
+        """Capture requests of a group that were refused; the others, if they took so long that this is slow."""
+        if self._recorder is None:
+            return
+        is_slow = self._recorder.is_slow(seconds)
+        for position in group:
+            outcome = handover.outcomes[position]
+            if isinstance(outcome, InvalidRequest):
+                self._record(handover, position, f"refused: {outcome.reason.value}")
+            elif is_slow and handover.accepted[position].samples:  # one without is a canary
+                self._record(handover, position, f"slow: {1e3 * seconds:.1f} ms")
 
     def _refuse(self, handover: "_Handover", position: int, error: InvalidRequest) -> None:
         self._metrics.count_invalid(error)

@@ -1,11 +1,11 @@
-"""What operators see of a router's hosts."""
+"""Metrics of a router's hosts: the calls to them, and their replicas."""
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 
-from serving.backend.families import Families, Total
-from serving.ranks.counts import SECONDS, HostCounts
-from serving.ranks.routed import Routed
+from serving.backend.metrics import Families, Total
+from serving.router.host_counts import SECONDS, HostCounts
+from serving.router.router_ranks import RouterRanks
 
 _BOUNDS = (*(f"{bound:g}" for bound in SECONDS), "+Inf")
 _PLAIN: dict[str, tuple[str, Callable[[HostCounts], float]]] = {
@@ -15,22 +15,22 @@ _PLAIN: dict[str, tuple[str, Callable[[HostCounts], float]]] = {
         lambda counts: counts.timeouts,
     ),
     "tbe_host_lost_total": ("Calls to a host that got no answer", lambda counts: counts.lost),
-    # As a histogram of Prometheus: its parts are counters. Triton's own takes one observation at a time.
+    # A Prometheus histogram, made of counters: Triton's own histogram takes one observation at a time.
     "tbe_host_call_seconds_count": ("Calls to a host", lambda counts: counts.calls),
     "tbe_host_call_seconds_sum": ("Time that calls to a host took", lambda counts: counts.seconds),
 }
 
 
 class HostMetrics:
-    """The counts of each host, published.
+    """Publishes the counts and the replicas of each host.
 
     Args:
         families: makes a family from its name, its help text and its kind.
         labels: labels of every metric: model and version.
-        ranks: a router's.
+        ranks: of the router.
     """
 
-    def __init__(self, families: Families, labels: Mapping[str, str], ranks: Routed) -> None:
+    def __init__(self, families: Families, labels: Mapping[str, str], ranks: RouterRanks) -> None:
         self._ranks = ranks
         self._counts = counts = ranks.counts
         self._families = {name: families(name, text, "COUNTER") for name, (text, _) in _PLAIN.items()}
@@ -48,7 +48,7 @@ class HostMetrics:
                 "tbe_host_replicas_up", "Replicas of a host that have its bundle and answer", "GAUGE"
             ),
         }
-        # Set, not added up: all instances of a router see the same replicas.
+        # Set, not incremented: all instances of a router see the same replicas.
         self._replicas = {
             (host, name): self._families[name].Metric({**labels, "host": str(host)})
             for host in counts
@@ -61,7 +61,7 @@ class HostMetrics:
         }
 
     def publish(self) -> None:
-        """Tell Triton what was counted since the last time."""
+        """Add to Triton's metrics what was counted since the last time, and set those of the replicas."""
         for host, counts in self._counts.items():
             for name, more, value in _values(counts):
                 total = self._totals[(host, name, *more.values())]
@@ -73,7 +73,7 @@ class HostMetrics:
 
 
 def _values(counts: HostCounts) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Every metric of a host: its family, its labels beside the host's, and its value."""
+    """The value of every metric of a host: family, labels in addition to the host's number, value."""
     for name, (_, value) in _PLAIN.items():
         yield name, {}, value(counts)
     for bound, calls in zip(_BOUNDS, accumulate(counts.by_seconds), strict=True):

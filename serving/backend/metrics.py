@@ -1,15 +1,99 @@
-"""What operators see on Triton's Prometheus endpoint, beside Triton's own metrics (docs/operating.md)."""
+"""Our metrics on Triton's Prometheus endpoint, beside Triton's own (docs/operating.md)."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from time import perf_counter
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from serving.backend.families import Families, Family, Histogram, Kind, Total
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.request.tensors import Checked
+
+
+class Metric(Protocol):
+    """A metric with its labels filled in, such as a Triton `Metric`."""
+
+    def increment(self, value: float) -> None:
+        """Add `value`."""
+
+    def set(self, value: float) -> None:
+        """Replace the value of a gauge."""
+
+    def observe(self, value: float) -> None:
+        """Count `value` in its bucket of a histogram."""
+
+
+class Family(Protocol):
+    """The metrics that have one name and different labels."""
+
+    def Metric(self, labels: Mapping[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802 - Triton's name
+        """The metric with these labels. `buckets`: the upper bounds of a histogram's buckets, as a list."""
+
+
+Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
+Families = Callable[[str, str, Kind], Family]
+
+
+class Total:
+    """A counter that is published later, because a call of Triton takes longer than the lookup of a sample.
+
+    It needs no lock: only the counting thread writes `count`, and only the publishing thread writes `_published`.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self.count: float = 0
+        self._metric = metric
+        self._published: float = 0
+
+    def publish(self) -> None:
+        """Add to Triton's metric what was counted since the last time."""
+        count = self.count
+        if count != self._published:
+            self._metric.increment(count - self._published)
+            self._published = count
+
+
+class Histogram:
+    """Counts how often each value was seen. It is published later, like a `Total`.
+
+    Triton's histogram takes one observation at a time.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._seen: dict[int, int] = {}
+        self._published: dict[int, int] = {}
+
+    def observe(self, value: int) -> None:
+        """Count `value`."""
+        self._seen[value] = self._seen.get(value, 0) + 1
+
+    def publish(self) -> None:
+        """Add to Triton's histogram what was observed since the last time."""
+        seen = self._seen.copy()
+        for value, count in seen.items():
+            for _ in range(count - self._published.get(value, 0)):
+                self._metric.observe(value)
+        self._published = seen
+
+
+def triton_families(pb_utils: Any) -> Families:
+    """A function that makes families of Triton metrics.
+
+    Args:
+        pb_utils: the module `triton_python_backend_utils` of a running backend.
+    """
+
+    def family(name: str, description: str, kind: Kind) -> Family:
+        made: Family = pb_utils.MetricFamily(
+            name=name, description=description, kind=getattr(pb_utils.MetricFamily, kind)
+        )
+        return made
+
+    return family
+
 
 STAGES = ("check", "merge", "lookup", "score", "split")
 # Upper bounds of the buckets of the histogram of requests in a TBE call.
@@ -17,7 +101,7 @@ MERGED = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 
 
 class LookupMetrics:
-    """What one model instance counts.
+    """The metrics of one model instance.
 
     Args:
         families: makes a family from its name, its help text and its kind.
@@ -29,7 +113,7 @@ class LookupMetrics:
     def __init__(
         self, families: Families, labels: Mapping[str, str], tables: Sequence[str], exported_at: float
     ) -> None:
-        # Triton deletes a family, and with it its metrics, when nothing holds it.
+        # Triton deletes a family and its metrics when nothing refers to it.
         self._families: list[Family] = []
         self._all: list[Total] = []
 
@@ -52,8 +136,8 @@ class LookupMetrics:
         self._ids = total("tbe_ids_total", "Ids looked up")
         self._empty = total("tbe_empty_bags_total", "Bags without ids, which are answered with zeros")
         self._failed = total("tbe_failed_total", "Requests that failed by a fault of the server; its log says why")
-        self._shed = total("tbe_turned_away_total", "Requests refused as UNAVAILABLE because too many waited")
-        self._cancelled = total("tbe_gone_total", "Requests whose callers had gone before they were looked up")
+        self._shed = total("tbe_turned_away_total", "Requests refused as UNAVAILABLE by load shedding")
+        self._cancelled = total("tbe_gone_total", "Requests cancelled or past their deadline before their lookup")
         self._overflows = total(
             "tbe_overflow_total", "Requests whose FP16 answer is not finite: a sum was beyond 65504"
         )
@@ -67,24 +151,24 @@ class LookupMetrics:
         )
         self._outside = totals(
             "tbe_ids_outside_total",
-            "Ids outside [0, rows), whatever the table's id policy; under `modulo` none is",
+            "Ids outside [0, rows), under any id policy but `modulo`",
             "table",
             tables,
         )
         self._seconds = totals(
             "tbe_stage_seconds_total", "Time that TBE calls took, by stage of the request path", "stage", STAGES
         )
-        self._recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model anew after it died")
+        self._recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model again after it died")
         merged = family_of("tbe_call_requests", "Requests that a TBE call answered together", "HISTOGRAM")
         self._merged = Histogram(merged.Metric(labels, MERGED))
-        # A gauge keeps its value when its version is unloaded. A counter's rate becomes 0 then, and when its process
-        # dies or hangs.
-        self._serving = total("tbe_serving_seconds_total", "Seconds that instances served; its rate is how many do")
+        # A gauge would keep its value when the version is unloaded. The rate of a counter becomes 0 then, and also
+        # when the process dies or hangs.
+        self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
         self._started = perf_counter()
         exported = family_of(
             "tbe_bundle_exported_timestamp_seconds", "When the bundle was exported, Unix time", "GAUGE"
         )
-        # Set, not incremented: instances share this gauge, and it outlives a process that was killed.
+        # Set, not incremented: instances share this gauge, and it outlives a killed process.
         exported.Metric(labels).set(exported_at)
 
     def count_call(self, checked: Checked, times: Sequence[float]) -> None:
@@ -92,7 +176,8 @@ class LookupMetrics:
 
         Args:
             checked: the requests that it answered.
-            times: what `perf_counter` said at the start of the first stage and at the end of each, in seconds.
+            times: `perf_counter` at the start of the first stage and at the end of each, in seconds
+                [len(STAGES) + 1].
         """
         requests = len(checked.requests)
         self._calls.count += 1
@@ -132,7 +217,7 @@ class LookupMetrics:
         self._overflows.count += requests
 
     def count_lost(self, requests: int, zeroed: Mapping[str, int]) -> None:
-        """Count requests that hosts left unanswered, and by table those that got zeros instead."""
+        """Count requests that were refused because a host was lost, and by table those that got zeros instead."""
         self._lost.count += requests
         for table, count in zeroed.items():
             self._zeroed[table].count += count
@@ -142,11 +227,11 @@ class LookupMetrics:
         self._captured.count += 1
 
     def count_recovery(self) -> None:
-        """Count that the model was loaded again because its process had died."""
+        """Count that the model was loaded again, because its process died."""
         self._recoveries.count += 1
 
     def publish(self) -> None:
-        """Tell Triton what was counted since the last time."""
+        """Add to Triton's metrics what was counted since the last time."""
         self._serving.count = perf_counter() - self._started
         for total in self._all:
             total.publish()

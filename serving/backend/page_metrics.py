@@ -1,38 +1,40 @@
-"""What operators see of the memory that weights lie in."""
+"""Metrics and warnings about the memory of the weights files."""
 
 from collections.abc import Callable, Mapping
 from time import monotonic
 
-from serving.backend.families import Families
-from serving.ranks.weights import PagesUsed, Weights
+from serving.backend.metrics import Families
+from serving.tables.table_files import PagesUsed, TableFiles
 
-# Linux walks the pages to count them: that is not for twice a second.
+# Seconds between counts of huge pages. Linux walks all pages to count them, too long for each `publish`.
 _PERIOD_S = 15.0
-# Where less of the weights than this is in huge pages, the log says why.
+# If a smaller share of the weights files than this is in huge pages, the log says why.
 _FEW = 0.9
 
 
 class PageMetrics:
-    """How much of the weights is mapped, and in huge pages. It brings them into memory, too, which it waits for.
+    """How many bytes of the weights files are mapped, and how many of these in huge pages.
+
+    It also has the files read into memory (`TableFiles.populate`), so that it can warn when that is done.
 
     Args:
         families: makes a family from its name, its help text and its kind.
         labels: labels of every metric: model and version.
-        weights: of the bundle.
-        warn: takes what an operator should know, once.
+        weights: the weights files of the bundle.
+        warn: called with each line for the operator.
     """
 
     def __init__(
-        self, families: Families, labels: Mapping[str, str], weights: Weights, warn: Callable[[str], None]
+        self, families: Families, labels: Mapping[str, str], weights: TableFiles, warn: Callable[[str], None]
     ) -> None:
         self._weights = weights
         self._warn = warn
         self._next = 0.0
         self._populated: PagesUsed | None = None
-        # Set, not added up: all instances map the same files. Triton deletes a family that nothing holds.
+        # Set, not incremented: all instances map the same files. Triton deletes a family that nothing refers to.
         self._families = {
-            "mapped": families("tbe_weights_bytes", "Bytes of weights that each instance has mapped", "GAUGE"),
-            "huge": families("tbe_weights_huge_bytes", "Bytes of weights that are mapped in huge pages", "GAUGE"),
+            "mapped": families("tbe_weights_bytes", "Bytes of weights files that each instance has mapped", "GAUGE"),
+            "huge": families("tbe_weights_huge_bytes", "Bytes of weights files mapped in huge pages", "GAUGE"),
         }
         self._metrics = {name: family.Metric(labels) for name, family in self._families.items()}
         self._name = f"{labels['model']} {labels['version']}"
@@ -41,7 +43,7 @@ class PageMetrics:
         weights.populate(self._has_populated)
 
     def publish(self) -> None:
-        """Tell Triton what Linux says, if the last time is long enough ago."""
+        """Set the metrics, every `_PERIOD_S` seconds and after the files were read. Print warnings that are due."""
         self._tell_of_room()
         if (used := self._populated) is not None:
             self._populated, self._next = None, 0.0
@@ -57,7 +59,7 @@ class PageMetrics:
             self._metrics["huge"].set(used.huge)
 
     def _tell_of_room(self) -> None:
-        """Say that there is no room, once each time that it was lost."""
+        """Warn when the weights files no longer fit into memory, once until they fit again."""
         if self._fits and not self._weights.fits:
             self._warn(
                 f"{self._name}: its weights are larger than memory, or than what other models and versions leave of "

@@ -1,4 +1,4 @@
-"""Capture: slow and refused requests are kept for replay, in a file of limited size."""
+"""Capture: slow and refused requests are written to a file of limited size, for replay."""
 
 import errno
 import fcntl
@@ -6,7 +6,8 @@ import os
 import queue
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -18,22 +19,22 @@ from serving.model.settings import ServingSettings
 from serving.request.captured import LONGEST_LINE, CapturedRequest
 from serving.request.tensors import Tensors
 
-# Most requests that wait to be written. More are not kept, so that lookups never wait for a disk.
+# Most requests that wait to be written. Further ones are dropped, so that lookups never wait for a disk.
 _WAITING = 64
 
 
 class Recorder:
-    """Appends requests to a file on a thread of its own, as long as there is room.
+    """Appends requests to a file on a thread of its own, until the file has its largest size.
 
     Args:
         path: the file. Several instances may append to it.
-        slow_s: a TBE call is slow if it takes longer than this, in seconds; None: no call is slow.
+        slow_s: a TBE call is slow if it takes longer than this, in seconds. None: no call is slow.
         max_bytes: largest size of the file.
-        kept: called for each request that was written.
-        warn: takes a line when requests can no longer be written, once until they can.
+        kept: called after each request that was written.
+        warn: called with a line when a request cannot be written. Not again until one was written.
 
     Raises:
-        OSError: the file cannot be written, or is another user's, who could read what is captured.
+        OSError: the file cannot be written, or belongs to another user, who could read the requests.
     """
 
     def __init__(
@@ -57,32 +58,27 @@ class Recorder:
     def of(
         cls, settings: ServingSettings, model: str, kept: Callable[[], None], warn: Callable[[str], None]
     ) -> Self | None:
-        """The recorder of `model` with these settings; None where they capture nothing.
+        """The recorder of `model` with these settings. None: they do not capture.
 
         Raises:
             ConfigurationError: the file cannot be written.
         """
         if settings.capture is None:
             return None
-        path = Path(settings.capture) / f"{model}.jsonl"
+        path = _path(settings.capture, model)
         slow_s = None if settings.capture_slow_ms is None else settings.capture_slow_ms / 1e3
-        try:
+        with _errors_of(path):
             return cls(path, slow_s, settings.capture_max_bytes, kept, warn)
-        except OSError as error:
-            raise ConfigurationError(
-                f"capture: {path} cannot be written: {error.strerror}: make the folder writable for the server, "
-                "or `tbe-serve configure --no-capture`"
-            ) from error
 
     def is_slow(self, seconds: float) -> bool:
         """Whether a TBE call that took so long is slow."""
         return self._slow_s is not None and seconds > self._slow_s
 
     def record(self, tensors: Tensors, why: str) -> None:
-        """Keep a request, unless the file is full or too many wait for the disk.
+        """Have a request written, unless the file is full or too many requests wait for the disk.
 
         Args:
-            tensors: the request; its weights are not kept.
+            tensors: the request. Its per-id weights are not written.
             why: the reason, as in `CapturedRequest`.
         """
         if self._waiting.qsize() >= _WAITING or not self._has_room(tensors):
@@ -91,8 +87,8 @@ class Recorder:
         self._waiting.put(CapturedRequest.of(tensors, at, why))
 
     def _has_room(self, tensors: Tensors) -> bool:
-        least = 2 * (tensors.values.size + tensors.lengths.size)  # a digit and a comma for each number
-        least += sum(each.nbytes for each in tensors.dense.values())  # and more than that in base64
+        least = 2 * (tensors.values.size + tensors.lengths.size)  # a number is at least a digit and a comma
+        least += sum(each.nbytes for each in tensors.dense.values())  # base64 takes more than the bytes
         return os.fstat(self._file).st_size + least < self._max_bytes
 
     def _write(self) -> None:
@@ -100,7 +96,7 @@ class Recorder:
         while True:
             try:
                 is_kept = self._append(msgspec.json.encode(self._waiting.get()) + b"\n")
-            except (OSError, UnicodeError) as error:  # no room on the disk, or a name that is no text
+            except (OSError, UnicodeError) as error:  # the disk is full, or a name is not UTF-8
                 if not is_failing:
                     self._warn(f"capture: {self._path}: a request is not kept: {error}: the next are tried again")
                 is_failing = True
@@ -110,12 +106,12 @@ class Recorder:
                     self._kept()
 
     def _append(self, line: bytes) -> bool:
-        """Append a whole line, or nothing. False if the file has no room for it."""
+        """Append a whole line, or nothing. False: the file would be too large, or the line is too long."""
         fcntl.flock(self._file, fcntl.LOCK_EX)  # other instances append, too
         try:
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
-                line = b"\n" + line  # who wrote before was killed meanwhile
+                line = b"\n" + line  # the process that wrote the last line was killed while it wrote
             if size + len(line) > self._max_bytes or len(line) > LONGEST_LINE:
                 return False
             rest = memoryview(line)
@@ -130,9 +126,36 @@ class Recorder:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
+def check_capture(settings: ServingSettings, model: str) -> None:
+    """Refuse a captured file that this process could not write. One that is not there is made.
+
+    Raises:
+        ConfigurationError: as `Recorder.of`.
+    """
+    if settings.capture is not None:
+        path = _path(settings.capture, model)
+        with _errors_of(path):
+            os.close(_opened(path))
+
+
+def _path(folder: str, model: str) -> Path:
+    return Path(folder) / f"{model}.jsonl"
+
+
+@contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"capture: {path} cannot be written: {error.strerror}: make the folder writable for the server, "
+            "or `tbe-serve configure --no-capture`"
+        ) from error
+
+
 def _opened(path: Path) -> int:
-    """A descriptor of the file, which its user alone can read from now on."""
-    # Do not wait for a pipe in the file's place, and do not follow a link.
+    """A descriptor of the file. From now on, only its own user can read the file."""
+    # A pipe or a link may be in its place: O_NONBLOCK does not wait for the pipe, O_NOFOLLOW refuses the link.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(path, flags, 0o600)
     try:

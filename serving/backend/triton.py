@@ -14,17 +14,15 @@ import numpy as np
 import torch
 import triton_python_backend_utils as pb_utils
 
-from serving.backend.answering import Answerer, Outcome
-from serving.backend.families import triton_families
+from serving.backend.answering import Answerer
 from serving.backend.host_metrics import HostMetrics
-from serving.backend.metrics import LookupMetrics, Publisher
+from serving.backend.metrics import LookupMetrics, Publisher, triton_families
 from serving.backend.page_metrics import PageMetrics
-from serving.backend.parameters import Parameters
 from serving.backend.recorder import Recorder
 from serving.backend.warm_up import warm_up
 from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
 from serving.bundle.signature import TrustedKeys
-from serving.engine import Engine
+from serving.engine import Engine, Outcome
 from serving.errors import (
     HostUnavailable,
     IdsOutside,
@@ -34,15 +32,14 @@ from serving.errors import (
     RequestCancelled,
     ServerUnavailable,
     ServingError,
+    shown,
 )
 from serving.model.settings import RECOVERED, ServingSettings, parsed
-from serving.ranks.routed import Routed
-from serving.ranks.settings import hosts_of
-from serving.ranks.weights import WeightsMemory
-from serving.request.tensors import IDS, Array, Tensors
-from serving.said import shown
-from serving.triton.parent import end_with_parent
-from serving.triton.presence import BUSY, IDLE, show
+from serving.request.tensors import IDS, Array, Tensors, decode_parameters
+from serving.router.hosts_config import hosts_of
+from serving.router.router_ranks import RouterRanks
+from serving.tables.table_files import WeightsMemory
+from serving.triton.stubs import BUSY, IDLE, end_with_parent, show
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
 # because the members exist only in a running backend.
@@ -118,18 +115,18 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
     # serves.
     if settings.verify_weights and not is_verified:
         verify_digests(bundle, but=bundle.manifest.weights_files)
-        engine.weights.verify()
+        engine.table_files.verify()
     warm_up(engine, model, pb_utils.Logger.log_warn)
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
     metrics = LookupMetrics(families, labels, [table.name for table in manifest.tables], manifest.exported_at)
-    pages = PageMetrics(families, labels, engine.weights, pb_utils.Logger.log_warn)
+    pages = PageMetrics(families, labels, engine.table_files, pb_utils.Logger.log_warn)
     if recovered is not None and args["model_instance_name"].endswith("_0"):  # by one instance of several
         metrics.count_recovery()
     recorder = Recorder.of(settings, args["model_name"], metrics.count_captured, pb_utils.Logger.log_warn)
     answerer = Answerer(engine, settings, metrics, recorder, pb_utils.Logger.log_error)
     published = [metrics.publish, pages.publish]
-    if isinstance(engine.ranks, Routed):
+    if isinstance(engine.ranks, RouterRanks):
         engine.ranks.watch_replicas(_REPLICAS_PERIOD_S)
         published.append(HostMetrics(families, labels, engine.ranks).publish)
 
@@ -154,20 +151,15 @@ def _decode(request: Any) -> Tensors:
     """
     inputs = {tensor.name(): tensor for tensor in request.inputs()}
     weights = inputs.get("weights")
-    parameters = Parameters(request.parameters())
+    parameters = decode_parameters(request.parameters())
     return Tensors(
-        parameters.features,
-        _row("values", inputs.get("values")),
-        _row("lengths", inputs.get("lengths")),
-        None if weights is None else _row("weights", weights),
-        parameters.trace,
-        parameters.bundle,
-        parameters.every_host,
-        request.requested_output_names(),
-        {name: _matrix(name, each) for name, each in inputs.items() if name not in IDS},
-        parameters.tables,
-        parameters.once or (),
-        parameters.part_of,
+        features=parameters.pop("features", None),
+        values=_row("values", inputs.get("values")),
+        lengths=_row("lengths", inputs.get("lengths")),
+        weights=None if weights is None else _row("weights", weights),
+        outputs=request.requested_output_names(),
+        dense={name: _matrix(name, each) for name, each in inputs.items() if name not in IDS},
+        **parameters,
     )
 
 

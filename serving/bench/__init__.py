@@ -1,1 +1,1 @@
-"""Measure a served model: which requests to send, how to send them, and what came of it."""
+"""Measure a served model: make requests, send them, check the answers, and report."""

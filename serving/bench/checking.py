@@ -1,4 +1,4 @@
-"""Whether answers are those of a bundle: its rows, pooled by numpy, and its dense part over them."""
+"""Compare answers with a bundle: with its rows, pooled by numpy, and with the scores of its dense part."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -15,10 +15,10 @@ from serving.reference import Pooled, pool
 from serving.request.tensors import Outputs, Tensors
 
 if TYPE_CHECKING:
-    from serving.dense_part import DenseProgram
+    from serving.lookup.program import DenseProgram
 
-# How far rounding moves scores, relative to the largest: products of matrices are added up in another order where
-# requests are merged, and FP16 embeddings are off by 2⁻¹¹ each.
+# How far rounding may move scores, relative to the largest score. If requests are merged, matrix products are summed
+# in another order. Each FP16 embedding is off by up to 2⁻¹¹.
 _ROUNDING = {OutputDtype.FP32: 1e-5, OutputDtype.FP16: 2**-10}
 _DTYPES = {OutputDtype.FP32: np.float32, OutputDtype.FP16: np.float16}
 
@@ -34,10 +34,10 @@ class Checker:
         self._bundle = bundle
 
     def what_is_wrong(self, request: Prepared, answer: bytes) -> list[str]:
-        """What is wrong with an answer, in lines.
+        """Each difference between an answer and the bundle, as a line. Empty: the answer is right.
 
         Args:
-            request: what was asked.
+            request: the request that was sent.
             answer: a serialized ModelInferResponse.
 
         Raises:
@@ -70,19 +70,19 @@ class Checker:
 
     @cached_property
     def _dense(self) -> "DenseProgram":
-        from serving.dense_part import DenseProgram  # torch, which lookups are checked without
+        from serving.lookup.program import DenseProgram  # imports torch, which checking lookups does not need
 
         assert self._bundle.manifest.dense_part is not None  # noqa: S101  else there are no scores
         return DenseProgram(self._bundle, self._bundle.manifest.dense_part)
 
     def _missed_scores(self, expected: Pooled, tensors: Tensors, samples: int, outputs: Outputs) -> Iterator[str]:
-        """A line for each score that is further off than rounding explains."""
+        """A line for each output whose scores are further off than rounding explains."""
         part, manifest = self._bundle.manifest.dense_part, self._bundle.manifest
-        # Where a sum may have left the range of its dtype, nobody knows what is scored.
+        # If a sum may have left the range of its dtype, the input of the dense part is not known.
         if part is None or not any(each.name in outputs for each in part.outputs) or expected.is_unbounded:
             return
         pooled = dict(zip(expected.features, expected.answers, strict=True))
-        # What comes once has one row, which counts for all samples.
+        # A feature that is sent once has one row. It counts for all samples.
         columns = [
             np.broadcast_to(pooled[feature.name], (samples, table.dim))
             for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
@@ -101,6 +101,6 @@ class Checker:
 
 
 def _largest_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
-    """The largest |difference|; NaN or infinity where one number is finite and the other is not."""
+    """The largest |difference|. It is NaN or infinity if one number is finite and the other is not."""
     is_same = (one == other) | (np.isnan(one) & np.isnan(other))
     return float(np.abs(one[~is_same] - other[~is_same]).max(initial=0))

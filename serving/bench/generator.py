@@ -1,8 +1,9 @@
-"""Send traffic to a server, and measure.
+"""Send traffic to a server, and measure it.
 
-Requests are sent by clients that wait for their answers (a closed loop), or at random moments (an open loop). They
-are serialized beforehand. An answer has come when its bytes have. Only answers that are checked are decoded. So what
-our clients add is not measured.
+Requests are sent by clients that wait for their answers (a closed loop), or at random moments (an open loop).
+
+The cost of our clients is not measured. Requests are serialized before. The clock stops when the bytes of an answer
+have come. Only answers that are checked are decoded.
 """
 
 import asyncio
@@ -25,10 +26,10 @@ from serving.bench.requests import Prepared
 from serving.bundle.opening import Bundle
 from serving.client import Retries
 from serving.client.connection import Connection, Tls
-from serving.triton.sayings import error_of
+from serving.triton.error_messages import error_of
 
 _METHOD = "/inference.GRPCInferenceService/ModelInfer"
-# Several processes begin together so long after they are started: each has to import its modules first.
+# Seconds from starting several processes until they begin together: each has to import its modules first.
 _HEAD_START_S = 2.0
 
 
@@ -37,13 +38,13 @@ class Traffic:
     """What to send, and for how long.
 
     Attributes:
-        clients: clients at once, each sending its next request when its last one is answered. 0: send at `rate`.
-        rate: requests a second, at random moments (Poisson). Only where `clients` is 0.
+        clients: clients at once. Each sends its next request when its last one is answered. 0: send at `rate`.
+        rate: requests a second, at random moments (Poisson). Only if `clients` is 0.
         seconds: how long each repeat takes.
-        repeats: how many there are.
-        warm_up_s: seconds of the same before the first repeat, not measured.
-        check: share of the answers, in [0, 1], that is compared with what the bundle says.
-        seed: of the order of requests, and of the moments.
+        repeats: how many times the traffic is measured.
+        warm_up_s: seconds of the same traffic before the first repeat, not measured.
+        check: share of the answers, in [0, 1], that is compared with the bundle.
+        seed: of the order of requests, and of the random moments.
     """
 
     clients: int
@@ -57,18 +58,18 @@ class Traffic:
 
 @dataclass(slots=True)
 class Repeat:
-    """What one repeat measured.
+    """The measurements of one repeat.
 
     Attributes:
-        seconds: how long it took, the last answers included.
-        latencies_s: latency of each answer, in seconds. At a rate it counts from when the request was due.
+        seconds: how long it took, until the last answer.
+        latencies_s: latency of each answer, in seconds. At a rate, it counts from when the request was due.
         samples, ids: samples and ids of the requests that were answered.
         errors: requests that got an error, by the error's class name.
-        errors_s: how long each error took, in seconds.
-        checked: answers that were compared with what the bundle says.
-        wrong: a line for each of them that was wrong: the first thing about it.
-        busy: share of the time that the generator itself was at work, in its busiest process.
-        late_s: how long after it was due each request was sent, in seconds.
+        errors_s: latency of each error, in seconds.
+        checked: answers that were compared with the bundle.
+        wrong: the first difference of each of these that was wrong.
+        busy: share of the time that the generator itself used the processor, in its busiest process.
+        late_s: how late each request was sent, in seconds after it was due.
     """
 
     seconds: float = 0.0
@@ -83,7 +84,7 @@ class Repeat:
     late_s: list[float] = field(default_factory=list)
 
     def join(self, other: "Repeat") -> None:
-        """Take in what another process saw of the same repeat."""
+        """Add the measurements of another process for the same repeat."""
         self.seconds = max(self.seconds, other.seconds)
         self.latencies_s += other.latencies_s
         self.samples += other.samples
@@ -111,8 +112,8 @@ def generate(
         url: gRPC address, "host:port".
         requests: sent in random order, again and again.
         timeout_s: deadline of each request, in seconds.
-        bundle: the version that is served, which answers are checked against. None: none is checked.
-        processes: processes that share the traffic; at most one for each client.
+        bundle: the version that is served. Answers are compared with it. None: do not check them.
+        processes: processes that share the traffic, at most one for each client.
         tls: certificates. None: no TLS.
     """
     connection = Connection(addresses=[url], timeout_s=timeout_s, retries=Retries(attempts=1), tls=tls)
@@ -154,12 +155,12 @@ class _Generator:
         self._source = cycle(shuffled)
         self._every = round(1 / traffic.check) if traffic.check else 0
         self._answers = 0
-        # The answer to each request that was found right, by the request's id().
+        # The answers that were found right, by the id() of the request.
         self._right: dict[int, bytes] = {}
 
     async def repeats(self) -> list[Repeat]:
         async with self._connection.channel(grpc.aio) as channel:
-            # No serializers: bytes go out and bytes come in.
+            # No serializers: the call takes and returns bytes.
             self._call = channel.unary_unary(_METHOD)
             if self._traffic.warm_up_s:
                 await self._repeat(self._traffic.warm_up_s)
@@ -173,7 +174,7 @@ class _Generator:
         await loop(repeat, kept, started + seconds)
         repeat.seconds = time.perf_counter() - started
         repeat.busy = (time.thread_time() - worked) / repeat.seconds
-        for request, answer in kept:  # only now: checking takes longer than answering
+        for request, answer in kept:  # after the repeat, as checking takes longer than answering
             if self._right.get(id(request)) == answer:
                 continue
             assert self._checker is not None  # noqa: S101  else none is kept
@@ -191,7 +192,7 @@ class _Generator:
         await asyncio.gather(*(one() for _ in range(self._traffic.clients)))
 
     async def _open(self, repeat: Repeat, kept: list[tuple[Prepared, bytes]], end: float) -> None:
-        """Latency counts from when a request was due, so a stall shows in every request that it held up."""
+        """Send at a rate. Latency counts from when a request was due, so a stall shows in all requests it delays."""
         loop = asyncio.get_running_loop()
         running = set()
 

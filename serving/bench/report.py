@@ -1,4 +1,4 @@
-"""What repeats come to: the median of each number, and how far the repeats lie apart."""
+"""Summarize repeats: the median of each number, and its spread."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -6,15 +6,17 @@ from statistics import median
 
 import msgspec
 import numpy as np
+from rich import box
+from rich.table import Table
 
 from serving.bench.generator import Repeat, Traffic
 
 PERCENTILES = (50, 90, 99, 99.9)
 # A percentile is reported only if at least this many answers, of all repeats together, lie beyond it.
 _BEYOND = 10
-# A generator that is at work for more than this share of the time measures itself.
+# A generator that uses the processor for more than this share of the time measures itself.
 _BUSY = 0.9
-# So does one that sends late: in the median by more than this share of the median latency.
+# A generator measures itself, too, if its median delay is more than this share of the median latency.
 _LATE = 0.25
 
 
@@ -32,27 +34,27 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def spread(self) -> float | None:
-        """Half the distance from the smallest to the largest, as a share of the median; None if it is 1 or more."""
+        """Half the distance from the smallest to the largest value, as a share of the median. None if 1 or more."""
         half = (self.high - self.low) / 2
         return half / self.median if half < self.median else None
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the repeats of some traffic came to.
+    """The figures of some traffic, over its repeats.
 
     Attributes:
-        clients, rate: the traffic; one of them is 0.
-        samples: samples of a request; None where requests differ.
-        seconds: how long each repeat was to take.
-        repeats: how many there were.
-        confidence: how likely it is that the true median lies between a figure's low and high.
+        clients, rate: of the traffic. One of them is 0.
+        samples: samples of a request. None if requests differ.
+        seconds: planned time of each repeat.
+        repeats: number of repeats.
+        confidence: how likely it is that the true median lies between a figure's low and high, in [0, 1].
         answers_per_s, samples_per_s, ids_per_s: throughput.
-        latency_s: latency in seconds, by percentile ("p50"). A percentile that less than ten answers lie beyond is
+        latency_s: latency in seconds, by percentile ("p50"). A percentile with fewer than ten answers beyond it is
             left out.
-        errors: errors by class name, all repeats together.
-        answers: answers, all repeats together.
-        checked: answers that were compared with what the bundle says.
-        busy: share of the time that the generator itself was at work, in the busiest repeat.
+        errors: errors by class name, of all repeats.
+        answers: answers, of all repeats.
+        checked: answers that were compared with the bundle, of all repeats.
+        busy: share of the time that the generator itself used the processor, in the busiest repeat.
     """
 
     clients: int
@@ -78,7 +80,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Traffic that was measured, and why its numbers are not reported."""
+    """Traffic that was measured, and the reason why its numbers are not reported."""
 
     clients: int
     rate: float
@@ -87,7 +89,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def summarize(traffic: Traffic, samples: int | None, repeats: Sequence[Repeat]) -> Report:
-    """Put the repeats of `traffic` together; `samples` is of each request, None where they differ."""
+    """The report of `traffic`. `samples` is the samples of each request, or None if they differ."""
 
     def rate(count: Callable[[Repeat], int]) -> Figure:
         return Figure.of([count(each) / each.seconds for each in repeats])
@@ -102,7 +104,7 @@ def summarize(traffic: Traffic, samples: int | None, repeats: Sequence[Repeat]) 
         samples=samples,
         seconds=traffic.seconds,
         repeats=len(repeats),
-        # All repeats lie on one side of the median as rarely as so many coins on one side.
+        # All repeats lie on one side of the true median as rarely as so many coins fall on the same side.
         confidence=1 - 2.0 ** (1 - len(repeats)),
         answers_per_s=rate(lambda each: len(each.latencies_s)),
         samples_per_s=rate(lambda each: each.samples),
@@ -119,17 +121,76 @@ def summarize(traffic: Traffic, samples: int | None, repeats: Sequence[Repeat]) 
 
 
 def refusal(traffic: Traffic, repeats: Sequence[Repeat]) -> str | None:
-    """Why the numbers of `repeats` must not be believed; None where they may be."""
+    """Why the numbers of `repeats` cannot be trusted. None if they can."""
     if wrong := [line for repeat in repeats for line in repeat.wrong]:
         return f"wrong answers ({len(wrong)} of {sum(each.checked for each in repeats)} checked): {wrong[0]}"
     if (busy := max(each.busy for each in repeats)) > _BUSY:
         return f"the generator was the bottleneck: it was at work {busy:.0%} of the time: share it with --processes"
     late = [each for repeat in repeats for each in repeat.late_s]
     latencies = [each for repeat in repeats for each in repeat.latencies_s]
-    # Where most requests failed, that is the news, and the latency of the few others is nothing to compare with.
+    # If most requests failed, the report says so, and the latency of the few others is no measure for lateness.
     if traffic.rate and 2 * len(latencies) > len(late) and np.median(late) > _LATE * np.median(latencies):
         return (
             f"the generator was the bottleneck: half of the requests went out {1e3 * np.median(late):.1f} ms late or "
             "later: share it with --processes, or ask for a lower --rate"
         )
     return None
+
+
+def named(outcome: Report | Refusal) -> str:
+    """The name of the traffic: "8" clients, "2 × 8" with two samples a request, or "100/s"."""
+    who = f"{outcome.clients}" if outcome.clients else f"{outcome.rate:g}/s"
+    return who if outcome.samples is None else f"{outcome.samples} × {who}"
+
+
+def table(reports: Sequence[Report]) -> Table:
+    """A table with two lines for each report: its medians, and below them the spread of the repeats."""
+    first = reports[0]
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    unit = "clients" if first.clients else "requests"
+    shown.add_column(unit if first.samples is None else f"samples × {unit}", no_wrap=True)
+    latencies = [f"p{percent:g}" for percent in PERCENTILES]
+    for name in ("answers\n/s", "samples\n/s", "ids\n/s", *(f"{name}\nms" for name in latencies)):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for report in reports:
+        rates = (report.answers_per_s, report.samples_per_s, report.ids_per_s)
+        times = [report.latency_s.get(name) for name in latencies]
+        shown.add_row(
+            named(report),
+            *(_rate(each.median) for each in rates),
+            *("–" if each is None else f"{1e3 * each.median:.2f}" for each in times),
+        )
+        shown.add_row("", *(_spread(each, report.repeats) for each in (*rates, *times)), style="dim")
+    return shown
+
+
+def _spread(figure: Figure | None, repeats: int) -> str:
+    if figure is None or repeats == 1:
+        return ""
+    return "unclear" if figure.spread is None else f"± {figure.spread:.0%}"
+
+
+def summary(reports: Sequence[Report]) -> str:
+    """The text below the table: how to read it, how many answers were checked, and the errors."""
+    first = reports[0]
+    lines = [f"One run of {first.seconds:g} s. It does not show how much runs differ."]
+    if first.repeats > 1:
+        lines = [
+            f"Medians of {first.repeats} runs of {first.seconds:g} s. ± is half the distance between the extremes.",
+            "unclear: it is as much as the median. The true median lies between",
+            f"the extremes with {first.confidence:.0%} confidence.",
+        ]
+    if checked := sum(each.checked for each in reports):
+        answers = sum(each.answers for each in reports)
+        lines.append(f"{checked:,} of {answers:,} answers were compared with the bundle: all right.")
+    errors = sum((Counter(each.errors) for each in reports), Counter[str]())
+    lines.append(f"Errors: {', '.join(f'{count:,} {kind}' for kind, count in errors.items()) or 'none'}.")
+    return "\n".join(lines)
+
+
+def _rate(per_s: float) -> str:
+    """A rate with three digits and a unit, such as "1.23 k"."""
+    for size, prefix in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if per_s >= size:
+            return f"{per_s / size:.3g}{prefix}"
+    return f"{per_s:.3g}"

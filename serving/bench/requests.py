@@ -1,17 +1,140 @@
-"""Requests to send, serialized beforehand."""
+"""The requests that a benchmark sends: random ones for a bundle, or captured ones."""
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
+from serving.bundle.manifest import Manifest
 from serving.client import ModelInfo
-from serving.client.message import infer_request
+from serving.client.messages import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
+from serving.request.bags import once_of, samples_of
 from serving.request.captured import PassedOver, read_captured
-from serving.request.once import once_of, samples_of
-from serving.request.tensors import LOOKED_UP, Lengths, Tensors
+from serving.request.tensors import LOOKED_UP, Ids, Lengths, Tensors
+
+# Number of different requests of one size: enough that no cache holds them all, few enough to be made quickly.
+_COUNT = 64
+# Most ids in all of them.
+_IDS_IN_ALL = 1 << 22
+# Ids are drawn below this where an id map knows no ids.
+_MOST_DRAWN = 1 << 31
+# Distance between an id and the next most popular one, as a share of the table.
+_STRIDE = 0.618_033_988_75
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """How often each id of a table is asked for.
+
+    The k-th most popular id is asked for in proportion to 1 / k^exponent: Zipf's law. With exponent 0 all ids are
+    asked for equally often.
+    """
+
+    exponent: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "Distribution":
+        """Parse `uniform`, or `zipf:EXPONENT`, such as zipf:1.05.
+
+        Raises:
+            ConfigurationError: the text is neither.
+        """
+        if text == "uniform":
+            return cls()
+        match = re.fullmatch(r"zipf:([0-9.]+)", text)
+        try:
+            return cls(float(match[1]))  # type: ignore[index]
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"ids: expected uniform or zipf:EXPONENT, got {text!r}") from error
+
+    def draw(self, random: np.random.Generator, rows: int, count: int) -> Ids:
+        """Random ids in [0, rows): int64 [count]."""
+        if self.exponent == 0:
+            return random.integers(0, rows, count)
+        # Invert the continuous law, and round to the nearest rank. Exact sums over 10⁷ rows would take too long.
+        uniform, power = random.random(count), 1 - self.exponent
+        low, high = 0.5, rows + 0.5
+        if power == 0:
+            drawn = low * (high / low) ** uniform
+        else:
+            drawn = (low**power + uniform * (high**power - low**power)) ** (1 / power)
+        popularity = np.clip(np.rint(drawn), 1, rows).astype(np.int64) - 1
+        ids: Ids = popularity * _coprime(rows) % rows
+        return ids
+
+
+def random_requests(
+    manifest: Manifest,
+    samples: int,
+    ids: Distribution,
+    pooling_factors: Mapping[str, float],
+    seed: int = 0,
+    known: Mapping[str, Ids] = MappingProxyType({}),
+    *,
+    scores: bool = False,
+) -> list[Tensors]:
+    """Random requests for all keys of `manifest`.
+
+    Args:
+        manifest: of the bundle. Its tables say which ids are valid.
+        samples: samples of each request.
+        ids: how often each id is asked for.
+        pooling_factors: mean number of ids in a bag, by key. With 2.3, a bag has 2 or 3 ids.
+        seed: of the random numbers.
+        known: the ids to draw from, by key, for keys whose ids are not row numbers.
+        scores: whether to ask for all scores, with dense inputs in [0, 1), instead of embeddings.
+
+    Raises:
+        ConfigurationError: the bundle has no scores to ask for.
+    """
+    part = manifest.dense_part if scores else None
+    if scores and part is None:
+        raise ConfigurationError("scores: expected a bundle with scores: export the model with --scores")
+    random = np.random.default_rng(seed)
+    rows = manifest.rows_of_keys
+    factors = np.array([pooling_factors[key] for key in rows])
+    longest = manifest.longest_bags
+    expected = max(1, int(factors.sum() * samples))
+    requests = []
+    for _ in range(min(_COUNT, max(4, _IDS_IN_ALL // expected))):
+        lengths = np.floor(factors[:, np.newaxis] + random.random((factors.size, samples))).astype(np.int32)
+        for bags, key in zip(lengths, rows, strict=True):
+            if key in longest:
+                np.minimum(bags, longest[key], out=bags)
+        values = np.concatenate(
+            [
+                _drawn(random, ids, known.get(key), height, bags.sum())
+                for (key, height), bags in zip(rows.items(), lengths, strict=True)
+            ]
+        )
+        weights = np.ones(values.size, np.float32) if manifest.weighted else None
+        request = Tensors(None, values, lengths.ravel(), weights)
+        if part is not None:
+            dense = {each.name: random.random((samples, each.width), np.float32) for each in part.inputs}
+            request = replace(request, outputs=[each.name for each in part.outputs], dense=dense)
+        requests.append(request)
+    return requests
+
+
+def _drawn(random: np.random.Generator, ids: Distribution, known: Ids | None, height: int, count: int) -> Ids:
+    """Random ids in [0, height), or among the known ones: int64 [count]."""
+    if known is None or not known.size:
+        return ids.draw(random, min(height, _MOST_DRAWN), count)
+    drawn: Ids = known[ids.draw(random, known.size, count)]
+    return drawn
+
+
+def _coprime(rows: int) -> int:
+    """A stride that visits every row of a table once: it is coprime to `rows`, and near `_STRIDE` of them."""
+    stride = max(1, int(rows * _STRIDE))
+    while math.gcd(stride, rows) > 1:
+        stride += 1
+    return stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +143,8 @@ class Prepared:
 
     Attributes:
         tensors: its ids and lengths, and its dense inputs.
-        message: the ModelInferRequest of these, serialized.
-        samples: how many it has.
+        message: its serialized ModelInferRequest.
+        samples: B.
     """
 
     tensors: Tensors
@@ -41,16 +164,16 @@ def prepare(model: str, requests: Sequence[Tensors], info: ModelInfo) -> list[Pr
 def captured_requests(path: Path, info: ModelInfo, passed_over: PassedOver) -> tuple[list[Tensors], int]:
     """The requests of a captured file.
 
-    A captured request has no weights. For a weighted model each id gets a weight of 1.
+    A captured request has no per-id weights. For a weighted model, each id gets a weight of 1.
 
     Args:
         path: the file.
-        info: the model that is to answer them.
+        info: of the model that is to answer the requests.
         passed_over: counts lines that are no captured requests.
 
     Returns:
-        The requests, and how many were left out: their lengths do not fit their features and ids, or the model does
-        not have these dense inputs and outputs.
+        The requests, and how many were left out. A request is left out if its lengths do not fit its features and
+        ids, or if the model lacks its dense inputs or outputs.
 
     Raises:
         ConfigurationError: no request can be sent.
@@ -67,7 +190,7 @@ def captured_requests(path: Path, info: ModelInfo, passed_over: PassedOver) -> t
 
 
 def _names(tensors: Tensors, info: ModelInfo) -> Sequence[str]:
-    """The keys, or tables, that a request has lengths for."""
+    """The keys, or the tables, that a request has lengths for, in order."""
     if tensors.tables is not None:
         return tensors.tables
     return list(info.keys) if tensors.features is None else tensors.features
@@ -77,7 +200,7 @@ def _samples(tensors: Tensors, info: ModelInfo) -> int:
     """The samples of a request.
 
     Raises:
-        InvalidRequest: its lengths do not fit what it names.
+        InvalidRequest: its lengths do not fit its keys or tables.
     """
     names = _names(tensors, info)
     return samples_of(tensors, names, once_of(names, [each.name for each in info.dense], tensors.once))

@@ -1,19 +1,19 @@
 """Bundles on several hosts: a router's bundle, and one bundle for each host of its plan.
 
-The router's plan has all ranks. Its own rank comes first, with a file of weights. Each other rank is a host, without
-a file there: a bundle of its own holds its rows. That is an ordinary bundle, in which a shard is a table, and a
-segment (one feature over one shard) is a feature. All its features are sums.
+The router's plan has all ranks. The first is its own, with a weights file. Each other rank is a host, and has no file
+in the router's bundle: the host has a bundle of its own with its rows. That is an ordinary bundle. A shard of the
+router's plan is a table in it, and a segment (one feature over one shard) is a feature. Its pooling is always SUM.
 """
 
 import enum
 import re
 from pathlib import Path
 
-from serving.files.strict import Strict
+from serving.files.reading import Strict
 
 # The host of the router's own rank. All others count from 0.
 ROUTER = -1
-# The only file of weights in a bundle of one rank.
+# The only weights file of a bundle with one rank.
 FIRST_WEIGHTS = "weights.0.bin"
 
 # Triton's versions are int64.
@@ -30,7 +30,7 @@ class IdDtype(enum.Enum):
 
 
 class HostBundle(Strict, frozen=True):
-    """The bundle that answers for a host of a router's plan. No other version of its model does.
+    """The bundle of a host in a router's plan. The router accepts no other version of that model.
 
     Attributes:
         host: number of the host in the plan.
@@ -46,19 +46,19 @@ class HostBundle(Strict, frozen=True):
 
     @property
     def is_possible(self) -> bool:
-        """Whether there can be such a bundle."""
+        """Whether model, version and digest have valid forms."""
         is_digest = _SHA256.fullmatch(self.manifest) is not None
         return is_model_name(self.model) and 1 <= self.version <= MOST_VERSION and is_digest
 
     @property
     def router(self) -> str | None:
-        """The name of the router's model, which that of the host's is made of. None: it is not."""
+        """The name of the router's model, derived from this one. None: this is no name that `host_model` gives."""
         router = self.model.removesuffix(host_model("", self.host))
         return router if is_model_name(router) and router != self.model else None
 
 
 class Part(Strict, frozen=True):
-    """What a host's bundle is a part of.
+    """The router's plan that a host's bundle is a part of.
 
     Attributes:
         model: name of the router's model.
@@ -72,22 +72,22 @@ class Part(Strict, frozen=True):
 
     @property
     def is_possible(self) -> bool:
-        """Whether there can be such a part."""
+        """Whether model, host and plan have valid forms."""
         return is_model_name(self.model) and self.host >= 0 and _SHA256.fullmatch(self.plan) is not None
 
     @property
     def text(self) -> str:
-        """All of it that makes partial sums mean something, as a router asks for it."""
+        """The plan and the host, as a router's request names them: partial sums of another plan mean nothing."""
         return part_text(self.host, self.plan)
 
 
 def is_model_name(text: str) -> bool:
-    """Whether a model may be called so: it names a folder, and goes into paths."""
+    """Whether `text` may be the name of a model. It names a folder, and is part of paths."""
     return _MODEL_NAME.fullmatch(text) is not None
 
 
 def part_text(host: int, plan: str) -> str:
-    """What a request to a host asks its bundle to be a part of: `PLAN/HOST`.
+    """The text `PLAN/HOST`. A request to a host names by it the plan that the host's bundle has to be a part of.
 
     Args:
         host: number of the host.
@@ -97,7 +97,7 @@ def part_text(host: int, plan: str) -> str:
 
 
 def host_model(router: str, host: int) -> str:
-    """The name of the model that answers for a host.
+    """The name of the model of a host.
 
     Args:
         router: name of the router's model.
@@ -112,7 +112,7 @@ def is_host_model(name: str, router: str) -> bool:
 
 
 def path_of(router: Path, host: HostBundle) -> Path:
-    """Where the bundle of a host lies if it is in the router's repository.
+    """The path of a host's bundle if it is in the router's repository.
 
     Args:
         router: the router's bundle, <repository>/<model>/<version>.

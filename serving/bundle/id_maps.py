@@ -1,8 +1,8 @@
-"""Maps of ids: which row a raw id reads, for tables whose ids TorchRec remaps before the lookup.
+"""Id maps: the row that a raw id reads, for tables whose ids TorchRec remaps before the lookup.
 
 All maps of a bundle are in one file, `ids.bin`, which processes map and share. A map is a perfect hash of its known
-ids: a byte for each bucket of ids, its *seed*, and the *entries*, an id and its row each. The bucket of an id says
-which seed chooses its entry. So one entry is read for an id, known or not. docs/bundle.md specifies the bytes.
+ids. It has a *seed*, one byte, for each bucket of ids, and *entries* of an id and its row. The bucket of an id says
+which seed chooses its entry. So exactly one entry is read for an id, known or not. Bytes: docs/bundle.md.
 """
 
 from itertools import pairwise
@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from serving.files.strict import Strict
+from serving.files.reading import Strict
 
-# The file. It has nothing but maps.
+# The file of a bundle with all its maps.
 IDS = "ids.bin"
 # An id and its row, int64 both. An entry without an id has the row -1.
 ENTRY_BYTES = 16
@@ -20,7 +20,7 @@ _FIRST_MIX, _SECOND_MIX = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A8
 _HALF = np.uint64(32)
 _SEED_STEP = np.uint64(0x9E3779B97F4A7C15)
 _SEED_MIX = np.uint64(0xD6E8FEB86659FD93)
-# So that the upper half of a hash, times a size, is below 2⁶⁴.
+# Largest number of buckets or entries: the upper half of a hash times such a number is below 2⁶⁴.
 _MOST = 2**32 - 1
 
 Hashes = npt.NDArray[np.uint64]
@@ -28,10 +28,10 @@ Numbers = npt.NDArray[np.int64]
 
 
 class HashedIds(Strict, frozen=True, omit_defaults=True):
-    """Which row is read by an id that is not known, where it is hashed: TorchRec's HashZch.
+    """How an unknown id is hashed to a row: TorchRec's HashZch.
 
     Attributes:
-        bounds: the rows of training's buckets: bucket b has the rows [bounds[b], bounds[b + 1]).
+        bounds: the rows of training's buckets. Bucket b has the rows [bounds[b], bounds[b + 1]).
         divided: whether ids are divided by the number of buckets before they are hashed.
     """
 
@@ -43,12 +43,12 @@ class IdMap(Strict, frozen=True, omit_defaults=True):
     """The map of one table.
 
     Attributes:
-        known: how many ids are known.
-        buckets: how many seeds there are.
-        capacity: how many entries there are.
-        seeds_offset: where the seeds begin, in bytes of the file.
-        entries_offset: where the entries begin, in bytes of the file.
-        hashed: how other ids are hashed. None: they read the last row.
+        known: number of known ids.
+        buckets: number of seeds.
+        capacity: number of entries.
+        seeds_offset: where the seeds begin in the file, in bytes.
+        entries_offset: where the entries begin in the file, in bytes.
+        hashed: how unknown ids are hashed to rows. None: they read the last row.
     """
 
     known: int
@@ -65,7 +65,7 @@ class IdMap(Strict, frozen=True, omit_defaults=True):
         return (seeds, seeds + self.buckets), (entries, entries + ENTRY_BYTES * self.capacity)
 
     def contradiction(self, rows: int) -> str | None:
-        """What is wrong with the map of a table with so many rows; None: nothing."""
+        """What contradicts itself in the map of a table with `rows` rows. None: nothing."""
         if not 0 <= self.known <= self.capacity or not 0 < self.capacity <= _MOST or not 0 < self.buckets <= _MOST:
             return (
                 f"expected up to {_MOST} entries and buckets, and no more known ids than entries, "
@@ -80,7 +80,7 @@ class IdMap(Strict, frozen=True, omit_defaults=True):
 
 
 def hashes_of(ids: Numbers) -> Hashes:
-    """The hash of each id, of which the upper half matters most; no two ids share one. int64 [n] → uint64 [n]."""
+    """The hash of each id: int64 [n] → uint64 [n]. No two ids have the same. Its upper half is mixed better."""
     hashes = ids.view(np.uint64) * _FIRST_MIX
     hashes ^= hashes >> _HALF
     hashes *= _SECOND_MIX
@@ -92,7 +92,7 @@ def buckets_of(hashes: Hashes, buckets: Hashes) -> Numbers:
 
     Args:
         hashes: uint64 [n].
-        buckets: how many buckets the map of each id has; uint64 [n], or [1] for all.
+        buckets: number of buckets of the map of each id; uint64 [n], or [1] for all.
     """
     return _scaled(hashes, buckets)
 
@@ -103,7 +103,7 @@ def entries_of(hashes: Hashes, seeds: npt.NDArray[np.uint8], capacity: Hashes) -
     Args:
         hashes: uint64 [n].
         seeds: of their buckets; uint8 [n], or [1] for all.
-        capacity: how many entries the map of each id has; uint64 [n], or [1] for all.
+        capacity: number of entries of the map of each id; uint64 [n], or [1] for all.
     """
     mixed = hashes ^ (seeds * _SEED_STEP)
     mixed *= _SEED_MIX

@@ -1,13 +1,13 @@
-"""The bundle on disk: what export writes and serving loads.
+"""The bundle on disk, which export writes and serving loads, and its manifest.
 
-A bundle is one Triton model version::
+A bundle is one version of a Triton model::
 
     model.py             from serving.backend import TritonPythonModel
     manifest.json        the types below, as JSON
     program.pt           TorchScript, without weights
     scores.pt            the dense part, if there is one: TorchScript with its weights
     weights.<rank>.bin   the rows of that rank's shards, exactly as FBGEMM's TBE kernel reads them
-    ids.bin              which rows raw ids read, if they are remapped: serving/bundle/id_maps.py
+    ids.bin              id maps, if raw ids are remapped to rows: serving/bundle/id_maps.py
     manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
 
 `serving.bundle.rows` has the format of a row.
@@ -19,40 +19,47 @@ from pathlib import Path
 
 import msgspec
 
-from serving.bundle.digests import FileDigest
 from serving.bundle.hosts import HostBundle, IdDtype, Part
 from serving.bundle.id_maps import IDS
 from serving.bundle.plan import Plan
 from serving.bundle.scores import DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
-from serving.files.strict import Strict
+from serving.files.reading import Strict
 
+# The format of a bundle with none of the features below.
 FORMAT_VERSION = 4
-# Of bundles on several hosts: a router's, and those of its hosts.
+# The format of bundles on several hosts: a router's, and those of its hosts.
 HOSTS_FORMAT_VERSION = 5
-# Of bundles with the id policy `modulo`, with position weights, or with INT32 ids that are not on hosts; whether on
-# several hosts or not.
+# The format of bundles with the id policy `modulo` or position weights, on hosts or not; and of bundles with INT32
+# ids that are not on hosts.
 IDS_FORMAT_VERSION = 6
-# Of bundles with a dense part, maps of ids, or tables that are not pooled; whether on several hosts or not.
+# The format of bundles with a dense part, id maps, or tables that are not pooled, on hosts or not.
 NEWEST_FORMAT_VERSION = 7
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
-# As a pattern of file names: the weights of all ranks.
+# Pattern of the names of weights files.
 WEIGHTS_FILES = "weights.*.bin"
 # The device whose kernels read the rows. Other devices need other packing.
 DEVICE = "cpu"
-# Bytes. Shards start at multiples of two cache lines, as tables of FBGEMM's own allocator do.
+# Shards start at multiples of this, in bytes: two cache lines, as in FBGEMM's own allocator.
 SHARD_ALIGNMENT = 128
 
 
+class FileDigest(Strict, frozen=True):
+    """Size and SHA-256 of a file of a bundle. `sha256` is in hex."""
+
+    size_bytes: int
+    sha256: str
+
+
 class Agreement(Strict, frozen=True):
-    """How far two versions a and b of one table's numbers are from one another.
+    """The difference between two versions a and b of one table's numbers.
 
     Attributes:
         largest: the largest |a − b|.
         mean: the mean of |a − b|.
-        cosine: of all numbers of a and all of b.
+        cosine: cosine similarity of all numbers of a and all numbers of b.
         worst_row: the row with the largest |a − b|.
     """
 
@@ -65,16 +72,16 @@ class Agreement(Strict, frozen=True):
 class Parity(Strict, frozen=True, omit_defaults=True):
     """How far one table's numbers moved at each step of the export.
 
-    `quantized` compares rows. All others compare answers to a probe, and their rows are samples.
+    `quantized` compares rows. All others compare answers to a probe: there, `worst_row` is a sample.
 
     Attributes:
         table: name of the table.
         limit: no element of the table's rows may move by more than this.
-        quantized: the trained float rows, with the stored ones.
-        sharded: numpy's pooling of the stored rows, with the program before it is compiled.
-        scripted: the program before it is compiled, with TorchScript.
-        reloaded: TorchScript, with the published files in another process.
-        trained: the trained module as TorchRec runs it, with `reloaded`. None: it could not be run.
+        quantized: the trained float rows and the stored rows.
+        sharded: numpy's pooling of the stored rows and the program before it is compiled.
+        scripted: the program before it is compiled and its TorchScript.
+        reloaded: that TorchScript and the published files in another process.
+        trained: the trained module as TorchRec runs it and the published files. None: it could not be run.
     """
 
     table: str
@@ -87,21 +94,21 @@ class Parity(Strict, frozen=True, omit_defaults=True):
 
 
 class Manifest(Strict, frozen=True, omit_defaults=True):
-    """What a bundle holds.
+    """The content of manifest.json: what the bundle holds.
 
     Attributes:
-        features: in the default order of an answer. Features of one key are side by side. The default order of a
-            request is that of their keys.
+        features: in the default order of an answer. Features of one key are adjacent. The default order of a request
+            is that of their keys.
         parity: of each table.
-        exported_at: seconds of Unix time.
-        versions: of the libraries that exported the bundle, by name.
-        files: every file of the bundle but the manifest and its signature, by name.
+        exported_at: Unix time in seconds.
+        versions: versions of the libraries that exported the bundle, by name.
+        files: every file of the bundle except the manifest and its signature, by name.
         left_out: parts of the trained module that are not in the bundle, in words.
-        notes: what people who serve the bundle should know, in words.
-        hosts: of a router, the bundles that answer for the ranks without a file of weights, by number of the host.
-        part_of: of a host's bundle, what it is a part of.
+        notes: notes for those who serve the bundle, in words.
+        hosts: in a router's manifest, the bundle of each rank without a weights file, by number of the host.
+        part_of: in the manifest of a host, the plan that it is a part of.
         id_dtype: the dtype of `values` in a request.
-        dense_part: what turns pooled embeddings into scores. None: embeddings are all that is served.
+        dense_part: the program that turns pooled embeddings into scores. None: only embeddings are served.
     """
 
     format_version: int
@@ -130,19 +137,19 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def weighted_keys(self) -> tuple[str, ...]:
-        """The keys whose ids carry weights: a weighted table reads them, and not by position."""
+        """The keys whose ids carry per-id weights: a weighted table without position weights reads them."""
         sends = self.sends_weights
         return tuple(key for key, read in self.keys.items() if any(sends[each.name] for each in read))
 
     @property
     def sends_weights(self) -> dict[str, bool]:
-        """Whether a request has a weight for each id of a feature, by the feature's name."""
+        """Whether a request has per-id weights for a feature, by the feature's name."""
         weighted = {table.name for table in self.tables if table.weighted}
         return {each.name: each.table in weighted and each.position_weights is None for each in self.features}
 
     @property
     def longest_bags(self) -> dict[str, int]:
-        """The most ids in a bag of each key that is read by position."""
+        """The most ids in a bag, for each key that is read with position weights."""
         longest: dict[str, int] = {}
         for feature in self.features:
             if feature.position_weights:
@@ -152,9 +159,9 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def rows_of_keys(self) -> dict[str, int]:
-        """The number of ids that are valid for each key: in [0, rows) of every table that reads it.
+        """The number of valid ids of each key: the least rows of the tables that read it.
 
-        It is 2⁶³ where all these tables have maps: any int64 is an id of theirs.
+        It is 2⁶³ if all these tables have id maps: then any int64 is a valid id.
         """
         rows = {table.name: table.rows if table.id_map is None else 2**63 for table in self.tables}
         return {key: min(rows[each.table] for each in read) for key, read in self.keys.items()}
@@ -167,26 +174,26 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def weighted(self) -> bool:
-        """Whether a request carries a weight for each id."""
+        """Whether a request carries per-id weights."""
         return any(self.sends_weights.values())
 
     @property
     def weights_files(self) -> frozenset[str]:
-        """The names of the ranks' files. These may be symbolic links; no other file of a bundle may."""
+        """The names of the ranks' weights files. They may be symbolic links. No other file of a bundle may be one."""
         return frozenset(rank.weights_file for rank in self.plan.ranks if rank.weights_file is not None)
 
     @property
     def mapped_files(self) -> frozenset[str]:
-        """The names of the files that are mapped and not read: those of the ranks, and the maps of ids."""
+        """The names of the files that are mapped, not read: the weights files and the file of id maps."""
         return self.weights_files | {IDS for table in self.tables if table.id_map is not None}
 
     @property
     def contract(self) -> str:
         """SHA-256, in hex, of all that a client can see.
 
-        This is features, dims, whether they are pooled and ids carry weights, the dtypes of ids and output, and the
-        names and shapes of dense inputs and scores. A version can replace another with the same contract while
-        clients run.
+        These are the features with their dims, whether each is pooled and has per-id weights, the dtypes of ids and
+        output, and the names and shapes of dense inputs and scores. A version can replace another one with the same
+        contract while clients run.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
         sends = self.sends_weights
@@ -214,7 +221,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 def format_version_of(
     tables: Iterable[Table], features: Iterable[Feature], id_dtype: IdDtype, *, on_hosts: bool
 ) -> int:
-    """The lowest format that can say what a bundle without a dense part holds. Older readers can go on.
+    """The oldest format that has all features of a bundle without a dense part, so that older readers can read it.
 
     Args:
         tables: of the bundle.

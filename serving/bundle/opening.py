@@ -1,16 +1,116 @@
-"""Open a bundle: read its manifest, and check its files."""
+"""Open a bundle: read its manifest, compare its files with their digests, and say where the bytes of a rank lie."""
 
 import hashlib
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serving.bundle.digests import check_digest, check_size
-from serving.bundle.manifest import MANIFEST, Manifest
+from serving.bundle.hosts import FIRST_WEIGHTS, path_of
+from serving.bundle.manifest import MANIFEST, FileDigest, Manifest
 from serving.bundle.parse import parse_manifest
 from serving.errors import BundleError, ConfigurationError
-from serving.files.reading import read_file
+from serving.files.reading import open_file, read_file
+
+
+def digest_of(content: bytes) -> FileDigest:
+    """Size and SHA-256 of a file that holds `content`."""
+    return FileDigest(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def digest_file(path: Path, *, follow: bool = False) -> FileDigest:
+    """Size and SHA-256 of the file at `path`.
+
+    Raises:
+        OSError: as `serving.files.reading.open_file`.
+    """
+    with open_file(path, follow=follow) as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileDigest(size_bytes=os.fstat(file.fileno()).st_size, sha256=sha256)
+
+
+def check_size(path: Path, expected: FileDigest, *, follow: bool = False) -> None:
+    """Refuse a file that is missing, is no regular file, or has another size. Its content is not read.
+
+    Raises:
+        BundleError: naming the file, what was expected and what came.
+    """
+    with _reading(path), open_file(path, follow=follow) as file:
+        found = os.fstat(file.fileno()).st_size
+    if found != expected.size_bytes:
+        raise BundleError(f"{path}: expected {expected.size_bytes} bytes, got {found}: publish the bundle again")
+
+
+def check_digest(path: Path, expected: FileDigest, *, follow: bool = False) -> None:
+    """Read all of a file, and refuse it if its SHA-256 differs.
+
+    Raises:
+        BundleError: naming the file, what was expected and what came.
+    """
+    with _reading(path):
+        found = digest_file(path, follow=follow).sha256
+    check_sha256(path, found, expected)
+
+
+def read_checked(path: Path, expected: FileDigest) -> bytes:
+    """The bytes of a file. Exactly these bytes were compared with `expected`.
+
+    Raises:
+        BundleError: naming the file, what was expected and what came.
+    """
+    check_size(path, expected)
+    with _reading(path):
+        content = read_file(path, expected.size_bytes)
+    check_sha256(path, digest_of(content).sha256, expected)
+    return content
+
+
+def check_sha256(path: Path, found: str, expected: FileDigest) -> None:
+    """Refuse a file whose SHA-256 `found` is not the expected one.
+
+    Raises:
+        BundleError: naming the file, what was expected and what came.
+    """
+    if found != expected.sha256:
+        raise BundleError(
+            f"{path}: expected SHA-256 {expected.sha256[:12]}…, got {found[:12]}…: the file changed after export; "
+            "publish the bundle again"
+        )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Say which file of a bundle cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}: publish the bundle again") from error
+
+
+def weights_path(directory: Path, manifest: Manifest, rank: int) -> Path:
+    """The file with the bytes of a rank. It may not be there: a host's bundle may be on that host alone.
+
+    Args:
+        directory: of the bundle.
+        manifest: of the bundle.
+        rank: number of the rank.
+
+    Returns:
+        The bundle's own file; of a rank on another host, that of the host's bundle in the same repository.
+    """
+    found = manifest.plan.ranks[rank]
+    if found.weights_file is not None:
+        return directory / found.weights_file
+    host = next(each for each in manifest.hosts if each.host == found.host)
+    return path_of(directory, host) / FIRST_WEIGHTS
+
+
+def weights_paths(directory: Path, manifest: Manifest) -> dict[int, Path]:
+    """`weights_path` of every rank, by its number."""
+    return {rank: weights_path(directory, manifest, rank) for rank in range(len(manifest.plan.ranks))}
+
 
 if TYPE_CHECKING:  # a client need not have cryptography
     from serving.bundle.signature import TrustedKeys
@@ -18,7 +118,7 @@ if TYPE_CHECKING:  # a client need not have cryptography
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle on disk. Its manifest was read and checked.
+    """A bundle on disk whose manifest was read and checked.
 
     Attributes:
         path: <model>/<version>.
@@ -31,7 +131,7 @@ class Bundle:
 
 
 def versions(model: Path) -> list[int]:
-    """The versions of a model, oldest first; none where there is no model.
+    """The versions of a model, oldest first. Empty if there is no such model.
 
     Args:
         model: its folder, <repository>/<name>.
@@ -62,7 +162,7 @@ def check_published(model: Path, wanted: Iterable[int]) -> None:
         wanted: its versions.
 
     Raises:
-        ConfigurationError: naming the version that is missing, and those that are there.
+        ConfigurationError: naming the missing version, and those that are published.
     """
     there = [version for version in reversed(versions(model)) if (model / str(version) / MANIFEST).exists()]
     if missing := sorted({*wanted} - {*there}):
@@ -70,15 +170,15 @@ def check_published(model: Path, wanted: Iterable[int]) -> None:
 
 
 def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
-    """Read the manifest of a bundle, and check its files without reading the weights.
+    """Read the manifest of a bundle, and check its files. Weights files are not read.
 
-    Every file must be there with its size. All files but the weights and the maps of ids must have their digests. The
-    time taken does not depend on the size of the tables. `verify_digests` reads all files.
+    Every file must exist with its size. All files must have their digests, except the weights files and the file of
+    id maps: `verify_digests` compares these, too. So the time does not depend on the size of the tables.
 
     Args:
         path: the bundle, <model>/<version>.
-        trusted: one of these keys must have signed the bundle as that version of that model. None: anybody may have
-            made it.
+        trusted: one of these keys must have signed the bundle as that version of that model. None: no signature is
+            needed.
 
     Raises:
         BundleError: naming the file or key that is missing, unknown, inconsistent or too new.
@@ -102,7 +202,7 @@ def _read_anybodys(manifest: Path) -> bytes:
 
 
 def verify_digests(bundle: Bundle, *, but: Collection[str] = ()) -> None:
-    """Read every file of `bundle`, but for those called `but`, and compare its SHA-256.
+    """Read every file of `bundle` except those named in `but`, and compare its SHA-256.
 
     Raises:
         BundleError: naming the first file that differs.
@@ -113,10 +213,10 @@ def verify_digests(bundle: Bundle, *, but: Collection[str] = ()) -> None:
 
 
 def weights_changed_since(bundle: Bundle, moment: float) -> bool:
-    """Whether a file of weights, or the maps of ids, were changed, moved or replaced at `moment` or later.
+    """Whether a weights file, or the file of id maps, was changed, moved or replaced at `moment` or later.
 
     Args:
         bundle: an open bundle.
-        moment: seconds of Unix time, compared with the files' ctime.
+        moment: Unix time in seconds. It is compared with the ctime of the files.
     """
     return any((bundle.path / name).stat().st_ctime >= moment for name in bundle.manifest.mapped_files)

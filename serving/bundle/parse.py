@@ -1,4 +1,4 @@
-"""Read a manifest strictly: anybody may have written it. One that contradicts itself is refused."""
+"""Read a manifest strictly, because it is not trusted. One that contradicts itself is refused."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -25,9 +25,9 @@ from serving.bundle.plan import COLUMN_MULTIPLE, Shard, tiling_error
 from serving.bundle.scores import SCORES, wrong_names
 from serving.bundle.tables import IdPolicy, is_name
 from serving.errors import BundleError
-from serving.files.strict import UNREADABLE, json_tree
+from serving.files.reading import UNREADABLE, json_tree
 
-# In version 3 each feature is its own key. It lacks left_out, notes, and the parity with the trained module.
+# Version 3 has no shared keys, no left_out, no notes, and no parity with the trained module.
 _READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION, IDS_FORMAT_VERSION, NEWEST_FORMAT_VERSION)
 # The names of a bundle's other files.
 _RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, SCORES, IDS)
@@ -50,7 +50,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
         BundleError: naming the key that is missing, unknown, inconsistent or too new.
     """
     try:
-        # The version first: a newer manifest may have keys that this code does not know.
+        # Check the version first: a newer manifest may have keys that this code does not know.
         found = msgspec.json.decode(text, type=_Header).format_version
         if found not in _READABLE_VERSIONS:
             raise BundleError(
@@ -68,7 +68,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
 
 
 def _in_keys(document: Any, version: int) -> Iterator[str]:
-    """What a manifest has that its version does not, and what msgspec does not tell from a key that is not there."""
+    """Find keys that the manifest's version does not have; and nulls, which msgspec takes for missing keys."""
     features, parities = document["features"], document["parity"]
     places: list[tuple[int, str, Any, tuple[str, ...]]] = [
         (HOSTS_FORMAT_VERSION, "$", document, ("hosts", "part_of", "id_dtype")),
@@ -101,7 +101,7 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
 
 def _check_consistency(path: Path, manifest: Manifest) -> None:
     """Refuse a manifest that contradicts itself. Code that reads it later can then index by every name in it."""
-    # Each looks only at what those before it found right.
+    # The order matters: each check uses only what the checks before it found right.
     for contradictions in (
         _in_tables,
         _in_features,
@@ -126,7 +126,7 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
         if table.rows <= 0 or table.dim <= 0:
             yield f"{where}: expected rows and dim > 0, got {table.rows} × {table.dim}"
         multiple = table.dtype.format.dim_multiple
-        if manifest.part_of is not None:  # its tables are shards, whose columns may be cut
+        if manifest.part_of is not None:  # its tables are shards, and their columns may be cut
             multiple = min(multiple, COLUMN_MULTIPLE)
         if table.dim % multiple:
             yield f"{where}: expected a dim that is a multiple of {multiple} for {table.dtype.value}, got {table.dim}"
@@ -267,7 +267,7 @@ def _in_shards(manifest: Manifest) -> Iterator[str]:
 
 
 def _in_offsets(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with where shards lie in the files of their ranks."""
+    """Find shards that are misplaced in the weights files of their ranks."""
     plan, tables = manifest.plan, {table.name: table for table in manifest.tables}
     last: dict[int, tuple[int, Shard]] = {}
     for shard in sorted(plan.shards, key=lambda each: each.offset_bytes):
@@ -287,7 +287,7 @@ def _in_offsets(manifest: Manifest) -> Iterator[str]:
 
 
 def _in_id_maps(manifest: Manifest) -> Iterator[str]:
-    """What is wrong with where maps lie in their file."""
+    """Find id maps that are misplaced in their file."""
     regions = [
         (region, table.name)
         for table in manifest.tables

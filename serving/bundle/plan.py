@@ -1,7 +1,7 @@
 """Where the tables are: TorchRec's ShardingPlan, with the file and byte offset of every shard.
 
-A shard is a rectangle of a table on one rank. Where a table is cut both ways, all blocks of columns are cut at the
-same rows. Each block of columns has its own copy of a row's scale and bias.
+A shard is a rectangle of a table on one rank. If a table is cut by rows and by columns, all blocks of columns are cut
+at the same rows. Each block of columns has its own copy of a row's scale and bias.
 """
 
 import enum
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from serving.files.strict import Strict
+from serving.files.reading import Strict
 
 # Columns are cut at multiples of this: whole bytes of every dtype, and widths that FBGEMM's kernels take.
 COLUMN_MULTIPLE = 4
@@ -35,8 +35,8 @@ class Rank(Strict, frozen=True):
     Attributes:
         host: number of the host.
         device: kind of the device, `serving.bundle.manifest.DEVICE`.
-        weights_file: name of the bundle's file with the bytes of the shards. None: the host has a bundle of its own
-            (`serving.bundle.hosts`), which holds them.
+        weights_file: name of the bundle's file with the bytes of the shards. None: they are in the host's own bundle
+            (`serving.bundle.hosts`).
     """
 
     host: int
@@ -70,11 +70,11 @@ class Shard(Strict, frozen=True):
 
 
 class Plan(Strict, frozen=True):
-    """What each rank holds.
+    """The shards of all tables, and the ranks that hold them.
 
     Attributes:
         sharding: the sharding type of each table, by name.
-        row_alignment: bytes; each row takes a multiple of it.
+        row_alignment: each row takes a multiple of so many bytes.
     """
 
     sharding: dict[str, ShardingType]
@@ -84,7 +84,7 @@ class Plan(Strict, frozen=True):
 
     @property
     def rank_of_host(self) -> dict[int, int]:
-        """Of a router's plan: the number of the rank that each host has, by the number of the host, in rank order."""
+        """In a router's plan, the rank of each host by number of the host, in rank order."""
         return {rank.host: number for number, rank in enumerate(self.ranks) if rank.weights_file is None}
 
     @property
@@ -97,9 +97,9 @@ class Plan(Strict, frozen=True):
 
     @property
     def pieces_by_table(self) -> dict[str, tuple[Shard, ...]]:
-        """The shards of each table that answer: together they hold every number once.
+        """The shards of each table that are looked up: together they hold every number once.
 
-        One copy of a data-parallel table answers. These tables take turns on the ranks.
+        One copy of a data-parallel table is looked up. The ranks take turns in that, table by table.
         """
         pieces = self.shards_by_table
         copied = [table for table, kind in self.sharding.items() if kind is ShardingType.DATA_PARALLEL]
@@ -125,7 +125,7 @@ def tiling_error(kind: ShardingType, rows: int, dim: int, shards: Sequence[Shard
         ranks: the number of ranks.
 
     Returns:
-        None where the shards hold every number of the table once, or, data-parallel, once on each rank.
+        None if the shards hold every number of the table once. For a data-parallel table: once on each rank.
     """
     for shard in shards:
         if not 0 <= shard.rank < ranks:
@@ -147,7 +147,7 @@ def tiling_error(kind: ShardingType, rows: int, dim: int, shards: Sequence[Shard
 
 
 def _copies_error(rows: int, dim: int, shards: Sequence[Shard], ranks: int) -> str | None:
-    """What is wrong with the copies of a data-parallel table; arguments as `tiling_error`."""
+    """What is wrong with the copies of a data-parallel table. Arguments as `tiling_error`."""
     whole = ((0, rows), (0, dim))
     copies = sorted(shard.rank for shard in shards if (shard.rows, shard.columns) == whole)
     if copies == list(range(ranks)) == sorted(shard.rank for shard in shards):
@@ -156,7 +156,7 @@ def _copies_error(rows: int, dim: int, shards: Sequence[Shard], ranks: int) -> s
 
 
 def _gap(blocks: Sequence[Block], end: int) -> int | None:
-    """Where sorted blocks first leave a gap or overlap between 0 and `end`; None where they do not."""
+    """The first place where sorted blocks leave a gap or overlap in [0, end). None: there is none."""
     reached = 0
     for start, stop in blocks:
         if start != reached or stop <= start:

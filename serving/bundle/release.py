@@ -1,7 +1,7 @@
-"""A release: a file of the repository that says which versions of a model are to be served.
+"""A release: a file of the repository that says which versions of a model to serve.
 
-It is REPOSITORY/NAME.release.json, and its signature REPOSITORY/NAME.release.sig. It does not lie in the model's
-folder: when a file there has changed, Triton loads every version anew. At the root Triton looks at folders alone.
+It is REPOSITORY/NAME.release.json, and its signature is REPOSITORY/NAME.release.sig. It is not in the model's folder:
+if a file there changes, Triton reloads all versions. In the repository itself, Triton ignores files.
 """
 
 import os
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from serving.errors import BundleError
-from serving.files.reading import read_file
-from serving.files.strict import UNREADABLE, Strict
+from serving.files.reading import UNREADABLE, Strict, read_file
 
 if TYPE_CHECKING:
     from serving.bundle.signature import TrustedKeys
@@ -23,12 +22,12 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Release(Strict, frozen=True):
-    """The versions of a model that are to be served.
+    """The versions of a model to serve.
 
     Attributes:
-        versions: exactly these. The newest of them answers callers that name no version.
-        sequence: greater than that of every release before, so that an old one that is put back is noticed. It is the
-            time in milliseconds of Unix time, or one more than the release before.
+        versions: exactly these are served. The newest of them answers requests that name no version.
+        sequence: greater than that of all releases before, so that an old one that is put back is refused. It is
+            Unix time in milliseconds, or one more than in the release before.
     """
 
     versions: Annotated[tuple[_Positive, ...], msgspec.Meta(min_length=1)]
@@ -42,11 +41,11 @@ def release_of(model: Path) -> Path:
 
 
 def read_release(model: Path, trusted: "TrustedKeys | None" = None) -> Release | None:
-    """The release of a model; None where there is none.
+    """The release of a model. None: there is none.
 
     Args:
         model: its folder, <repository>/<name>.
-        trusted: one of these keys must have signed the release as that model's. None: no signature is needed.
+        trusted: one of these keys must have signed the release for this model. None: no signature is needed.
 
     Raises:
         BundleError: it cannot be read, is no release, or none of the keys signed it.
@@ -70,6 +69,6 @@ def read_release(model: Path, trusted: "TrustedKeys | None" = None) -> Release |
 
 
 def next_release(versions: Sequence[int], before: Release | None) -> Release:
-    """A release of `versions`, each once, that takes the place of `before`."""
+    """A release of `versions`, without duplicates, that replaces `before`."""
     least = 1 if before is None else before.sequence + 1
     return Release(versions=tuple(dict.fromkeys(versions)), sequence=max(least, time.time_ns() // 1_000_000))

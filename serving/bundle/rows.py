@@ -1,10 +1,10 @@
-"""The table of row formats, one entry for each weight dtype, and what stored rows stand for.
+"""The table of row formats, one entry for each weight dtype, and the dequantization of stored rows.
 
 A row of floats is `dim` FP32 or FP16 numbers. A quantized row is FBGEMM's fused row: FP16 scale, FP16 bias, then
-`dim` codes, the lower bits of a byte first (https://github.com/pytorch/FBGEMM, QuantUtils). A number is then
+`dim` codes, the lower bits of a byte first (https://github.com/pytorch/FBGEMM, QuantUtils). Its numbers are
 code × scale + bias.
 
-Everything here is numpy. The program's answers are compared with it, so it shares no code with FBGEMM.
+All of it is numpy. The program's answers are compared with it, so it shares no code with FBGEMM.
 """
 
 import enum
@@ -18,7 +18,8 @@ Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]
 Bytes = npt.NDArray[np.uint8]
 
-# Half a unit in the last place, relative to a number, and the same below the smallest normal FP16.
+# Rounding errors: half a unit in the last place, relative to the number. FP16_SUBNORMAL: absolute, below the smallest
+# normal FP16.
 FP16_UNIT = 2.0**-11
 FP16_SUBNORMAL = 2.0**-25
 FP32_UNIT = 2.0**-24
@@ -33,8 +34,8 @@ class RowFormat:
     Attributes:
         sparse_type: the dtype's number in FBGEMM's SparseType.
         bits: size of one element.
-        float_name: numpy's and torch's name of the dtype of an element. None where elements are codes.
-        dim_multiple: the dim is a multiple of this. FBGEMM's op packs only codes that fill words of 16 bits.
+        float_name: numpy's and torch's name of an element's dtype. None: elements are codes.
+        dim_multiple: the dim must be a multiple of this. FBGEMM's op packs only codes that fill words of 16 bits.
     """
 
     sparse_type: int
@@ -49,7 +50,7 @@ class RowFormat:
 
     @property
     def header_bytes(self) -> int:
-        """Bytes in front of the elements: those of scale and bias."""
+        """Bytes before the elements: those of scale and bias."""
         return _SCALE_AND_BIAS_BYTES if self.quantized else 0
 
     @property
@@ -77,7 +78,7 @@ class WeightDtype(enum.Enum):
         return self.format.header_bytes + dim * self.format.bits // 8
 
 
-# All that is known of a dtype stands here, and is read from here.
+# All properties of a dtype are here, and nowhere else.
 ROW_FORMATS = {
     WeightDtype.FP32: RowFormat(sparse_type=0, bits=32, float_name="float32"),
     WeightDtype.FP16: RowFormat(sparse_type=1, bits=16, float_name="float16"),
@@ -88,14 +89,14 @@ ROW_FORMATS = {
 
 
 def dequantize(rows: Bytes, dtype: WeightDtype) -> Floats:
-    """The numbers that stored rows stand for.
+    """The numbers of stored rows.
 
     Args:
         rows: uint8 [n, row bytes].
         dtype: how they are stored.
 
     Returns:
-        float32 [n, dim]. It shares the memory of `rows` where these are FP32.
+        float32 [n, dim]. It shares the memory of `rows` if these are FP32.
     """
     row_format = dtype.format
     if row_format.float_name is not None:
@@ -106,8 +107,8 @@ def dequantize(rows: Bytes, dtype: WeightDtype) -> Floats:
     if in_byte == 1:
         np.copyto(numbers, codes)
     else:
-        # A table of what each byte holds: six times as fast as shifting and masking. No byte is beyond it, but only
-        # with `clip` numpy writes into `out` at once.
+        # A table with the codes of each byte is six times as fast as shifting and masking. `clip` clips nothing here:
+        # with another mode, numpy would copy `out`.
         np.take(_codes_of_bytes(dtype), codes, axis=0, out=numbers.reshape(*codes.shape, in_byte), mode="clip")
     scales_and_biases = scales_and_biases_of(rows).astype(np.float32)
     numbers *= scales_and_biases[:, :1]
@@ -124,13 +125,13 @@ def scales_and_biases_of(rows: Bytes) -> Halves:
     Returns:
         float16 [n, 2], a copy: the scale, then the bias.
     """
-    # As one number of four bytes: numpy copies it at once, and not byte by byte.
+    # As one number of four bytes, which numpy copies at once. Otherwise it copies byte by byte.
     return rows[:, :_SCALE_AND_BIAS_BYTES].view(np.uint32).copy().view(np.float16)
 
 
 @cache
 def _codes_of_bytes(dtype: WeightDtype) -> Floats:
-    """The codes that each byte holds, the lower bits first: float32 [256, codes of a byte]."""
+    """The codes in each byte, the lower bits first: float32 [256, codes in a byte]."""
     shifts = np.arange(0, 8, dtype.format.bits)
     codes: Floats = ((np.arange(256)[:, np.newaxis] >> shifts) & dtype.format.largest_code).astype(np.float32)
     return codes

@@ -1,19 +1,19 @@
-"""The dense part of a model in its bundle: what follows the collections, and turns pooled embeddings into scores."""
+"""The dense part of a model in its bundle: the layers after the collections. It turns embeddings into scores."""
 
 import enum
 from collections.abc import Iterator, Sequence
 
 from serving.bundle.tables import is_name
-from serving.files.strict import Strict
+from serving.files.reading import Strict
 
-# The file of a bundle with the dense part: TorchScript, its weights among it.
+# The file of a bundle with the dense part: TorchScript with its weights.
 SCORES = "scores.pt"
-# What requests and answers call other things by.
+# Names of other tensors in requests and answers.
 RESERVED = ("values", "lengths", "weights", "embeddings", "sequences", "once")
 
 
 class DenseDtype(enum.Enum):
-    """How the weights of a dense part are kept. INT8 quantizes those of nn.Linear, and inputs as they come."""
+    """How a dense part's weights are stored. INT8 quantizes those of nn.Linear, and their inputs dynamically."""
 
     FP32 = "FP32"
     BF16 = "BF16"
@@ -35,9 +35,9 @@ class LabelledAuc(Strict, frozen=True, omit_defaults=True):
     """The area under the ROC curve of one output, on samples with labels.
 
     Attributes:
-        samples: how many.
-        served: of what serves, from the stored rows.
-        trained: of the trained model as it is. None: it could not be run.
+        samples: number of samples.
+        served: AUC of the served program, with the stored rows.
+        trained: AUC of the unchanged trained model. None: it could not be run.
     """
 
     samples: int
@@ -49,13 +49,13 @@ class ScoreParity(Strict, frozen=True, omit_defaults=True):
     """How far the numbers of one output moved, on a probe.
 
     Attributes:
-        scale: the largest |score| that the dense part answers with, before it is compiled.
-        scripted: the largest |difference| between the dense part before it is compiled, FP32, and what serves.
-        merged: the largest |difference| between requests answered together and each answered alone.
-        trained: the largest |difference| between the trained model as it is, and what serves, from the stored rows.
-            None: the trained model could not be run.
+        scale: the largest |score| of the dense part before it is compiled.
+        scripted: the largest |difference| between the dense part before it is compiled, in FP32, and the served one.
+        merged: the largest |difference| between requests that are answered together and each answered alone.
+        trained: the largest |difference| between the unchanged trained model and the served program with the stored
+            rows. None: the trained model could not be run.
         trained_mean: the mean of that |difference|.
-        auc: on samples with labels; None: the export was given none for this output.
+        auc: on samples with labels. None: the export got no labels for this output.
     """
 
     scale: float
@@ -70,7 +70,7 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
     """An output of the dense part: FP32 [B, *shape].
 
     Attributes:
-        shape: of one sample; () for one number.
+        shape: of one sample. () is one number.
     """
 
     name: str
@@ -79,17 +79,17 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
 
 
 class DensePart(Strict, frozen=True, omit_defaults=True):
-    """What follows the collections of a model.
+    """The dense part: the layers of a model after its collections.
 
     Attributes:
-        inputs: beside the embeddings, in the order of the model's forward.
+        inputs: the inputs beside the embeddings, in the order of the model's forward.
         outputs: in the order of an answer.
         dtype: of its weights.
-        mixes_samples: whether the scores of a sample may depend on the other samples of its request. Then requests
+        mixes_samples: whether the scores of a sample may depend on the other samples of its request. If so, requests
             are not scored together.
-        mixed_by: what samples may meet in: an operator and the line of the model, in words. None: nothing, or an
+        mixed_by: the operator that may mix samples, and its line in the model, in words. None: there is none, or an
             earlier tbe-serving exported the bundle.
-        is_own: whether it is a module of the user's, in place of what follows the collections of the trained model.
+        is_own: whether it is a module of the user's own, instead of the trained model's layers.
     """
 
     inputs: tuple[DenseInput, ...]
@@ -101,7 +101,7 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
 
     @property
     def contract(self) -> list[object]:
-        """What a client can see of it."""
+        """All of it that a client can see: names and shapes of inputs and outputs."""
         return [[[each.name, each.width] for each in self.inputs], [[each.name, each.shape] for each in self.outputs]]
 
 

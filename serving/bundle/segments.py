@@ -1,4 +1,4 @@
-"""Segments: one feature over one shard. What a rank is asked for, and answers with, is by segment."""
+"""Segments: a segment is one feature over one shard. Requests to ranks, and their answers, are by segment."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class FeatureShard(NamedTuple):
     Attributes:
         feature: position of the feature in the manifest.
         shard: the shard that it reads.
-        name: what a host's bundle calls it. It does not change when the table grows.
-        table: what a host's bundle calls the shard.
+        name: the feature's name in a host's bundle. It does not change when the table grows.
+        table: the table's name in a host's bundle.
     """
 
     feature: int
@@ -30,14 +30,14 @@ class FeatureShard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedHost:
-    """What a router's plan says of a host.
+    """A host in a router's plan.
 
     Attributes:
         segments: names of all its segments, in order.
-        columns: of all of them together.
-        id_dtype: of row numbers, as they travel.
-        is_weighted: whether it takes a weight for each row.
-        part_of: what its bundle has to be a part of, as `Part.text`.
+        columns: the sum of their widths.
+        id_dtype: of the row numbers in requests to the host.
+        is_weighted: whether requests to the host have a per-id weight for each row.
+        part_of: the plan that its bundle has to be a part of, as `Part.text`.
     """
 
     segments: tuple[str, ...]
@@ -48,7 +48,7 @@ class PlannedHost:
 
 
 def planned_host(manifest: Manifest, host: int) -> PlannedHost:
-    """What the plan of a router's manifest says of a host."""
+    """A host in the plan of a router's manifest."""
     segments = segments_by_rank(manifest)[manifest.plan.rank_of_host[host]]
     return PlannedHost(
         segments=tuple(each.name for each in segments),
@@ -72,7 +72,7 @@ def segments_by_rank(manifest: Manifest) -> list[list[FeatureShard]]:
 
 
 def name_twice(manifest: Manifest) -> str | None:
-    """A name that two segments, or two shards, of a router's host would have, in words. None: there is none."""
+    """Two segments, or two shards, of a host that would get the same name, in words. None: there are none."""
     for host, rank in manifest.plan.rank_of_host.items():
         features: dict[str, str] = {}
         tables: dict[str, Shard] = {}
@@ -88,18 +88,18 @@ def name_twice(manifest: Manifest) -> str | None:
 
 
 def takes_weights(manifest: Manifest, segments: Iterable[FeatureShard]) -> bool:
-    """Whether a host of a router's plan takes a weight for each row: one of its tables is weighted."""
+    """Whether requests for these segments have per-id weights: one of their tables is weighted."""
     weighted = {table.name for table in manifest.tables if table.weighted}
     return any(each.shard.table in weighted for each in segments)
 
 
 def id_dtype_of(segments: Iterable[FeatureShard]) -> IdDtype:
-    """The dtype of the row numbers that a host is sent for some segments: INT32 where they fit."""
+    """The dtype of row numbers in requests for these segments: INT32 if all of them fit, else INT64."""
     return IdDtype.INT32 if all(each.shard.height <= _MOST_INT32 for each in segments) else IdDtype.INT64
 
 
 def _name_of(table: Table, shard: Shard) -> str:
-    """The name of a shard: as a slice, if it is not the whole table."""
+    """The name of a shard: its table's name, with a slice if it is not the whole table."""
     rows = "" if shard.height == table.rows else f"[{shard.rows[0]}:{shard.rows[1]}]"
     columns = "" if shard.width == table.dim else f"{'' if rows else '[:]'}[{shard.columns[0]}:{shard.columns[1]}]"
     return f"{table.name}{rows}{columns}"

@@ -1,12 +1,12 @@
-"""Ed25519 signatures of the files that say what is served. Each lies beside the file that it signs.
+"""Ed25519 signatures of the files that say what is served. Each signature is a file beside the one that it signs.
 
 A signature signs a statement: a line that says what the file is, a newline, then the bytes of the file. So a file
-cannot be taken for that of another model, version or purpose. The line is one of::
+cannot be passed off as that of another model, version or purpose. The line is one of::
 
     tbe-serving/1 manifest.json "movies" "3"    version 3 of the model `movies`
     tbe-serving/1 config.pbtxt "movies"         the model `movies`, all versions
     tbe-serving/1 warm_up.jsonl "movies"
-    tbe-serving/1 movies.release.json "movies"  which versions of it are to be served
+    tbe-serving/1 movies.release.json "movies"  the release: which versions of it to serve
 
 Names are written as in JSON. The manifest holds the SHA-256 of all other files of its version. A signature is the 64
 bytes of RFC 8032, in `manifest.sig`, `config.sig`, `warm_up.sig` or `movies.release.sig`. Keys are PEM files. OpenSSL
@@ -32,9 +32,9 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 
 from serving.errors import BundleError, ConfigurationError
 from serving.files.reading import SMALL, read_file
-from serving.files.replacing import replacing
+from serving.files.writing import replacing
 
-# The environment variable that names the file of trusted keys to the models of a server.
+# The environment variable with the path of the trusted keys, for the models of a server.
 TRUSTED_KEYS = "TBE_SERVING_TRUSTED_KEYS"
 
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----", re.DOTALL)
@@ -49,7 +49,7 @@ def signature_of(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class TrustedKeys:
-    """Public keys. One of them must have signed what is read. There are several while keys change."""
+    """Public keys. One of them must have signed a file that is read. There are several while keys are changed."""
 
     path: Path
     keys: tuple[Ed25519PublicKey, ...]
@@ -59,11 +59,11 @@ class TrustedKeys:
         """The keys of a PEM file.
 
         Raises:
-            ConfigurationError: it cannot be read, or holds anything but Ed25519 public keys.
+            ConfigurationError: it cannot be read, has no keys, or has others than Ed25519 public keys.
         """
         expected = f"{path}: trusted keys: expected Ed25519 public keys in PEM"
         try:
-            content = read_file(path, follow=True)  # as Kubernetes mounts Secrets
+            content = read_file(path, follow=True)  # Kubernetes mounts Secrets as symbolic links
         except OSError as error:
             raise ConfigurationError(f"{path}: trusted keys: cannot be read: {error.strerror}") from error
         keys = []
@@ -116,7 +116,7 @@ class TrustedKeys:
             model: the model that it has to be signed for.
             version: the version that it has to be signed for. None: it is signed for the whole model.
             most_bytes: a larger file is refused.
-            again: what signs it again; errors say so.
+            again: the command that signs such a file, for error messages.
 
         Raises:
             BundleError: it cannot be read, or has no signature by one of the keys.
@@ -148,7 +148,7 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """The private key of a PEM file without a password.
 
     Raises:
-        ConfigurationError: it cannot be read, or holds no such key.
+        ConfigurationError: it cannot be read, or is no such key.
     """
     try:
         key = load_pem_private_key(read_file(path, follow=True), password=None)
@@ -168,7 +168,7 @@ def sign(path: Path, content: bytes, key: Ed25519PrivateKey, model: str, version
 
     Args:
         path: the file.
-        content: what the file holds.
+        content: its content.
         key: the key to sign with.
         model: the model that it is signed for.
         version: the version that it is signed for. None: it is signed for the whole model.

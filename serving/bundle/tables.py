@@ -6,21 +6,21 @@ import re
 from serving.bundle.id_maps import IdMap
 from serving.bundle.plan import Shard
 from serving.bundle.rows import WeightDtype
-from serving.files.strict import Strict
+from serving.files.reading import Strict
 
 # Requests and config.pbtxt list names with commas. Control characters break lines of logs and metrics.
 _NAME = re.compile(r"[^,\x00-\x1f\x7f-\x9f]+")
 
 
 def is_name(text: str) -> bool:
-    """Whether a table, a feature or a key may be called so: not empty, no comma, no control characters."""
+    """Whether `text` may name a table, a feature or a key: it is not empty, without commas and control characters."""
     return _NAME.fullmatch(text) is not None
 
 
 class Pooling(enum.Enum):
-    """How the rows of a bag become one. An empty bag gives zeros.
+    """How the rows of a bag are pooled into one. An empty bag gives zeros.
 
-    With NONE they do not: the answer has the row of each id. TorchRec's EmbeddingCollection answers so.
+    NONE does not pool: the answer has the row of each id, as that of TorchRec's EmbeddingCollection.
     """
 
     SUM = "SUM"
@@ -31,8 +31,8 @@ class Pooling(enum.Enum):
 class IdPolicy(enum.Enum):
     """What happens to an id outside [0, rows).
 
-    ERROR refuses the request. With ZERO the id contributes nothing, and MEAN does not count it. With MODULO every
-    int64 is an id: it reads the row id mod rows, in [0, rows) for negative ids too.
+    ERROR: the request is refused. ZERO: the id contributes nothing, and MEAN does not count it. MODULO: every int64
+    is a valid id. It reads row id mod rows, which is in [0, rows) for negative ids, too.
     """
 
     ERROR = "error"
@@ -41,7 +41,7 @@ class IdPolicy(enum.Enum):
 
 
 class DefaultRow(Strict, frozen=True):
-    """The id policy with a number: an id outside [0, rows) reads the row `default_row` instead. MEAN counts it."""
+    """An id policy: an id outside [0, rows) reads the row `default_row` instead. MEAN counts it."""
 
     default_row: int
 
@@ -59,15 +59,15 @@ class OutputDtype(enum.Enum):
 
 
 class Feature(Strict, frozen=True, omit_defaults=True):
-    """A part of the answer: the bags of a key of the request, looked up in a table.
+    """A feature: the bags of one key of a request, looked up in one table.
 
     Attributes:
         name: of the feature.
         table: name of the table that it reads.
-        shared_key: its key in a request, where several tables read that key. None: the key has the feature's name.
-        position_weights: FP32. The n-th id of a bag has the n-th weight, whatever the request sends, and a bag has no
-            more ids than these. Where empty, each id has the weight 1, and a bag any number of ids. None: the ids of
-            a weighted table carry their weights.
+        shared_key: its key in a request, if several tables read that key. None: the key has the feature's name.
+        position_weights: FP32. The n-th id of a bag has the n-th of these weights. A bag may have no more ids than
+            there are weights. The request's per-id weights are not used. Empty: each id has the weight 1, and a bag
+            may have any number of ids. None: a weighted table uses the request's per-id weights.
     """
 
     name: str
@@ -85,9 +85,9 @@ class Table(Strict, frozen=True, omit_defaults=True):
     """One embedding matrix.
 
     Attributes:
-        weighted: whether its ids carry weights.
+        weighted: whether its rows are weighted when they are pooled, by per-id weights or position weights.
         dtype: how its rows are stored.
-        id_map: which rows raw ids read. Any int64 is an id then, and the id policy is `error`. None: ids are row
+        id_map: maps raw ids to rows. Then any int64 is a valid id, and the id policy is `error`. None: ids are row
             numbers.
     """
 
@@ -102,7 +102,7 @@ class Table(Strict, frozen=True, omit_defaults=True):
 
     @property
     def is_sequence(self) -> bool:
-        """Whether it is answered by a row for each id."""
+        """Whether the answer has a row for each id, not a pooled one."""
         return self.pooling is Pooling.NONE
 
     @property

@@ -8,11 +8,11 @@ with LookupClient("localhost:8001", "movielens") as client:
 ```
 """
 
-from serving.client.answer import Answer, ModelInfo, Scores
 from serving.client.clients import AsyncLookupClient, LookupClient
 from serving.client.connection import DEFAULT_TIMEOUT_S, Tls
+from serving.client.messages import Answer, ModelInfo, Scores
 from serving.client.retries import Retries
-from serving.request.sequence import Sequence
+from serving.request.sequences import Rows
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -21,7 +21,7 @@ __all__ = [
     "LookupClient",
     "ModelInfo",
     "Retries",
+    "Rows",
     "Scores",
-    "Sequence",
     "Tls",
 ]

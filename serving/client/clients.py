@@ -6,7 +6,6 @@ What they share is written as coroutines. Those of LookupClient block where othe
 import asyncio
 import time
 from collections.abc import Collection, Coroutine, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,19 +14,18 @@ import grpc.aio
 import numpy.typing as npt
 from tritonclient.grpc import service_pb2_grpc
 
-from serving.arguments import check_argument
-from serving.client.answer import Answer, ModelInfo, Scores
+from serving.arguments import check_argument, check_timeout
 from serving.client.connection import DEFAULT_TIMEOUT_S, Connection, Tls
 from serving.client.exchange import Ask, Call, Exchange
+from serving.client.messages import Answer, ModelInfo, Scores
 from serving.client.metadata import Metadata
 from serving.client.retries import Retries, with_retries
 from serving.closing import AsyncClosing, Closing
-from serving.errors import ConfigurationError, RequestCancelled, ServingError
+from serving.errors import RequestCancelled
 from serving.request.dense import NO_DENSE, DenseFeatures
 from serving.request.encoding import Features
 from serving.request.tensors import Embeddings
-from serving.timeouts import check_timeout
-from serving.triton.sayings import error_of
+from serving.triton.error_messages import error_of
 
 T = TypeVar("T")
 
@@ -45,8 +43,6 @@ class _Client:
         metadata: sent with each call, such as {"authorization": "Bearer …"}. A function is called for each call. Keys
             are ASCII letters, digits, "_", "." and "-"; values are printable ASCII, or bytes where the key ends in
             "-bin".
-        shared_memory: whether answers come through /dev/shm. The client must be on the server's host, and have one
-            address.
 
     Raises:
         ConfigurationError: an argument cannot be used.
@@ -62,11 +58,9 @@ class _Client:
         retries: Retries | None = None,
         tls: Tls | None = None,
         metadata: Metadata | None = None,
-        shared_memory: bool = False,
     ) -> None:
         check_argument("addresses", addresses, str | Sequence[str])
         check_argument("model", model, str)
-        check_argument("shared_memory", shared_memory, bool)
         self._connection = Connection(
             addresses=[addresses] if isinstance(addresses, str) else list(addresses),
             timeout_s=timeout_s,
@@ -74,10 +68,8 @@ class _Client:
             tls=tls,
             metadata={} if metadata is None else metadata,
         )
-        if shared_memory and len(self._connection.addresses) > 1:
-            raise ConfigurationError("shared_memory: expected one address: a server sees its own host's memory alone")
         self._where = f"{','.join(self._connection.addresses)}: model {model!r}"
-        self._exchange = Exchange(self._where, model, shared_memory)
+        self._exchange = Exchange(self._where, model)
         self._closed = False
         self._channel = self._connection.channel(self._library())
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -159,7 +151,7 @@ class LookupClient(_Client, Closing):
 
         Returns:
             {feature: [B, dim]} in the order asked for; float32 or float16, as the model was exported. A feature of an
-            EmbeddingCollection is not pooled: it has a `Sequence`, with a row for each id. The arrays are read-only
+            EmbeddingCollection is not pooled: it has `Rows`, with a row for each id. The arrays are read-only
             views of one answer.
 
         Raises:
@@ -170,7 +162,7 @@ class LookupClient(_Client, Closing):
             RequestCancelled: the client is closed.
             ServingError: any other error of the server.
         """
-        return _result(self._exchange.lookup(self._ask(timeout_s, trace), features, once, every_host))
+        return _result(self._exchange.lookup(self._ask(timeout_s, trace), features, once=once, every_host=every_host))
 
     def score(
         self,
@@ -199,7 +191,7 @@ class LookupClient(_Client, Closing):
             InvalidRequest: ids, dense inputs or names cannot be answered, or the model has no scores.
             ServingError: as `lookup`.
         """
-        return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, once))
+        return _result(self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, once=once))
 
     def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
@@ -224,8 +216,6 @@ class LookupClient(_Client, Closing):
     def close(self) -> None:
         """Close the channel."""
         if not self._closed:
-            with suppress(ServingError):  # a server that is gone has forgotten the shared memory
-                _result(self._exchange.close(self._ask()))
             self._closed = True
             self._channel.close()
 
@@ -256,7 +246,7 @@ class AsyncLookupClient(_Client, AsyncClosing):
         every_host: bool = False,
     ) -> Answer:
         """As `LookupClient.lookup`."""
-        return await self._exchange.lookup(self._ask(timeout_s, trace), features, once, every_host)
+        return await self._exchange.lookup(self._ask(timeout_s, trace), features, once=once, every_host=every_host)
 
     async def score(
         self,
@@ -269,7 +259,7 @@ class AsyncLookupClient(_Client, AsyncClosing):
         trace: str | None = None,
     ) -> Scores:
         """As `LookupClient.score`."""
-        return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, once)
+        return await self._exchange.score(self._ask(timeout_s, trace), features, dense, outputs, once=once)
 
     async def rows(
         self, table: str, ids: npt.ArrayLike, *, timeout_s: float | None = None, trace: str | None = None
@@ -280,8 +270,6 @@ class AsyncLookupClient(_Client, AsyncClosing):
     async def close(self) -> None:
         """As `LookupClient.close`."""
         if not self._closed:
-            with suppress(ServingError):
-                await self._exchange.close(self._ask())
             self._closed = True
             await self._channel.close()
 

@@ -12,11 +12,10 @@ from typing import Any
 import grpc
 
 from serving.addresses import is_address, is_host_name
-from serving.arguments import check_arguments
+from serving.arguments import check_arguments, check_timeout
 from serving.client.metadata import Metadata, check_metadata, check_text
 from serving.client.retries import Retries
 from serving.errors import ConfigurationError, ServerUnavailable
-from serving.timeouts import check_timeout
 
 DEFAULT_TIMEOUT_S = 1.0
 

@@ -6,7 +6,6 @@ AsyncLookupClient that function waits in the event loop; for LookupClient it blo
 
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,30 +13,17 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.client.answer import Answer, ModelInfo, Scores
-from serving.client.message import infer_request
-from serving.client.model_config import info_of
-from serving.client.regions import Region, Regions
-from serving.errors import (
-    ConfigurationError,
-    DeadlineExceeded,
-    InternalError,
-    InvalidRequest,
-    ModelNotFound,
-    RequestCancelled,
-    ServingError,
-    from_status,
-)
-from serving.files.strict import is_utf8
+from serving.client.messages import Answer, ModelInfo, Scores, infer_request
+from serving.client.serves import info_of
+from serving.errors import ConfigurationError, InternalError, InvalidRequest
+from serving.files.reading import is_utf8
+from serving.request.bags import lengths_by_key, once_of, samples_of
 from serving.request.dense import DenseFeatures, accept_dense, encode_dense
 from serving.request.encoding import Features, decode, decode_rows, encode, encode_rows
-from serving.request.once import lengths_by_key, once_of, samples_of
-from serving.request.sequence import Sequence
+from serving.request.sequences import Rows
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Embeddings, Tensors
 
 _PARAMETERS = {"features", "dims", "contract"}
-# Bytes of a cache line.
-_LINE = 64
 
 # Of outputs by name, without the leading 1.
 Shapes = dict[str, tuple[int, ...]]
@@ -60,18 +46,16 @@ class Exchange:
     Args:
         where: the server and the model; errors begin with it.
         model: the model's name.
-        shared_memory: whether answers come through shared memory.
 
     Raises:
         ConfigurationError: `model` is not UTF-8.
     """
 
-    def __init__(self, where: str, model: str, shared_memory: bool) -> None:
+    def __init__(self, where: str, model: str) -> None:
         if not is_utf8(model):
             raise ConfigurationError(f"{where}: expected a name in UTF-8")
         self._where = where
         self._model = model
-        self._regions = Regions() if shared_memory else None
         self._info: ModelInfo | None = None
 
     async def info(self, ask: Ask) -> ModelInfo:
@@ -83,16 +67,13 @@ class Exchange:
             self._info = info_of(response.config)
         return self._info
 
-    async def lookup(
-        self, ask: Ask, features: Features, once: Collection[str] = (), every_host: bool = False
-    ) -> Answer:
-        """The embeddings of B samples, {feature: [B, dim], or a Sequence}, float32 or float16.
+    async def lookup(self, ask: Ask, features: Features, **options: Any) -> Answer:
+        """The embeddings of B samples, {feature: [B, dim], or Rows}, float32 or float16.
 
         Args:
             ask: makes calls.
             features: ids by feature.
-            once: the features that have one bag. Their embeddings are [1, dim].
-            every_host: see `Tensors.every_host`.
+            options: other fields of `Tensors`, such as `once`: the embeddings of such features are [1, dim].
 
         Raises:
             InvalidRequest: the model has no such feature, or the request cannot be encoded.
@@ -100,7 +81,7 @@ class Exchange:
             ServingError: as `ask`.
         """
         info = await self.info(ask)
-        tensors = replace(self._encoded(info, features, once), every_host=every_host)
+        tensors = self._encoded(info, features, **options)
         keys = tensors.features or ()
         lengths = lengths_by_key(tensors, keys)
         key_of = {name: key for key in keys for name in info.keys[key]}
@@ -111,12 +92,12 @@ class Exchange:
         rows = {name: (int(read[name].sum()), info.dims[name]) for name in read if name in info.sequences}
         samples = next((read[name].size for name in each), 0)
         outputs, version = await self._infer(ask, tensors, info, _shapes(samples, each, single, rows))
-        found: dict[str, Embeddings | Sequence] = dict(decode(outputs[EMBEDDINGS], each)) if each else {}
+        found: dict[str, Embeddings | Rows] = dict(decode(outputs[EMBEDDINGS], each)) if each else {}
         if single:
             found |= decode(outputs[ONCE], single)
         if rows:
             decoded = decode_rows(outputs[SEQUENCES], rows)
-            found |= {name: Sequence(each, read[name]) for name, each in decoded.items()}
+            found |= {name: Rows(each, read[name]) for name, each in decoded.items()}
         return Answer({name: found[name] for name in read}, version)
 
     async def rows(self, ask: Ask, table: str, ids: npt.ArrayLike) -> Embeddings:
@@ -146,7 +127,7 @@ class Exchange:
         features: Features,
         dense: DenseFeatures,
         outputs: Collection[str] | None,
-        once: Collection[str] = (),
+        **options: Any,
     ) -> Scores:
         """What the whole model answers for B samples, {output: float32 [B, …]}.
 
@@ -155,7 +136,7 @@ class Exchange:
             features: ids of all features.
             dense: dense inputs by name.
             outputs: which are wanted; all where None.
-            once: the features that have one bag, and dense inputs that have one row.
+            options: other fields of `Tensors`.
 
         Raises:
             InvalidRequest: the model has no scores, or not these, or the request cannot be encoded.
@@ -168,7 +149,7 @@ class Exchange:
             raise InvalidRequest(f"output {unknown[0]!r}: expected one of {', '.join(map(repr, info.scores))}")
         if not wanted:
             raise InvalidRequest(f"{self._where}: has no scores: export the model with --scores")
-        tensors = replace(self._encoded(info, features, once), outputs=wanted, dense=encode_dense(dense))
+        tensors = replace(self._encoded(info, features, **options), outputs=wanted, dense=encode_dense(dense))
         keys = tensors.features or tuple(info.keys)
         is_once = once_of(keys, [each.name for each in info.dense], tensors.once)
         samples = samples_of(tensors, keys, is_once)
@@ -182,22 +163,14 @@ class Exchange:
             found[output.name] = np.frombuffer(content, np.float32).reshape(shape)
         return Scores({name: found[name] for name in wanted}, int(response.model_version))
 
-    async def close(self, ask: Ask) -> None:
-        """Remove the shared memory, here and from the server."""
-        if self._regions is not None:
-            for region in self._regions.close():
-                await ask(
-                    Call("SystemSharedMemoryUnregister", pb.SystemSharedMemoryUnregisterRequest(name=region.name))
-                )
-
-    def _encoded(self, info: ModelInfo, features: Features, once: Collection[str]) -> Tensors:
+    def _encoded(self, info: ModelInfo, features: Features, **options: Any) -> Tensors:
         """The tensors of a request.
 
         Raises:
             InvalidRequest: the model has no such feature, or the request cannot be encoded.
             InternalError: the model was exported before features could come once.
         """
-        tensors = encode(features, info.weighted, once)
+        tensors = encode(features, info.weighted, **options)
         for name in tensors.features or ():
             if name not in info.keys:
                 raise InvalidRequest(f"feature {name!r}: expected one of {', '.join(map(repr, info.keys))}")
@@ -213,9 +186,6 @@ class Exchange:
     ) -> tuple[dict[str, Embeddings], int]:
         """The outputs for a request, of the `shapes` that are expected, and the version that answered."""
         request = infer_request(self._model, replace(tensors, outputs=list(shapes)), info)
-        if self._regions is not None and all(prod(shape) > 0 for shape in shapes.values()):
-            response, outputs = await self._through_region(ask, self._regions, request, info, shapes)
-            return outputs, int(response.model_version)
         response = await ask(Call("ModelInfer", request))
         self._check_shapes(response, shapes)
         outputs = {
@@ -223,47 +193,6 @@ class Exchange:
             for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
         }
         return outputs, int(response.model_version)
-
-    async def _through_region(
-        self, ask: Ask, regions: Regions, request: Any, info: ModelInfo, shapes: Shapes
-    ) -> tuple[Any, dict[str, Embeddings]]:
-        """The response to `request` and its outputs, which the server writes into shared memory."""
-        sizes = [prod(shape) * info.output_dtype.itemsize for shape in shapes.values()]
-        # Each output begins at a multiple of a cache line.
-        starts = list(accumulate((-(-size // _LINE) * _LINE for size in sizes), initial=0))
-        size_bytes = starts[-1]
-        region = regions.take(size_bytes)
-        try:
-            if not region.registered:
-                await _register(ask, region)
-            named = {each.name: each for each in request.outputs}
-            for name, start, size in zip(shapes, starts, sizes, strict=False):
-                output = named.get(name) or request.outputs.add(name=name)
-                output.parameters["shared_memory_region"].string_param = region.name
-                output.parameters["shared_memory_byte_size"].int64_param = size
-                output.parameters["shared_memory_offset"].int64_param = start
-            try:
-                response = await ask(Call("ModelInfer", request))
-            except (InvalidRequest, ModelNotFound):
-                status = await ask(Call("SystemSharedMemoryStatus", pb.SystemSharedMemoryStatusRequest()))
-                if region.name in status.regions:
-                    raise
-                await _register(ask, region)  # the server was started anew and has forgotten it
-                response = await ask(Call("ModelInfer", request))
-            self._check_shapes(response, shapes)
-        except (DeadlineExceeded, RequestCancelled):
-            raise  # the server may still write into this region, so it is not used again
-        except ServingError:
-            regions.give_back(region)
-            raise
-        whole = region.array(np.dtype(np.uint8), (size_bytes,))
-        whole.flags.writeable = False
-        regions.give_back_after(whole, region)
-        outputs: dict[str, Embeddings] = {
-            name: whole[start : start + size].view(info.output_dtype).reshape(shape)
-            for (name, shape), start, size in zip(shapes.items(), starts, sizes, strict=False)
-        }
-        return response, outputs
 
     def _check_shapes(self, response: Any, shapes: Shapes) -> None:
         for output in response.outputs:
@@ -287,18 +216,3 @@ def _shapes(
     shapes: Shapes = {EMBEDDINGS: (samples, sum(pooled.values()))} if pooled else {}
     shapes |= {ONCE: (1, sum(once.values()))} if once else {}
     return shapes | ({SEQUENCES: (sum(map(prod, rows.values())),)} if rows else {})
-
-
-async def _register(ask: Ask, region: Region) -> None:
-    request = pb.SystemSharedMemoryRegisterRequest(
-        name=region.name, key=f"/{region.name}", offset=0, byte_size=region.size_bytes
-    )
-    try:
-        await ask(Call("SystemSharedMemoryRegister", request))
-    except ServingError as error:
-        raise from_status(
-            error.code,
-            f"{error}: shared memory needs a server on this host that allows it (tbe-serve run --allow "
-            "shared-memory): make the client without",
-        ) from None
-    region.registered = True

@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from serving.client import Answer, LookupClient
+from serving.client.clients import LookupClient
+from serving.client.messages import Answer
 from serving.request.encoding import Features
 
 
-def canary(client: LookupClient) -> Answer:
+def ask_every_table(client: LookupClient) -> Answer:
     """Look up row 0 of every table for one sample; the embeddings, {feature: [1, dim]}. Of a router, ask every host.
 
     Raises:

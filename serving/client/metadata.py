@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from serving.errors import ConfigurationError
-from serving.files.reading import read_file
-from serving.files.strict import UNREADABLE
+from serving.files.reading import UNREADABLE, read_file
 
 Metadata = Mapping[str, str | bytes] | Callable[[], Mapping[str, str | bytes]]
 

@@ -1,4 +1,4 @@
-"""Ask a server over KServe gRPC which versions of which models it serves."""
+"""What a server says of its models: which versions it serves, and their configs."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,13 +7,43 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+import numpy as np
+from tritonclient.grpc import model_config_pb2, service_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
 
+from serving.bundle.scores import DenseInput
 from serving.client.connection import Connection
+from serving.client.messages import ModelInfo
 from serving.errors import ServingError
-from serving.files.strict import Strict
-from serving.triton.sayings import error_of
+from serving.files.reading import Strict
+from serving.request.tensors import EMBEDDINGS, IDS, LOOKED_UP, ONCE
+from serving.triton.error_messages import error_of
+
+_TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
+
+
+def info_of(config: Any) -> ModelInfo:
+    """The model with this config, a ModelConfig of Triton's. tbe-export made it."""
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    features, dims = parameters["features"].split(","), [int(dim) for dim in parameters["dims"].split(",")]
+    keys: dict[str, tuple[str, ...]] = {}
+    for key, feature in zip(parameters.get("keys", parameters["features"]).split(","), features, strict=True):
+        keys[key] = (*keys.get(key, ()), feature)
+    types = {each.name: each.data_type for each in (*config.input, *config.output)}
+    return ModelInfo(
+        dims=dict(zip(features, dims, strict=True)),
+        keys=keys,
+        weighted=tuple(filter(None, parameters.get("weighted", "").split(","))),
+        output_dtype=np.dtype(np.float16 if types.get(EMBEDDINGS) == _TYPE_FP16 else np.float32),
+        contract=parameters["contract"],
+        ids_dtype=np.dtype(np.int32 if types.get("values") == _TYPE_INT32 else np.int64),
+        sequences=frozenset(filter(None, parameters.get("sequences", "").split(","))),
+        tables=dict(zip(parameters["tables"].split(","), dims, strict=True)) if "tables" in parameters else {},
+        dense=tuple(DenseInput(each.name, each.dims[1]) for each in config.input if each.name not in IDS),
+        scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name not in LOOKED_UP},
+        takes_once=any(each.name == ONCE for each in config.output),
+    )
+
 
 # Most servers that are asked at the same time.
 _AT_ONCE = 32

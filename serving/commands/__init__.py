@@ -1,1 +1,1 @@
-"""The commands of `tbe-serve`, a file each."""
+"""The commands of `tbe-serve`, and the options that several of them share."""

@@ -7,8 +7,7 @@ import msgspec
 import typer
 
 from serving.bench.generator import generate
-from serving.bench.report import Refusal, Report, refusal, summarize
-from serving.bench.table import named, summary, table
+from serving.bench.report import Refusal, Report, named, refusal, summarize, summary, table
 from serving.client import LookupClient
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.commands.traffic import (
@@ -34,19 +33,19 @@ def bench(
     tls: TlsOf,
     url: UrlOption = DEFAULT_URL,
     max_errors: Annotated[
-        float, typer.Option(help="Share of requests that may fail. If more do, the command fails.")
+        float, typer.Option(help="Largest share of failed requests. If more fail, the command fails.")
     ] = 0.01,
     processes: Annotated[
-        int, typer.Option(help="Processes that send, for servers that are faster than one process.")
+        int, typer.Option(help="Processes that send requests, for servers that are faster than one process.")
     ] = 1,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each request, in seconds.")] = 1.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON for each number of clients, or rate.")
     ] = False,
 ) -> None:
-    """Measure throughput and latency of a running server, and check its answers meanwhile.
+    """Measure throughput and latency of a running server, and check its answers.
 
-    Exits with 1 if nothing was answered, more requests failed than --max-errors, an answer was wrong, or this
+    Exits with 1 if no request was answered, more requests failed than --max-errors, an answer was wrong, or this
     generator was the bottleneck.
     """
     check_positive(processes=[processes], timeout_s=[timeout_s])
@@ -74,7 +73,7 @@ def bench(
 
 
 def _has_failed(outcomes: Sequence[Report | Refusal], max_errors: float) -> bool:
-    """Say what went wrong, a line each; whether anything did."""
+    """Print a line for each failure. Returns whether there was one."""
     refused = [each for each in outcomes if isinstance(each, Refusal)]
     for each in refused:
         say(f"{named(each)}: refused: {each.refused}")

@@ -2,9 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import Field, asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,15 +17,44 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.opening import open_bundle, versions
 from serving.bundle.signature import read_signing_key, sign, signature_of
 from serving.commands.connection import say
-from serving.commands.settings import ChangesOf, takes_settings
 from serving.errors import BundleError, ConfigurationError
 from serving.files.reading import open_file, read_file
-from serving.files.replacing import replacing
+from serving.files.writing import replacing
 from serving.model.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
-from serving.model.settings import NEWEST, ServingSettings, Setting, table
+from serving.model.settings import NEWEST, ServingSettings, Setting, kind_of, table
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP, PassedOver, read_captured
-from serving.terminal.options import as_given
+from serving.terminal.options import as_given, by_name, named, shared_options, with_options
 from serving.terminal.program import out
+
+
+def _changes(before: ServingSettings, **typed: Any) -> dict[str, Any]:
+    given = {each.name: typed[each.name] for each, _ in table() if typed[each.name] is not None}
+    for each, setting in table():
+        if kind_of(each) is Mapping and each.name in given:
+            values = given[each.name]
+            may_lack_name = (setting.metavar or "").startswith("[")
+            added = by_name(values) if may_lack_name else named(setting.flag or f"--{each.name}", values)
+            given[each.name] = (getattr(before, each.name) or {}) | added
+    unset = [each.name for each, setting in table() if setting.unset and typed[f"no_{each.name}"]]
+    return given | dict.fromkeys(unset)
+
+
+def _options(each: Field[Any], setting: Setting) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    kind: Any = setting.typed or kind_of(each)
+    option = f"--{each.name.replace('_', '-')}"
+    names = [f"{option}/--no-{option[2:]}"] if kind is bool else [setting.flag] if setting.flag else []
+    typed = list[str] if kind is Mapping else kind
+    yield each.name, (Annotated[typed | None, typer.Option(*names, metavar=setting.metavar, help=setting.help)], None)
+    if setting.unset:
+        yield f"no_{each.name}", (Annotated[bool, typer.Option(f"--no-{option[2:]}", help=setting.unset)], False)
+
+
+ChangesOf = Callable[[ServingSettings], dict[str, Any]]
+# A command calls `changes(before)` for the settings that were typed, as arguments of ServingSettings. None: unset.
+# Values of the form NAME=X are added to those in `before`.
+takes_settings = shared_options(
+    "changes", with_options(_changes, dict(option for each in table() for option in _options(*each)))
+)
 
 
 @takes_settings
@@ -42,9 +71,9 @@ def configure(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show how a model is served, or change it.
+    """Show or change the settings of a model.
 
-    A running server serves it so after `tbe-serve load`.
+    A running server uses changed settings after `tbe-serve load`.
     """
     config = read_config(model)
     before = settings_of(config)
@@ -75,23 +104,23 @@ def configure(
 
 
 def _manifests(model: Path) -> Sequence[Manifest]:
-    """Of the versions of a model."""
+    """The manifests of a model's versions."""
     found = []
     for version in versions(model):
-        with suppress(BundleError):  # a damaged version is for others to report
+        with suppress(BundleError):  # other commands report a damaged version
             found.append(open_bundle(model / str(version)).manifest)
     return found
 
 
 def _is_meant(setting: Setting, manifests: Sequence[Manifest]) -> bool:
-    """Whether some version has a use for a setting."""
+    """Whether any version uses a setting."""
     return (not setting.is_of_router or any(each.hosts for each in manifests)) and (
         not setting.is_of_scores or any(each.dense_part for each in manifests)
     )
 
 
 def _check_meant(model: Path, manifests: Sequence[Manifest], changed: Mapping[str, Any]) -> None:
-    """Refuse what only a router, or a model with scores, has a use for, where no version of the model is one."""
+    """Refuse settings for routers, or for scores, if no version of the model uses them."""
     for each, setting in table():
         if manifests and changed.get(each.name) is not None and not _is_meant(setting, manifests):
             expected, got = (
@@ -104,7 +133,7 @@ def _check_meant(model: Path, manifests: Sequence[Manifest], changed: Mapping[st
 
 
 def _defaults(settings: ServingSettings, manifests: Sequence[Manifest]) -> dict[str, Any]:
-    """What holds in place of settings that are None, by name."""
+    """The values that hold for settings that are None, by name."""
     return {
         each.name: setting.otherwise
         for each, setting in table()
@@ -113,7 +142,7 @@ def _defaults(settings: ServingSettings, manifests: Sequence[Manifest]) -> dict[
 
 
 def _tell_what_follows(model: Path, *, is_signed: bool) -> None:
-    """Print what has to be done after a change."""
+    """Print what to do after a change."""
     out.print(f"written to {model / CONFIG}; a running server takes it: tbe-serve load {model.name}", soft_wrap=True)
     if not is_signed and os.path.lexists(signature_of(model / CONFIG)):
         out.print(
@@ -122,7 +151,7 @@ def _tell_what_follows(model: Path, *, is_signed: bool) -> None:
 
 
 def _version(model: Path, text: str) -> int | None:
-    """The number of one of the model's versions; None for the newest."""
+    """The number of one of the model's versions. None: the newest."""
     if text == NEWEST:
         return None
     there = versions(model)[::-1]
@@ -146,7 +175,9 @@ def _sign(model: Path, config: bytes, key: Ed25519PrivateKey) -> None:
     """Sign config.pbtxt and the warm-up requests of a model.
 
     Args:
+        model: the model's folder.
         config: the content of config.pbtxt that was shown. The file may have changed since.
+        key: the private key.
     """
     name = Path(os.path.abspath(model)).name
     try:

@@ -1,4 +1,4 @@
-"""The options of commands that call a server, and how `tbe-serve` speaks to a person."""
+"""The options of commands that call a server: its address and TLS."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,15 +24,15 @@ def _tls(
     *,
     tls_ca: Annotated[
         Path | None,
-        typer.Option(envvar="TBE_SERVE_TLS_CA", help="Speak TLS: who signed the server's certificate (PEM)."),
+        typer.Option(envvar="TBE_SERVE_TLS_CA", help="Use TLS. Root certificates for the server's, in PEM."),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option(envvar="TBE_SERVE_TLS_CERT", help="The certificate to show the server, in PEM.")
+        Path | None, typer.Option(envvar="TBE_SERVE_TLS_CERT", help="The client's certificate, in PEM.")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(envvar="TBE_SERVE_TLS_KEY", help="Its private key, in PEM.")] = None,
     tls_server_name: Annotated[
         str | None,
-        typer.Option(envvar="TBE_SERVE_TLS_SERVER_NAME", help="The server's name, if its certificate has another."),
+        typer.Option(envvar="TBE_SERVE_TLS_SERVER_NAME", help="Name in its certificate. Default: its address."),
     ] = None,
 ) -> Tls | None:
     if tls_ca is None and tls_cert is None and tls_key is None and tls_server_name is None:
@@ -43,5 +43,5 @@ def _tls(
 
 
 TlsOf = Callable[[], Tls | None]
-# A command calls `tls()` for what the options say; None: no TLS.
+# A command calls `tls()` for the certificates that the options name. None: no TLS.
 takes_tls = shared_options("tls", _tls)

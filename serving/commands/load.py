@@ -1,18 +1,21 @@
-"""`tbe-serve load`: switch a running server to another version."""
+"""`tbe-serve load`, and the options of `tbe-serve run` for the versions to serve."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from serving.arguments import check_timeout
 from serving.bundle.opening import check_published
 from serving.commands.connection import DEFAULT_URL, UrlOption
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.server import Control
-from serving.server.run_file import RunFile, find_run_file
-from serving.server.switch import switch
+from serving.server.launch.run_file import RunFile, find_run_file
+from serving.server.models import Pins
+from serving.server.versions import switch
+from serving.terminal.options import EVERY, as_given, by_name, shared_options
 from serving.terminal.program import out
-from serving.timeouts import check_timeout
 
 
 def load(
@@ -26,11 +29,11 @@ def load(
         ),
     ] = None,
     url: UrlOption = DEFAULT_URL,
-    timeout_s: Annotated[float, typer.Option(help="How long the version may take to load, in seconds.")] = 120.0,
+    timeout_s: Annotated[float, typer.Option(help="Longest time to load the version, in seconds.")] = 120.0,
 ) -> None:
     """Serve the newest version of a model, or the one given, without losing a request.
 
-    The present version serves until the other is ready. If that cannot be loaded, the present one goes on.
+    The present version serves until the new one is ready. If the new one cannot be loaded, the present one serves on.
     To serve an older version after a restart too: `tbe-serve configure --version`.
 
     Call this on the server's machine, as the user that runs it: `tbe-serve run` keeps the key for that user.
@@ -38,7 +41,7 @@ def load(
     check_timeout(timeout_s)
     run = _run_file(url)
     if version is None and model in run.pinned:
-        raise ConfigurationError(f"{model}: --serve pins it to {_listed(run.pinned[model])} here: name a version")
+        raise ConfigurationError(f"{model}: is pinned to {_listed(run.pinned[model])} here: name a version")
     if model in run.released:
         raise ConfigurationError(
             f"{model}: its release says what is served here, as --follow says: `tbe-export release`"
@@ -49,7 +52,8 @@ def load(
             check_published(Path(run.repository) / model, (version,))
         served = Path(run.repository) if run.private is None else run.private.repository
         wanted = () if version is None else (version,)
-        switched = switch(control, model, wanted, private=run.private, repository=served)
+        hosts = run.hosts.get(model)
+        switched = switch(control, model, wanted, private=run.private, repository=served, hosts=hosts)
     except ServingError:
         now = control.ready(model)
         out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")
@@ -69,3 +73,63 @@ def _run_file(url: str) -> RunFile:
 
 def _listed(versions: tuple[int, ...]) -> str:
     return ", ".join(map(str, versions)) or "none"
+
+
+# The longest deadline that lookups should have: docs/operating.md#clients.
+_UNLOAD_AFTER_S = 10.0
+_MOST_S = 1_000_000
+
+
+def _pins(
+    *,
+    serve: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL=N[,N]",
+            help="Serve exactly these versions of a model, whatever config.pbtxt says. The newest of them answers "
+            "requests that name no version.",
+        ),
+    ] = None,
+) -> Pins:
+    return {model: _versions(model, text) for model, text in by_name(serve).items()}
+
+
+def _versions(model: str, text: str) -> tuple[int, ...]:
+    numbers = text.split(",")
+    if model == EVERY or not all(each.isascii() and each.isdecimal() for each in numbers):
+        raise ConfigurationError(
+            f"--serve {as_given(model, text)}: expected MODEL=N[,N], N a version's number, such as movies=7"
+        )
+    return tuple(dict.fromkeys(map(int, numbers)))
+
+
+def _follow(
+    *,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="Serve the versions that models' release files say (`tbe-export release`), also when these change.",
+        ),
+    ] = False,
+    unload_after_s: Annotated[
+        float | None,
+        typer.Option(
+            help=f"With --follow: how long an older version serves on, for requests that name it. Default: "
+            f"{_UNLOAD_AFTER_S:g}."
+        ),
+    ] = None,
+) -> float | None:
+    if not follow and unload_after_s is not None:
+        raise ConfigurationError("--unload-after-s: expected --follow with it")
+    if unload_after_s is not None and not 0 <= unload_after_s <= _MOST_S:
+        raise ConfigurationError(f"--unload-after-s: expected 0 to {_MOST_S}, got {unload_after_s:g}")
+    return (_UNLOAD_AFTER_S if unload_after_s is None else unload_after_s) if follow else None
+
+
+PinsOf = Callable[[], Pins]
+FollowOf = Callable[[], float | None]
+# A command calls `pins()` for the versions that the options say. It calls `follow()` for the seconds that an older
+# version serves on after a release changed. None: releases are not followed.
+takes_pins = shared_options("pins", _pins)
+takes_follow = shared_options("follow", _follow)

@@ -3,27 +3,100 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.table import Table
 
 from serving.commands.connection import say
-from serving.commands.listening import AccessOf, PortsOf, takes_access, takes_ports
+from serving.commands.load import FollowOf, PinsOf, takes_follow, takes_pins
 from serving.commands.trust import TrustOf, takes_trust
-from serving.commands.versions import FollowOf, PinsOf, takes_follow, takes_pins
-from serving.server import Server, Supervisor, find_models, run_server
-from serving.server.follower import Follower
+from serving.errors import ConfigurationError
+from serving.server import (
+    LOOPBACK,
+    Access,
+    Ports,
+    ServedModel,
+    Server,
+    ServerTls,
+    Supervisor,
+    find_models,
+    run_local_hosts,
+    run_server,
+)
+from serving.server.launch.private import Trust
+from serving.server.launch.process import SHM_BYTES
 from serving.server.models import Pins
-from serving.server.private import Trust
-from serving.server.process import SHM_BYTES
-from serving.server.releases import ReleaseFile, read_releases, released_versions
+from serving.server.versions import ReleaseFile, read_releases, released_versions
+from serving.server.watch.fleet_supervisor import FleetSupervisor
+from serving.server.watch.release_follower import ReleaseFollower
+from serving.terminal.options import shared_options
 from serving.terminal.program import out
+from serving.triton.command_line import RESTRICTED
+
+
+def _ports(
+    *,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port. 0: a free one.")] = Ports().grpc,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="HTTP port, with --http. 0: a free one.")
+    ] = Ports().http,
+    metrics_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Prometheus port. 0: a free one.")
+    ] = Ports().metrics,
+) -> Ports:
+    return Ports(grpc=grpc_port, http=http_port, metrics=metrics_port)
+
+
+def _access(
+    *,
+    host: Annotated[str, typer.Option(help="IPv4 address of gRPC.")] = LOOPBACK,
+    metrics_host: Annotated[
+        str,
+        typer.Option(help="IPv4 address of metrics. Only scrapers should reach it: it has no key and no TLS."),
+    ] = LOOPBACK,
+    http: Annotated[
+        bool, typer.Option("--http", help="Serve HTTP too. Only this machine can reach it, unless --insecure.")
+    ] = False,
+    tls_cert: Annotated[Path | None, typer.Option(help="The server's certificate for gRPC, in PEM.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM, without a password.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Clients need a certificate that this CA signed, in PEM.")
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="Listen beyond this machine without TLS. Something else must shield it."),
+    ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PROTOCOL", help=f"A protocol that then needs no key: {', '.join(RESTRICTED)}."),
+    ] = None,
+) -> Access:
+    tls = _tls(tls_cert, tls_key, tls_client_ca)
+    return Access(
+        host=host, metrics_host=metrics_host, http=http, tls=tls, insecure=insecure, allow=tuple(allow or ())
+    )
+
+
+def _tls(certificate: Path | None, key: Path | None, client_root: Path | None) -> ServerTls | None:
+    if certificate is None and key is None and client_root is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigurationError("--tls-cert, --tls-key: expected both, and --tls-client-ca only beside them")
+    return ServerTls(certificate=certificate, private_key=key, client_root=client_root)
+
+
+PortsOf = Callable[[], Ports]
+AccessOf = Callable[[], Access]
+# A command calls `ports()` and `access()` for the values of these options.
+takes_ports = shared_options("ports", _ports)
+takes_access = shared_options("access", _access)
 
 
 @takes_follow
@@ -50,35 +123,38 @@ def run(
     recover: Annotated[
         bool,
         typer.Option(
-            help="Start a model or tritonserver anew that died or hangs. Otherwise stop, and exit with its code."
+            help="Start a model or tritonserver again if it died or hangs. Otherwise stop, and exit with its code."
         ),
     ] = True,
+    local_hosts: Annotated[
+        bool,
+        typer.Option(
+            "--local-hosts",
+            help="Serve a router and its hosts, whose models lie in the same repository, all on this machine: "
+            "a tritonserver for each host on free ports, and one for the router on the ports given here.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="When ready, print one line of JSON.")] = False,
 ) -> None:
     """Run a tritonserver on a model repository until SIGINT or SIGTERM. Exits with its exit code.
 
-    Every request that was accepted before is answered.
+    Requests that were accepted before the signal are answered.
     """
     signals = _Signals()
     versions, unload_after_s, trusted = pins(), follow(), trust()
     files = () if unload_after_s is None else _releases(repository, versions, trusted)
-    with (
-        _private_files(),
-        run_server(
-            repository,
-            ports(),
-            pins={**released_versions(files), **versions},
-            access=access(),
-            trust=trusted,
-            shm_bytes=shm_mib << 20,
-            options=triton_options or (),
-        ) as server,
-    ):
-        for warning in server.warnings:
+    pinned = {**released_versions(files), **versions}
+    common: dict[str, Any] = {"trust": trusted, "shm_bytes": shm_mib << 20, "options": triton_options or ()}
+    serve = _fleet if local_hosts else _alone
+    with _private_files(), serve(repository, ports(), pins=pinned, access=access(), **common) as servers:
+        for warning in dict.fromkeys(warning for server in servers.values() for warning in server.warnings):
             say(warning)
-        follower = None if unload_after_s is None else Follower(server, files, unload_after_s, say)
-        signals.supervisor = supervisor = Supervisor(server, recover, say, follower)
-        print(_as_json(server)) if as_json else out.print(_as_text(server))
+        watched = [
+            Supervisor(server, recover, partial(_say_of, name), _follower(server, files, unload_after_s, name))
+            for name, server in servers.items()
+        ]
+        signals.supervisor = supervisor = FleetSupervisor(watched[:-1], watched[-1]) if local_hosts else watched[0]
+        print(_as_json(servers)) if as_json else out.print(_as_text(servers))
         sys.stdout.flush()
         code = supervisor.wait()
     if code:
@@ -86,15 +162,46 @@ def run(
     raise typer.Exit(code if code >= 0 else 128 - code)
 
 
+# Servers by what lines about them begin with: nothing for the one that clients ask, which comes last.
+Servers = Mapping[str, Server]
+
+
+@contextmanager
+def _alone(repository: Path, ports: Ports, **options: Any) -> Iterator[Servers]:
+    with run_server(repository, ports, **options) as server:
+        yield {"": server}
+
+
+@contextmanager
+def _fleet(repository: Path, ports: Ports, **options: Any) -> Iterator[Servers]:
+    with run_local_hosts(repository, ports, **options) as fleet:
+        yield {f"host {number}": server for number, server in fleet.hosts.items()} | {"": fleet.router}
+
+
+def _say_of(name: str, line: str) -> None:
+    say(f"{name}: {line}" if name else line)
+
+
+def _follower(
+    server: Server, files: Sequence[ReleaseFile], unload_after_s: float | None, name: str
+) -> ReleaseFollower | None:
+    """What follows the releases of a server's models. None: they are not followed."""
+    if unload_after_s is None:
+        return None
+    served = {model.name for model in server.models}
+    own = [file for file in files if file.model in served]
+    return ReleaseFollower(server, own, unload_after_s, partial(_say_of, name))
+
+
 def _releases(repository: Path, pinned: Pins, trust: Trust | None) -> tuple[ReleaseFile, ...]:
-    """The releases of all models that are not pinned."""
+    """The release files of all models that are not pinned."""
     models = [model for model in find_models(repository) if model not in pinned]
     return read_releases(repository, models, None if trust is None else trust.keys)
 
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """What this process makes is its user's alone."""
+    """In the block, only their own user can open the files that this process makes."""
     before = os.umask(0o077)
     try:
         yield
@@ -103,31 +210,47 @@ def _private_files() -> Iterator[None]:
 
 
 class _Signals:
-    """Passes SIGINT and SIGTERM on to the supervisor. Before there is one, they end the command."""
+    """Passes SIGINT and SIGTERM to the supervisor. Until there is one, they end the command."""
 
     def __init__(self) -> None:
-        self.supervisor: Supervisor | None = None
+        self.supervisor: Supervisor | FleetSupervisor | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._pass_on)
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
         if self.supervisor is None:
-            raise SystemExit(128 + number)  # leaving run_server stops what has started
+            raise SystemExit(128 + number)  # on the way out, run_server stops the server if it was started
         self.supervisor.stop(number)
 
 
-def _as_json(server: Server) -> str:
-    seen = {"grpc": server.grpc, "http": server.http, "metrics": server.metrics, "models": server.models}
+def _as_json(servers: Servers) -> str:
+    *hosts, server = servers.values()
+    seen: dict[str, Any] = {
+        "grpc": server.grpc,
+        "http": server.http,
+        "metrics": server.metrics,
+        "models": server.models,
+    }
+    if hosts:
+        seen["hosts"] = [{"grpc": each.grpc, "metrics": each.metrics, "models": each.models} for each in hosts]
     return msgspec.json.encode(seen).decode()
 
 
-def _as_text(server: Server) -> Table:
+def _as_text(servers: Servers) -> Table:
     table = Table.grid(padding=(0, 2))
+    server = servers[""]
+    for name, each in servers.items():
+        if name:
+            table.add_row(name, f"{each.grpc}  {', '.join(map(_named, each.models))}")
     for model in server.models:
-        table.add_row("ready", f"{model.name} {', '.join(map(str, model.versions))}")
+        table.add_row("ready", _named(model))
     table.add_row("gRPC", server.grpc)
     if server.http is not None:
         table.add_row("HTTP", f"http://{server.http}")
     table.add_row("metrics", f"http://{server.metrics}/metrics")
     table.add_row("stop", "Ctrl-C")
     return table
+
+
+def _named(model: ServedModel) -> str:
+    return f"{model.name} {', '.join(map(str, model.versions))}"

@@ -1,20 +1,148 @@
-"""`tbe-serve status`: what servers serve, with what memory, and what happened to them."""
+"""`tbe-serve status` and `tbe-serve health`: what servers serve, and whether their models answer."""
 
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
+from rich.filesize import decimal
+from rich.table import Table
 
+from serving.client import DEFAULT_TIMEOUT_S, LookupClient
 from serving.client.connection import Connection
+from serving.client.health import ask_every_table
 from serving.client.metadata import MetadataFile
 from serving.client.retries import Retries
-from serving.client.serves import ask_all, differences
-from serving.commands.connection import DEFAULT_URL, TlsOf, say, takes_tls
-from serving.commands.status_tables import fleet_table, status_tables
-from serving.server.run_file import find_run_file
-from serving.server.status import status_of
+from serving.client.serves import Serves, ask_all, differences
+from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
+from serving.model.settings import ServingSettings
+from serving.server.launch.run_file import find_run_file
+from serving.server.watch.status import ModelStatus, ProcessMemory, Status, status_of
 from serving.terminal.program import out
+
+_CHOSEN_BY = {"pin": "--serve", "release": "its release", "config": "config.pbtxt"}
+
+
+def status_tables(status: Status) -> Iterator[Table]:
+    """The status of a server, as tables for a person."""
+    yield _server(status)
+    yield _versions(status.models)
+    if (reasons := _reasons(status.models)).row_count:
+        yield reasons
+    if (hosts := _hosts(status.models)).row_count:
+        yield hosts
+    yield _processes(status)
+    if (changed := _settings(status.models)).row_count:
+        yield changed
+
+
+def fleet_table(servers: Iterable[Serves]) -> Table:
+    """The versions that each server of a fleet serves."""
+    table = _table("server", "tritonserver", "model", "versions", "state")
+    for server in servers:
+        if server.problem is not None or not server.models:
+            table.add_row(server.address, server.triton or "", "", "", "unreachable" if server.problem else "empty")
+        for model, versions in server.models.items():
+            table.add_row(server.address, server.triton, model, ", ".join(map(str, versions)), "ready")
+    return table
+
+
+def _server(status: Status) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("server", status.address)
+    table.add_row("tritonserver", f"{status.triton}, process {status.process}")
+    last = status.last_recovery
+    at = "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+    what = "" if last is None else f"; the last at {at}: {f'{last.model}: ' if last.model else ''}{last.why}"
+    table.add_row("recoveries", f"{status.recoveries}{what}")
+    return table
+
+
+def _versions(models: Iterable[ModelStatus]) -> Table:
+    table = _table("model", "version", "state", "chosen by", "instances", "tables", "in page cache")
+    for model in models:
+        for each in model.versions:
+            table.add_row(
+                model.name,
+                str(each.version),
+                each.state.lower(),
+                _CHOSEN_BY[model.chosen_by],
+                str(len(each.instances)),
+                _size(each.weights_bytes),
+                _size(each.cached_bytes),
+            )
+    return table
+
+
+def _reasons(models: Iterable[ModelStatus]) -> Table:
+    """Why versions do not serve. A table of its own, because reasons need the whole width."""
+    table = Table.grid(padding=(0, 2))
+    for model in models:
+        for each in model.versions:
+            if each.reason:
+                table.add_row(f"{model.name} {each.version}", each.reason)
+    return table
+
+
+def _hosts(models: Iterable[ModelStatus]) -> Table:
+    """Every replica of the routers' hosts."""
+    table = _table("router", "host", "model", "version", "replica", "state")
+    for model in models:
+        for version in model.versions:
+            for host in version.hosts:
+                for replica in host.replicas:
+                    table.add_row(
+                        f"{model.name} {version.version}",
+                        str(host.host),
+                        host.model,
+                        str(host.version),
+                        replica.address,
+                        "ready" if replica.problem is None else replica.problem,
+                    )
+    return table
+
+
+def _processes(status: Status) -> Table:
+    table = _table("process", "of", "now", "resident", "share (PSS)", "tables mapped", "in huge pages")
+    table.add_row(str(status.process), "tritonserver", "", *_memory(status.memory))
+    for model in status.models:
+        for version in model.versions:
+            for each in version.instances:
+                now = "busy" if each.is_busy else "idle"
+                table.add_row(str(each.process), f"{model.name} {version.version}", now, *_memory(each.memory))
+    return table
+
+
+def _settings(models: Iterable[ModelStatus]) -> Table:
+    """The settings that are not at their defaults."""
+    table = _table("model", "setting", "value")
+    for model in models:
+        for name, value in model.settings.items():
+            if value != getattr(ServingSettings(), name):
+                table.add_row(model.name, name.replace("_", "-"), str(value))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+    return table
+
+
+_NUMBERS = {"instances", "tables", "in page cache", "resident", "share (PSS)", "tables mapped", "in huge pages"}
+
+
+def _memory(memory: ProcessMemory | None) -> tuple[str, str, str, str]:
+    if memory is None:
+        return "", "", "", ""
+    return _size(memory.resident), _size(memory.share), _size(memory.mapped), _size(memory.huge)
+
+
+def _size(size_bytes: int | None) -> str:
+    return "" if size_bytes is None else decimal(size_bytes)
 
 
 @takes_tls
@@ -29,13 +157,13 @@ def status(
         Path | None,
         typer.Option(help="File with a JSON object of strings, such as a token, sent with each call to a fleet."),
     ] = None,
-    timeout_s: Annotated[float, typer.Option(help="Deadline of each question, in seconds.")] = 5.0,
+    timeout_s: Annotated[float, typer.Option(help="Deadline of each call, in seconds.")] = 5.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what a server serves. All of it for a server of yours on this machine, the versions for any other.
+    """Show what a server serves. For your own server on this machine: all of it. For any other: the versions.
 
-    Exits with 1, and says why, if a server does not answer, serves nothing, or serves other versions of a model than
-    another server of the fleet.
+    Exits with 1, and says why, if a server does not answer or serves nothing, or if servers of the fleet serve
+    different versions of a model.
     """
     run = None if fleet else find_run_file(address)
     if run is not None:
@@ -64,3 +192,18 @@ def status(
     for problem in problems:
         say(problem)
     raise typer.Exit(bool(problems))
+
+
+@takes_tls
+def health(
+    models: Annotated[list[str], typer.Argument(help="The models that must answer.")],
+    tls: TlsOf,
+    url: UrlOption = DEFAULT_URL,
+    timeout_s: Annotated[
+        float, typer.Option(help="Deadline of each model's lookup, in seconds.")
+    ] = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Look up a row of every table of each model. Exits with 1, and says why, if a model does not answer in time."""
+    for model in models:
+        with LookupClient(url, model, timeout_s, retries=Retries(attempts=1), tls=tls()) as client:
+            out.print(f"{model}: version {ask_every_table(client).version} answers")

@@ -1,4 +1,4 @@
-"""The options of `tbe-serve bench` that say what is sent: which requests, and how many of them."""
+"""The options of `tbe-serve bench` for its traffic: which requests are sent, and how many."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from serving.bench.generator import Traffic
-from serving.bench.ids import Distribution, random_requests
-from serving.bench.requests import Prepared, captured_requests, prepare
+from serving.bench.requests import Distribution, Prepared, captured_requests, prepare, random_requests
 from serving.bundle.opening import Bundle, open_bundle
 from serving.client import ModelInfo
 from serving.commands.connection import say
@@ -18,26 +17,25 @@ from serving.errors import BundleError, ConfigurationError
 from serving.request.captured import PassedOver
 from serving.request.id_maps import IdMaps, known_of_keys
 from serving.request.tensors import Tensors
-from serving.terminal.numbers import real
-from serving.terminal.options import EVERY, as_given, by_name, shared_options
+from serving.terminal.options import EVERY, as_given, by_name, real, shared_options
 
 _CLIENTS = (1, 8, 32)
 _SAMPLES = (1,)
 _POOLING_FACTOR = 10.0
-# The most seconds, clients, samples and requests a second.
+# The largest value for seconds, clients, samples, and requests a second.
 _MOST = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Where the requests come from.
+    """The source of the requests: random ones for a bundle, or a captured file.
 
     Attributes:
-        bundle: the version that is served; None where only captured requests are sent, and answers are not checked.
-        replay: a captured file; None for random requests.
-        samples: samples of a random request; each number gives requests of its own.
+        bundle: the version that is served. None: only captured requests can be sent, and answers are not checked.
+        replay: a captured file. None: random requests.
+        samples: samples of a random request. Each number is measured by itself.
         ids: how often each id is asked for.
-        pooling_factors: ids in a bag, by feature; "*" for all of them.
+        pooling_factors: mean number of ids in a bag, by feature. "*" is for all features.
         scores: whether random requests ask for scores.
     """
 
@@ -49,10 +47,10 @@ class Source:
     scores: bool
 
     def requests(self, model: str, info: ModelInfo) -> list[tuple[int | None, list[Prepared]]]:
-        """The requests for a served model, by their number of samples; None for captured ones.
+        """The requests for a served model, each list with the samples of its requests. None: they differ.
 
         Raises:
-            BundleError: the bundle is not one of this model.
+            BundleError: the bundle is not a version of this model.
             ConfigurationError: there are no requests to send.
         """
         if self.bundle is not None and self.bundle.manifest.contract != info.contract:
@@ -88,22 +86,20 @@ def _source(
     bundle: Annotated[
         Path | None,
         typer.Option(
-            help="The version that is served, REPOSITORY/NAME/VERSION. Its tables say which ids there are, and its "
-            "rows and its dense part what the answers should be."
+            help="The version that is served, REPOSITORY/NAME/VERSION. Random ids are valid ids of its tables. "
+            "Answers are compared with its rows and its dense part."
         ),
     ] = None,
     replay: Annotated[
         Path | None, typer.Option(help="Send the requests of this captured file instead of random ones.")
     ] = None,
-    samples: Annotated[
-        list[int] | None, typer.Option(help="Samples of a random request; may be given again.")
-    ] = None,
+    samples: Annotated[list[int] | None, typer.Option(help="Samples of a random request. May be repeated.")] = None,
     ids: Annotated[
         str, typer.Option(help="How often each id is asked for: uniform, or zipf:EXPONENT such as zipf:1.05.")
     ] = "uniform",
     pooling_factor: Annotated[
         list[str] | None,
-        typer.Option(metavar="[FEATURE=]X", help="Ids in a bag, of all features or of one; 10 by default."),
+        typer.Option(metavar="[FEATURE=]X", help="Mean number of ids in a bag, of all features or one; default 10."),
     ] = None,
     scores: Annotated[
         bool, typer.Option("--scores", help="Ask for scores, with random dense inputs in [0, 1), not for embeddings.")
@@ -124,15 +120,15 @@ def _traffic(
     *,
     clients: Annotated[
         list[int] | None,
-        typer.Option(help="Clients at once, each waiting for its answer; 1, 8 and 32 by default."),
+        typer.Option(help="Clients at once. Each waits for its answer. May be repeated. Default: 1, 8 and 32."),
     ] = None,
     rate: Annotated[
         list[float] | None,
-        typer.Option(help="Instead of --clients: requests a second, at random moments; may be given again."),
+        typer.Option(help="Instead of --clients: requests a second, at random moments. May be repeated."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long each repeat takes.")] = 3.0,
-    repeats: Annotated[int, typer.Option(help="Number of repeats. The report says how far they lie apart.")] = 5,
-    warm_up: Annotated[float, typer.Option(help="Seconds of the same before the first repeat, not measured.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of each repeat.")] = 3.0,
+    repeats: Annotated[int, typer.Option(help="Number of repeats. The report shows how much they differ.")] = 5,
+    warm_up: Annotated[float, typer.Option(help="Seconds of warm-up before the first repeat, not measured.")] = 1.0,
     check: Annotated[float, typer.Option(help="Share of the answers that is compared with --bundle.")] = 0.01,
 ) -> list[Traffic]:
     check_positive(seconds=[seconds], repeats=[repeats], clients=clients or (), rate=rate or ())
@@ -148,16 +144,19 @@ def _traffic(
 
 SourceOf = Callable[[], Source]
 TrafficOf = Callable[[], list[Traffic]]
-# A command calls `source()` and `traffic()` for what the options say.
+# A command calls `source()` and `traffic()` for the values of these options.
 takes_source = shared_options("source", _source)
 takes_traffic = shared_options("traffic", _traffic)
 
 
 def check_positive(**numbers: Sequence[float]) -> None:
-    """Refuse numbers, by option, that are not above 0, or more than a million.
+    """Refuse numbers that are not above 0, or are more than a million.
+
+    Args:
+        numbers: by option.
 
     Raises:
-        ConfigurationError: one is; names its option.
+        ConfigurationError: a number is out of range. The message names its option.
     """
     for name, given in numbers.items():
         for number in given:
@@ -166,10 +165,13 @@ def check_positive(**numbers: Sequence[float]) -> None:
 
 
 def check_share(**shares: float) -> None:
-    """Refuse shares, by option, that are not in [0, 1].
+    """Refuse shares that are not in [0, 1].
+
+    Args:
+        shares: by option.
 
     Raises:
-        ConfigurationError: one is not; names its option.
+        ConfigurationError: a share is out of range. The message names its option.
     """
     for name, share in shares.items():
         if not 0 <= share <= 1:

@@ -1,4 +1,4 @@
-"""The options of a server that serves signed bundles alone."""
+"""The options of a server that serves only signed bundles."""
 
 import enum
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from serving.errors import ConfigurationError
-from serving.server.private import Trust
+from serving.server.launch.private import Trust
 from serving.terminal.options import as_given, by_name, shared_options
 
 
 class Weights(enum.Enum):
-    """Whether weights are copied into the private folder."""
+    """Whether weights files are copied into the private folder, or stay in the repository."""
 
     COPY = "copy"
     IN_PLACE = "in-place"
@@ -24,19 +24,19 @@ def _trust(
     trusted_keys: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file with Ed25519 public keys: serve only what is signed with one of them (`tbe-export`)."
+            help="PEM file with Ed25519 public keys. Serve only bundles that `tbe-export` signed with one of them."
         ),
     ] = None,
     private_folder: Annotated[
         Path | None,
         typer.Option(
-            help="With --trusted-keys: where the copy that is served is made; else in the folder for temporary files."
+            help="With --trusted-keys: where served bundles are copied to. Default: the folder for temporary files."
         ),
     ] = None,
     trusted_weights: Annotated[
         Weights,
         typer.Option(
-            help="Whether weights are copied too. in-place trusts whoever can write to them after the check."
+            help="Whether weights files are copied, too. in-place trusts all who can write to them after the check."
         ),
     ] = Weights.COPY,
     min_version: Annotated[
@@ -65,5 +65,5 @@ def _version(model: str, text: str) -> int:
 
 
 TrustOf = Callable[[], Trust | None]
-# A command calls `trust()`: whose signatures count, or None if unsigned bundles are served too.
+# A command calls `trust()` for the signatures to trust. None: unsigned bundles are served too.
 takes_trust = shared_options("trust", _trust)

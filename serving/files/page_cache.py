@@ -1,4 +1,4 @@
-"""What Linux keeps of a file in memory, and in pages of which size: mincore(2), proc_pid_smaps(5)."""
+"""How much of a file the page cache holds, and in pages of which size: mincore(2), proc_pid_smaps(5)."""
 
 import ctypes
 import mmap
@@ -25,16 +25,17 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Cached(NamedTuple):
-    """What is in the page cache of a file, in whole pages, and how much of that in pages of 2 MiB; in bytes."""
+    """Bytes of a file that are in the page cache, in whole pages: all of them, and those in pages of 2 MiB."""
 
     size: int
     huge: int
 
 
 def cached(path: Path) -> Cached | None:
-    """What is in the page cache of a file. Nothing is read from the disk.
+    """How much of a file is in the page cache. Nothing is read from the disk.
 
-    None if that cannot be told: it is gone, or neither ours nor ours to write to. Linux then says that all is.
+    None if it is not known: the file is gone, or this process neither owns it nor may write to it. Linux would then
+    say that all of it is in memory.
     """
     try:
         with open_file(path, follow=True) as file:
@@ -49,12 +50,12 @@ def cached(path: Path) -> Cached | None:
 
 
 def in_huge_pages(size_bytes: int) -> int:
-    """What a file of `size_bytes` takes on a file system of huge pages, which has whole ones only; in bytes."""
+    """Bytes that a file of `size_bytes` takes on a file system of huge pages: whole pages of 2 MiB."""
     return -(-size_bytes // HUGE_PAGE) * HUGE_PAGE
 
 
 def huge_bytes_at(address: int) -> int:
-    """How much of the mapping at an address this process has mapped in huge pages, in bytes; 0 if there is none."""
+    """Bytes of the mapping at `address` that this process has in huge pages. 0 if there is no such mapping."""
     first = f"{address:x}-"
     said = _SMAPS.read_text()
     at = 0 if said.startswith(first) else said.find("\n" + first)
@@ -62,7 +63,7 @@ def huge_bytes_at(address: int) -> int:
 
 
 def huge_bytes_of(smaps: str) -> int:
-    """What smaps, or smaps_rollup, says of huge pages of files and of copies of them, in bytes."""
+    """Bytes in huge pages of files, on a tmpfs or hugetlbfs too, by the text of smaps or smaps_rollup."""
     return sum(int(kib) << 10 for kib in _HUGE.findall(smaps))
 
 
@@ -79,7 +80,7 @@ def _cached(file: int, start: int, size_bytes: int) -> Cached:
         there = np.frombuffer(memoryview(states).cast("B"), np.uint8) & 1
         windows = there[: pages // _PAGES * _PAGES].reshape(-1, _PAGES)
         for window in np.flatnonzero(windows.all(axis=1)).tolist():
-            ctypes.string_at(address + window * HUGE_PAGE, 1)  # maps the page, a huge one whole
+            ctypes.string_at(address + window * HUGE_PAGE, 1)  # touching a byte maps its page: all of a huge one
         return Cached(int(there.sum()) * mmap.PAGESIZE, huge_bytes_at(address) if windows.any() else 0)
     finally:
         _LIBC.munmap(address, size_bytes)

@@ -1,1 +1,1 @@
-"""What is the same for all versions of a served model: its settings, its config.pbtxt and its model.py."""
+"""The parts of a served model that all its versions share: settings, config.pbtxt and model.py."""

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,26 +11,32 @@ from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict, ParseDict
 from tritonclient.grpc import model_config_pb2
 
+from serving.bundle.hosts import IdDtype
+from serving.bundle.manifest import Manifest
+from serving.bundle.tables import OutputDtype
 from serving.errors import ConfigurationError
 from serving.files.reading import read_file
-from serving.files.replacing import replacing
+from serving.files.writing import replacing
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings, parsed
+from serving.request.tensors import ONCE, SEQUENCES
 
 if TYPE_CHECKING:  # clients have no use for cryptography
     from serving.bundle.signature import TrustedKeys
 
 CONFIG = "config.pbtxt"
+# A parameter in the config of every model that tbe-export made.
+OURS = "contract"
 
 
 def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
-    """Read a model's config.pbtxt, as a ModelConfig of Triton's.
+    """Read a model's config.pbtxt, as Triton's ModelConfig.
 
     Args:
         model: the model's folder, <repository>/<name>.
-        trusted: one of these keys must have signed the file as that model's. Where None, no signature is needed.
+        trusted: one of these keys must have signed the file for this model. None: no signature is needed.
 
     Raises:
-        ConfigurationError: the file is missing, cannot be parsed, or holds a setting that cannot be used; names it.
+        ConfigurationError: the file is missing, cannot be parsed, or has an invalid setting. The message names it.
         BundleError: none of the keys signed it.
     """
     path = model / CONFIG
@@ -50,17 +58,17 @@ def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
 
 
 def as_json(config: Any) -> Any:
-    """A ModelConfig as JSON, as Triton's control API takes and gives it."""
+    """A ModelConfig as JSON, in the form of Triton's control API."""
     return MessageToDict(config, preserving_proto_field_name=True)
 
 
 def of_json(config: Any) -> Any:
-    """The ModelConfig of `as_json`. Fields that only newer releases of Triton have are left out."""
+    """The inverse of `as_json`. Fields that only newer Triton releases have are ignored."""
     return ParseDict(config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True)
 
 
 def write_config(model: Path, config: Any) -> bytes:
-    """Replace a model's config.pbtxt. A reader sees the old file or the new one, and nothing in between.
+    """Replace a model's config.pbtxt atomically: a reader sees the old file or the new one.
 
     Returns:
         The content of the new file.
@@ -82,7 +90,7 @@ def settings_of(config: Any) -> ServingSettings:
     """The settings that a ModelConfig holds. A parameter that is missing has its default.
 
     Raises:
-        ConfigurationError: a setting cannot be used; the message names it.
+        ConfigurationError: a setting is invalid. The message names it.
     """
     queue = config.dynamic_batching.default_queue_policy
     versions = config.version_policy.specific.versions
@@ -96,7 +104,7 @@ def settings_of(config: Any) -> ServingSettings:
 
 
 def apply_settings(config: Any, settings: ServingSettings) -> None:
-    """Write `settings` into a ModelConfig. Everything else in it stays."""
+    """Write `settings` into a ModelConfig. All else in it stays."""
     config.max_batch_size = LARGEST_HANDOVER
     _apply_instances(config, settings.instances)
     config.dynamic_batching.ClearField("default_queue_policy")
@@ -111,8 +119,22 @@ def apply_settings(config: Any, settings: ServingSettings) -> None:
     _apply_parameters(config, settings)
 
 
+def point_at(config: Any, hosts: Mapping[str, str]) -> None:
+    """Have the ModelConfig of a router name other hosts, on its own machine: without TLS and metadata."""
+    settings = replace(
+        settings_of(config),
+        hosts=hosts,
+        hosts_root_certificates=None,
+        hosts_certificate_chain=None,
+        hosts_private_key=None,
+        hosts_server_name=None,
+        hosts_metadata=None,
+    )
+    _apply_parameters(config, settings)
+
+
 def _apply_instances(config: Any, instances: int) -> None:
-    """Have one group of instances, which is the first of those that are there."""
+    """Keep the first instance group, with this count. Make one if there is none."""
     groups = config.instance_group or [config.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)]
     groups[0].count = instances
     del config.instance_group[1:]
@@ -123,7 +145,7 @@ def _apply_parameters(config: Any, settings: ServingSettings) -> None:
         del config.parameters[name]
     for name, value in settings.parameters.items():
         config.parameters[name].string_value = value
-    # protobuf's JSON leaves empty strings out. Clients such as pytriton's then miss `string_value`.
+    # protobuf's JSON leaves out empty strings. Clients such as pytriton's fail if `string_value` is missing.
     for name in [name for name, text in parameters_of(config).items() if not text]:
         del config.parameters[name]
 
@@ -131,3 +153,61 @@ def _apply_parameters(config: Any, settings: ServingSettings) -> None:
 def parameters_of(config: Any) -> Mapping[str, str]:
     """The parameters of a ModelConfig, by name."""
     return {key: value.string_value for key, value in config.parameters.items()}
+
+
+_TEMPLATE = files("model_repository").joinpath("lookup")
+_ID_TYPE = {
+    IdDtype.INT64: model_config_pb2.TYPE_INT64,
+    IdDtype.INT32: model_config_pb2.TYPE_INT32,
+}
+_DATA_TYPE = {
+    OutputDtype.FP32: model_config_pb2.TYPE_FP32,
+    OutputDtype.FP16: model_config_pb2.TYPE_FP16,
+}
+
+
+def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> str:
+    """The text of config.pbtxt for the model `name`, whose versions have the features of `manifest`."""
+    config = text_format.Parse(_TEMPLATE.joinpath(CONFIG).read_text(), model_config_pb2.ModelConfig())
+    config.name = name
+    if manifest.weighted:
+        config.input.add(name="weights", data_type=model_config_pb2.TYPE_FP32, dims=[-1], allow_ragged_batch=True)
+    config.input[0].data_type = _ID_TYPE[manifest.id_dtype]
+    config.output[0].data_type = _DATA_TYPE[manifest.output_dtype]
+    if (part := manifest.dense_part) is not None:
+        for each in part.inputs:
+            config.input.add(
+                name=each.name,
+                data_type=model_config_pb2.TYPE_FP32,
+                dims=[-1, each.width],
+                allow_ragged_batch=True,
+                optional=True,
+            )
+        for output in part.outputs:
+            config.output.add(name=output.name, data_type=model_config_pb2.TYPE_FP32, dims=[-1, *output.shape])
+    if manifest.part_of is None:  # a router does not ask its hosts for these
+        config.output.add(name=SEQUENCES, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1])
+        config.output.add(name=ONCE, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1, -1])
+    keys = [feature.key for feature in manifest.features]
+    parameters = {
+        "features": ",".join(feature.name for feature in manifest.features),
+        "dims": ",".join(str(table.dim) for table in manifest.feature_tables),
+        "weighted": ",".join(manifest.weighted_keys),
+        OURS: manifest.contract,
+    }
+    if len(manifest.keys) < len(keys):
+        parameters["keys"] = ",".join(keys)
+    if manifest.part_of is None:
+        parameters["tables"] = ",".join(feature.table for feature in manifest.features)
+        tables = zip(manifest.features, manifest.feature_tables, strict=True)
+        parameters["sequences"] = ",".join(feature.name for feature, table in tables if table.is_sequence)
+    for key, value in parameters.items():
+        config.parameters[key].string_value = value
+    apply_settings(config, settings)
+    text: str = text_format.MessageToString(config)
+    return text
+
+
+def model_py() -> str:
+    """The text of a version's model.py."""
+    return _TEMPLATE.joinpath("1", "model.py").read_text()

@@ -3,6 +3,9 @@
 ::
 
     client    lists, arrays, KJT ─ encoding.encode ─► Tensors ─ gRPC ─►
-    server    Tensors ─ kjt: accept, check, merge ─► Batch ─ TBE ─ kjt.split ─► [B, D] ─ gRPC ─►
-    client    [B, D] ─ encoding.decode ─► {feature: [B, dim]}
+    server    Tensors ─ accept ─► KjtRequest ─ kjt.check_each ─► Checked ─ batches_of ─► Batch
+              Batch ─ the ranks ─► [B, D] ─ outputs_of ─► outputs by name ─ gRPC ─►
+    client    outputs ─ encoding.decode ─► {feature: [B, dim]}
+
+`serving.engine.answer` is the way of the server, from KjtRequest on, for requests that are answered together.
 """

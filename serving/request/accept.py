@@ -8,11 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.bags import bag_bounds, id_bounds
+from serving.request.bags import bag_bounds, id_bounds, once_of, ranges, samples_of
+from serving.request.batches import Limits, check_sequences, check_size
 from serving.request.dense import accept_dense, wants_scores
-from serving.request.jagged import ranges
-from serving.request.limits import Limits, check_sequences, check_size
-from serving.request.once import once_of, samples_of
 from serving.request.schema import Schema, Selection
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Mask, Tensors
 

@@ -1,13 +1,69 @@
-"""Where the bags and the ids of each feature lie in a request."""
+"""How many bags each feature has in a request, and where its bags and ids lie.
 
-from collections.abc import Sequence
+A key has a bag for each sample, or one that counts for all samples: it *comes once*. In ranking one user meets N
+items: what is the user's is then sent once, looked up once, and counts for each item. In the words of KJT: the batch
+size varies by feature.
+
+Index arithmetic on jagged arrays: many ranges of different sizes, kept in flat arrays without a Python loop.
+
+*Bounds* of n ranges that lie one behind the other are n + 1 numbers: where each starts, and where the last one ends.
+"""
+
+from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.jagged import bounds_of, joined, offsets_of
-from serving.request.tensors import Ids, KjtRequest, Mask
+from serving.request.schema import listed, shortened
+from serving.request.tensors import Ids, KjtRequest, Lengths, Mask, Tensors
+
+_UINT32 = np.dtype(np.uint32)
+# What `cumsum` calls by way of a Python function, which takes as long again for a small request.
+_accumulate = np.add.accumulate
+
+
+def joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Arrays [n_i] of one dtype, one behind the other [sum n_i]. A single array is returned as it is."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def offsets_of(lengths: Lengths) -> Ids:
+    """The bounds int64 [n + 1] of bags with these `lengths`, int32 [n].
+
+    A negative length counts as the unsigned number with its bits, 2³¹ or more, so that it can never add up.
+    """
+    offsets = np.empty(lengths.size + 1, np.int64)
+    offsets[0] = 0
+    _accumulate(lengths.view(_UINT32), out=offsets[1:])
+    return offsets
+
+
+def bounds_of(sizes: Ids) -> Ids:
+    """The bounds int64 [n + 1] of ranges with these `sizes`, int64 [n]."""
+    bounds = np.empty(sizes.size + 1, np.int64)
+    bounds[0] = 0
+    _accumulate(sizes, out=bounds[1:])
+    return bounds
+
+
+def ranges(starts: Ids, sizes: Ids) -> Ids:
+    """The numbers of the ranges [start, start + size), one range behind the other.
+
+    Args:
+        starts, sizes: int64 [n].
+
+    Returns:
+        int64 [sum of sizes].
+    """
+    ends = sizes.cumsum()
+    numbers: Ids = (starts - ends + sizes).repeat(sizes)
+    numbers += np.arange(numbers.size)
+    return numbers
+
 
 # Most requests have one of few numbers of samples. Bounds are kept for so many.
 _KEPT_BOUNDS = 256
@@ -32,6 +88,72 @@ def _even_bounds(features: int, samples: int) -> Ids:
     bounds: Ids = np.arange(features + 1) * samples
     bounds.flags.writeable = False
     return bounds
+
+
+def once_of(keys: Sequence[str], dense: Sequence[str], once: Collection[str]) -> Mask | None:
+    """Which of the keys that are asked for come once: bool [keys]. None: no key does.
+
+    Args:
+        keys: what is asked for, in order.
+        dense: names of the model's dense inputs.
+        once: what comes once. Anything may be in it.
+
+    Raises:
+        InvalidRequest: a name is neither a key that is asked for nor a dense input, or comes twice.
+    """
+    if not once:
+        return None
+    for name in once:
+        if name not in keys and name not in dense:
+            one_of = listed((*keys, *dense))
+            raise InvalidRequest(f"once: {shortened(name)!r}: expected one of {one_of}", Reason.FEATURES)
+    if len(set(once)) < len(once):
+        raise InvalidRequest(f"once: expected each name once, got {listed([*once])}", Reason.FEATURES)
+    found = np.array([key in once for key in keys])
+    return found if found.any() else None
+
+
+def samples_of(tensors: Tensors, keys: Sequence[str], once: Mask | None) -> int:
+    """The number of samples, B. Where all keys come once, dense inputs have a row for each sample.
+
+    Args:
+        tensors: the request. Anything may be in it.
+        keys: what it asks for, in order.
+        once: which of them come once, bool [keys].
+
+    Raises:
+        InvalidRequest: there are too many lengths, or too few.
+    """
+    bags = tensors.lengths.size
+    single = 0 if once is None else int(np.count_nonzero(once))
+    each = len(keys) - single
+    if not each and bags == single:
+        return next((len(rows) for name, rows in tensors.dense.items() if name not in tensors.once), 1)
+    samples, left_over = divmod(bags - single, each) if each else (0, 1)
+    if samples < 0 or left_over:
+        alone = f"{single} for the keys that come once, and " if single else ""
+        raise InvalidRequest(
+            f"lengths: expected {alone}a multiple of {each}, one length for each sample of each feature "
+            f"({listed(keys)}), got {bags}",
+            Reason.LENGTHS,
+        )
+    return samples
+
+
+def lengths_by_key(tensors: Tensors, keys: Sequence[str]) -> dict[str, Lengths]:
+    """The lengths of a request by key, [B] or [1] each, and they are right.
+
+    Args:
+        tensors: the request.
+        keys: what it asks for, in order.
+
+    Raises:
+        InvalidRequest: there are too many lengths, or too few.
+    """
+    once = np.array([key in tensors.once for key in keys])
+    bounds = bag_bounds(len(keys), samples_of(tensors, keys, once), once).tolist()
+    lengths: Any = tensors.lengths  # int32: it was encoded
+    return {key: lengths[first:last] for key, (first, last) in zip(keys, pairwise(bounds), strict=True)}
 
 
 def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:

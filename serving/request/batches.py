@@ -1,28 +1,122 @@
-"""What is looked up for some requests, batch by batch, and what the answers come to.
+"""Requests → groups of limited size → batches to look up; and the answers to the batches → outputs of the requests.
 
-Features with a bag for each sample share a batch. Those that come once have one of their own, in which a request has
-one sample: so nothing is looked up for the others, and no embedding is copied. But scores are made of all features
-side by side: for them, what comes once is in the first sample of the request, until it is spread.
+A request is never refused because of others: requests that are too large together take several TBE calls.
+
+Features with a bag for each sample share a batch. Features that are sent once have a batch of their own, in which a
+request has one sample. So one bag is looked up for them, and no embedding is copied. Scores need all features side by
+side. For these, a feature that is sent once is in the first sample of the request, until it is spread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
-from serving.request.jagged import bounds_of, joined, offsets_of, ranges
+from serving.errors import InvalidRequest, Reason
+from serving.request.bags import bag_bounds, bounds_of, joined, offsets_of, ranges
 from serving.request.kjt import merge, split
-from serving.request.once import divided
 from serving.request.schema import Schema
 from serving.request.sequences import row_batches, rows_of
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Batch, Checked, Embeddings, KjtRequest, Mask, Outputs
 
 
+class Limits(Protocol):
+    """The settings that limit requests, TBE calls and the backlog. Defaults are in `serving.model.settings` only."""
+
+    @property
+    def max_request_ids(self) -> int:
+        """Most ids in a request. A larger one is refused."""
+
+    @property
+    def max_request_samples(self) -> int:
+        """Most samples in a request. A larger one is refused."""
+
+    @property
+    def merged_requests(self) -> int:
+        """Most requests that one TBE call answers."""
+
+    @property
+    def max_call_ids(self) -> int:
+        """Most ids in a TBE call."""
+
+    @property
+    def max_call_samples(self) -> int:
+        """Most samples in a TBE call."""
+
+    @property
+    def max_sequence_bytes(self) -> int:
+        """Most bytes of unpooled rows, as FP32, in the answer to a request, and to the requests of one group."""
+
+    @property
+    def max_busy_ms(self) -> int:
+        """Load shedding: a request that has waited longer than this, in milliseconds, is refused."""
+
+
+def check_size(ids: int, samples: int, limits: Limits) -> None:
+    """Refuse a request that has more ids or samples than `limits` allow.
+
+    Raises:
+        InvalidRequest: naming the limit, the number in the request, and what to do.
+    """
+    _expect_at_most("ids", ids, limits.max_request_ids, "max-request-ids")
+    _expect_at_most("samples", samples, limits.max_request_samples, "max-request-samples")
+
+
+def check_sequences(request: KjtRequest, limits: Limits) -> None:
+    """Refuse a request whose unpooled rows would take more bytes than `limits` allow. Its lengths may be wrong.
+
+    Raises:
+        InvalidRequest: naming the limit, the bytes that it asks for, and what to do.
+    """
+    _expect_at_most("bytes of sequences", sequence_bytes(request), limits.max_sequence_bytes, "max-sequence-bytes")
+
+
+def sequence_bytes(request: KjtRequest) -> int:
+    """Bytes of the unpooled rows that a request asks for, as FP32."""
+    selection = request.selection
+    if selection.pooled is selection or SEQUENCES not in request.outputs:
+        return 0
+    bags = bag_bounds(len(selection.names), request.samples, request.once)
+    ids = np.diff(bounds_of(request.lengths.astype(np.int64))[bags])
+    return int(ids[selection.sequence] @ selection.dims[selection.sequence]) * np.dtype(np.float32).itemsize
+
+
+def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int]]:
+    """Divide requests into groups, each for one TBE call.
+
+    Yields:
+        The positions of a group's requests, in order. A request that is too large for a call is a group of its own.
+    """
+    group: list[int] = []
+    ids = samples = row_bytes = 0
+    for position, request in enumerate(requests):
+        ids += request.values.size
+        samples += request.samples
+        row_bytes += (own_row_bytes := sequence_bytes(request))
+        too_large = samples > limits.max_call_samples or row_bytes > limits.max_sequence_bytes
+        if group and (ids > limits.max_call_ids or too_large):
+            yield group
+            group, ids, samples, row_bytes = [], request.values.size, request.samples, own_row_bytes
+        group.append(position)
+    if group:
+        yield group
+
+
+def _expect_at_most(what: str, found: int, limit: int, setting: str) -> None:
+    if found > limit:
+        raise InvalidRequest(
+            f"{what}: expected at most {limit} in a request, got {found}: send several requests, or have the "
+            f"server's limit raised (`tbe-serve configure --{setting}`)",
+            Reason.SIZE,
+        )
+
+
 def batches_of(schema: Schema, checked: Checked) -> list[Batch]:
-    """What is looked up for some requests. What nobody wants is left out. Scores are made of the first batch."""
+    """The batches to look up for some requests, without outputs that none wants. Scores are made of the first one."""
     requests = checked.requests
     if all(map(_is_whole, requests)):
-        return [merge(schema, checked)]
+        return [merge(schema, checked)] if requests else []
     batches = []
     for parts, is_once in (([_each(request) for request in requests], False), ([_once(r) for r in requests], True)):
         if any(part.any() for part in parts):
@@ -31,18 +125,18 @@ def batches_of(schema: Schema, checked: Checked) -> list[Batch]:
 
 
 def outputs_of(checked: Checked, batches: Sequence[Batch], answers: Sequence[Embeddings]) -> list[Outputs]:
-    """The outputs of each request, from the answers to the batches of all.
+    """The outputs of each request, from the answers to all batches.
 
     Returns:
-        For each request `embeddings`, float32 or float16 [B, D], and `once` [1, D], if it wants some; and `sequences`
-        [M] likewise: for each feature [n, dim], one behind the other.
+        For each request, those that it asks for of `embeddings` [B, D], `once` [1, D] and `sequences` [M]; float32 or
+        float16. `sequences` has the rows [n, dim] of each feature, one feature after the other.
     """
     outputs: list[dict[str, Embeddings]] = [{} for _ in checked.requests]
     for batch, answer in zip(batches, answers, strict=True):
         if batch.row_bounds is None:
             for found, request, embeddings in zip(outputs, batch.requests, split(answer, batch), strict=True):
                 if request.selection.names:
-                    found |= {ONCE: embeddings} if batch.is_once else divided(embeddings, request)
+                    found |= {ONCE: embeddings} if batch.is_once else _divided(embeddings, request)
     if len(batches) == 1 and batches[0].row_bounds is None:
         return outputs  # type: ignore[return-value]
     by_feature = rows_of(batches, answers)
@@ -51,6 +145,25 @@ def outputs_of(checked: Checked, batches: Sequence[Batch], answers: Sequence[Emb
             positions = request.selection.positions[request.selection.sequence].tolist()
             found[SEQUENCES] = joined([by_feature[number, position].reshape(-1) for position in positions])
     return outputs  # type: ignore[return-value]
+
+
+def _divided(embeddings: Embeddings, request: KjtRequest) -> Outputs:
+    """The outputs of a request: `embeddings` [B, D_1] of features with a bag for each sample, and `once` [1, D_2] of
+    those that come once. Each is there if it is asked for and there are such features.
+
+    Args:
+        embeddings: its part of the answer to a batch, [height, D_1 + D_2].
+        request: the request.
+    """
+    if request.once is None:
+        return {EMBEDDINGS: embeddings} if EMBEDDINGS in request.outputs else {}
+    here = np.repeat(request.once, request.selection.dims)
+    found = {}
+    if EMBEDDINGS in request.outputs and not request.once.all():
+        found[EMBEDDINGS] = embeddings[: request.samples, ~here]
+    if ONCE in request.outputs and request.once.any():
+        found[ONCE] = embeddings[:1, here]
+    return found
 
 
 def _is_whole(request: KjtRequest) -> bool:
@@ -81,7 +194,7 @@ def _once(request: KjtRequest) -> Mask:
 
 
 def _part(schema: Schema, checked: Checked, parts: Sequence[Mask], is_once: bool) -> Checked:
-    """The requests with these features alone; without samples, where it has none of them."""
+    """The requests with only the features of `parts`: bool [F] each. One that has none of them has no samples."""
     requests = checked.requests
     keep = np.concatenate(parts)
     ids, bags = np.diff(checked.id_bounds), np.diff(checked.bag_bounds)

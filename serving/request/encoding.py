@@ -46,7 +46,7 @@ _NO_LISTS = (str, bytes, Mapping, Set)
 _NUMBERS = (int, float, np.generic)
 
 
-def encode(features: Features, weighted: Collection[str] = (), once: Collection[str] = ()) -> Tensors:
+def encode(features: Features, weighted: Collection[str] = (), once: Collection[str] = (), **options: Any) -> Tensors:
     """Lay the bags of some features out as one feature-major request.
 
     Args:
@@ -61,6 +61,7 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
             sent with a weight of 1.
         once: names of features that have one bag, which counts for all samples. Other names in it are let be: dense
             inputs may come once, too.
+        options: other fields of `Tensors`.
 
     Returns:
         values int64 [N], lengths int32 [F·B], weights float32 [N] or None.
@@ -71,7 +72,7 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
     once = _names(once)
     if isinstance(features, Kjt) and not isinstance(features, Mapping):
         _expect_as_in_requests(features, once)
-        return replace(_of_kjt(features, weighted), once=once)
+        return replace(_of_kjt(features, weighted), once=once, **options)
     if not isinstance(features, Mapping):
         raise InvalidRequest(
             f"features: expected ids by feature, {{name: ids}}, or a KeyedJaggedTensor, got {type(features).__name__}"
@@ -92,6 +93,7 @@ def encode(features: Features, weighted: Collection[str] = (), once: Collection[
         lengths=np.concatenate([lengths for _, lengths, _ in columns.values()]),
         weights=np.concatenate(weights) if weights else None,
         once=once,
+        **options,
     )
 
 

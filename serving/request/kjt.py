@@ -13,6 +13,7 @@ together take each step together, so that the cost of a numpy call is paid once 
     check               The lengths and ids of all requests are right. Raw ids become row numbers here, policy
                         `modulo` is applied, and position weights are made.
     apply_id_policies   Where check fails: what the tables' id policies say is done to one request.
+    check_each          Both, in this order; then those requests that are not refused are checked again.
     merge               The requests become the batch that one TBE call answers.
     split               The answer to the batch becomes the answers to the requests.
 
@@ -28,17 +29,57 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.id_maps import IDS
-from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason
-from serving.request.bags import bag_bounds, id_bounds, place_of, segment_bounds
+from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason, ServingError
+from serving.request.bags import bag_bounds, id_bounds, joined, offsets_of, place_of, ranges, segment_bounds
 from serving.request.id_maps import IdMaps
-from serving.request.jagged import joined, offsets_of, ranges
 from serving.request.positions import expect_short_bags, positions_of, weights_by_position
 from serving.request.schema import Schema, Selection
 from serving.request.tensors import Batch, Checked, Embeddings, Ids, KjtRequest, Lengths, Weights
 
 _UINT64 = np.dtype(np.uint64)
 _NO_SEGMENTS: Ids = np.empty(0, np.int64)
+_NO_LENGTHS: Lengths = np.empty(0, np.int32)
+_NOBODY = Checked((), _NO_SEGMENTS, None, _NO_LENGTHS, *[np.zeros(1, np.int64)] * 3)
 _max_of_each = np.maximum.reduceat
+
+
+def check_each(
+    requests: Sequence[KjtRequest],
+) -> tuple[Checked, Sequence[int], dict[int, ServingError], dict[str, int]]:
+    """Check requests together. Where one of them is wrong, the tables' id policies are applied to each.
+
+    Returns:
+        Those that are right; their positions among all; why the others are not, by position; and how many ids of
+        those that are right were outside [0, rows), by table. The errors hold no frames, which would hold arrays.
+
+    Raises:
+        InternalError: as `check`.
+    """
+    try:
+        checked: Checked | None = check(requests)
+    except InvalidRequest:
+        checked = None  # what follows is not part of this error's handling: errors hold those that they followed
+    if checked is not None:
+        return checked, range(len(requests)), {}, {}
+    changed: dict[int, KjtRequest] = {}
+    errors: dict[int, ServingError] = {}
+    ids_outside: dict[str, int] = {}
+    for position, request in enumerate(requests):
+        applied = _policies_applied(request)
+        if isinstance(applied, InvalidRequest):
+            errors[position] = applied
+            continue
+        changed[position], counts = applied
+        for table, count in counts.items():
+            ids_outside[table] = ids_outside.get(table, 0) + count
+    return check([*changed.values()]) if changed else _NOBODY, [*changed], errors, ids_outside
+
+
+def _policies_applied(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]] | InvalidRequest:
+    try:
+        return apply_id_policies(request)
+    except InvalidRequest as error:
+        return error.with_traceback(None)
 
 
 def check(requests: Sequence[KjtRequest]) -> Checked:

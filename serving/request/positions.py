@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.bags import bag_bounds, place_of
-from serving.request.jagged import joined, offsets_of
+from serving.request.bags import bag_bounds, joined, offsets_of, place_of
 from serving.request.tensors import Ids, KjtRequest, Lengths, Weights
 
 

@@ -7,12 +7,13 @@ their own: one for each feature, or for several whose answers are small. Bags th
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.request.jagged import bounds_of, joined, offsets_of, ranges
+from serving.request.bags import bounds_of, joined, offsets_of, ranges
 from serving.request.schema import Schema
 from serving.request.tensors import (
     SEQUENCES,
@@ -21,8 +22,41 @@ from serving.request.tensors import (
     Embeddings,
     Ids,
     KjtRequest,
+    Lengths,
     Weights,
 )
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A row for each id of a feature, as TorchRec's JaggedTensor.
+
+    Attributes:
+        values: the rows, in the order of the ids; float32 or float16 [n, dim].
+        lengths: how many each sample has, as the request said; int32 [B].
+    """
+
+    values: Embeddings
+    lengths: Lengths
+
+    def __len__(self) -> int:
+        """The number of samples, B."""
+        return len(self.lengths)
+
+    def rows(self, sample: int) -> Embeddings:
+        """The rows of a sample, [n of the sample, dim]: a view.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        at = range(len(self.lengths))[sample]
+        return self.values[self._bounds[at] : self._bounds[at + 1]]
+
+    @cached_property
+    def _bounds(self) -> Ids:
+        """Where the rows of each sample begin, then n: int64 [B + 1]."""
+        return bounds_of(self.lengths.astype(np.int64))
+
 
 # Features share a call as long as its answer has no more numbers: 256 KiB of FP32. A larger one leaves the
 # processor's cache, and copying its columns takes longer than a call of its own.

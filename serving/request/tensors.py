@@ -1,23 +1,27 @@
-"""Requests as arrays: a class for each step of their way through `serving.request.kjt`."""
+"""Requests as arrays: a class for each step of their way through `serving.request.kjt`; and their parameters."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from serving.errors import InvalidRequest, Reason
 from serving.request.schema import Selection
 
-# The request parameter of `Tensors.every_host`.
-EVERY_HOST = "every_host"
+# What Triton says of a request without parameters. To read it as JSON takes longer than to read an input.
+_NONE = ("{}", "")
+# https://www.w3.org/TR/trace-context/#traceparent-header
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 # The inputs of a lookup. Others are dense.
 IDS = ("values", "lengths", "weights")
 # The output with the pooled embeddings, [B, D]; and the output with rows, a row for each id: [M], for each feature
 # [n, dim], one behind the other.
 EMBEDDINGS, SEQUENCES = "embeddings", "sequences"
-# The request parameter of `Tensors.tables`.
-TABLES = "tables"
-# The request parameter of `Tensors.once`; and the output with the pooled embeddings of such features, [1, D].
+# The output with the pooled embeddings of features that come once, [1, D].
 ONCE = "once"
 # The outputs of a lookup. Others are scores.
 LOOKED_UP = (EMBEDDINGS, SEQUENCES, ONCE)
@@ -36,9 +40,12 @@ Dense = Sequence[Array]
 Outputs = Mapping[str, Embeddings]
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Tensors:
     """A request as a client sends it. Dtypes and shapes are those of a good request; a bad one may have any.
+
+    What is no tensor travels as a parameter: see `PARAMETERS`. A new option of a lookup is a field here, a line
+    there, and an argument of the clients' methods.
 
     Attributes:
         features: the features asked for, in the order of the answer; all features of the model where None.
@@ -61,6 +68,7 @@ class Tensors:
     values: Array
     lengths: Array
     weights: Array | None = None
+    _: KW_ONLY
     trace: str | None = None
     bundle: str | None = None
     every_host: bool = False
@@ -69,6 +77,94 @@ class Tensors:
     tables: Sequence[str] | None = None
     once: Collection[str] = ()
     part_of: str | None = None
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",") if text else []
+
+
+def _trace(value: Any) -> str | None:
+    """A `traceparent`; None if it is malformed, as W3C says."""
+    return value if isinstance(value, str) and _TRACEPARENT.fullmatch(value) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """A parameter of a ModelInferRequest.
+
+    Attributes:
+        name: its name.
+        kind: the type of its value.
+        expected: the value in words, for messages.
+        read: what the field is for a value.
+        default: what the field is without it. It is not sent then.
+    """
+
+    name: str
+    kind: type = str
+    expected: str = ""
+    read: Callable[[Any], Any] = _as_it_is
+    default: Any = None
+
+
+_LISTED = "comma-separated names"
+# By field of `Tensors`.
+PARAMETERS: Mapping[str, Parameter] = {
+    "features": Parameter(name="features", expected=_LISTED, read=_names),
+    "tables": Parameter(name="tables", expected=_LISTED, read=_names),
+    "once": Parameter(name="once", expected=_LISTED, read=_names, default=()),
+    "bundle": Parameter(name="bundle", expected="a digest"),
+    "part_of": Parameter(name="part_of", expected="a plan and a host"),
+    "every_host": Parameter(name="every_host", kind=bool, expected="true or false", default=False),
+    "trace": Parameter(name="traceparent", kind=object, read=_trace),
+}
+
+
+def decode_parameters(text: str) -> dict[str, Any]:
+    """Fields of `Tensors`: those that have a parameter.
+
+    Args:
+        text: the parameters as Triton gives them, in JSON.
+
+    Raises:
+        InvalidRequest: a parameter is of another type; names it.
+    """
+    if text in _NONE:
+        return {}
+    said: Mapping[str, Any] = json.loads(text)
+    found: dict[str, Any] = {}
+    for name, parameter in PARAMETERS.items():
+        value = said.get(parameter.name)
+        if value is None:
+            continue
+        if not isinstance(value, parameter.kind):
+            raise InvalidRequest(
+                f"parameter {parameter.name}: expected {parameter.expected}, got {value!r}", Reason.FEATURES
+            )
+        found[name] = parameter.read(value)
+    return found
+
+
+def encode_parameters(tensors: Tensors, into: Any, but: Collection[str] = ()) -> None:
+    """Add the parameters of a request to those of a ModelInferRequest.
+
+    Args:
+        tensors: the request.
+        into: the message's `parameters`.
+        but: fields that need not be sent.
+    """
+    for name, parameter in PARAMETERS.items():
+        value = getattr(tensors, name)
+        if value is None or (parameter.default is not None and not value) or name in but:
+            continue
+        if parameter.kind is bool:
+            into[parameter.name].bool_param = bool(value)
+        else:
+            into[parameter.name].string_param = value if isinstance(value, str) else ",".join(value)
 
 
 @dataclass(eq=False, slots=True)

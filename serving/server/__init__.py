@@ -1,21 +1,24 @@
-"""Run a tritonserver, switch the versions that it serves, and load models anew when they die."""
+"""Run a tritonserver, switch the versions that it serves, and load models again when their processes die."""
 
-from serving.server.access import LOOPBACK, Access, ServerTls
+from serving.server.launch.access import LOOPBACK, Access, ServerTls
+from serving.server.launch.ports import Ports
+from serving.server.launch.process import Server, run_server
+from serving.server.local_hosts import LocalFleet, run_local_hosts
 from serving.server.models import ServedModel, find_models
-from serving.server.ports import Ports
-from serving.server.process import Server, run_server
-from serving.server.supervisor import Supervisor
+from serving.server.watch.supervisor import Supervisor
 from serving.triton.control import Control
 
 __all__ = [
     "LOOPBACK",
     "Access",
     "Control",
+    "LocalFleet",
     "Ports",
     "ServedModel",
     "Server",
     "ServerTls",
     "Supervisor",
     "find_models",
+    "run_local_hosts",
     "run_server",
 ]

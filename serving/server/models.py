@@ -1,4 +1,4 @@
-"""The models of a repository, and the versions of them that a server is to serve."""
+"""The models of a repository, and pins: the versions of them that a server has to serve."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ def find_models(repository: Path) -> tuple[str, ...]:
 
 
 def check_pins(repository: Path, models: Sequence[str], pins: Pins) -> None:
-    """Refuse pins on what is not there.
+    """Refuse pins that name a missing model or version.
 
     Raises:
-        ConfigurationError: naming the model or version that is missing, and those that are there.
+        ConfigurationError: naming what is missing, and the models or versions that exist.
     """
     for model, pinned in pins.items():
         if model not in models:

@@ -1,1 +1,1 @@
-"""How both programs read options and speak to a person."""
+"""The command lines of `tbe-serve` and `tbe-export`: how options are read, and errors printed."""

@@ -1,24 +1,55 @@
-"""Groups of options that several commands share, which typer has no way to say, and options of the form [NAME=]X."""
+"""Options that several commands share, which typer does not support, and options of the form [NAME=]X."""
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serving.errors import ConfigurationError
 
-# The name of what was given without one.
+_INTEGER = re.compile(r"-?[0-9]+")
+_REAL = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|[+-]?(?:inf|nan)", re.IGNORECASE)
+
+
+def integer(setting: str, text: str) -> int:
+    """The whole number in `text`.
+
+    Raises:
+        ConfigurationError: it is no whole number. The message names the setting.
+    """
+    try:
+        if _INTEGER.fullmatch(text):
+            return int(text)
+    except ValueError:  # int() refuses 5,000 digits
+        pass
+    raise ConfigurationError(f"{setting}: expected a whole number, got {text!r}")
+
+
+def real(setting: str, text: str) -> float:
+    """The number in `text`. It may be infinite or NaN.
+
+    Raises:
+        ConfigurationError: it is no number. The message names the setting.
+    """
+    if not _REAL.fullmatch(text):
+        raise ConfigurationError(f"{setting}: expected a number, got {text!r}")
+    return float(text)
+
+
+# The name of an option [NAME=]X that was given without one: a glob that matches all names.
 EVERY = "*"
 
 
 def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give commands the options of `read`. A command gets a function that calls `read` with the values given.
+    """A decorator that adds the options of `read` to a command.
 
-    What the command passes to that function itself comes before them.
+    The command gets a function as its parameter `name`. That function calls `read` with the values of the options,
+    by keyword. Its own arguments come first.
 
     Args:
-        name: the command's parameter that takes that function.
-        read: its parameters are the options, all by keyword.
+        name: the command's parameter that takes the function.
+        read: its parameters are the options.
     """
     shared = inspect.signature(read).parameters
 
@@ -39,10 +70,11 @@ def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..
 
 
 def with_options(read: Callable[..., Any], options: Mapping[str, tuple[Any, Any]]) -> Callable[..., Any]:
-    """Give `read`, which takes keywords, the options of a table: typer reads options from a function's signature.
+    """Give `read` a signature with the options of a table. typer reads options from the signature of a function.
 
     Args:
-        options: by name, the annotation that typer makes an option of, and the default.
+        read: takes any keyword.
+        options: by name: the annotation that typer makes an option of, and the default.
     """
     read.__annotations__ = {name: annotation for name, (annotation, _) in options.items()}
     read.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -57,7 +89,7 @@ def with_options(read: Callable[..., Any], options: Mapping[str, tuple[Any, Any]
 def by_name(given: Sequence[str] | None) -> dict[str, str]:
     """Options of the form [NAME=]X, by name: ["int8", "item*=fp16"] gives {"*": "int8", "item*": "fp16"}.
 
-    They come in the order given. A name that is given again stands where it is given last.
+    They keep their order. If a name is given twice, the last one counts, in its place.
     """
     values: dict[str, str] = {}
     for each in given or ():
@@ -71,7 +103,7 @@ def named(option: str, given: Sequence[str] | None) -> dict[str, str]:
     """Options of the form NAME=X, by name: ["0=a:8001"] gives {"0": "a:8001"}. X may hold "=".
 
     Raises:
-        ConfigurationError: one has no name, or the name of another.
+        ConfigurationError: an option has no name, or a name is given twice.
     """
     values: dict[str, str] = {}
     for each in given or ():
@@ -85,5 +117,5 @@ def named(option: str, given: Sequence[str] | None) -> dict[str, str]:
 
 
 def as_given(name: str, text: str) -> str:
-    """An option that `by_name` read, as it was typed."""
+    """The text of an option that `by_name` read, as it was typed."""
     return text if name == EVERY else f"{name}={text}"

@@ -1,4 +1,4 @@
-"""How `tbe-serve` and `tbe-export` speak to a person. An error is one line on stderr that names the option typed."""
+"""What `tbe-serve` and `tbe-export` have in common. An error is one line on stderr that names the option typed."""
 
 import os
 import re
@@ -15,14 +15,14 @@ from typer.exceptions import Abort, TyperException
 from serving.errors import EnvironmentMismatch, ServingError
 from serving.pins import INSTALL, tested_versions
 
-# Of the columns of a file.
+# Columns of an output that is no terminal.
 _NO_LIMIT = 1_000_000
 
 
 def _console(stream: TextIO, *, stderr: bool) -> Console:
-    """Names that people and models give are plain text: rich must not take [red] or :x: for a style.
+    """A console of rich that prints text as it is: [red] or :x: in the name of a model is no style.
 
-    Where it is no terminal, a program may read it: no line is cut.
+    If the stream is no terminal, lines are not cut: a program may read them.
     """
     width = None if stream.isatty() else _NO_LIMIT
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
@@ -31,7 +31,7 @@ def _console(stream: TextIO, *, stderr: bool) -> Console:
 out = _console(sys.stdout, stderr=False)
 err = _console(sys.stderr, stderr=True)
 
-# Control characters, which break lines or move the terminal's cursor.
+# Control characters: they break lines or move the terminal's cursor.
 _CONTROL = re.compile(r"\s*[\x00-\x1f\x7f-\x9f\u2028\u2029]+\s*")
 _TYPED = ("COMMANDLINE", "ENVIRONMENT")
 
@@ -58,21 +58,21 @@ def new_program(name: str, about: str) -> typer.Typer:
 class Command(TyperCommand):
     """A command whose errors name the options as they were typed."""
 
-    # Exceptions that are shown as one line. Others are bugs, and show their trace.
+    # Exceptions that are shown as one line. Any other is a bug, and is shown with its trace.
     shown_as_line: ClassVar[tuple[type[Exception], ...]] = (ServingError, OSError)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Its own options and --verbose, which may be typed before or after the command's name."""
+        """The command's own options, and --verbose, which may be typed before or after the command's name."""
         return [
             *super().get_params(ctx),
             *(each for each in ctx.find_root().command.params if each.name == "verbose"),
         ]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse what was typed.
+        """Parse the command line.
 
-        Refuses an option that is given twice and counts once: the first would be dropped in silence. Refuses an empty
-        path: it is an unset variable, not the working directory.
+        An option that takes one value must not be given twice: the first value would be dropped in silence. A path
+        must not be empty: it comes from an unset variable, and would mean the working directory.
         """
         typed, _, order = self.make_parser(ctx).parse_args(list(args))
         params: list[Any] = self.params
@@ -85,12 +85,12 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run it."""
+        """Run the command."""
         verbose = ctx.params.pop("verbose") or ctx.find_root().params["verbose"]
         try:
             return self._invoke(ctx)
         except BrokenPipeError:
-            raise  # nobody reads the output: typer ends in silence
+            raise  # the reader of the output is gone: typer ends in silence
         except self.shown_as_line as error:
             if verbose:
                 traceback.print_exception(error)
@@ -99,15 +99,15 @@ class Command(TyperCommand):
     def _invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except ModuleNotFoundError as error:  # the bare install is the client
+        except ModuleNotFoundError as error:  # an install without extras has only the client's packages
             raise EnvironmentMismatch(f"{error.name}: expected this package, found none: {INSTALL}") from error
 
 
 class _Program(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
-        """Run a command and exit. Without one, show the help."""
+        """Run a command and exit. Without a command, show the help."""
         args = sys.argv[1:] if args is None else args
-        sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # prints a path of any bytes as it is
+        sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # for paths that are not UTF-8
         try:
             code = super().main(args or ["--help"], self.name, standalone_mode=False)
         except TyperException as error:
@@ -143,7 +143,7 @@ def _text(error: Exception) -> str:
 
 
 def _naming_options(message: str, ctx: Any) -> str:
-    """A message that begins with a setting or its value, with the option or variable that this was given in."""
+    """A message with the option or variable in it, if it begins with a setting or with its value."""
     for setting, option, _ in _typed(ctx):
         if re.match(rf"{setting}(?=:| ')", message):
             return option + message.removeprefix(setting)
@@ -154,7 +154,7 @@ def _naming_options(message: str, ctx: Any) -> str:
 
 
 def _typed(ctx: Any) -> Iterator[tuple[str, str, set[str]]]:
-    """Each setting that was given: its name, its option or variable, and its values, also as absolute paths."""
+    """Each setting that was given: its name, its option or environment variable, its values, and these as paths."""
     for param in ctx.command.params:
         source = ctx.get_parameter_source(param.name)
         if param.param_type_name == "option" and source is not None and source.name in _TYPED:

@@ -1,1 +1,15 @@
-"""What depends on tritonserver itself: a table of its releases, and a file for each subject they share."""
+"""What depends on tritonserver itself.
+
+An entry of `installation.RELEASES` holds what differs between Triton releases. What is the same in all of them is in
+one file for each subject::
+
+    installation    the known releases; where tritonserver is, and what it needs
+    command_line    its options, and how a secret is erased from them
+    output          the format of its log
+    control         the HTTP API that loads and unloads models
+    stubs           the processes of its Python models
+    error_messages  the words of its error messages
+
+Each of these says which Triton releases it was run with, and for which releases their source was read. To support
+another release, add its entry and check those files.
+"""

@@ -1,9 +1,10 @@
 """Load, unload and list the models of a server: Triton's model repository API, over HTTP.
 
-The server listens for it on a Unix socket that its user alone can reach, or, where clients use HTTP too, on its HTTP
-port behind a key.
+The server listens on a Unix socket that only its own user can reach. If clients use HTTP too, it listens on its HTTP
+port, and the API needs a key.
 
-Run with 24.10. The API: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
+Run with Triton 24.10.
+The API: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_model_repository.md
 """
 
 import json
@@ -15,7 +16,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import quote
 
-from serving.arguments import check_arguments
+from serving.arguments import check_arguments, check_timeout
 from serving.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -25,16 +26,15 @@ from serving.errors import (
     ServingError,
 )
 from serving.model.settings import RECOVERED
-from serving.timeouts import check_timeout
-from serving.triton.options import KEY_HEADER
-from serving.triton.sayings import load_failure
+from serving.triton.command_line import KEY_HEADER
+from serving.triton.error_messages import load_failure
 
-# The reason of a version in the index that was unloaded because somebody asked for it.
+# The reason in the index of a version that was unloaded on request.
 UNLOADED = "unloaded"
-# How the address of a Unix socket begins, here and in --http-address.
+# The prefix of a Unix socket's address, here and in --http-address.
 UNIX = "unix:"
-# A parameter of the config that a model is served with, never of config.pbtxt. It says that another version is served
-# than config.pbtxt says, and which one that is: its number, or the newest.
+# A parameter of the config that a model is loaded with, never of config.pbtxt. It says that the model serves other
+# versions than config.pbtxt says. Its value is the version that config.pbtxt says: a number, or the newest.
 _INSTEAD_OF = "instead_of_version"
 _NEWEST = "newest"
 _ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFound, 503: ServerUnavailable}
@@ -42,7 +42,7 @@ _ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFou
 
 @dataclass(frozen=True, slots=True)
 class VersionState:
-    """A version in the server's index. `state` is "READY" when it serves; otherwise `reason` says why it does not."""
+    """A version in the server's index. `state` is "READY" if it serves. Otherwise `reason` says why not."""
 
     model: str
     version: int
@@ -56,12 +56,12 @@ class Control:
 
     Attributes:
         address: where the server speaks HTTP, "host:port" or "unix:/path".
-        key: the key of its restricted protocols; None where it has none.
+        key: the key of its restricted protocols. None: it has none.
         timeout_s: deadline of each call, in seconds.
 
     Raises:
-        ConfigurationError: `timeout_s` cannot be waited for.
-        ServingError: from every method, when the server cannot be reached or refuses.
+        ConfigurationError: `timeout_s` is no possible timeout.
+        ServingError: from every method, if the server cannot be reached or refuses.
     """
 
     address: str
@@ -95,32 +95,32 @@ class Control:
         return self._call(f"v2/models/{_quoted(model)}/config")
 
     def load(self, model: str, versions: Sequence[int] = (), config: Any = None) -> tuple[int, ...]:
-        """Serve exactly `versions`, or what config.pbtxt says. The present ones serve until the others are ready.
+        """Serve exactly `versions`, or those that config.pbtxt says. The old ones serve until the new ones are ready.
 
         Args:
             model: its name.
-            versions: none: those that config.pbtxt says. Callers that name no version get the newest of them.
-            config: the ModelConfig, as JSON, that they are loaded with. None: the one that the model is served with,
-                or, without `versions`, what Triton makes of config.pbtxt.
+            versions: the versions; empty: those that config.pbtxt says. Requests that name no version get the newest.
+            config: the ModelConfig to load them with, as JSON. None: with `versions`, the one that the model is
+                served with; without, the one that Triton makes of config.pbtxt.
 
         Returns:
             The versions that serve now.
 
         Raises:
-            ServingError: a version is missing, or cannot be loaded. The present ones go on.
+            ServingError: a version is missing, or cannot be loaded. The old ones serve on.
         """
         if versions:
             self._load(model, _pinned(self.config(model) if config is None else config, versions))
             now = self.ready(model)
-            # Triton leaves versions out that it does not find, as long as it finds one.
+            # Triton ignores versions that it does not find, if it finds one of them.
             if missing := sorted({*versions} - {*now}):
                 raise ModelNotFound(f"model {model!r}: expected version {missing[0]} to serve, got {list(now)}")
             return now
         self._load(model, config)
         if config is not None:
             return self.ready(model)
-        # Triton reads config.pbtxt only if that file or a version changed. Otherwise it keeps the config that it was
-        # last given, which may name other versions.
+        # Triton reads config.pbtxt only if that file or a version changed. Otherwise it keeps the last config that
+        # it was given, which may name other versions.
         config = self.config(model)
         if _INSTEAD_OF in config["parameters"]:
             _serve(config, config["parameters"].pop(_INSTEAD_OF)["string_value"])
@@ -132,10 +132,10 @@ class Control:
 
         Args:
             model: its name.
-            config: what it was served with, as `config` gave it.
-            versions: the versions that served. `config` may name others: Triton 2.51 does not note that a version was
-                unloaded beside another.
-            since: Unix time. Weights that have not changed since then are not verified again.
+            config: the config that it was served with, as `config` returned it.
+            versions: the versions that served. `config` may name others: Triton 2.51 does not record that one version
+                of several was unloaded.
+            since: Unix time. Weights files that have not changed since then are not verified again.
         """
         said = _pinned(config, versions)
         said["parameters"][RECOVERED] = {"string_value": str(since)}
@@ -143,9 +143,9 @@ class Control:
         self._load(model, said)
 
     def answered(self) -> dict[tuple[str, int], int]:
-        """The number of requests answered without an error, by (model, version).
+        """The number of requests that were answered without an error, by (model, version).
 
-        Errors do not count: Triton itself refuses the requests of a process that hangs.
+        Errors do not count: while a model's process hangs, Triton itself refuses requests to it.
         """
         return {
             (each["name"], int(each["version"])): each["inference_stats"]["success"]["count"]
@@ -164,7 +164,7 @@ class Control:
             raise type(error)(load_failure(str(error), lambda: self.ready(model))) from None
 
     def _call(self, path: str, body: Any = None) -> Any:
-        """GET, or POST where there is a body."""
+        """Call by GET, or by POST if there is a body. Returns the JSON of the response."""
         headers = {} if self.key is None else {KEY_HEADER: self.key}
         data = None if body is None else json.dumps(body)
         connection = _connection(self.address, self.timeout_s)
@@ -211,14 +211,14 @@ def _reason(response: HTTPResponse, content: bytes) -> str:
         reason: str = json.loads(content)["error"]
     except (ValueError, TypeError, KeyError):
         reason = f"{response.status} {response.reason}"
-    reason = reason.partition("\n\nAt:\n")[0].strip()  # what follows is a line of our code
+    reason = reason.partition("\n\nAt:\n")[0].strip()  # after that comes the line of our code that raised it
     if response.status == HTTPStatus.FORBIDDEN:
         reason += ": `tbe-serve run` keeps the key for its own user on its own machine"
     return reason
 
 
 def _pinned(config: Any, versions: Sequence[int]) -> Any:
-    """`config` with these versions in place of those that config.pbtxt says, which are noted in it."""
+    """A copy of `config` that serves these versions. It records the version that config.pbtxt says: `_INSTEAD_OF`."""
     parameters = dict(config["parameters"])
     parameters.pop(RECOVERED, None)
     if _INSTEAD_OF not in parameters:
@@ -228,7 +228,7 @@ def _pinned(config: Any, versions: Sequence[int]) -> Any:
 
 
 def _serve(config: Any, version: str) -> None:
-    """Have `config` serve `version`: a number, or the newest."""
+    """Change `config` to serve `version`: a number, or `_NEWEST`."""
     config["version_policy"] = (
         {"latest": {"num_versions": 1}} if version == _NEWEST else {"specific": {"versions": [int(version)]}}
     )

@@ -1,8 +1,8 @@
-"""Find a real tritonserver.
+"""The Triton releases that we know, and the tritonserver that is installed here.
 
-The official container has `tritonserver` on PATH. Elsewhere the one in the nvidia-pytriton wheel is taken (0.7 has
-24.10). That needs a folder of backends, put together from the parts of the wheel. It also needs this environment's
-Python first on PATH: its stub takes the interpreter that it finds there.
+The official container has `tritonserver` on PATH. Elsewhere the one of the nvidia-pytriton wheel is used (0.7 has
+Triton 24.10). That one needs a folder of backends, put together from parts of the wheel. It also needs this
+environment's Python first on PATH: its stub takes the first interpreter that it finds there.
 """
 
 import contextlib
@@ -19,14 +19,56 @@ from pathlib import Path
 from serving.errors import TritonserverFailed
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Release:
+    """A Triton release.
+
+    Attributes:
+        container: tag of the official container.
+        version: major and minor version of its tritonserver.
+        is_secure: whether it has the security fixes for a server that other machines can reach.
+    """
+
+    container: str
+    version: tuple[int, int]
+    is_secure: bool
+
+
+# Oldest first.
+RELEASES = (
+    # The one in nvidia-pytriton 0.7.0. It lacks the 2025 fixes of the Python backend's shared memory, and others.
+    Release(container="24.10", version=(2, 51), is_secure=False),
+    Release(container="26.04", version=(2, 68), is_secure=True),
+)
+
+
+def release_of(version: str) -> Release:
+    """The entry for a server: the newest one that is not newer than the server. If all are newer, the oldest.
+
+    Args:
+        version: of the server, as it says it, such as "2.51.0".
+    """
+    major, minor = map(int, version.split(".")[:2])
+    return max((each for each in RELEASES if each.version <= (major, minor)), key=_version, default=RELEASES[0])
+
+
+def oldest_secure() -> Release:
+    """The oldest Triton release for a server that other machines can reach."""
+    return min((each for each in RELEASES if each.is_secure), key=_version)
+
+
+def _version(release: Release) -> tuple[int, int]:
+    return release.version
+
+
 @dataclass(frozen=True, slots=True)
 class Installation:
     """A tritonserver on this machine.
 
     Attributes:
         program: its path.
-        environment: variables that it needs.
-        backends: the folder of its backends; None where it finds its own.
+        environment: the environment variables that it needs.
+        backends: the folder of its backends. None: it finds its own.
     """
 
     program: Path
@@ -38,10 +80,10 @@ def find_tritonserver(stack: contextlib.ExitStack) -> Installation:
     """The tritonserver on PATH, or else the one of nvidia-pytriton.
 
     Args:
-        stack: removes the folder of backends at its end.
+        stack: removes the folder of backends when it is closed.
 
     Raises:
-        TritonserverFailed: there is neither, or what it needs is missing.
+        TritonserverFailed: there is neither, or something that it needs is missing.
     """
     if program := shutil.which("tritonserver"):
         return Installation(Path(program), {}, None)

@@ -1,6 +1,6 @@
 """The log of a tritonserver: passed on line by line, and searched for the reason why the server ended.
 
-Run with 24.10. Read for 26.04, whose log has the same format.
+Run with Triton 24.10. The source of 26.04 was read: its log has the same format.
 """
 
 import re
@@ -17,7 +17,7 @@ _FATAL = re.compile(r"error: (.*)")
 _AT = re.compile(r"\\n\\nAt:.*")
 # A line that every server without a GPU logs.
 _NO_GPU = "CudaDriverHelper"
-# After an option that it does not know, it prints four hundred lines about those that it knows.
+# After an unknown option, tritonserver prints four hundred lines about its options. They begin with this.
 _USAGE = b"Usage: tritonserver"
 _PATIENCE_S = 2.0
 
@@ -45,7 +45,7 @@ class Output:
         return _AT.sub("", said[-1])
 
     def drain(self) -> None:
-        """Wait until all is copied, for 2 s at most: a model's process may keep the pipe open."""
+        """Wait until all lines are copied, for 2 s at most: a model's process may keep the pipe open."""
         self._thread.join(_PATIENCE_S)
 
     def _copy(self) -> None:
@@ -55,7 +55,7 @@ class Output:
                 is_usage = is_usage or line.startswith(_USAGE)
                 if not is_usage:
                     self._lines.append(line.decode(errors="replace").rstrip())
-                    with suppress(OSError, ValueError):  # the sink is closed; the server must not wait for it
+                    with suppress(OSError, ValueError):  # the sink is closed: read on, or the server would block
                         self._sink.write(line)
 
 

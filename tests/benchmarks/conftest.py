@@ -1,14 +1,19 @@
 """A small workload."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import pytest
 
-from benchmarks.peer_workload import PeerWorkload
+if TYPE_CHECKING:
+    from benchmarks.peer_workload import PeerWorkload
 
 
 @pytest.fixture(scope="module")
-def ragged() -> PeerWorkload:
+def ragged() -> "PeerWorkload":
     """Two tables, one of them read twice; bags with no ids, one, and all they can have."""
+    from benchmarks.peer_workload import PeerWorkload
+
     random = np.random.default_rng(0)
     tops = np.array([50, 50, 50, 7, 7, 50])
     padded = random.integers(0, tops, (3, 5, 6))

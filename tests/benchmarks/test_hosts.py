@@ -172,9 +172,11 @@ def test_the_page_says_why_a_peer_is_absent() -> None:
 def test_the_picture_has_a_line_for_each_way_to_ask() -> None:
     run = run_with(*map(measured, routed.ALL))
     figure = document.draw_hosts(run["results"], routed.ALL)
-    assert [axes.get_title() for axes in figure.axes] == ["B = 1", "B = 128"]
-    for axes in figure.axes:
-        drawn = {line.get_label(): np.asarray(line.get_xdata()).tolist() for line in axes.get_lines()}
-        assert drawn["routed, table_wise"] == [1, 2, 4, 8]
-        assert drawn["routed, hosts of their own, row_wise"] == [2, 4, 8]
-        assert len(drawn) == 2 * len(document.HOSTS_LINES)
+    titles = [axes.get_title(loc="left") for axes in figure.axes]
+    assert titles == [
+        f"{samples}, {kind}" for samples in ("1 sample", "128 samples") for kind in ("table_wise", "row_wise")
+    ]
+    for axes, first in zip(figure.axes, [1, 2] * 2, strict=True):
+        drawn = [np.asarray(line.get_xdata()).tolist() for line in axes.get_lines()]
+        assert drawn == [[hosts for hosts in (1, 2, 4, 8) if hosts >= first]] * len(document.HOSTS_LINES)
+        assert {text.get_text() for text in axes.texts} == {name for name, _ in document.HOSTS_LINES.values()}

@@ -1,6 +1,7 @@
 """What is deployed: manifests that Kubernetes takes, a Dockerfile without known faults, and the same words as ours."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -188,7 +189,14 @@ def test_the_image_is_above_the_security_floor() -> None:
 
 def test_the_image_s_pins_are_the_environment_s() -> None:
     requirements = DEPLOY.parent / "requirements"
-    every, served, triton = (pins(requirements / file) for file in ("cpu.txt", "serve.txt", "triton.txt"))
-    assert {"fbgemm-gpu-cpu", "tritonclient", "msgspec"} <= served.keys()
-    assert triton == {"nvidia-pytriton": every["nvidia-pytriton"]}
-    assert {name: every.get(name) for name in served} == served
+    serving = ["serve.txt", "torch-cpu.txt", "torch-pypi.txt"]
+    locks = {
+        "Dockerfile": serving,
+        "debian.Dockerfile": ["triton.txt", *serving],
+        "export.Dockerfile": ["export.txt", *serving],
+    }
+    for name, expected in locks.items():
+        (copied,) = re.findall(r"^COPY (.*requirements/.*) \./$", (DEPLOY / name).read_text(), re.MULTILINE)
+        assert sorted(copied.replace("requirements/", "").split()) == sorted([*expected, "torch.sh"])
+        assert all(pins(requirements / lock) for lock in expected)
+    assert {"fbgemm-gpu-cpu", "tritonclient", "msgspec"} <= pins(requirements / "serve.txt").keys()

@@ -46,10 +46,10 @@ def fields(kind: Any) -> set[str]:
     ("heading", "keys"),
     [
         pytest.param("The file itself", fields(ExportConfig) - {"sharding", "serving"}, id="file"),
-        # `constraints` are Python's, `machine_bytes` is measured, and a file says bytes with their unit.
+        # `machine_bytes` is measured, and a file says bytes with their unit.
         pytest.param(
             "[sharding]",
-            fields(Sharding) - {"constraints", "machine_bytes", "memory_bytes", "router_bytes", "network_bytes_per_s"}
+            fields(Sharding) - {"machine_bytes", "memory_bytes", "router_bytes", "network_bytes_per_s"}
             | {"memory_per_rank", "router_memory", "network_bandwidth"},
             id="sharding",
         ),

@@ -1,10 +1,7 @@
-"""What README and docs/operating.md say of routers and hosts is done here, as a reader would do it."""
+"""What docs/sharding.md and docs/operating.md say of routers and hosts is done here, as a reader would do it."""
 
 import re
-import shlex
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,70 +9,46 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serving.bundle.opening import open_bundle
 from serving.model.config_file import read_config, settings_of
 from serving.model.settings import table
-from tests.docs.test_readme import ROOT, blocks, run
+from tests.docs.test_readme import ROOT, SHARDING, TO_PACKAGE, blocks, package, run
 from tests.support.deadlines import PATIENT_S
 from tests.support.hosts import patient
 from tests.support.servers import Running, running
 
 OPERATING = (ROOT / "docs" / "operating.md").read_text().split("\n## Routers and hosts\n")[1].split("\n## ")[0]
-SAVE = (
-    "import torch; from tests.support.models import collection; torch.save(collection().state_dict(), 'weights.pt')"
-)
 
 
 @dataclass(frozen=True)
 class Built:
-    """What README's section built: `folder`, and a server of each of its folders a, b and c."""
+    """What the section of docs/sharding.md built: `folder`, and the server of a router and its hosts."""
 
     folder: Path
-    servers: dict[str, Running]
+    server: Running
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     folder = tmp_path_factory.mktemp("readme")
-    (folder / "package").mkdir()
-    (folder / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
-    (export,) = (block for block in blocks("", "tbe-export model") if "--hosts-as-models" in block)
-    assert "published" in run(
-        f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{sys.executable} -c {shlex.quote(SAVE)}\n{export}", folder
-    )
-    (serve,) = blocks("", "mkdir")
-    servers: dict[str, Running] = {}
-    ports: dict[str, str] = {}
-    with ExitStack() as stack:
-        for line in serve.splitlines():
-            if not line.startswith("tbe-serve run"):
-                for said, address in ports.items():
-                    line = line.replace(f"localhost:{said}", address)
-                patience = f" --shard-timeout-ms {1000 * PATIENT_S:.0f}" if " --host " in line else ""
-                run(line + patience, folder)
-                continue
-            command, background, _ = line.partition("&")
-            assert background
-            name, *options = command.split()[2:]
-            servers[name] = stack.enter_context(running(folder / name))
-            if options:
-                ports[options[options.index("--grpc-port") + 1]] = servers[name].grpc
-        yield Built(folder, servers)
+    package(folder)
+    (export,) = (block for block in blocks(SHARDING, "", "tbe-export model") if "--hosts-as-models" in block)
+    assert "published" in run(f"{TO_PACKAGE}{export}", folder)
+    (serve,) = blocks(SHARDING, "", "tbe-serve run")
+    repository, *options = serve.split()[2:]
+    run(f"tbe-serve configure {repository}/movies --shard-timeout-ms {1000 * PATIENT_S:.0f}", folder)
+    with running(folder / repository, *options) as server:
+        yield Built(folder, server)
 
 
-def test_readme_s_router_is_looked_up(built: Built) -> None:
-    (lookup,) = blocks("", "printf")
-    shown = run(lookup.replace("--table", f"--table --url {built.servers['c'].grpc} --timeout-s {PATIENT_S}"), ROOT)
+def test_sharding_s_router_is_looked_up(built: Built) -> None:
+    (lookup,) = blocks(SHARDING, "", "printf")
+    shown = run(lookup.replace("--table", f"--table --url {built.server.grpc} --timeout-s {PATIENT_S}"), ROOT)
     assert shown.count("item_id") == 2
-    hosts = open_bundle(built.folder / "c" / "movies" / "1").manifest.hosts
-    assert [each.model for each in hosts] == [
-        *(path.name for name in "ab" for path in (built.folder / name).iterdir())
-    ]
 
 
 def test_operating_s_engines_answer(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(built.folder)
-    first, second = (built.servers[name].grpc for name in "ab")
+    first, second = built.server.hosts
     names: dict[str, Any] = {"patient": patient}
     engine, for_asyncio = re.findall(r"^```python\n(.*?)^```$", OPERATING, re.MULTILINE | re.DOTALL)
     engine = re.sub(r"hosts=(\{.*?\})", r"hosts=patient(\1)", engine)

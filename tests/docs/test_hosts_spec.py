@@ -19,19 +19,10 @@ from torch import nn
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype
 from serving.bundle import DefaultRow
 from serving.engine import Engine
-from serving.request.sequence import Sequence
-from tests.docs.test_bundle_spec import (
-    DTYPES,
-    FLOATS,
-    Bags,
-    Reader,
-    WithSequences,
-    collection,
-    positioned,
-    some_request,
-)
+from serving.request.sequences import Rows
+from tests.docs.test_bundle_spec import WithSequences, collection, positioned, some_request
+from tests.support.bundle_reader import DTYPES, FLOATS, Bags, Reader
 from tests.support.hosts import export_hosts, in_one_process
-from tests.support.quick_reload import quick_reload
 
 OWN = 0
 # Ids of a bag with their weights.
@@ -232,9 +223,8 @@ def test_a_router_is_answered_for_by_the_page_alone(
             types={name: kind for name, kind in TYPES.items() if not has_weights or name != "FP16_MEAN"},
         ),
     )
-    with quick_reload():
-        bundle = export_hosts(tmp_path, module, config)
-        one = Engine.open(in_one_process(tmp_path, module, config, bundle))
+    bundle = export_hosts(tmp_path, module, config)
+    one = Engine.open(in_one_process(tmp_path, module, config, bundle))
     # Each host has its own bundle, and no other.
     repositories = {}
     for each in json.loads((bundle / "manifest.json").read_text())["hosts"]:
@@ -250,7 +240,7 @@ def test_a_router_is_answered_for_by_the_page_alone(
     assert found.keys() == expected.keys()
     rounding = 1e-6 if output_dtype == "FP32" else 5e-3
     for name, each in expected.items():
-        answer = each.values if isinstance(each, Sequence) else each
+        answer = each.values if isinstance(each, Rows) else each
         assert answer.dtype == found[name].dtype
         np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 

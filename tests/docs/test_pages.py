@@ -34,8 +34,26 @@ def test_every_file_and_every_test_that_a_page_names_is_there(page: Path) -> Non
         assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob("test_*.py")), test
 
 
+@pytest.mark.parametrize("name", ["reliability.md", "security.md"])
+def test_every_promise_is_shown_by_make_test(name: str) -> None:
+    """Of a test that a page names, some may be long, but not all of it."""
+    text = (ROOT / "docs" / name).read_text()
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    long = set(re.findall(r"^@pytest\.mark\.long\n(?:@.*\n)*def (test_\w+)", tests, re.MULTILINE))
+    assert long, "there are none, or they are marked in another way"
+    assert {test for test in re.findall(r"`(test_\w+)`", text) if test in long} == set()
+
+
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
 def test_every_decision_has_a_status_and_a_line_in_the_index(page: Path) -> None:
     number, title = re.findall(r"^# (\d+)\. (.+)\n\nStatus: Accepted \d{4}-\d{2}-\d{2}\.", page.read_text())[0]
     assert int(number) == int(page.stem[:4])
     assert f"| {number} | [{title}]({page.name}) |" in (page.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["reliability.md", "errors.md"])
+def test_no_sentence_of_a_table_has_more_than_25_words(page: str) -> None:
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        for cell in line.split("|") if line.startswith("|") else ():
+            for sentence in re.split(r"(?<=[.?!])\s+", re.sub(r"`(?:test_|tests/)[^`]*`", "a test", cell)):
+                assert len(sentence.split()) <= 25, sentence

@@ -1,10 +1,14 @@
-"""The README's blocks run, one after another, as a reader would run them."""
+"""The blocks of the README and of the guides run, as a reader would run them, and their figures were measured."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +17,23 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
+from benchmarks.peer_servers import PEERS
 from serving.bundle.opening import open_bundle
 from serving.server import Ports, run_server
 from tests.support.deadlines import CALLING, PATIENT_S
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+README, CLIENTS, SHARDING = "README.md", "docs/clients.md", "docs/sharding.md"
+EXPORT, OPERATING = "docs/export.md", "docs/operating.md"
+# Before a command: package.module is one that builds what tests know.
+TO_PACKAGE = f"export PYTHONPATH={shlex.quote(str(ROOT))}:.\n"
 
 
-def blocks(language: str, start: str = "") -> list[str]:
-    found = [text for name, text in BLOCKS if name == language and text.startswith(start)]
-    assert found, f"README.md has no {language} block that starts with {start!r}"
+def blocks(page: str, language: str, start: str = "") -> list[str]:
+    """The blocks of a page in a language that start so; there is one at least."""
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    found = [text for name, text in every if name == language and text.startswith(start)]
+    assert found, f"{page} has no {language} block that starts with {start!r}"
     return found
 
 
@@ -46,48 +56,89 @@ def run(text: str, cwd: Path) -> str:
     return done.stdout
 
 
-def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def package(folder: Path, module: str = "from tests.support.models import collection as build\n") -> None:
+    """Make the package.module of the pages, and the weights of what it builds."""
+    (folder / "package").mkdir()
+    (folder / "package" / "module.py").write_text(module)
     names: dict[str, Any] = {}
-    export, lookup, at_once, in_process, _, _, sharded = blocks("python")
-    operate = blocks("", "tbe-serve load")[0].splitlines()
-    (serve,) = blocks("", "tbe-serve run")
-    (from_shell,) = blocks("", "echo")
+    exec(module, names)
+    torch.save(names["build"]().state_dict(), folder / "weights.pt")
 
-    exec(export, names)
-    assert names["bundle"] == Path("repository/movies/1").absolute()
+
+@dataclass(frozen=True)
+class Served:
+    folder: Path
+    address: str
+
+
+@pytest.fixture(scope="module")
+def movies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """What the README exports, served as it says."""
+    folder = tmp_path_factory.mktemp("readme")
+    (export,) = blocks(README, "python", "from torchrec")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        names: dict[str, Any] = {}
+        exec(export, names)
+    assert names["bundle"] == folder / "repository/movies/1"
+    (serve,) = blocks(README, "", "tbe-serve run")
     (repository,) = serve.split()[2:]
-    with run_server(Path(repository), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
-        exec(patient(lookup, server.grpc), names)
-        assert names["answer"]["genres"].shape == (3, 16)
-        exec(patient(at_once, server.grpc), names)
-        assert len(names["answers"]) == 100
-        table = run(
-            from_shell.replace("movies --table", f"movies --table --url {server.grpc} --timeout-s {PATIENT_S}"), ROOT
-        )
-        assert table.count("genres") == 3
-        for line in operate:
-            command, _, _ = line.partition("#")
-            verb = command.split()[1]
-            at = f" --url {server.grpc}" if verb in ("load", "health", "bench") else ""
-            at = f" {server.grpc}" if verb == "status" else at
-            at += f" --timeout-s {PATIENT_S}" if verb in CALLING else ""
-            brief = " --seconds 0.2" if "bench" in command else ""
-            assert run(command.strip() + at + brief, tmp_path)
+    with run_server(folder / repository, Ports(grpc=0, http=0, metrics=0), log=folder / "log") as server:
+        yield Served(folder, server.grpc)
+
+
+@pytest.mark.parametrize("page", [README, CLIENTS])
+def test_lookups_of_a_page_are_answered(page: str, movies: Served) -> None:
+    names: dict[str, Any] = {}
+    lookup, *_ = blocks(page, "python", "from serving.client import LookupClient")
+    exec(patient(lookup, movies.address), names)
+    assert names["answer"]["genres"].shape == (3, 16)
+    (from_shell,) = blocks(page, "", "echo")
+    at = f" --url {movies.address} --timeout-s {PATIENT_S}"
+    assert run(from_shell.strip() + at, ROOT).count("genres") == 3
+
+
+def test_many_lookups_at_once_are_answered(movies: Served) -> None:
+    names: dict[str, Any] = {}
+    (at_once,) = blocks(CLIENTS, "python", "import asyncio")
+    exec(patient(at_once, movies.address), names)
+    assert len(names["answers"]) == 100
+
+
+def test_the_engine_of_the_page_of_clients_answers(movies: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(movies.folder)
+    names: dict[str, Any] = {}
+    (in_process,) = blocks(CLIENTS, "python", "from serving.engine")
     exec(in_process, names)
     assert names["answer"]["genres"].shape == (3, 16)
-    exec(sharded, names)
-    assert len(open_bundle(names["bundle"]).manifest.plan.ranks) == 2
 
 
-def test_the_shell_export_of_the_readme_runs(tmp_path: Path) -> None:
-    command, _, _ = blocks("", "tbe-export model")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
-    save = "import torch; from tests.support.models import collection; torch.save(collection().state_dict(), 'weights.pt')"
-    environment = f"export PYTHONPATH={shlex.quote(str(ROOT))}\n"
-    out = run(f"{environment}{shlex.quote(sys.executable)} -c {shlex.quote(save)}\n{command}", tmp_path)
-    assert f"published {tmp_path / 'repository' / 'movies' / '1'}" in out
+@pytest.mark.parametrize("page", [README, OPERATING])
+def test_the_commands_of_a_page_run(page: str, movies: Served) -> None:
+    for line in blocks(page, "", "tbe-serve load movies")[0].splitlines():
+        command, _, _ = line.partition("#")
+        verb = command.split()[1]
+        at = f" --url {movies.address}" if verb in ("load", "health", "bench") else ""
+        at = f" {movies.address}" if verb == "status" else at
+        at += f" --timeout-s {PATIENT_S}" if verb in CALLING else ""
+        brief = " --seconds 0.2" if "bench" in command else ""
+        assert run(command.strip() + at + brief, movies.folder)
+
+
+def test_the_shell_export_of_the_page_of_exports_runs(tmp_path: Path) -> None:
+    (command,) = [
+        text for text in blocks(EXPORT, "", "tbe-export model") if "--checkpoint" in text and "int4" in text
+    ]
+    package(tmp_path)
+    assert f"published {tmp_path / 'repository' / 'movies' / '1'}" in run(f"{TO_PACKAGE}{command}", tmp_path)
+
+
+def test_the_sharded_export_of_the_page_of_sharding_runs(tmp_path: Path) -> None:
+    (sharded,) = blocks(SHARDING, "python")
+    package(tmp_path)
+    run(f"{TO_PACKAGE}{shlex.quote(sys.executable)} -c {shlex.quote(sharded)}", tmp_path)
+    bundle = open_bundle(tmp_path / "repository" / "movies_on_two_ranks" / "1")
+    assert len(bundle.manifest.plan.ranks) == 2
 
 
 RANKER = """
@@ -107,15 +158,18 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (command,) = [each for each in blocks("", "tbe-export model") if "--scores" in each]
-    score, once = [each for each in blocks("python") if "client.score" in each]
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "module.py").write_text(RANKER)
+    command, on_hosts = blocks(README, "", "tbe-export model")
+    assert on_hosts == blocks(SHARDING, "", "tbe-export model")[0] + blocks(SHARDING, "", "tbe-serve run")[0]
+    of_readme, score, once = (
+        text for page in (README, CLIENTS) for text in blocks(page, "python") if "client.score" in text
+    )
+    assert of_readme == score
+    package(tmp_path, RANKER)
     names: dict[str, Any] = {}
     exec(RANKER, names)
     model = names["build"]().eval()
-    torch.save(model.state_dict(), "weights.pt")
-    run(f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{command}", tmp_path)
+    model.load_state_dict(torch.load("weights.pt"))
+    run(f"{TO_PACKAGE}{command}", tmp_path)
     with run_server(Path("repository"), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
         exec(patient(score, server.grpc), names)
         scores = names["answer"]["scores"]
@@ -137,24 +191,79 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     np.testing.assert_allclose(names["answer"]["scores"], expected, atol=5e-3)
 
 
-def test_the_plan_of_the_readme_is_drawn(tmp_path: Path) -> None:
-    (command,) = blocks("", "tbe-export plan")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
-    run(f"export PYTHONPATH={shlex.quote(str(ROOT))}\n{command}", tmp_path)
+def test_the_plan_of_the_page_of_sharding_is_drawn(tmp_path: Path) -> None:
+    (command,) = blocks(SHARDING, "", "tbe-export plan")
+    package(tmp_path)
+    run(f"{TO_PACKAGE}{command}", tmp_path)
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-def test_the_comparisons_of_the_readme_are_written(tmp_path: Path) -> None:
-    of_model, of_tables = blocks("", "tbe-export compare")
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "module.py").write_text("from tests.support.models import collection as build\n")
-    (tables,) = blocks("toml")
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)], ids=["model", "tables"])
+def test_the_comparisons_of_the_page_of_sharding_are_written(tmp_path: Path, number: int) -> None:
+    command = blocks(SHARDING, "", "tbe-export compare")[number]
+    package(tmp_path)
+    (tables,) = blocks(SHARDING, "toml")
     (tmp_path / "tables.toml").write_text(tables)
-    environment = f"export PYTHONPATH={shlex.quote(str(ROOT))}\n"
-    for command in (of_model, of_tables):
-        out = run(f"{environment}{command.strip()} --seconds 0.01", tmp_path)
-        assert "written report/report.html" in out
+    out = run(f"{TO_PACKAGE}{command.strip()} --seconds 0.01", tmp_path)
+    assert "written report/report.html" in out
+
+
+# The rows of the README's table: what is measured, and what is best of it.
+MEASURED = {
+    "128 samples, one client: median": ("c1_b128_p50_s", min),
+    "128 samples, 8 clients": ("c8_b128_rps", max),
+    "1 sample, 32 clients": ("c32_b1_rps", max),
+}
+SERVERS = {
+    "plain gRPC, torch's int8": "grpc_aio_int8",
+    "TorchServe": "torchserve_fp32",
+    "Mosec": "mosec_fp32",
+}
+
+
+def test_the_comparisons_of_the_readme_are_those_of_the_last_benchmark() -> None:
+    latest = json.loads((ROOT / "benchmarks" / "results" / "latest.json").read_text())
+    assert latest["others"]["quiet"]
+    assert f"on {['two', 'three', 'four'][latest['machine']['cores'] - 2]} cores" in (ROOT / README).read_text()
+    results = latest["results"]
+    rows = re.findall(r"^\| (1.*?) \| (\S+).*? \| (\S+) .*?\((.*)\) \|$", (ROOT / README).read_text(), re.MULTILINE)
+    assert [what for what, *_ in rows] == list(MEASURED)
+    for what, ours, best, server in rows:
+        quantity, best_of = MEASURED[what]
+        others = {name: value for name in PEERS if (value := results.get(f"dlrm_1m_{name}_{quantity}")) is not None}
+        assert len({name.rpartition("_")[0] for name in others}) == 8
+        assert best_of(others, key=others.__getitem__) == SERVERS[server]
+        assert (ours, best) == (shown(results[f"dlrm_1m_ours_{quantity}"]), shown(best_of(others.values())))
+
+
+def shown(value: float) -> str:
+    """Seconds as milliseconds, or answers a second."""
+    return f"{1e3 * value:.1f}" if value < 1 else f"{value:,.0f}"
+
+
+def test_the_locks_that_the_readme_installs_are_those_of_their_purposes() -> None:
+    (install,) = blocks(README, "", "pip install")
+    assert set(re.findall(r"-r requirements/(\S+)", install)) == {
+        "serve.txt", "triton.txt", "export.txt", "torch-cpu.txt"
+    }  # fmt: skip
+
+
+def test_the_readme_has_at_most_a_thousand_words() -> None:
+    assert len((ROOT / README).read_text().split()) <= 1000
+
+
+@pytest.mark.parametrize("page", [README, CLIENTS, SHARDING])
+def test_every_block_of_a_page_is_one_that_a_test_runs(page: str) -> None:
+    """Whoever adds a block adds it to a test: a block that nothing runs rots."""
+    known = {
+        README: {"": 8, "python": 3},
+        CLIENTS: {"": 1, "python": 5, "text": 1},
+        SHARDING: {"": 6, "python": 1, "toml": 1},
+    }
+    assert (
+        Counter(re.findall(r"^```(\w*)\n.*?^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL))
+        == known[page]
+    )
 
 
 def test_every_link_of_the_docs_leads_somewhere() -> None:

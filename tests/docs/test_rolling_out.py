@@ -16,8 +16,6 @@ from tests.support.commands import tbe_export
 from tests.support.models import SUM, collection
 from tests.support.servers import Running, running, tbe_serve
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 PAGE = Path(__file__).parents[2] / "docs" / "rolling-out.md"
 
 

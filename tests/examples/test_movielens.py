@@ -39,14 +39,15 @@ def test_recent_items_are_positive_and_earlier_and_nothing_else(samples: data.Sa
     )
     items = data.catalogue().items
     recent = samples.features["recent_items"]
+    of_user: dict[str, list[int]] = {}
+    for number, each in enumerate(ratings):
+        of_user.setdefault(each["user_id"], []).append(number)
     for sample in np.random.default_rng(0).integers(0, 100_000, 300):
         now = ratings[sample]
         earlier = [
             items[each["item_id"]]["item_id"][0]
-            for each in ratings[:sample]
-            if each["user_id"] == now["user_id"]
-            and float(each["timestamp"]) < float(now["timestamp"])
-            and float(each["rating"]) >= 4
+            for each in (ratings[number] for number in of_user[now["user_id"]] if number < sample)
+            if float(each["timestamp"]) < float(now["timestamp"]) and float(each["rating"]) >= 4
         ]
         found = recent.values[recent.offsets[sample] : recent.offsets[sample + 1]].tolist()
         assert found == earlier[-data.RECENT_ITEMS :]
@@ -66,9 +67,20 @@ def test_taking_samples_takes_their_bags() -> None:
     assert lengths.tolist() == [3, 0, 2, 3]
 
 
-def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(tmp_path: Path) -> None:
+# A third of the training, for `make test`.
+BRIEF = "from examples.movielens import demo, train; train.EPOCHS = 1; demo.main()"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["-c", BRIEF], id="one epoch"),
+        pytest.param(["-m", "examples.movielens.demo"], id="as it is", marks=pytest.mark.long),
+    ],
+)
+def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(tmp_path: Path, command: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "examples.movielens.demo"],
+        [sys.executable, *command],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
         capture_output=True,

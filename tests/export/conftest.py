@@ -1,12 +1,16 @@
 """What tests of several rooms of `export` compare with."""
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from serving.engine import Engine
-from tests.support.sharded import sharded
+if TYPE_CHECKING:
+    from serving.engine import Engine
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> "Engine":
     """`MIXED` on one rank."""
+    from tests.support.sharded import sharded
+
     return sharded(tmp_path_factory.mktemp("one"))

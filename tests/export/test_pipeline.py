@@ -10,15 +10,16 @@ import pytest
 import torch
 from torchrec import EmbeddingBagCollection
 
-from export import IdPolicy, export_model, steps
+from export import IdPolicy, export_model, pipeline
+from export.config import Progress
 from export.errors import PublishError
 from export.parity.limits import check_parity
-from export.progress import Progress
 from serving.bundle.opening import open_bundle
 from tests.support.folders import files
 from tests.support.models import MIXED, MIXED_CONFIG, Spec, collection
 
 
+@pytest.mark.usefixtures("fresh_process")
 def test_the_manifest_says_what_was_exported(tmp_path: Path) -> None:
     manifest = open_bundle(export_model(collection(MIXED), tmp_path / "r", "m", MIXED_CONFIG)).manifest
     assert [feature.name for feature in manifest.features] == [
@@ -98,7 +99,7 @@ def test_nothing_is_published_that_serving_would_refuse(tmp_path: Path, monkeypa
 
     export_model(collection(), tmp_path / "r", "m")
     before = files(tmp_path)
-    monkeypatch.setattr(steps, "check_parity", with_no_number)
+    monkeypatch.setattr(pipeline, "check_parity", with_no_number)
     with pytest.raises(PublishError, match=r"could not be served: .*Expected `float`, got `null`"):
         export_model(collection(), tmp_path / "r", "m")
     assert files(tmp_path) == before

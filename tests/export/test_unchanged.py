@@ -1,8 +1,10 @@
 """Exports leave the caller's model alone; `tests.support.unchanged` looks at that in every test that exports."""
 
+import inspect
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from export.pipeline import plan_model
 from serving.engine import Engine
 from tests.support.models import SUM, collection
 from tests.support.scored import EXACT, WIDTH, even, own_scores, random_request
-from tests.support.unchanged import _state, assert_unchanged
+from tests.support.unchanged import EXPORTS, _state, assert_unchanged
 
 
 class Tied(nn.Module):
@@ -51,6 +53,13 @@ class Remembers(nn.Module):
         self.seen = self.bags(ids).values()
         logits: Tensor = self.over(self.seen) + dense_features[:, :1]
         return logits
+
+
+def test_every_export_of_the_tests_is_looked_at() -> None:
+    for home, names in EXPORTS.items():
+        for name in names:
+            function = getattr(import_module(home), name)
+            assert inspect.unwrap(function) is not function
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "trained", "meta"])

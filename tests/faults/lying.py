@@ -11,7 +11,8 @@ from serving.client import LookupClient, Retries
 from serving.errors import ServingError
 from tests.support.host_faults import EVERY, SPECS, bags, export_version, open_plan, same, until
 from tests.support.hosts import MODEL, configure, only
-from tests.support.lying_hosts import LIES, WIRES, lying_hosts, on_the_wire, truth
+from tests.support.lying_hosts import LIES, lying_hosts, truth
+from tests.support.lying_wires import WIRES, on_the_wire
 from tests.support.relay import Relay
 from tests.support.servers import running
 

@@ -11,8 +11,10 @@ from tests.faults import clients, files, lying, memory, servers, whole
 from tests.faults.tools import Asked, published
 from tests.support.growth import keeps_growing
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-BOTH = pytest.mark.parametrize("asked", [published, whole.published], ids=["lookups", "scores"])
+BOTH = pytest.mark.parametrize(
+    "asked",
+    [pytest.param(published, id="lookups"), pytest.param(whole.published, id="scores", marks=pytest.mark.long)],
+)
 
 
 @BOTH

@@ -1,21 +1,29 @@
 """Faults under a load of scores; `make faults` does them more often and tells how long they took."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults import memory, whole
 from tests.support.growth import keeps_growing
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
 
-
-def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_before_goes_on(tmp_path: Path) -> None:
-    seen = whole.damaged_rolled_out(tmp_path, whole.DAMAGES)
+@pytest.mark.parametrize(
+    "damages",
+    [
+        pytest.param(whole.DAMAGES[::3], id="some"),
+        pytest.param(whole.DAMAGES, id="all", marks=pytest.mark.long),
+    ],
+)
+def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_before_goes_on(
+    tmp_path: Path, damages: list[Any]
+) -> None:
+    seen = whole.damaged_rolled_out(tmp_path, damages)
     print(seen.line())
     assert (seen.wrong, seen.failed) == (0, 0)
-    assert seen.version == 2 + len(whole.DAMAGES)
-    for (file, _), said in zip(whole.DAMAGES, seen.refused, strict=True):
+    assert seen.version == 2 + len(damages)
+    for (file, _), said in zip(damages, seen.refused, strict=True):
         assert file in said
 
 
@@ -28,6 +36,7 @@ def test_requests_for_scores_that_would_wait_too_long_are_refused_and_the_others
     assert seen.afterwards == 16
 
 
+@pytest.mark.long
 def test_the_memory_of_huge_dense_inputs_is_given_back(tmp_path: Path) -> None:
     """0.4 GB for a request of one sample."""
     seen = memory.huge(tmp_path, whole.large_message(33_000_000), times=5, asked=whole.published)

@@ -156,15 +156,15 @@ def damaged_rolled_out(folder: Path, damages: Sequence[tuple[str, Callable[[Path
 SLOW = """
 import time
 from serving.backend import TritonPythonModel
-from serving.engine import Engine
+from serving.lookup.program import DenseProgram
 
-score = Engine.score_batch
+score = DenseProgram.score_batch
 
-def slowly(self, batches, answers):
+def slowly(self, batch, embeddings):
     time.sleep(0.05)
-    return score(self, batches, answers)
+    return score(self, batch, embeddings)
 
-Engine.score_batch = slowly
+DenseProgram.score_batch = slowly
 """
 
 

@@ -14,14 +14,11 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from serving.engine import Engine
-from serving.errors import HostUnavailable
-from serving.ranks.answered import failed_of
-from serving.ranks.hosts import Hosts
-from serving.request import kjt
+from serving.errors import HostUnavailable, ServingError
 from serving.request.accept import accept
-from serving.request.batches import batches_of, outputs_of
 from serving.request.encoding import encode
 from serving.request.tensors import EMBEDDINGS, Tensors
+from serving.router.hosts_config import HostsConfig
 from tests.support.host_faults import EVERY, SPECS, Version, bags, export_version, open_plan
 from tests.support.lying_hosts import LIES, Lie, LyingHost, lying_hosts, truth
 
@@ -122,30 +119,25 @@ def _opened(folder: Path) -> Iterator[tuple[Version, Engine, LyingHost, int]]:
     (number,) = open_plan(version)["blank"]
     with lying_hosts(version.bundle) as hosts:
         addresses = {host: each.address for host, each in hosts.items()}
-        with Engine.open(version.bundle, Hosts(addresses=addresses, timeout_s=TIMEOUT_S)) as engine:
+        with Engine.open(version.bundle, HostsConfig(addresses=addresses, timeout_s=TIMEOUT_S)) as engine:
             yield version, engine, hosts[number], number
 
 
 def _judge(
     version: Version, engine: Engine, asked: list[Tensors], needs: list[bool], lie: Lie | Mangled, outcome: Outcome
 ) -> None:
-    checked = kjt.check([accept(engine.schema, each) for each in asked])
-    batches = batches_of(engine.schema, checked)
-    answered = engine.run(batches)
-    failed = failed_of(answered)
-    outputs = outputs_of(checked, batches, [each.embeddings for each in answered])
-    for index, (tensors, needed) in enumerate(zip(asked, needs, strict=True)):
-        error = failed.get(index)
-        if error is not None:
+    outcomes = engine.answer([accept(engine.schema, each) for each in asked]).outcomes()
+    for tensors, needed, found in zip(asked, needs, outcomes, strict=True):
+        if isinstance(found, ServingError):
             outcome.refused += 1
-            if not needed or type(error) is not HostUnavailable or ": host " not in str(error):
-                outcome.wrong.append(f"{type(error).__name__}: {error}")
-            if len(str(error)) > 1000 or not str(error).isprintable():
-                outcome.wrong.append(f"not fit for a screen: {error}")
+            if not needed or type(found) is not HostUnavailable or ": host " not in str(found):
+                outcome.wrong.append(f"{type(found).__name__}: {found}")
+            if len(str(found)) > 1000 or not str(found).isprintable():
+                outcome.wrong.append(f"not fit for a screen: {found}")
             if needed and isinstance(lie, Mangled) and lie.is_answer:
-                outcome.wrong.append(f"refused though nothing is wrong but numbers: {error}")
+                outcome.wrong.append(f"refused though nothing is wrong but numbers: {found}")
         elif not needed:
-            if np.array_equal(outputs[index][EMBEDDINGS], version.one.answer(tensors)):
+            if np.array_equal(found[EMBEDDINGS], version.one.outputs(tensors)[EMBEDDINGS]):
                 outcome.answered += 1
             else:
                 outcome.wrong.append("a request that needs nothing of the host got other numbers")

@@ -1,4 +1,4 @@
-"""Malformed and hostile requests to a real server: fifteen thousand here, a hundred thousand in `make fuzz`."""
+"""Malformed and hostile requests to a real server: some thousands here, a hundred thousand in `make fuzz`."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from tests.fuzz.served import publish
 from tests.support.growth import keeps_growing
 from tests.support.servers import FREE, metric, replace_model_py
 
-COUNT = 15_000
+COUNT = 3_000
 FAULTY_COUNT = 5_000
 # A server that never answered such messages grows until some ten thousand came: buffers of all sizes, for each thread.
-# How many it takes, the scheduler says. It has so many times COUNT messages to come to an end.
-MOST_TIMES = 4
+# How many it takes, the scheduler says. It has so many times MANY messages to come to an end.
+MANY, MOST_TIMES = 15_000, 4
 NOISE_BYTES = 256 << 10
 
 
@@ -51,13 +51,18 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[M
     assert outcome.statuses["INVALID_ARGUMENT"] > COUNT // 3
     assert outcome.statuses["OK"] > COUNT // 50
     assert metric(server, "tbe_calls_total") < metric(server, "tbe_requests_total"), "nothing was merged"
-    memory_bytes = outcome.memory_bytes
-    for seed in range(2, MOST_TIMES + 1):
+
+
+@pytest.mark.long
+def test_memory_stops_growing_whatever_is_sent(served: tuple[list[Model], Server]) -> None:
+    models, server = served
+    memory_bytes: list[int] = []
+    for seed in range(2, MOST_TIMES + 2):
+        outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, MANY, seed)
+        assert outcome.wrong == []
+        memory_bytes += outcome.memory_bytes
         if not keeps_growing(memory_bytes[-LOOKS:], NOISE_BYTES):
             break
-        more = fuzz(server.grpc, psutil.Process(server.process.pid), models, COUNT, seed)
-        assert more.wrong == []
-        memory_bytes += more.memory_bytes
     assert not keeps_growing(memory_bytes[-LOOKS:], NOISE_BYTES), memory_bytes
 
 
@@ -68,7 +73,7 @@ FAULTS = {
         "accept.accept_dense = lambda inputs, given, samples, once=(): "
         "[np.resize(given.get(each.name, np.ones(1, np.float32)), (samples, each.width)) for each in inputs]",
     ),
-    "dense inputs are those of a neighbour": ("m", "dense_part.joined = lambda each: np.concatenate(each[::-1])"),
+    "dense inputs are those of a neighbour": ("m", "program.joined = lambda each: np.concatenate(each[::-1])"),
     "scores are answered in the order of the features asked for": (
         "m",
         "reordered = accept._reordered; accept._reordered = lambda request, names, chosen, selection: "
@@ -76,11 +81,11 @@ FAULTS = {
     ),
     "what comes once counts for one sample": (
         "m",
-        "dense_part.spread = lambda embeddings, request: embeddings[: request.samples]",
+        "program.spread = lambda embeddings, request: embeddings[: request.samples]",
     ),
     "what comes once is answered as if it did not": (
         "rows",
-        "batches_of = batches.batches_of; answering.batches_of = lambda schema, checked: "
+        "batches_of = batches.batches_of; engine.batches_of = lambda schema, checked: "
         "[replace(each, is_once=False) for each in batches_of(schema, checked)]",
     ),
     "rows are answered in the order of the tables": (
@@ -95,7 +100,7 @@ FAULTS = {
     ),
     "requests whose samples would meet are scored together": (
         "meets",
-        "score = dense_part.DenseProgram.score; dense_part.DenseProgram.score = lambda self, *given: "
+        "score = program.DenseProgram.score; program.DenseProgram.score = lambda self, *given: "
         "(setattr(self, 'part', structs.replace(self.part, mixes_samples=False)), score(self, *given))[1]",
     ),
     "sequences may be of any size": ("rows", "accept.check_sequences = lambda request, limits: None"),
@@ -104,14 +109,16 @@ FAULTY = """
 from dataclasses import replace
 import numpy as np
 from msgspec import structs
-from serving import dense_part
+from serving import engine
 from serving.backend import TritonPythonModel
-from serving.backend import answering
+from serving.lookup import program
 from serving.request import accept, batches, kjt, schema
 """
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(each, marks=[pytest.mark.long] if number else []) for number, each in enumerate(FAULTS)]
+)
 def test_what_a_server_does_wrong_is_found(fault: str, published: tuple[list[Model], Path], tmp_path: Path) -> None:
     models, repository = published
     name, line = FAULTS[fault]

@@ -6,7 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+import venv
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -31,9 +34,86 @@ def test_every_pin_has_hashes(lock: Path) -> None:
 def test_both_torches_are_the_one_that_is_asked_for_and_nothing_is_pinned_twice() -> None:
     cpu, pypi = pins(REQUIREMENTS / "torch-cpu.txt"), pins(REQUIREMENTS / "torch-pypi.txt")
     assert cpu["torch"] == pypi["torch"] + "+cpu"
-    assert f"torch=={pypi['torch']}\n" in (REQUIREMENTS / "cpu.in").read_text()
-    for lock in ("cpu.txt", "serve.txt"):
-        assert not pins(REQUIREMENTS / lock).keys() & (cpu.keys() | pypi.keys())
+    for asking in ("serve.in", "torch-pypi.in"):
+        assert f"torch=={pypi['torch']}\n" in (REQUIREMENTS / asking).read_text()
+    for purpose in PURPOSES:
+        assert not pins(REQUIREMENTS / f"{purpose}.txt").keys() & (cpu.keys() | pypi.keys())
+
+
+# What an environment for each purpose has: each lock holds what those before it do not.
+PURPOSES = ("serve", "triton", "export", "demo", "dev")
+
+
+def test_no_lock_has_what_another_one_of_the_environment_has() -> None:
+    names = [name for purpose in (*PURPOSES, "uv") for name in pins(REQUIREMENTS / f"{purpose}.txt")]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_each_lock_has_what_is_asked_for(purpose: str) -> None:
+    locked = {name: version for each in PURPOSES[: PURPOSES.index(purpose) + 1] for name, version in in_lock(each)}
+    asked = re.findall(
+        r"^([\w-]+)(?:\[\w+\])?(?:==(\S+))?", (REQUIREMENTS / f"{purpose}.in").read_text(), re.MULTILINE
+    )
+    for name, version in asked:
+        if name != "torch":  # it has locks of its own
+            assert locked[name.lower()] == (version or locked[name.lower()])
+
+
+def in_lock(purpose: str) -> Iterable[tuple[str, str]]:
+    return pins(REQUIREMENTS / f"{purpose}.txt").items()
+
+
+def test_the_extras_are_the_purposes() -> None:
+    project = tomllib.loads((REQUIREMENTS.parent / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for extra, purposes in {
+        "export": ["export"],
+        "server": ["serve", "triton"],
+        "demo": ["demo"],
+        "dev": ["dev"],
+    }.items():
+        asked = "".join((REQUIREMENTS / f"{purpose}.in").read_text() for purpose in purposes)
+        for requirement in extras[extra]:
+            name = re.split(r"[^\w-]", requirement)[0]
+            assert name == "torch" or re.search(rf"^{name}\b", asked, re.MULTILINE), f"{extra}: {name}"
+
+
+# Imports modules as if what the locks named first have were not installed.
+IMPORTS = """
+import sys
+from importlib.machinery import PathFinder
+from importlib.metadata import packages_distributions
+
+absent, modules = (set(words.split()) for words in sys.argv[1:])
+distributions = packages_distributions()
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        owners = {owner.lower().replace("_", "-") for owner in distributions.get(name, ())}
+        return None if owners and owners <= absent else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+for module in modules:
+    __import__(module)
+"""
+
+
+@pytest.mark.parametrize(
+    ("purpose", "modules"),
+    [
+        ("serve", "serving.__main__ serving.engine serving.client serving.server"),
+        ("export", "export.__main__ export.pipeline export.compare.page export.plan.picture"),
+        ("demo", "examples.movielens.demo examples.hosts.demo"),
+    ],
+)
+def test_what_a_purpose_imports_is_in_its_locks(purpose: str, modules: str) -> None:
+    later = PURPOSES[PURPOSES.index(purpose) + 1 :]
+    refused = " ".join(name for each in later for name in pins(REQUIREMENTS / f"{each}.txt"))
+    command = [sys.executable, "-c", IMPORTS, refused, modules]
+    done = subprocess.run(command, cwd=REQUIREMENTS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def wheel(folder: Path, name: str, version: str) -> str:
@@ -58,7 +138,8 @@ def run(index: Path, lock: str, script: str, *arguments: str, **more: str) -> su
     """Run a script of ours beside a lock `torch-cpu.txt`, with a pip that knows nothing but `index`."""
     folder = index.parent / "requirements"
     folder.mkdir()
-    shutil.copy(REQUIREMENTS / script, folder)
+    for each in (script, "uv.sh"):
+        shutil.copy(REQUIREMENTS / each, folder)
     (folder / "torch-cpu.txt").write_text(lock)
     only = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     command = [str(folder / script), *arguments]
@@ -106,3 +187,51 @@ def test_a_file_that_is_not_the_pinned_one_is_not_installed(index: Path, pinned:
     assert done.stdout.startswith("setup: installing 1 pinned packages\n")
     assert (environment / "packages" / "nothing-1.0.dist-info").exists() is pinned
     assert pinned or "Expected sha256 " + "0" * 64 in done.stderr
+
+
+@pytest.fixture
+def with_uv(index: Path) -> None:
+    """uv lies where install.sh and torch.sh look for it."""
+    (index.parent / ".venv" / "bin").mkdir(parents=True)
+    (index.parent / ".venv" / "bin" / "uv").symlink_to(Path(sys.executable).with_name("uv"))
+
+
+@pytest.mark.usefixtures("with_uv")
+def test_uv_finds_the_cpu_build_where_pip_would(index: Path) -> None:
+    digest = wheel(index, "torch", "2.13.0+cpu")
+    done = run(index, f"torch==2.13.0+cpu --hash=sha256:{digest}\n", "torch.sh", PIP)
+    assert (done.returncode, done.stdout) == (0, "torch-cpu.txt\n"), done.stderr
+
+
+@pytest.mark.usefixtures("with_uv")
+@pytest.mark.parametrize("pinned", [True, False])
+def test_uv_installs_what_is_pinned_and_nothing_else(index: Path, pinned: bool) -> None:
+    environment = index.parent / "environment"
+    venv.create(environment, symlinks=True)
+    shutil.copy(PIP, environment / "bin" / "pip")
+    digest = wheel(index, "nothing", "1.0")
+    lock = f"nothing==1.0 --hash=sha256:{digest if pinned else '0' * 64}\n"
+    done = run(index, lock, "install.sh", str(environment), "torch-cpu.txt", UV_CACHE_DIR=str(index.parent / "cache"))
+    assert (done.returncode == 0) is pinned, done.stderr
+    assert any(environment.rglob("nothing-1.0.dist-info")) is pinned
+    assert ("setup: uv could not" in done.stderr) is not pinned
+
+
+def test_uv_is_told_what_pip_is_told(index: Path) -> None:
+    """Of pip's levels the most particular one counts: the environment, then pip's own section, then all sections'."""
+    uv = index.parent / ".venv" / "bin" / "uv"
+    uv.parent.mkdir(parents=True)
+    uv.write_text('#!/bin/sh\necho "$@"\necho "cert: $SSL_CERT_FILE"\n')
+    uv.chmod(0o755)
+    config = index.parent / "pip.conf"
+    config.write_text(
+        "[global]\nindex-url = file:///global\nextra-index-url = file:///one\n  file:///two\ncert = /a.pem\n"
+        "[install]\nindex-url = file:///install\n"
+    )
+    told = {"PIP_CONFIG_FILE": str(config), "PIP_NO_INDEX": "0", "PIP_EXTRA_INDEX_URL": "", "PIP_CERT": "/b.pem"}
+    done = run(index, "", "uv.sh", PIP, "--dry-run", **told)
+    options, cert = done.stdout.splitlines()
+    assert "--default-index file:///install --index file:///one --index file:///two" in options
+    assert f"--find-links {index}" in options
+    assert "--no-index" not in options
+    assert cert == "cert: /b.pem"

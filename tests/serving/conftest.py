@@ -4,17 +4,21 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from export import export_model
-from tests.support.attackers import EXACT, Target
-from tests.support.models import SUM, collection
+if TYPE_CHECKING:
+    from tests.support.attackers import Target
 
 
 @pytest.fixture(scope="session")
 def signed_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with key.pem, trusted.pem and the repository r."""
+    from export import export_model
+    from tests.support.attackers import EXACT
+    from tests.support.models import SUM, collection
+
     folder = tmp_path_factory.mktemp("signed")
     key = folder / "key.pem"
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
@@ -25,7 +29,9 @@ def signed_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def target(signed_repository: Path, tmp_path: Path) -> Iterator[Target]:
+def target(signed_repository: Path, tmp_path: Path) -> "Iterator[Target]":
+    from tests.support.attackers import Target
+
     shutil.copytree(signed_repository, tmp_path, dirs_exist_ok=True)
     mark = tmp_path / "somebody else's code ran"
     yield Target(tmp_path / "r", tmp_path / "trusted.pem", tmp_path / "key.pem", mark)

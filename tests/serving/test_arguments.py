@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 
 from export import DefaultRow, ExportConfig, IdPolicy, Sharding, WeightDtype
-from export.compare.options import StudyOptions
-from serving.arguments import check_argument
+from export.compare.study import StudyOptions
+from serving.arguments import check_argument, check_timeout
 from serving.client import AsyncLookupClient, LookupClient, Retries, Tls
 from serving.client.connection import Connection
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
 from serving.server import Access, Control, Ports, ServerTls
-from serving.server.private import Trust
-from serving.timeouts import check_timeout
+from serving.server.launch.private import Trust
 from tests.support.deadlines import PATIENT_S
 
 
@@ -69,8 +68,7 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     *((Sharding, name, [*NO_INTS, None]) for name in ("ranks", "machine_bytes", "batch_size", "row_wise_over")),
     (Sharding, "column_wise_over", [*NO_INTS, None]),
     *((Sharding, name, NO_INTS) for name in ("ranks_per_host", "memory_bytes")),
-    (Sharding, "types", [*NO_MAPPINGS, {"*": 5}, {"*": ["row_wise"]}]),
-    (Sharding, "constraints", [*NO_MAPPINGS, {"item": {}}]),
+    (Sharding, "types", [*NO_MAPPINGS, {"*": 5}, {"*": [5]}]),
     (Sharding, "pooling_factors", [*NO_MAPPINGS, {"*": "3"}, {"*": None}]),
     (Sharding, "min_partition", [*NO_MAPPINGS, {"*": 8.0}, {"*": "8"}]),
     (Sharding, "plan", [5, b"x"]),
@@ -92,7 +90,6 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (client, "timeout_s", [*NO_FLOATS, None]),
     (client, "retries", [3, 0, {}, False]),
     (client, "tls", ["x", True, {}, ""]),
-    (client, "shared_memory", NO_FLAGS),
     (study, "strategies", ["row_wise", 5, [5]]),
     (study, "ranks", [2, ["2"], [2.0], None]),
     (study, "dtypes", ["int8", ["int8"], None]),

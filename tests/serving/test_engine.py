@@ -1,27 +1,30 @@
 """An engine answers as numpy does, from the bytes that were exported and from the float tables."""
 
+import gc
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
 from serving.engine import Engine
-from serving.errors import InvalidRequest
+from serving.errors import IdsOutside, InvalidRequest
+from serving.request.accept import accept
+from serving.request.encoding import encode
 from tests.support import oracle
+from tests.support.growth import without_collector
 from tests.support.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,6 @@ def engine(mixed: Path) -> Engine:
     longest=st.sampled_from([0, 1, 7, 60]),
     features=st.permutations(list(table_of(MIXED))).flatmap(lambda order: st.integers(1, 5).map(lambda n: order[:n])),
 )
-@settings(max_examples=150, deadline=None)
 def test_answers_are_numpy_s_over_the_exported_bytes(
     engine: Engine, mixed: Path, seed: int, samples: int, longest: int, features: list[str]
 ) -> None:
@@ -215,6 +217,36 @@ def test_ids_out_of_range_are_refused_by_name(engine: Engine) -> None:
         engine.lookup({"genres": [[20]]})
 
 
+def test_of_requests_that_are_answered_together_each_fails_alone(engine: Engine) -> None:
+    asked: list[dict[str, list[list[int]]]] = [
+        {"genres": [[3], [20]]},
+        {"genres": [[3, 5], []]},
+        {"words": [[1, 1000]]},
+        {"genres": [[-1]]},
+    ]
+    accepted = [accept(engine.schema, encode(each)) for each in asked]
+    found = engine.answer(accepted)
+    outcomes = found.outcomes()
+    assert [type(each) for each in outcomes] == [IdsOutside, dict, dict, IdsOutside]
+    assert list(found.positions) == [1, 2]
+    assert found.ids_outside == {"word": 1}
+    for number, outputs in zip(found.positions, found.outputs(), strict=True):
+        assert outputs.keys() == {"embeddings"}
+        (expected,) = engine.lookup(asked[number]).values()
+        np.testing.assert_array_equal(outputs["embeddings"], expected)
+    none = engine.answer([accepted[0], accepted[3]])
+    assert [str(each) for each in none.outcomes()] == [str(outcomes[0]), str(outcomes[3])]
+    assert none.outputs() == []
+
+
+def test_nothing_of_a_refused_lookup_waits_for_the_garbage_collector(engine: Engine) -> None:
+    with without_collector():
+        for _ in range(20):
+            with suppress(InvalidRequest):
+                engine.lookup({"genres": [[20]]})
+        assert gc.collect() == 0
+
+
 def test_opening_a_bundle_maps_its_weights_and_reads_none(tmp_path: Path) -> None:
     """A weights file that cannot be read twice is mapped: the engine's pages are the file's."""
     bundle = export_model(collection((Spec("t", 20_000, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
@@ -237,8 +269,9 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from serving.ranks.weights import Weights
+from serving.tables.table_files import TableFiles
 from serving.bundle import open_bundle
 from serving.errors import BundleError
 
@@ -246,7 +279,7 @@ bundle = open_bundle(Path(sys.argv[1]))
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (8 << 20), used + (8 << 20)))
 try:
-    Weights(bundle.path, bundle.manifest)
+    TableFiles(bundle.path, bundle.manifest)
 except BundleError as error:
     print(error)
 """

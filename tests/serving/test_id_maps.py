@@ -1,70 +1,45 @@
 """Raw ids: TorchRec's ManagedCollisionEmbedding(Bag)Collection, run eagerly in eval on a KJT, is the oracle."""
 
-import json
-import os
-from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import ModelError
 from export.trained.managed import looking_up
-from serving.bundle.digests import digest_file
-from serving.bundle.id_maps import IDS
-from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import open_bundle, verify_digests
-from serving.client import LookupClient, Sequence
+from serving.bundle.opening import open_bundle
 from serving.engine import Engine
-from serving.errors import BundleError, InternalError, InvalidRequest
+from serving.errors import InvalidRequest
 from tests.support.commands import tbe_export
-from tests.support.hosts import MODEL, export_hosts, fleet
-from tests.support.lookups import lookup_async
-from tests.support.managed import KEYS, POLICIES, ROWS, SPECS, bags_of, behind, kjt_of, managed, mch, trained, zch
-from tests.support.models import Bags, Spec, collection
-from tests.support.servers import at_once, metric, running
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
+from tests.support.managed import (
+    KEYS,
+    POLICIES,
+    ROWS,
+    SPECS,
+    assert_equal,
+    assert_right,
+    bags_of,
+    behind,
+    kjt_of,
+    managed,
+    mch,
+    right,
+    trained,
+    zch,
+)
+from tests.support.models import Spec, collection
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
 BOTH = [pytest.param(SPECS, id="pooled"), pytest.param(ROWS, id="sequences")]
 
 
-def right(module: Any, bags: Mapping[str, Bags], *, weighted: bool = False) -> dict[str, Any]:
-    """What the module itself answers, by feature: a tensor, or a JaggedTensor where nothing is pooled."""
-    with torch.no_grad(), looking_up(module):
-        answer = module(kjt_of(bags, weighted=weighted))[0]
-        return answer if isinstance(answer, dict) else answer.to_dict()
-
-
-def assert_equal(ours: Any, theirs: Any, name: str) -> None:
-    """That the answer for a feature is the module's; that of a sequence bit for bit."""
-    if isinstance(ours, Sequence):
-        np.testing.assert_array_equal(ours.values, theirs.values(), err_msg=name)
-        np.testing.assert_array_equal(ours.lengths, theirs.lengths(), err_msg=name)
-    else:
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-5, err_msg=name)
-
-
-def assert_right(answer: Any, module: Any, bags: Mapping[str, Bags]) -> None:
-    if not any(bags.values()):  # without samples, TorchRec's KJT cannot be taken apart
-        assert {len(rows) for rows in answer.values()} == {0}
-        return
-    expected = right(module, bags)
-    assert answer.keys() == expected.keys()
-    for name, theirs in expected.items():
-        assert_equal(answer[name], theirs, name)
-
-
 @given(data=st.data())
-@settings(max_examples=40)
 def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_path_factory: Any) -> None:
     modules: dict[str, Any] = {}
     specs: list[Spec] = []
@@ -216,151 +191,3 @@ def test_scores_behind_sequences_are_refused_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"rows \(ManagedCollisionEmbeddingCollection\): scores are made of emb"):
         export_model(Scored(), tmp_path / "r", "m", ExportConfig(scores=True))
-
-
-def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
-    """Requests that come together; some of them are wrong, and hurt nobody."""
-    asked = [bags_of(np.random.default_rng(seed), seed % 9) for seed in range(24)]
-    some = {key: asked[5][key] for key in ("words", "item_id")}
-    answers = at_once([partial(lookup, each) for each in [*asked, some, {"nobody": [[1]]}]])
-    for request, answer in zip(asked, answers[:24], strict=True):
-        assert_right(answer, module, request)
-    whole = right(module, asked[5])
-    for name, answer in answers[24].items():
-        assert_equal(answer, whole[name], name)
-    assert isinstance(answers[25], InvalidRequest)
-
-
-def check_rows(rows: Callable[[str, Any], Any], module: Any) -> None:
-    """Rows of a table, by raw ids: those of bags of one id."""
-    ids = [id_ for bag in bags_of(np.random.default_rng(11), 5)["user_id"] for id_ in bag]
-    bags: dict[str, Bags] = {key: [[]] * len(ids) for key in KEYS}
-    expected = right(module, bags | {"user_id": [[each] for each in ids]})["user_id"]
-    expected = expected if isinstance(expected, torch.Tensor) else expected.values()
-    np.testing.assert_array_equal(rows("user", ids), expected)
-
-
-@pytest.mark.parametrize("specs", BOTH)
-def test_served_and_merged(specs: Several[Spec], tmp_path: Path) -> None:
-    module = managed(specs)
-    export_model(module, tmp_path / "r", "m", FP32)
-    with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
-        check_served(client.lookup, module)
-        assert metric(server, "tbe_calls_total") < 26
-        check_rows(client.rows, module)
-        assert metric(server, "tbe_ids_outside_total", table="user") == 0
-        bags = bags_of(np.random.default_rng(7), 3)
-        assert_right(lookup_async(server.grpc, bags, 60), module, bags)
-
-
-@pytest.mark.parametrize("specs", BOTH)
-def test_over_hosts(specs: Several[Spec], tmp_path: Path) -> None:
-    """The router remaps before it splits: hosts get rows of their shards, and have no map."""
-    module = managed(specs)
-    sharding = Sharding(
-        ranks=2, ranks_per_host=1, types={"item": "row_wise", "word": "column_wise", "user": "data_parallel"}
-    )
-    router = export_hosts(tmp_path, module, ExportConfig(dtype=FP32.dtype, sharding=sharding))
-    assert open_bundle(router).manifest.format_version == 7
-    for each in open_bundle(router).manifest.hosts:
-        part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
-        assert part.format_version == 5
-        assert IDS not in part.files
-        assert all(table.id_map is None for table in part.tables)
-    assert tbe_export("verify", str(router)).exit_code == 0
-    with (
-        fleet(tmp_path, router) as served,
-        LookupClient(served.router.grpc, MODEL, 60) as client,
-    ):
-        check_served(client.lookup, module)
-        check_rows(client.rows, module)
-        with Engine.open(served.bundle, served.hosts) as engine:
-            bags = bags_of(np.random.default_rng(7), 5)
-            assert_right(engine.lookup(bags), module, bags)
-
-
-@pytest.fixture
-def bundle(tmp_path: Path) -> Path:
-    return export_model(managed(), tmp_path / "r", "m", FP32)
-
-
-def test_a_map_of_another_size_is_refused(bundle: Path) -> None:
-    size = (bundle / IDS).stat().st_size
-    for wrong in (size - 1, size + 1, 0):
-        os.truncate(bundle / IDS, wrong)
-        with pytest.raises(BundleError, match=rf"ids\.bin: expected {size} bytes, got {wrong}: publish"):
-            Engine.open(bundle)
-    (bundle / IDS).unlink()
-    with pytest.raises(BundleError, match=r"ids\.bin: cannot be read"):
-        Engine.open(bundle)
-
-
-def test_a_map_with_other_bytes_is_found_by_its_digest(bundle: Path) -> None:
-    _write(bundle / IDS, 8, [(bundle / IDS).read_bytes()[8] ^ 1])
-    with pytest.raises(BundleError, match=r"ids\.bin: expected SHA-256"):
-        verify_digests(open_bundle(bundle))
-    assert tbe_export("verify", str(bundle)).exit_code == 1
-
-
-def test_a_map_with_rows_that_are_not_there_never_reaches_fbgemm(bundle: Path) -> None:
-    engine = Engine.open(bundle)
-    for table in engine.bundle.manifest.tables:
-        assert table.id_map is not None
-        rows = np.fromfile(bundle / IDS, "<i8", 2 * table.id_map.capacity, offset=table.id_map.entries_offset)
-        rows[1::2] = table.rows
-        _write(bundle / IDS, table.id_map.entries_offset, rows.tobytes())
-    with pytest.raises(InternalError, match=r"ids\.bin: expected rows of its tables, got others"):
-        engine.lookup({"user_id": [[0, 1_000_003**2]], "words": [list(range(50))], "item_id": [[-1]]})
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        pytest.param("known", 10**6, "no more known ids than entries", id="more known than entries"),
-        pytest.param("capacity", 0, "expected up to", id="no entries"),
-        pytest.param("capacity", 10**6, "are outside of it", id="more entries than bytes"),
-        pytest.param("buckets", 2**33, "expected up to", id="too many buckets"),
-        pytest.param("seeds_offset", -128, "are outside of it", id="before the file"),
-        pytest.param("seeds_offset", 1, "expected them at a multiple of 128 bytes", id="not aligned"),
-        pytest.param("entries_offset", 0, "expected bytes of their own", id="over others"),
-        pytest.param("hashed", None, "expected a map, or no such key, got null", id="null"),
-        pytest.param("hashed", {"bounds": [0, 30, 30, 60]}, "expected bounds that rise from 0 to 60", id="empty bucket"),
-        pytest.param("hashed", {"bounds": [0, 59]}, "expected bounds that rise from 0 to 60", id="too few rows"),
-    ],
-)  # fmt: skip
-def test_a_map_that_contradicts_itself_is_refused(bundle: Path, key: str, value: Any, message: str) -> None:
-    _edit(bundle, lambda manifest: manifest["tables"][1]["id_map"].__setitem__(key, value))
-    with pytest.raises(BundleError, match=f"table 'item'.*{message}"):
-        open_bundle(bundle)
-
-
-def test_a_manifest_that_has_no_maps_is_not_given_one(bundle: Path) -> None:
-    _edit(bundle, lambda manifest: manifest.__setitem__("format_version", 6))
-    with pytest.raises(BundleError, match="format_version 6 has no key `id_map`"):
-        open_bundle(bundle)
-    _edit(bundle, lambda manifest: manifest.__setitem__("format_version", 7))
-    _edit(bundle, lambda manifest: manifest["tables"][0].__setitem__("id_policy", "zero"))
-    with pytest.raises(BundleError, match="expected id_policy `error` with an id_map"):
-        open_bundle(bundle)
-
-
-def test_a_bundle_without_maps_may_not_have_the_file(tmp_path: Path) -> None:
-    bundle = export_model(collection(), tmp_path / "r", "m")
-    assert open_bundle(bundle).manifest.format_version == 4
-    (bundle / IDS).write_bytes(b"12345678")
-    digest = digest_file(bundle / IDS)
-    _edit(bundle, lambda m: m["files"].__setitem__(IDS, {"size_bytes": 8, "sha256": digest.sha256}))
-    with pytest.raises(BundleError, match=r"got another 'ids\.bin'"):
-        open_bundle(bundle)
-
-
-def _edit(bundle: Path, change: Callable[[Any], None]) -> None:
-    manifest = json.loads((bundle / MANIFEST).read_text())
-    change(manifest)
-    (bundle / MANIFEST).write_text(json.dumps(manifest))
-
-
-def _write(path: Path, offset: int, content: Several[int] | bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(bytes(content))

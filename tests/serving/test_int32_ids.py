@@ -19,13 +19,11 @@ from serving.bundle.opening import open_bundle
 from serving.client import AsyncLookupClient, LookupClient
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, InvalidRequest
-from tests.docs.test_bundle_spec import Reader
+from tests.support.bundle_reader import Reader
 from tests.support.commands import TRAINED, tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import SUM, Spec, collection
 from tests.support.servers import running
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
 
 INT32 = ExportConfig(id_dtype=IdDtype.INT32, id_policy={"b": IdPolicy.MODULO})
 BAGS = {"x": [[3, 5], []], "z": [[-1], [2**31 - 1, 4]], "y": [[7], [49]]}

@@ -19,8 +19,6 @@ from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import MIXED, Bags, Spec, collection, float_tables
 from tests.support.servers import at_once, metric, running
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 EXTREMES = [-(2**63), -1, 2**63 - 1, 2**31, -(2**40)]
 # `genre` has the policy `error`, `item` the policy `zero`.
 MODULO = ("user", "word")

@@ -1,39 +1,29 @@
 """The user side once: what a request brings once counts as if it were repeated for each sample."""
 
-import asyncio
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import tritonclient.grpc as triton
 from torchrec import KeyedJaggedTensor
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
-from serving.client import AsyncLookupClient, LookupClient, Retries
-from serving.client import Sequence as Rows
+from serving.client import Rows
 from serving.engine import Engine
-from serving.errors import IdsOutside, InternalError, InvalidRequest, ServerUnavailable
-from serving.model.config_file import read_config, write_config
+from serving.errors import IdsOutside, InvalidRequest
 from serving.model.settings import ServingSettings
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Tensors
-from serving.server import Server, run_server
-from serving.server.access import Access
-from tests.serving.test_sequences import answers_of
-from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.managed import KEYS, bags_of, managed
 from tests.support.models import MIXED, MIXED_CONFIG, Bags, collection, flat, random_bags
+from tests.support.once import assert_scores, pairs, repeated
 from tests.support.positioned import LONGEST, positioned
 from tests.support.positioned import SPECS as POSITIONED
-from tests.support.quick_reload import quick_reload
-from tests.support.scored import EXACT, ON_HOSTS, Centred, dlrm_dcn, own_scores, random_request, trained, two_tower
+from tests.support.scored import EXACT, Centred, dlrm_dcn, own_scores, random_request, two_tower
 from tests.support.sequences import POOLED, ROWS, Mixed, kjt_of
-from tests.support.servers import FREE, at_once, tbe_serve
+from tests.support.together import answers_of
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
 SHARDED = Sharding(
@@ -87,10 +77,6 @@ def weight_of(ids: Any) -> Any:
 def request_of(bags: Mapping[str, Bags], once: Sequence[str], weighted: bool) -> Tensors:
     values, lengths = flat(bags)
     return Tensors(tuple(bags), values, lengths, weight_of(values) if weighted else None, once=once)
-
-
-def repeated(bags: Mapping[str, Bags], once: Sequence[str], samples: int) -> dict[str, Bags]:
-    return {key: column * samples if key in once else column for key, column in bags.items()}
 
 
 def outputs_of_pairs(engine: Engine, bags: Mapping[str, Bags], once: Sequence[str], samples: int) -> dict[str, Any]:
@@ -285,32 +271,7 @@ def test_a_kjt_with_a_batch_size_for_each_key_is_answered(mixed: Path) -> None:
     np.testing.assert_array_equal(answer["genres"], expected["genres"])
 
 
-# --- Scores
-
-
 SCORED = {"dcn": dlrm_dcn, "towers": two_tower, "centred": Centred}
-
-
-def pairs(module: Any, seed: int, samples: int) -> tuple[Any, Any, list[str], Any]:
-    """A request whose first key, and first dense input, come once; and the scores that the model itself gives."""
-    random = np.random.default_rng(seed)
-    (user, user_dense), (bags, dense) = random_request(module, random, 1), random_request(module, random, samples)
-    key, *_ = bags
-    whole = {**bags, key: user[key] * samples}
-    once = [key]
-    if dense and seed % 2:
-        name, *_ = dense
-        once.append(name)
-        dense = {**dense, name: user_dense[name]}
-    spread = {name: np.repeat(each, samples, axis=0) if name in once else each for name, each in dense.items()}
-    return {**bags, key: user[key]}, dense, once, own_scores(module, whole, spread)
-
-
-def assert_scores(found: Any, expected: Any) -> None:
-    assert found.keys() == expected.keys()
-    for name, numbers in expected.items():
-        assert found[name].shape == numbers.shape
-        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=1e-6 * max(1, np.abs(numbers).max()))
 
 
 @pytest.mark.parametrize("name", SCORED)
@@ -342,178 +303,3 @@ def test_where_all_ids_are_the_user_s_dense_inputs_say_how_many_samples(tmp_path
         InvalidRequest, match="once: 'nobody': expected one of 'f0', 'f1', 'f2', 'f3', 'dense_features'"
     ):
         engine.score(user, dense, once=["nobody"])
-
-
-# --- Served
-
-
-@pytest.fixture(scope="module")
-def modules() -> dict[str, Any]:
-    torch.manual_seed(0)
-    return {"m": Mixed(), "dcn": trained(dlrm_dcn()), "centred": Centred().eval()}
-
-
-@pytest.fixture(scope="module")
-def server(modules: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("once")
-    for name, module in modules.items():
-        export_model(module, folder / "r", name, FP32 if name == "m" else EXACT)
-    with (
-        quick_reload(),
-        run_server(folder / "r", FREE, access=Access(allow=("shared-memory",)), log=folder / "log") as server,
-    ):
-        yield server
-
-
-def test_a_client_that_shares_nothing_with_ours(server: Server, modules: Any) -> None:
-    bags: dict[str, Bags] = {"user_id": [[1, 2]], "genres": [[3], [], [4, 5]], "recent": [[6, 7]]}
-    values, lengths = flat(bags)
-    inputs = []
-    for name, kind, array in (("values", "INT64", values), ("lengths", "INT32", lengths)):
-        inputs.append(triton.InferInput(name, [1, array.size], kind))
-        inputs[-1].set_data_from_numpy(array[np.newaxis])
-    parameters = {"features": "user_id,genres,recent", "once": "user_id,recent"}
-    with triton.InferenceServerClient(server.grpc) as client:
-        outputs = {
-            each["name"]: each["dims"] for each in client.get_model_config("m", as_json=True)["config"]["output"]
-        }
-        assert outputs == {"embeddings": ["-1", "-1"], "sequences": ["-1"], "once": ["-1", "-1"]}
-        found = client.infer("m", inputs, parameters=parameters)
-        only = client.infer("m", inputs, parameters=parameters, outputs=[triton.InferRequestedOutput("once")])
-        with pytest.raises(triton.InferenceServerException, match="expected 3 for the keys that come once"):
-            client.infer("m", inputs, parameters={**parameters, "once": parameters["features"]})
-        with pytest.raises(triton.InferenceServerException, match="parameter once: expected comma-separated names"):
-            client.infer("m", inputs, parameters={**parameters, "once": 1})
-    users, genres = (modules["m"].pooled.embedding_bags[name].weight.detach().numpy() for name in ("user", "genre"))
-    items = modules["m"].rows.embeddings["item"].weight.detach().numpy()
-    np.testing.assert_allclose(found.as_numpy("once"), [[users[1] + users[2]]], rtol=1e-6)
-    np.testing.assert_array_equal(only.as_numpy("once"), found.as_numpy("once"))
-    assert [each.name for each in only.get_response().outputs] == ["once"]
-    sums = [genres[3], np.zeros(8), (genres[4] + genres[5]) / 2]
-    np.testing.assert_allclose(found.as_numpy("embeddings"), [sums], rtol=1e-6)
-    np.testing.assert_array_equal(found.as_numpy("sequences"), [items[[6, 7]].ravel()])
-
-
-@pytest.mark.parametrize("shared_memory", [False, True])
-def test_both_clients(server: Server, shared_memory: bool) -> None:
-    random = np.random.default_rng(0)
-    user, items = random_bags(random, (*POOLED, *ROWS), 1), random_bags(random, (*POOLED, *ROWS), 20)
-    once = ["recent", "user_id"]
-    bags = {key: user[key] if key in once else items[key] for key in ("recent", "genres", "words", "user_id")}
-    whole = repeated(bags, once, 20)
-    values, lengths = flat(bags)
-    kjt = KeyedJaggedTensor(
-        [*bags],
-        torch.from_numpy(values),
-        lengths=torch.from_numpy(lengths),
-        stride_per_key_per_rank=[[1 if key in once else 20] for key in bags],
-    )
-
-    async def by_asyncio() -> Any:
-        async with AsyncLookupClient(server.grpc, "m", 20, shared_memory=shared_memory) as client:
-            return await client.lookup(bags, once=once)
-
-    with LookupClient(server.grpc, "m", 20, shared_memory=shared_memory) as client:
-        expected = client.lookup(whole)
-        for answer in (client.lookup(bags, once=once), client.lookup(kjt, once=once), asyncio.run(by_asyncio())):
-            assert list(answer) == list(bags)
-            for key in ("genres", "user_id"):
-                assert len(answer[key]) == (1 if key in once else 20)
-                np.testing.assert_array_equal(np.broadcast_to(answer[key], expected[key].shape), expected[key])
-            np.testing.assert_array_equal(answer["recent"].rows(0), expected["recent"].rows(19))
-            np.testing.assert_array_equal(answer["words"].values, expected["words"].values)
-
-
-def test_by_json_lines(server: Server, modules: Any) -> None:
-    line = {"user_id": [[1]], "genres": [[3], [4, 5]], "recent": [[6, 7]]}
-    once = ("--once", "user_id", "--once", "recent")
-    done = tbe_serve("lookup", "m", "--url", server.grpc, *once, stdin=json.dumps(line))
-    found = json.loads(done.stdout)
-    users = modules["m"].pooled.embedding_bags["user"].weight.detach().numpy()
-    items = modules["m"].rows.embeddings["item"].weight.detach().numpy()
-    np.testing.assert_array_equal(np.float32(found["user_id"]), users[[1]])
-    np.testing.assert_array_equal(np.float32(found["recent"]), [items[[6, 7]]])
-    assert len(found["genres"]) == 2
-    table = tbe_serve("lookup", "m", "--url", server.grpc, "--table", *once, stdin=json.dumps(line)).stdout
-    assert [row.split("│")[1:3] for row in table.splitlines() if row.startswith("│")] == [
-        [" all    ", " user_id "],
-        *[[" all    ", " recent  "]] * 2,
-        [" 0      ", " genres  "],
-        [" 1      ", " genres  "],
-    ]
-    done = tbe_serve("lookup", "m", "--url", server.grpc, stdin=json.dumps(line))
-    assert "'genres': expected as many samples as 'user_id' has, 1, got 2: what comes once and counts" in done.stderr
-
-    bags, dense, once_of, expected = pairs(modules["dcn"], 1, 3)
-    asked = json.dumps({"features": bags, "dense": {name: rows.tolist() for name, rows in dense.items()}})
-    named = (each for name in once_of for each in ("--once", name))
-    done = tbe_serve("score", "dcn", "--url", server.grpc, *named, stdin=asked)
-    np.testing.assert_allclose(json.loads(done.stdout)["scores"], expected["scores"], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["dcn", "centred"])
-def test_64_ranking_requests_at_once(name: str, server: Server, modules: Any) -> None:
-    """Of other sizes each, beside requests for scores where nothing comes once."""
-    sizes = np.random.default_rng(0).integers(1, 20, 64).tolist()
-    asked = [pairs(modules[name], seed, size) for seed, size in enumerate(sizes)]
-    plain = [random_request(modules[name], np.random.default_rng(seed), 3) for seed in range(16)]
-    with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
-        found = at_once(
-            [
-                *(lambda a=each: client.score(a[0], a[1], once=a[2]) for each in asked),
-                *(lambda a=each: client.score(*a) for each in plain),
-            ]
-        )
-    for answer, (*_, expected) in zip(found, asked, strict=False):
-        assert_scores(answer, expected)
-    for answer, (bags, dense) in zip(found[64:], plain, strict=True):
-        assert_scores(answer, own_scores(modules[name], bags, dense))
-
-
-def test_a_model_of_an_earlier_export_is_not_asked(tmp_path: Path) -> None:
-    """An earlier server takes no notice of the parameter: its lengths could add up otherwise."""
-    export_model(Mixed(), tmp_path / "r", "m", FP32)
-    config = read_config(tmp_path / "r/m")
-    (at,) = (number for number, each in enumerate(config.output) if each.name == "once")
-    del config.output[at]
-    write_config(tmp_path / "r/m", config)
-    with (
-        run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server,
-        LookupClient(server.grpc, "m", 60) as client,
-    ):
-        assert not client.info().takes_once
-        with pytest.raises(InternalError, match="looked nothing up once: its config has no output 'once'"):
-            client.lookup({"user_id": [[1]]}, once=["user_id"])
-
-
-def test_through_a_router(tmp_path: Path) -> None:
-    """Bit for bit what one request for each pair gets; a host that is lost is named where a row of it is needed."""
-    module = trained(two_tower())
-    with quick_reload():
-        router = export_hosts(tmp_path, module, ON_HOSTS)
-    bags, dense, once, expected = pairs(module, 0, 9)
-    whole = repeated(bags, once, 9)
-
-    with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 20) as client:
-        repeats = client.lookup(whole)
-        with Engine.open(router, served.hosts) as engine:
-            answers = [
-                (client.lookup(bags, once=once), client.score(bags, dense, once=once)),
-                (engine.lookup(bags, once=once), engine.score(bags, dense, once=once)),
-            ]
-        for looked_up, scores in answers:
-            assert_scores(scores, expected)
-            for name, rows in repeats.items():
-                np.testing.assert_array_equal(np.broadcast_to(looked_up[name], rows.shape), rows)
-        for host, (server,) in served.servers.items():
-            server.process.terminate()
-            server.process.wait()
-            with pytest.raises(ServerUnavailable, match=f"host {host} "):
-                client.score(bags, dense, once=once)
-            named = []
-            for asked in (partial(client.lookup, whole), partial(client.lookup, bags, once=once)):
-                with pytest.raises(ServerUnavailable, match=r"tables .*: host ") as refused:
-                    asked()
-                named.append(str(refused.value).partition("tables ")[2].partition(": host ")[0])
-            assert named[0] == named[1]
-            break

@@ -31,7 +31,7 @@ def test_what_does_not_agree_is_named(
     monkeypatch.setattr(pins, "installed", lambda: found)
     with pytest.raises(EnvironmentMismatch, match=message) as refused:
         pins.check_pins()
-    assert "requirements/cpu.txt" in str(refused.value)
+    assert "requirements/serve.txt" in str(refused.value)
 
 
 @pytest.mark.parametrize(

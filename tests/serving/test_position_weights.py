@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -24,8 +24,6 @@ from tests.support.lookups import lookup_async
 from tests.support.models import Bags, Spec, collection, flat
 from tests.support.positioned import LONGEST, positioned
 from tests.support.servers import at_once, metric, running
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
 ROWS = {"user_id": 500, "item_id": 300, "recent": 300, "words": 1000}
@@ -58,7 +56,6 @@ def assert_right(answer: Any, module: FeatureProcessedEmbeddingBagCollection, ba
 
 
 @given(data=st.data())
-@settings(max_examples=30)
 def test_random_modules_answer_as_torchrec_runs_them(data: st.DataObject, tmp_path_factory: Any) -> None:
     keys = ("a", "b", "c", "d")
     specs = [

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from export import ExportConfig, export_model
 from serving.bench.generator import Repeat, Traffic, generate
-from serving.bench.ids import Distribution, random_requests
-from serving.bench.requests import Prepared, prepare
+from serving.bench.requests import Distribution, Prepared, prepare, random_requests
 from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.model.settings import ServingSettings
@@ -24,13 +23,13 @@ import time
 from serving.backend import TritonPythonModel
 from serving.engine import Engine
 
-run = Engine.run
+answer = Engine.answer
 
-def run_slowly(self, batches):
-    time.sleep(sum(batch.values.size for batch in batches) * {s_per_id})
-    return run(self, batches)
+def answer_slowly(self, requests):
+    time.sleep(sum(request.values.size for request in requests) * {s_per_id})
+    return answer(self, requests)
 
-Engine.run = run_slowly
+Engine.answer = answer_slowly
 """
 
 

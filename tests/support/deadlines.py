@@ -11,8 +11,8 @@ from serving.client.clients import _Client
 from serving.client.connection import Connection
 from serving.errors import ServingError
 from serving.model.config_file import CONFIG, read_config, settings_of
-from serving.ranks import hosts
-from serving.ranks.hosts import Hosts
+from serving.router import hosts_config
+from serving.router.hosts_config import HostsConfig
 
 # For calls that have to succeed, in seconds. No test waits for it.
 PATIENT_S = 60.0
@@ -30,12 +30,12 @@ class Default(float):
 @contextmanager
 def no_default_deadlines() -> Iterator[None]:
     """Inside the block, a call of this process fails that has no deadline but the default one."""
-    of_client, of_hosts = Default(connection.DEFAULT_TIMEOUT_S), Default(hosts.DEFAULT_TIMEOUT_S)
+    of_client, of_hosts = Default(connection.DEFAULT_TIMEOUT_S), Default(hosts_config.DEFAULT_TIMEOUT_S)
     with (
         mock.patch.object(_Client.__init__, "__defaults__", (of_client,)),
         mock.patch.dict(Connection.__init__.__kwdefaults__ or {}, timeout_s=of_client),
-        mock.patch.dict(Hosts.__init__.__kwdefaults__ or {}, timeout_s=of_hosts),
-        mock.patch("serving.ranks.settings.DEFAULT_TIMEOUT_S", of_hosts),
+        mock.patch.dict(HostsConfig.__init__.__kwdefaults__ or {}, timeout_s=of_hosts),
+        mock.patch("serving.router.hosts_config.DEFAULT_TIMEOUT_S", of_hosts),
     ):
         yield
 

@@ -16,7 +16,7 @@ from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import ServerUnavailable, ServingError
 from serving.model.config_file import read_config, write_config
-from serving.ranks.hosts import Hosts, OnLost
+from serving.router.hosts_config import HostsConfig, OnLost
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
 from tests.support.models import Spec, collection, random_bags, table_of
 from tests.support.relay import Relay
@@ -202,9 +202,9 @@ def by_engine(bundle: Path, addresses: Mapping[int, Sequence[str]]) -> Iterator[
         yield engine.lookup
 
 
-def hosts(addresses: Mapping[int, Sequence[str]]) -> Hosts:
+def hosts(addresses: Mapping[int, Sequence[str]]) -> HostsConfig:
     """As the router's settings say."""
-    return Hosts(addresses=addresses, timeout_s=TIMEOUT_S, on_lost=dict.fromkeys(ZEROED, OnLost.ZERO))
+    return HostsConfig(addresses=addresses, timeout_s=TIMEOUT_S, on_lost=dict.fromkeys(ZEROED, OnLost.ZERO))
 
 
 def same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:

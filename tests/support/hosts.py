@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,38 +13,37 @@ from torch import nn
 from export import ExportConfig, Sharding, export_model
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import open_bundle
-from serving.ranks.hosts import Hosts
+from serving.router.hosts_config import HostsConfig
+from serving.server import Server, run_local_hosts
 from tests.support.deadlines import PATIENT_S
-from tests.support.servers import Running, running, tbe_serve
+from tests.support.servers import tbe_serve
 
 MODEL = "movies"
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """A router and its hosts, served.
+    """A router and its hosts, served, and supervised by nobody.
 
     Attributes:
         bundle: the router's bundle, as it was exported.
         router: the server of the router.
-        addresses: of each host, as `Engine.open` takes them.
         servers: of each host.
     """
 
     bundle: Path
-    router: Running
-    addresses: Mapping[int, Sequence[str]]
-    servers: Mapping[int, Sequence[Running]]
+    router: Server
+    servers: Mapping[int, Server]
 
     @property
-    def hosts(self) -> Hosts:
+    def hosts(self) -> HostsConfig:
         """As `Engine.open` takes them, by tests that are not about deadlines."""
-        return patient(self.addresses)
+        return patient({host: server.grpc for host, server in self.servers.items()})
 
 
-def patient(addresses: Mapping[int, str | Sequence[str]]) -> Hosts:
+def patient(addresses: Mapping[int, str | Sequence[str]]) -> HostsConfig:
     """Hosts that may take their time."""
-    return Hosts(addresses=addresses, timeout_s=PATIENT_S)
+    return HostsConfig(addresses=addresses, timeout_s=PATIENT_S)
 
 
 def export_hosts(folder: Path, module: nn.Module, config: ExportConfig) -> Path:
@@ -80,28 +79,17 @@ def only(repository: Path, models: Sequence[str], into: Path) -> Path:
 
 
 @contextmanager
-def fleet(folder: Path, router: Path, *settings: str, replicas: int = 1) -> Iterator[Fleet]:
-    """Serve a router's bundle and those of its hosts, each on servers of its own.
+def fleet(logs: Path, router: Path, *settings: str) -> Iterator[Fleet]:
+    """Serve a router's bundle and those of its hosts, each on a server of its own.
 
     Args:
-        folder: for copies of the repository.
+        logs: a folder for the servers' logs.
         router: the router's bundle.
         settings: options of `tbe-serve configure` for the router.
-        replicas: of each host.
     """
-    repository, hosts = router.parent.parent, open_bundle(router).manifest.hosts
-    with ExitStack() as stack:
-        servers = {
-            each.host: [
-                stack.enter_context(running(only(repository, [each.model], folder / f"{each.host}.{replica}")))
-                for replica in range(replicas)
-            ]
-            for each in hosts
-        }
-        addresses = {host: [server.grpc for server in found] for host, found in servers.items()}
-        own = only(repository, [router.parent.name], folder / "router")
-        configure(own / router.parent.name, addresses, *settings)
-        yield Fleet(router, stack.enter_context(running(own)), addresses, servers)
+    configure(router.parent, {}, *settings)
+    with run_local_hosts(router.parent.parent, logs=logs) as served:
+        yield Fleet(router, served.router, served.hosts)
 
 
 def configure(model: Path, addresses: Mapping[int, Sequence[str]], *settings: str) -> None:

@@ -14,14 +14,10 @@ from pathlib import Path
 from export import ExportConfig, Sharding, export_model
 from serving.bundle.opening import open_bundle, verify_digests
 from tests.support.models import Spec, collection
-from tests.support.quick_reload import quick_reload
+from tests.support.reloads import in_this_process
 
 SPECS = (Spec("t", 200_000, 32, "SUM", ("x",)), Spec("u", 1_000, 32, "MEAN", ("y",)))
 CONFIG = ExportConfig(sharding=Sharding(ranks=3, types={"t": "row_wise", "u": "column_wise"}))
-
-
-# Exports that have to be killed while they write.
-ENOUGH = 10
 
 
 def main(folder: Path, times: int) -> None:
@@ -33,7 +29,7 @@ def main(folder: Path, times: int) -> None:
         if child := os.fork():
             return child
         try:
-            with quick_reload():
+            with in_this_process():
                 export_model(module, repository, "m", CONFIG)
         finally:
             os._exit(0)
@@ -45,7 +41,9 @@ def main(folder: Path, times: int) -> None:
 
     moments = random.Random(0)
     drafts = tries = 0
-    while tries < times or drafts < ENOUGH:  # how long an export takes, others on the machine have a say in
+    while (
+        tries < times or drafts < times // 5
+    ):  # while they write; how long an export takes, others on the machine have a say in
         tries += 1
         child = start()
         time.sleep(moments.uniform(0, 1.1 * whole_s))

@@ -22,6 +22,8 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
+from export.trained.managed import looking_up
+from serving.client import Rows
 from tests.support.models import Bags, Spec, collection, flat
 from tests.support.sequences import sequences
 
@@ -131,3 +133,29 @@ def fill(module: HashZchManagedCollisionModule, ids: Sequence[int]) -> None:
             if identities[row, 0] in (-1, x):
                 identities[row, 0] = x
                 break
+
+
+def right(module: Any, bags: Mapping[str, Bags], *, weighted: bool = False) -> dict[str, Any]:
+    """What the module itself answers, by feature: a tensor, or a JaggedTensor where nothing is pooled."""
+    with torch.no_grad(), looking_up(module):
+        answer = module(kjt_of(bags, weighted=weighted))[0]
+        return answer if isinstance(answer, dict) else answer.to_dict()
+
+
+def assert_equal(ours: Any, theirs: Any, name: str) -> None:
+    """That the answer for a feature is the module's; that of a sequence bit for bit."""
+    if isinstance(ours, Rows):
+        np.testing.assert_array_equal(ours.values, theirs.values(), err_msg=name)
+        np.testing.assert_array_equal(ours.lengths, theirs.lengths(), err_msg=name)
+    else:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-5, err_msg=name)
+
+
+def assert_right(answer: Any, module: Any, bags: Mapping[str, Bags]) -> None:
+    if not any(bags.values()):  # without samples, TorchRec's KJT cannot be taken apart
+        assert {len(rows) for rows in answer.values()} == {0}
+        return
+    expected = right(module, bags)
+    assert answer.keys() == expected.keys()
+    for name, theirs in expected.items():
+        assert_equal(answer[name], theirs, name)

@@ -1,7 +1,7 @@
 """Trained modules for the tests, and requests for them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
 
-from export import ExportConfig, IdPolicy, WeightDtype, export_model
+from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.bundle.tables import Pooling, Table
 from serving.model.settings import ServingSettings
 
@@ -111,6 +111,16 @@ def exported(folder: Path, weighted: bool = False, **settings: Any) -> Path:
     """`SUM` published as `m` in the repository `folder`/r, to be served with these settings."""
     config = ExportConfig(serving=ServingSettings(**settings))
     return export_model(collection(SUM, weighted=weighted), folder / "r", "m", config)
+
+
+def export_shared(repository: Path) -> None:
+    """The models of the fixture `repository`."""
+    export_model(collection(MIXED), repository, "mixed", MIXED_CONFIG)
+    export_model(collection(SUM, weighted=True), repository, "weighted")
+    export_model(collection(MIXED), repository, "half", ExportConfig(output_dtype=OutputDtype.FP16))
+    sharding = Sharding(ranks=4, ranks_per_host=2, types={"*": "grid_shard", "genre": "data_parallel"})
+    export_model(collection(MIXED), repository, "sharded", replace(MIXED_CONFIG, sharding=sharding))
+    export_model(collection(MIXED), repository, "gated", MIXED_CONFIG)
 
 
 def int8_table(name: str, rows: int, dim: int) -> Table:

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from serving.errors import InvalidRequest
 from serving.request import kjt
 from serving.request.accept import accept
 from serving.request.schema import Schema, Selection
@@ -61,12 +60,11 @@ def tensors(values: Any, lengths: Any, weights: Any = None, features: Any = None
 
 
 def checked(schema: Schema, *requests: Tensors) -> Checked:
-    """As the backend does it: all together, and one by one if that fails."""
-    accepted = [accept(schema, request) for request in requests]
-    try:
-        return kjt.check(accepted)
-    except InvalidRequest:
-        return kjt.check([kjt.apply_id_policies(request)[0] for request in accepted])
+    """As the engine does it: all together, and one by one if that fails."""
+    found, _, errors, _ = kjt.check_each([accept(schema, request) for request in requests])
+    for error in errors.values():
+        raise error
+    return found
 
 
 @st.composite

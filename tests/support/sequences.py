@@ -1,6 +1,7 @@
 """Modules with an EmbeddingCollection, whose features are answered by a row for each id."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,11 @@ import torch
 from torch import nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 
-from tests.support.models import Bags, Spec, collection, flat, randomized
+from export import ExportConfig, WeightDtype
+from serving.client import Rows
+from serving.errors import InvalidRequest
+from tests.support.models import Bags, Spec, collection, flat, random_bags, randomized
+from tests.support.servers import at_once
 
 POOLED = (Spec("user", 500, 16, "SUM", ("user_id",)), Spec("genre", 20, 8, "MEAN", ("genres",)))
 ROWS = (Spec("item", 300, 32, "NONE", ("recent", "seen")), Spec("word", 1000, 32, "NONE", ("words",)))
@@ -70,3 +75,40 @@ def assert_rows(answer: Any, module: EmbeddingCollection, bags: Mapping[str, Bag
         np.testing.assert_array_equal(found.lengths, jagged.lengths().numpy(), err_msg=name)
         for sample, rows in enumerate(jagged.to_dense()):
             np.testing.assert_array_equal(found.rows(sample), rows.numpy())
+
+
+FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
+SPECS = (*POOLED, *ROWS)
+
+
+def assert_mixed(answer: Any, module: Mixed, bags: Mapping[str, Bags]) -> None:
+    """That an answer is what both collections of a module answer to the same request."""
+    assert {len(found) for found in answer.values()} == {len(next(iter(bags.values())))}
+    if not any(bags.values()):  # without samples, TorchRec's KJT cannot be taken apart
+        return
+    with torch.no_grad():
+        expected = module.pooled(kjt_of(bags)).to_dict()
+    for name, rows in expected.items():
+        np.testing.assert_allclose(answer[name], rows, rtol=1e-6, atol=4e-6, err_msg=name)
+    assert_rows(answer, module.rows, bags)
+
+
+def check_together(lookup: Callable[[Any], Any], module: Mixed) -> None:
+    """Requests of all kinds at once; those that are wrong are refused, and hurt nobody."""
+    random = np.random.default_rng(3)
+    asked = [random_bags(random, SPECS, number % 7, longest=9) for number in range(48)]
+    some = [{key: asked[5][key] for key in keys} for keys in (("words", "user_id"), ("recent",), ("genres", "seen"))]
+    wrong = [{"words": [[1], [1000]]}, {"genres": [[20]], "recent": [[1]]}, {"seen": [[-1]]}, {"nothing": [[1]]}] * 3
+    answers = at_once([partial(lookup, each) for each in [*asked, *some, *wrong]])
+    for request, answer in zip(asked, answers, strict=False):
+        assert_mixed(answer, module, request)
+    for request, answer in zip(some, answers[48:51], strict=True):
+        whole = answers[5]
+        assert list(answer) == list(request)
+        for name, found in answer.items():
+            theirs = whole[name]
+            pairs = [(found.values, theirs.values)] if isinstance(found, Rows) else [(found, theirs)]
+            for ours, expected in pairs:
+                np.testing.assert_array_equal(ours, expected)
+    for refused in answers[51:]:
+        assert isinstance(refused, InvalidRequest), refused

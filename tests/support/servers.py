@@ -22,11 +22,11 @@ import psutil
 import tritonclient.grpc as triton
 
 from serving.backend.metrics import Publisher
-from serving.bundle.digests import digest_file
 from serving.bundle.manifest import MANIFEST, MODEL
+from serving.bundle.opening import digest_file
 from serving.client import LookupClient
 from serving.errors import ServingError
-from serving.server import Ports, Server
+from serving.server import Ports, Server, Supervisor
 from tests.support.deadlines import CALLING, PATIENT_S, check_routers
 
 Asked = TypeVar("Asked")
@@ -112,15 +112,15 @@ from pathlib import Path
 from serving.backend import TritonPythonModel
 from serving.engine import Engine
 
-run, gate = Engine.run, Path({gate!r})
+answer, gate = Engine.answer, Path({gate!r})
 
-def run_when_open(self, batches):
+def answer_when_open(self, requests):
     while gate.exists():
         Path({entered!r}).touch()
         time.sleep(0.01)
-    return run(self, batches)
+    return answer(self, requests)
 
-Engine.run = run_when_open
+Engine.answer = answer_when_open
 """
 
 
@@ -251,23 +251,37 @@ def until_answered(ask: Callable[[Asked], Answer], asked: Asked) -> Answer:
 
 @dataclass(frozen=True)
 class Running:
-    """`tbe-serve run`, ready."""
+    """`tbe-serve run`, ready; with the gRPC addresses of its hosts, by number, where it has `--local-hosts`."""
 
     process: "subprocess.Popen[str]"
     grpc: str
     http: str | None
     metrics: str
+    hosts: tuple[str, ...]
 
     @property
     def triton(self) -> psutil.Process:
         """Its tritonserver."""
         return tritonserver_of(self.process)
 
-    def lose(self) -> None:
-        """Kill all of its processes at once, as if its machine were gone."""
-        group = self.triton.pid
-        self.process.kill()
-        os.killpg(group, signal.SIGKILL)
+
+def lose(server: Server) -> None:
+    """Kill all processes of a server that nobody supervises, as if its machine were gone."""
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.wait()
+
+
+@contextmanager
+def supervised(server: Server) -> Iterator[None]:
+    """Start a server anew that dies inside the block, which ends with it."""
+    supervisor = Supervisor(server, True, print)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(supervisor.wait)
+        try:
+            yield
+        finally:
+            supervisor.stop(signal.SIGTERM)
+            ended.result()
 
 
 def apart() -> tuple[str, ...]:
@@ -288,7 +302,8 @@ def running(repository: Path, *options: str, within: tuple[str, ...] = (), first
             line = process.stdout.readline()
             assert line, f"it did not start: {process.stderr.read()}"
             said = json.loads(line)
-            yield Running(process, said["grpc"], said["http"], said["metrics"])
+            hosts = tuple(each["grpc"] for each in said.get("hosts", ()))
+            yield Running(process, said["grpc"], said["http"], said["metrics"], hosts)
         finally:
             process.terminate()
             process.wait()

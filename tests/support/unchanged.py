@@ -1,23 +1,53 @@
-"""Exports leave the models that they are given as they were: importing this has every export of a process look.
+"""Exports leave the models that they are given as they were: after `watch`, every export of a process is looked at.
 
-Whoever imports `export_model` and the like afterwards has those that look.
+Whoever imports `export_model` and the like afterwards has those that look. Nothing here imports torch before they do.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import nn
 
-import export
-from export import pipeline
-from export.hosts import machines
+# What takes a model, by the module that has it.
+EXPORTS = {
+    "export.pipeline": ("export_model", "plan_model"),
+    "export.machines": ("export_hosts", "complete_hosts"),
+}
+
+
+def watch() -> None:
+    """From now on, exports that this process imports look."""
+    assert not EXPORTS.keys() & sys.modules.keys(), "an export was imported before"
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, _: ModuleType | None = None) -> ModuleSpec | None:
+        if name not in EXPORTS or (spec := PathFinder.find_spec(name, path)) is None:
+            return None
+        assert spec.origin is not None
+        spec.loader = _Loader(name, spec.origin)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        for name in EXPORTS[module.__name__]:
+            setattr(module, name, _compared(getattr(module, name)))
 
 
 def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch import nn
+
         given = [each for each in (module, kwargs.get("dense")) if isinstance(each, nn.Module)]
         before = [dict(_state(each)) for each in given]
         try:
@@ -29,7 +59,7 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def assert_unchanged(module: nn.Module, before: dict[str, Any]) -> None:
+def assert_unchanged(module: "nn.Module", before: dict[str, Any]) -> None:
     """Its parts are the same objects, with the same numbers, gradients, hooks and modes."""
     after = dict(_state(module))
     assert list(after) == list(before), f"the export changed which parts {type(module).__name__} has"
@@ -37,7 +67,7 @@ def assert_unchanged(module: nn.Module, before: dict[str, Any]) -> None:
     assert not changed, f"the export changed {changed} of {type(module).__name__}"
 
 
-def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _state(module: "nn.Module") -> Iterator[tuple[str, Any]]:
     """All that a model is, by name. Objects are held, so that no other gets the identity of one."""
     for path, part in module.named_modules(remove_duplicate=False):
         for name, value in vars(part).items():
@@ -53,19 +83,11 @@ def _state(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _same(one: Any, other: Any) -> bool:
+    import torch
+    from torch import Tensor, nn
+
     if isinstance(one, Tensor) and not isinstance(one, nn.Parameter) and one is not other:
         return one.is_meta or torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
     if isinstance(one, list) and one is not other:
         return len(one) == len(other) and all(a is b or (a == b) is True for a, b in zip(one, other, strict=True))
     return one is other or (type(one) in (bool, int, float, str) and one == other)
-
-
-for _home, _name in (
-    (pipeline, "export_model"),
-    (pipeline, "plan_model"),
-    (machines, "export_hosts"),
-    (machines, "complete_hosts"),
-):
-    setattr(_home, _name, _compared(getattr(_home, _name)))
-    if hasattr(export, _name):
-        setattr(export, _name, getattr(_home, _name))

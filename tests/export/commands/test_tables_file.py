@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from export.commands.tables_file import read_tables
+from export.commands.settings import read_tables
 from serving.errors import ConfigurationError
 
 

@@ -1,10 +1,12 @@
 """What commands do that need no torch: they do not wait for it, and a client-only install has them."""
 
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +14,16 @@ from export.__main__ import app as export_app
 from serving.__main__ import app as serving_app
 
 _HEAVY = ("fbgemm_gpu", "jinja2", "matplotlib", "torch", "torchrec")
-_LIST_HEAVY = f"""
-import sys
+# Each command in a process that has imported the program and nothing else. That is forked: to import it takes a second.
+_RUN_EACH = f"""
+import json, multiprocessing, sys
+from typer.testing import CliRunner
 from export.__main__ import app
-try:
-    app(sys.argv[1:])
-finally:
-    print("imported:", *sorted({_HEAVY} & sys.modules.keys()))
+def run(arguments):
+    done = CliRunner().invoke(app, arguments)
+    return done.exit_code, repr(done.exception), done.stderr, sorted({_HEAVY} & sys.modules.keys())
+with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+    json.dump(pool.map(run, json.load(sys.stdin), chunksize=1), sys.stdout)
 """
 _MANIFESTS = ("--out", "out", "--claim", "c", "--insecure", "--image")
 _IMAGE = "r/n@sha256:" + 64 * "0"
@@ -37,8 +42,7 @@ def model(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
+_LIGHT: dict[tuple[str, ...], int] = dict(
     [
         (("--help",), 0),
         (("--version",), 0),
@@ -61,23 +65,31 @@ def model(mixed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("manifests", "MODEL", *_MANIFESTS, "bad"), 1),
         (("prune", "MODEL", "--keep", "1", "--dry-run"), 0),
         (("prune", "MODEL", "--keep", "0"), 1),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+    ]
 )
-def test_what_needs_no_torch_does_not_import_it(
-    model: Path, tmp_path: Path, arguments: tuple[str, ...], code: int
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LIST_HEAVY, *(each.replace("MODEL", str(model)) for each in arguments)],
-        cwd=tmp_path,
+
+
+@pytest.fixture(scope="module")
+def done(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Any]:
+    """Of each command: its code, its exception, what it said, and what it imported."""
+    typed = [[each.replace("MODEL", str(model)) for each in arguments] for arguments in _LIGHT]
+    said = subprocess.run(
+        [sys.executable, "-c", _RUN_EACH],
+        cwd=tmp_path_factory.mktemp("commands"),
+        input=json.dumps(typed),
         capture_output=True,
         text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    assert done.stdout.splitlines()[-1] == "imported:"
-    assert "Traceback" not in done.stderr
+        check=True,
+    ).stdout
+    return dict(zip(_LIGHT, json.loads(said), strict=True))
+
+
+@pytest.mark.parametrize("arguments", _LIGHT, ids=" ".join)
+def test_what_needs_no_torch_does_not_import_it(done: dict[tuple[str, ...], Any], arguments: tuple[str, ...]) -> None:
+    code, exception, stderr, imported = done[arguments]
+    assert code == _LIGHT[arguments], stderr
+    assert imported == []
+    assert exception == "None" or exception.startswith("SystemExit"), exception
 
 
 def _client_only(folder: Path, program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":

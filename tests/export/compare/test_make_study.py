@@ -14,9 +14,8 @@ from playwright.sync_api import Page, sync_playwright
 from typer.testing import CliRunner
 
 from export.__main__ import app
-from export.compare.fastest import judge
 from export.compare.page import findings
-from export.compare.study import Placement, Study
+from export.compare.study import Placement, Study, judge
 from serving.bench.report import Figure
 from tests.support.browser import chromium
 

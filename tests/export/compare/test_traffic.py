@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 
-from export.commands.tables_file import read_tables
-from export.compare.traffic import traffic_between
+from export.commands.settings import read_tables
+from export.compare.measure import traffic_between
 from export.config import ExportConfig
-from export.manifest import describe
 from export.plan.sharding import Sharding
+from export.prepare import describe
 from export.trained.generated import generated_checkpoint
 
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from export import Sharding, export_model
+from export import Sharding
 from tests.support.commands import tbe_export
-from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
-from tests.support.quick_reload import quick_reload
 from tests.support.servers import tbe_serve
 
 IMAGE = f"registry.example/tbe-serving@sha256:{'0123456789abcdef' * 4}"
@@ -19,14 +17,14 @@ TYPES = {"genre": "data_parallel", "item": "table_row_wise", "word": "table_row_
 @pytest.fixture(scope="package")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository with versions 1 and 2 of the router Movies_V2, of hosts 0 and 1, and with the model `m`."""
+    from export import export_model
+    from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
+
     repository = tmp_path_factory.mktemp("published") / "repository"
     sharding = Sharding(ranks=4, ranks_per_host=2, types=TYPES, hosts_as_models=True)
-    with quick_reload():
-        for seed in (1, 2):
-            export_model(
-                collection(MIXED, seed=seed), repository, "Movies_V2", replace(MIXED_CONFIG, sharding=sharding)
-            )
-        export_model(collection(SUM), repository, "m")
+    for seed in (1, 2):
+        export_model(collection(MIXED, seed=seed), repository, "Movies_V2", replace(MIXED_CONFIG, sharding=sharding))
+    export_model(collection(SUM), repository, "m")
     return repository
 
 

@@ -11,8 +11,7 @@ import yaml
 
 from export.errors import PublishError
 from export.kubernetes.base import base_files, write_base
-from export.kubernetes.fleet import Fleet, Replicas, read_fleet
-from export.kubernetes.options import METRICS_FROM, PodOptions
+from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, read_fleet
 from serving.__main__ import app
 from tests.export.kubernetes.conftest import IMAGE, given
 from tests.support.commands import tbe_export

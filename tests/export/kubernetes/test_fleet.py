@@ -12,7 +12,6 @@ from serving.errors import BundleError, ConfigurationError
 from serving.files.page_cache import HUGE_PAGE
 from serving.model.config_file import apply_settings, read_config, write_config
 from serving.model.settings import ServingSettings
-from tests.support.quick_reload import quick_reload
 from tests.support.scored import EXACT, dlrm
 
 
@@ -119,8 +118,7 @@ def test_numbers_of_pods_are_checked(numbers: dict[str, int], said: str) -> None
 
 
 def test_threads_of_scores_have_cores_where_there_are_scores(tmp_path: Path) -> None:
-    with quick_reload():
-        export_model(dlrm(), tmp_path / "r", "m", EXACT)
+    export_model(dlrm(), tmp_path / "r", "m", EXACT)
     for settings, cores in (
         (ServingSettings(threads=2, score_threads=4), 4),
         (ServingSettings(threads=2, score_threads=1), 2),

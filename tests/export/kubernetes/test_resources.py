@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from export.kubernetes.containers import copy_bytes, mebibytes, resources, start_s
 from export.kubernetes.fleet import Member
-from export.kubernetes.resources import copy_bytes, mebibytes, resources, start_s
-from serving.ranks import room
+from serving.tables import memory_budget
 
 GIB = 1 << 30
 
@@ -42,8 +42,8 @@ def test_a_server_with_that_limit_keeps_its_weights_in_memory(
     weights_gib: int, instances: int, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = mebibytes_of(resources(member(weights_gib, instances))["limits"]["memory"]) << 20
-    monkeypatch.setattr(room, "memory_here", lambda: limit)
-    assert room.room_alone(instances, kept=kept) >= weights_gib * GIB
+    monkeypatch.setattr(memory_budget, "memory_here", lambda: limit)
+    assert memory_budget.most_weights_bytes(instances, kept=kept) >= weights_gib * GIB
 
 
 def mebibytes_of(quantity: str) -> int:

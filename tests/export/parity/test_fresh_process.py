@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
+from export.config import Progress
 from export.errors import ParityError
 from export.parity.fresh_process import FreshProcess
-from export.parity.probe import make_probe
-from export.progress import Progress
+from export.trained.probe import make_probe
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from tests.support.models import collection
+
+pytestmark = pytest.mark.usefixtures("fresh_process")
 
 
 def children(process: int) -> set[str]:

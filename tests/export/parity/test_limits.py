@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from export import ExportConfig, WeightDtype, export_model, pipeline, steps
+from export import ExportConfig, WeightDtype, export_model, pipeline
 from export.errors import ParityError
+from export.program import compile as compile_
 from export.program.compile import compile_program, save_program
-from export.rows import store_blocks
+from export.rows import store
 from export.rows.quantize import quantize
 from serving.bundle.opening import open_bundle
 from tests.support.models import collection
@@ -43,7 +44,7 @@ def test_a_limit_with_a_dtype_is_a_gate_and_without_one_a_choice(tmp_path: Path)
 def test_a_quantizer_that_is_wrong_in_one_code_fails_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_blocks, "quantize", corrupt_codes)
+    monkeypatch.setattr(store, "quantize", corrupt_codes)
     with pytest.raises(ParityError, match="table 'genre': row 7 moved further than rounding explains"):
         export_model(collection(), tmp_path / "r", "m")
 
@@ -61,6 +62,7 @@ def test_a_program_that_is_wrong_for_one_table_fails_the_export(
         export_model(collection(), tmp_path / "r", "m")
 
 
+@pytest.mark.usefixtures("fresh_process")
 def test_a_bundle_that_a_fresh_process_cannot_open_fails_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +70,7 @@ def test_a_bundle_that_a_fresh_process_cannot_open_fails_the_export(
         save_program(program, path)
         os.truncate(path, path.stat().st_size // 2)
 
-    monkeypatch.setattr(steps, "save_program", save_half_of_it)
+    monkeypatch.setattr(compile_, "save_program", save_half_of_it)
     with pytest.raises(ParityError, match=r"a fresh process could not answer from it:\n(.|\n)*program\.pt"):
         export_model(collection(), tmp_path / "r", "m")
     assert list((tmp_path / "r").iterdir()) == []

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from torchrec.distributed.planner import ParameterConstraints
 
 from export import ExportConfig, Sharding, export_model
 from export.errors import PlanError
@@ -97,13 +96,12 @@ def test_auto_simple_is_the_rule_of_thumb(tmp_path: Path) -> None:
     assert Sharding().column_wise_over == 256
 
 
-def test_torchrec_s_constraints_are_taken_as_their_users_write_them(tmp_path: Path) -> None:
-    constraints = {
-        "user": ParameterConstraints(sharding_types=["column_wise"], min_partition=4, compute_kernels=["quant"]),
-        "item": ParameterConstraints(sharding_types=["table_row_wise"], pooling_factors=[3.0, 20.0]),
-    }
-    plan = sharded(tmp_path, Sharding(ranks=4, ranks_per_host=2, constraints=constraints)).bundle.manifest.plan
-    assert plan.sharding["user"] is ShardingType.COLUMN_WISE
-    assert {shard.width for shard in plan.shards_by_table["user"]} == {4}
-    assert plan.sharding["item"] is ShardingType.TABLE_ROW_WISE
-    assert len({plan.ranks[shard.rank].host for shard in plan.shards_by_table["item"]}) == 1
+@pytest.mark.parametrize(
+    "types", [["column_wise", "table_column_wise"], ["row_wise"], ["table_row_wise", "row_wise"]]
+)
+def test_the_planner_chooses_among_the_types_given(tmp_path: Path, types: list[str]) -> None:
+    sharding = Sharding(ranks=4, ranks_per_host=2, types={"user": types}, min_partition={"user": 4})
+    plan = sharded(tmp_path, sharding).bundle.manifest.plan
+    assert plan.sharding["user"].value in types
+    if "column_wise" in types:
+        assert {shard.width for shard in plan.shards_by_table["user"]} == {4}

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from export.errors import PlanError
-from export.plan.layout import whole_shard
-from export.plan.rank_memory import check_fits, overflow_of
+from export.plan.layout import check_fits, overflow_of, whole_shard
 from serving.bundle.hosts import ROUTER
 from serving.bundle.plan import Plan, Rank, ShardingType
 from serving.bundle.rows import WeightDtype

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchrec.distributed.planner import ParameterConstraints
 
 from export import Sharding
 from serving.errors import ConfigurationError
@@ -27,6 +26,10 @@ from tests.support.sharded import sharded
             id="plan-and-more",
         ),
         pytest.param(
+            lambda: Sharding(types={"*": ["row_wise", "auto"]}), "expected one of .*, got 'auto'", id="several"
+        ),
+        pytest.param(lambda: Sharding(types={"*": []}), "expected one of .*, got ''", id="no-type"),
+        pytest.param(
             lambda: Sharding(pooling_factors={"*": -1.0}), "expected >= 0 and below 1000000, got -1", id="pooling"
         ),
     ],
@@ -37,19 +40,11 @@ def test_a_sharding_that_contradicts_itself_is_refused_where_it_is_made(make: An
 
 
 def test_pooling_factors_for_other_features_than_there_are_are_refused(tmp_path: Path) -> None:
-    constraints = {"item": ParameterConstraints(pooling_factors=[1.0, 2.0, 3.0])}
-    with pytest.raises(
-        ConfigurationError, match=r"pooling_factors for its 2 features \(item_id, recent_items\), got 3"
-    ):
-        sharded(tmp_path, Sharding(ranks=2, constraints=constraints))
+    expected = r"pooling_factors 'item': expected one for each of its 2 features \(item_id, recent_items\), got 3"
+    with pytest.raises(ConfigurationError, match=expected):
+        sharded(tmp_path, Sharding(ranks=2, pooling_factors={"item": [1.0, 2.0, 3.0]}))
 
 
 def test_settings_of_no_table_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="types 'usr': expected the name of a table or a glob"):
         sharded(tmp_path, Sharding(ranks=2, types={"usr": "row_wise"}))
-
-
-def test_constraints_are_torchrec_s() -> None:
-    """TorchRec is imported only where there are any."""
-    with pytest.raises(ConfigurationError, match=r"constraints 'item': expected ParameterConstraints, got 3"):
-        Sharding(constraints={"item": 3})

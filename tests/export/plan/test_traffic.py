@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from export import ExportConfig, Sharding
-from export.hosts.part import part_manifest
+from export.hosts import part_manifest
 from export.pipeline import plan_model
 from export.plan.report import report_plan
 from export.plan.traffic import HostTraffic, host_traffic, shard_traffic, sums_pattern

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from export import export_model
+from export.config import Progress
 from export.errors import PublishError
-from export.progress import Progress
 from serving.errors import ConfigurationError
 from tests.support.folders import files
 from tests.support.models import collection
 
 
+@pytest.mark.usefixtures("fresh_process")
 def test_export_publishes_a_whole_version_and_leaves_nothing_else(tmp_path: Path) -> None:
     bundle = export_model(collection(), tmp_path / "r", "m")
     assert bundle == tmp_path / "r" / "m" / "1"
@@ -61,6 +62,7 @@ def test_a_version_that_appears_during_the_export_is_never_replaced(tmp_path: Pa
     assert export_model(collection(seed=4), tmp_path / "r", "m", progress=lambda _: None).name == "3"
 
 
+@pytest.mark.usefixtures("fresh_process")
 def test_two_first_versions_at_once_both_get_published(tmp_path: Path) -> None:
     published = []
 
@@ -122,8 +124,15 @@ export_model(collection(), sys.argv[1], "m", progress=wait)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-@pytest.mark.parametrize("step", ["user", "parity"])
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [
+        pytest.param(signal.SIGKILL, "parity"),
+        pytest.param(signal.SIGINT, "user"),
+        pytest.param(signal.SIGKILL, "user", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, "parity", marks=pytest.mark.long),
+    ],
+)
 def test_a_stopped_export_publishes_nothing_and_the_next_one_clears_up(
     tmp_path: Path, number: signal.Signals, step: str
 ) -> None:
@@ -140,12 +149,13 @@ def test_a_stopped_export_publishes_nothing_and_the_next_one_clears_up(
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
-def test_exports_killed_at_50_random_moments_leave_whole_versions_or_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.killed_exports", str(tmp_path), "50"]
+@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.long)])
+def test_exports_killed_at_random_moments_leave_whole_versions_or_nothing(tmp_path: Path, times: int) -> None:
+    command = [sys.executable, "-m", "tests.support.killed_exports", str(tmp_path), str(times)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["drafts"] >= 10
+    assert found["drafts"] >= times // 5
     assert found["left"] == []
 
 

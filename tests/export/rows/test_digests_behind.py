@@ -10,15 +10,12 @@ import torch
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import QuantizeError
 from export.plan.sharding import CHOICES
-from export.rows import digests_behind
-from export.rows.digests_behind import DigestsBehind
+from export.rows import store
+from export.rows.store import DigestsBehind
 from export.trained import checkpoint
 from serving.bundle.hosts import path_of
 from serving.bundle.opening import open_bundle
 from tests.support.models import collection
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 
 DTYPES = {"user": WeightDtype.INT8, "item": WeightDtype.FP32, "genre": WeightDtype.INT2, "word": WeightDtype.INT4}
 
@@ -37,7 +34,7 @@ def assert_digests_are_of_the_files(bundle: Path) -> None:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of every table but the smallest, and several reads of a block."""
     monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 3000)
-    monkeypatch.setattr(digests_behind, "_READ_BYTES", 1000)
+    monkeypatch.setattr(store, "_READ_BYTES", 1000)
 
 
 @pytest.mark.parametrize("sharding_type", CHOICES)

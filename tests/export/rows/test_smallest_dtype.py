@@ -10,18 +10,15 @@ import torch
 from export import ExportConfig, WeightDtype, export_model
 from export.errors import QuantizeError
 from export.pipeline import plan_model
-from export.rows.quantize import quantize
-from export.rows.smallest_dtype import smallest_dtype
+from export.rows.quantize import quantize, smallest_dtype
 from export.trained import checkpoint
+from export.trained.checkpoint import InMemory
 from export.trained.generated import generated_checkpoint
-from export.trained.sources import InMemory
 from export.trained.tables import TrainedTable
 from serving.bundle.rows import dequantize
 from serving.bundle.tables import Pooling
 from tests.support import oracle
 from tests.support.models import MIXED, collection, float_tables
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 300.0])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from export.rows.tally import Tally, finite
+from export.rows.table_error import Tally, finite
 
 _NAN, _INF = float("nan"), float("inf")
 

@@ -163,6 +163,7 @@ def test_hooks_are_followed_or_found_out(tmp_path: Path) -> None:
         export_model(module, tmp_path, "n", EXACT)
 
 
+@pytest.mark.usefixtures("fresh_process")
 def test_the_file_of_scores_is_what_it_says(tmp_path: Path) -> None:
     """It loads without torchrec, and depends on nothing else."""
     bundle = export_model(two_tower(), tmp_path, "m", EXACT)

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.regroup import KTRegroupAsDict
 
 from export import export_model
-from export.manifest import describe
+from export.prepare import describe
 from export.scores.dense_part import dense_part
 from export.trained.checkpoint import Checkpoint, module_weights
 from export.trained.tables import collect_tables
@@ -132,7 +132,10 @@ def checkpoint(weights: Checkpoint) -> Checkpoint:
     return weights
 
 
-@pytest.mark.parametrize("first", range(SERVED, 206, 20))
+@pytest.mark.parametrize(
+    "first",
+    [SERVED, *(pytest.param(first, marks=pytest.mark.long) for first in range(SERVED + 20, 206, 20))],
+)
 def test_random_dense_parts_answer_as_the_model_does(first: int) -> None:
     """Given the embeddings that the model itself makes."""
     random = np.random.default_rng(first)

@@ -15,7 +15,6 @@ from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from tests.support.commands import tbe_export
 from tests.support.models import MIXED, MIXED_CONFIG, collection, flat, random_bags
-from tests.support.quick_reload import quick_reload
 from tests.support.saved import State, save_dcp, save_safetensors
 
 FP32 = ExportConfig(dtype={"*": WeightDtype.FP32})
@@ -53,9 +52,8 @@ def test_bfloat16_is_stored_as_its_numbers_in_float32_are(tmp_path: Path) -> Non
     with torch.device("meta"):
         empty = collection()
     for config in (MIXED_CONFIG, ExportConfig(dtype={"*": WeightDtype.FP32}, sharding=Sharding(ranks=2))):
-        with quick_reload():
-            found = export_model(empty, tmp_path / "r", "m", config, checkpoint=checkpoint)
-            expected = export_model(collection().bfloat16().float(), tmp_path / "r", "m", config)
+        found = export_model(empty, tmp_path / "r", "m", config, checkpoint=checkpoint)
+        expected = export_model(collection().bfloat16().float(), tmp_path / "r", "m", config)
         for name in open_bundle(found).manifest.weights_files:
             assert (found / name).read_bytes() == (expected / name).read_bytes()
     assert tbe_export("verify", str(found)).exit_code == 0
@@ -63,8 +61,7 @@ def test_bfloat16_is_stored_as_its_numbers_in_float32_are(tmp_path: Path) -> Non
 
 def test_a_module_of_bfloat16_is_compared_with_itself_as_torchrec_runs_it(tmp_path: Path) -> None:
     module = collection(MIXED).bfloat16()
-    with quick_reload():
-        bundle = export_model(module, tmp_path / "r", "m", FP32)
+    bundle = export_model(module, tmp_path / "r", "m", FP32)
     for parity in open_bundle(bundle).manifest.parity:
         assert parity.quantized.largest == 0
         assert parity.trained is not None
@@ -81,8 +78,7 @@ def test_a_module_of_bfloat16_is_compared_with_itself_as_torchrec_runs_it(tmp_pa
 
 
 def test_a_smallest_dtype_is_found_for_bfloat16(tmp_path: Path) -> None:
-    with quick_reload():
-        bundle = export_model(collection().bfloat16(), tmp_path / "r", "m", ExportConfig(max_error={"*": 0.02}))
+    bundle = export_model(collection().bfloat16(), tmp_path / "r", "m", ExportConfig(max_error={"*": 0.02}))
     for parity in open_bundle(bundle).manifest.parity:
         assert parity.quantized.largest <= 0.02
 
@@ -100,7 +96,6 @@ def test_torchrec_makes_fp16_of_data_type_bf16_and_a_checkpoint_of_bfloat16_fits
     module = EmbeddingBagCollection([config])
     rows = torch.randn(30, 8).bfloat16()
     checkpoint = save_state({"embedding_bags.t.weight": rows}, tmp_path)
-    with quick_reload():
-        bundle = export_model(module, tmp_path / "r", "m", FP32, checkpoint=checkpoint)
+    bundle = export_model(module, tmp_path / "r", "m", FP32, checkpoint=checkpoint)
     answer = Engine.open(bundle).lookup({"x": [[id_] for id_ in range(30)]})["x"]
     np.testing.assert_array_equal(answer, rows.float().numpy())

@@ -32,8 +32,6 @@ from tests.support.saved import State, save_dcp, save_safetensors
 from tests.support.sequences import sequences as plain
 from tests.support.two_processes import run_module
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 MODULES = "_managed_collision_collection._managed_collision_modules"
 RAW_IDS = f"{MODULES}.user._mch_sorted_raw_ids"
 SLOTS = f"{MODULES}.user._mch_remapped_ids_mapping"

@@ -24,8 +24,6 @@ from tests.support.commands import tbe_export
 from tests.support.positioned import LONGEST, positioned
 from tests.support.saved import State, save_dcp, save_safetensors
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 
 def save_state(state: State, path: Path) -> Path:
     torch.save({"model": {f"module.{key}": tensor for key, tensor in state.items()}}, path / "w.pt")

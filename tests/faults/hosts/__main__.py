@@ -17,7 +17,7 @@ from tests.faults.hosts.links import DROP_IN, DROP_OUT, REJECT_IN, slow_link
 from tests.faults.hosts.lost import alone_in_time, host_lost, router_killed
 from tests.faults.hosts.replicas import ONE_REPLICA, one_replica, other_bundle
 from tests.faults.hosts.rolling import half_rolled, rolled
-from tests.support.quick_reload import quick_reload
+from tests.support.reloads import in_this_process
 
 
 def all_faults(fleet: Fleet) -> Iterator[str]:
@@ -38,7 +38,7 @@ def all_faults(fleet: Fleet) -> Iterator[str]:
 
 def main(bridge: str, *machines: str) -> None:
     network = Lan(bridge, [Machine(*each.split("=")) for each in machines])
-    with tempfile.TemporaryDirectory(prefix="tbe-hosts-") as name, ExitStack() as stack, quick_reload():
+    with tempfile.TemporaryDirectory(prefix="tbe-hosts-") as name, ExitStack() as stack, in_this_process():
         fleet = Fleet(stack, Path(name), network)
         for line in all_faults(fleet):
             print(line, flush=True)

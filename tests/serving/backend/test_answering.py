@@ -11,15 +11,16 @@ import pytest
 import torch
 
 from export import ExportConfig, OutputDtype, WeightDtype, export_model
-from serving.backend import answering, backlog
+from serving import engine
+from serving.backend import answering
 from serving.backend.answering import Answerer
 from serving.backend.metrics import LookupMetrics
 from serving.engine import Engine
 from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable, ServingError
+from serving.lookup.ranks import BatchAnswer
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings
-from serving.ranks.answered import Answered
-from serving.request.limits import Limits
-from serving.request.tensors import Batch, Tensors
+from serving.request.batches import Limits
+from serving.request.tensors import EMBEDDINGS, Batch, Tensors
 from tests.support.growth import without_collector
 from tests.support.models import Spec, collection
 
@@ -59,19 +60,19 @@ class Bench:
         self.decoded = self.asked_for = 0
         self.counts: dict[str, float] = {}
         self.engine = Engine.open(bundle)
-        run = self.engine.run
+        look_up = self.engine.ranks.answer
 
-        def slow(batches: Sequence[Batch]) -> list[Answered]:
+        def slow(batches: Sequence[Batch]) -> list[BatchAnswer]:
             self.now += self.call_ms / 1e3
-            return run(batches)
+            return look_up(batches)
 
-        for module in (answering, backlog):
+        for module in (answering, engine):
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(self.engine, "run", slow)
+        monkeypatch.setattr(self.engine.ranks, "answer", slow)
         self.metrics = LookupMetrics(lambda name, *_: Counter(name, self.counts), {}, ["a"], 0.0)
         self.answerer = Answerer(self.engine, limits, self.metrics, None, lambda _: None, largest_handover)
         self.tensors = Tensors(["user_id"], np.array([1]), np.array([1], np.int32))
-        self.expected = self.engine.answer(self.tensors)
+        self.expected = self.engine.outputs(self.tensors)[EMBEDDINGS]
 
     def answer(
         self,

@@ -16,7 +16,7 @@ from serving.errors import InvalidRequest
 from serving.server import Server, run_server
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import SUM, collection
-from tests.support.servers import FREE, Running, lens, metric, raw_request, row, scrape
+from tests.support.servers import FREE, lens, metric, raw_request, row, scrape
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "lookup.json").read_text())
@@ -97,7 +97,7 @@ def first_scrape(counted: Server) -> str:
 
 
 @pytest.fixture(scope="module")
-def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A router, looked up twice: each of its two hosts has half of a."""
     folder = tmp_path_factory.mktemp("routed")
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"a": "row_wise", "b": "data_parallel"})
@@ -113,7 +113,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def pages(first_scrape: str, routed: Running) -> str:
+def pages(first_scrape: str, routed: Server) -> str:
     """The metrics of a model that has all ranks itself, and of a router."""
     return first_scrape + scrape(routed)
 
@@ -133,7 +133,7 @@ def pages(first_scrape: str, routed: Running) -> str:
         ("tbe_zeroed_total", {}, 0),
     ],
 )
-def test_what_is_counted_of_hosts(routed: Running, name: str, labels: dict[str, str], expected: float) -> None:
+def test_what_is_counted_of_hosts(routed: Server, name: str, labels: dict[str, str], expected: float) -> None:
     assert metric(routed, name, **labels) == expected
 
 

@@ -9,9 +9,9 @@ from export import export_model
 from serving.backend import page_metrics
 from serving.backend.page_metrics import PageMetrics
 from serving.bundle import open_bundle
-from serving.ranks import room
-from serving.ranks.weights import PagesUsed, Weights
 from serving.server import run_server
+from serving.tables import memory_budget
+from serving.tables.table_files import PagesUsed, TableFiles
 from tests.support.huge_pages import HUGE_PAGE, expect_huge
 from tests.support.models import Spec, collection
 from tests.support.servers import FREE, metric
@@ -39,7 +39,7 @@ def bundle(tmp_path: Path) -> Path:
     return export_model(collection((Spec("t", ROWS, 64, "SUM", ("x",)),)), tmp_path / "r", "m")
 
 
-class Fake(Weights):
+class Fake(TableFiles):
     """Weights that are populated when the test says so."""
 
     done: Callable[[PagesUsed], None]
@@ -77,10 +77,10 @@ def test_what_is_mapped_is_told_now_and_then_and_once_in_the_log(
 
 
 def test_weights_larger_than_memory_are_said_to_be(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "memory_here", lambda: 1000)
+    monkeypatch.setattr(memory_budget, "memory_here", lambda: 1000)
     opened = open_bundle(bundle)
     said: list[str] = []
-    PageMetrics(lambda *_: Gauge(), LABELS, Weights(opened.path, opened.manifest), said.append)  # type: ignore[arg-type]
+    PageMetrics(lambda *_: Gauge(), LABELS, TableFiles(opened.path, opened.manifest), said.append)  # type: ignore[arg-type]
     (line,) = said
     assert line.startswith(
         "m 1: its weights are larger than memory, or than what other models and versions leave of it"

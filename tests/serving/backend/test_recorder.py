@@ -23,12 +23,10 @@ from serving.model.settings import ServingSettings
 from serving.request.captured import PassedOver, read_captured
 from serving.request.tensors import Tensors
 from serving.server import run_server
-from serving.server.canary import Canary
+from serving.server.watch.canary import Canary
 from tests.support.models import exported
 from tests.support.ranker import ranker
 from tests.support.servers import DTYPES, FREE, lens, metric, row
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -100,10 +100,10 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient, ga
 
 
 BROKEN = """
-from serving import engine
 from serving.backend import TritonPythonModel, triton as backend
+from serving.lookup.ranks import LocalRanks
 
-decode, run = backend._decode, engine.Engine.run
+decode, answer = backend._decode, LocalRanks.answer
 
 def broken_decode(request):
     tensors = decode(request)
@@ -111,12 +111,12 @@ def broken_decode(request):
         raise ValueError("secret of decoding")
     return tensors
 
-def broken_run(self, batches):
+def broken_answer(self, batches):
     if any(14 in batch.values for batch in batches):
         raise ValueError("secret of looking up")
-    return run(self, batches)
+    return answer(self, batches)
 
-backend._decode, engine.Engine.run = broken_decode, broken_run
+backend._decode, LocalRanks.answer = broken_decode, broken_answer
 """
 
 

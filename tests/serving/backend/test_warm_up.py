@@ -17,17 +17,17 @@ from tests.support.servers import FREE, replace_model_py, tbe_serve
 RECORD = """
 from pathlib import Path
 from serving.backend import TritonPythonModel
-from serving.engine import Engine
+from serving.lookup.ranks import LocalRanks
 
-run = Engine.run
+answer = LocalRanks.answer
 
 def record(self, batches):
     with Path({record!r}).open("a") as file:
         for batch in batches:
             print(*batch.values.tolist(), file=file)
-    return run(self, batches)
+    return answer(self, batches)
 
-Engine.run = record
+LocalRanks.answer = record
 """
 
 
@@ -61,17 +61,17 @@ def test_a_model_warms_up_before_it_is_ready(tmp_path: Path) -> None:
 RECORD_SCORES = """
 from pathlib import Path
 from serving.backend import TritonPythonModel
-from serving.engine import Engine
+from serving.lookup.program import DenseProgram
 
-score = Engine.score_batch
+score = DenseProgram.score_batch
 
-def record(self, batches, answers):
-    found = score(self, batches, answers)
+def record(self, batch, embeddings):
+    found = score(self, batch, embeddings)
     with Path({record!r}).open("a") as file:
         print(*(list(each) for each in found.values()), file=file)
     return found
 
-Engine.score_batch = record
+DenseProgram.score_batch = record
 """
 
 

@@ -12,14 +12,13 @@ from tritonclient.grpc import service_pb2 as pb
 
 from export import ExportConfig, OutputDtype, WeightDtype, export_model
 from serving.bench.checking import Checker
-from serving.bench.ids import Distribution, random_requests
-from serving.bench.requests import Prepared
+from serving.bench.requests import Distribution, Prepared, random_requests
 from serving.bundle.opening import Bundle, open_bundle
 from serving.bundle.scores import DenseDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from serving.request.captured import CapturedRequest, read_captured
-from serving.request.tensors import Tensors
+from serving.request.tensors import EMBEDDINGS, Tensors
 from tests.support.models import MIXED, collection
 from tests.support.ranker import ranker
 from tests.support.scored import EXACT, two_tower
@@ -52,7 +51,7 @@ def asked(bundle: Bundle, samples: int = 5, *, scores: bool = True) -> Prepared:
 def test_an_answer_of_another_version_or_shape_is_wrong(tmp_path: Path) -> None:
     bundle = open_bundle(export_model(collection(MIXED), tmp_path, "m"))
     checker, request = Checker(bundle), asked(bundle, 2, scores=False)
-    answer = Engine(bundle).answer(request.tensors)
+    answer = Engine(bundle).outputs(request.tensors)[EMBEDDINGS]
     assert checker.what_is_wrong(request, response({"embeddings": answer})) == []
     assert "version" in checker.what_is_wrong(request, response({"embeddings": answer}, "2"))[0]
     assert "shape" in checker.what_is_wrong(request, response({"embeddings": answer.reshape(1, -1)}))[0]

@@ -15,14 +15,13 @@ from tritonclient.grpc import service_pb2_grpc
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
 from serving.bench.generator import Repeat, Traffic, generate
-from serving.bench.ids import Distribution, random_requests
 from serving.bench.report import refusal, summarize
-from serving.bench.requests import Prepared
+from serving.bench.requests import Distribution, Prepared, random_requests
 from serving.bundle.opening import open_bundle
 from serving.bundle.tables import DefaultRow
 from serving.engine import Engine
 from serving.reference import pool
-from serving.request.tensors import Tensors
+from serving.request.tensors import EMBEDDINGS, Tensors
 from tests.support import oracle
 from tests.support.models import MIXED, collection
 
@@ -176,7 +175,7 @@ def test_the_reference_is_what_the_oracle_says_and_the_engine_answers(bundle: Pa
     for feature, table, answer in zip(features, opened.manifest.feature_tables, found.answers, strict=True):
         exact = oracle.pool(oracle.exported_table(bundle, table.name), bags[feature.name], table.pooling.value)
         np.testing.assert_allclose(answer, exact, atol=1e-6)
-    embeddings = Engine.open(bundle).answer(request)
+    embeddings = Engine.open(bundle).outputs(request)[EMBEDDINGS]
     assert list(found.misses(found.by_feature({"embeddings": embeddings}))) == []
     embeddings = embeddings.copy()
     embeddings[3, -1] += 1e-3
@@ -192,6 +191,6 @@ def test_ids_outside_a_table_are_answered_by_its_policy(bundle: Path) -> None:
     asked = [each.name for each in opened.manifest.features if tables[each.table].id_policy is not IdPolicy.ERROR]
     request = Tensors(asked, values[: 3 * len(asked)], request.lengths[: len(asked)])
     assert len(asked) > 1
-    answer = Engine.open(bundle).answer(request)
+    answer = Engine.open(bundle).outputs(request)[EMBEDDINGS]
     found = pool(bundle, opened.manifest, request)
     assert list(found.misses(found.by_feature({"embeddings": answer}))) == []

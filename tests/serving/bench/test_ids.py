@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serving.bench.ids import Distribution
+from serving.bench.requests import Distribution
 from serving.errors import ConfigurationError
 
 

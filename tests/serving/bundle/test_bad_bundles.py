@@ -16,7 +16,7 @@ from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, Manifest
 from serving.bundle.opening import open_bundle, verify_digests
 from serving.engine import Engine
 from serving.errors import BundleError
-from serving.request.tensors import Tensors
+from serving.request.tensors import EMBEDDINGS, Tensors
 from tests.support.json_edits import edits
 from tests.support.models import MIXED, collection
 
@@ -66,7 +66,7 @@ def probe(manifest: Manifest) -> Tensors:
 @pytest.fixture(scope="module")
 def expected(original: Path) -> "np.ndarray[Any, Any]":
     engine = Engine.open(original)
-    return engine.answer(probe(engine.bundle.manifest))
+    return engine.outputs(probe(engine.bundle.manifest))[EMBEDDINGS]
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def outcome(bundle: Path, asked: Tensors, expected: "np.ndarray[Any, Any]") -> s
         assert str(bundle) in refused
         assert "\n" not in refused
         return "refused"
-    np.testing.assert_array_equal(engine.answer(asked), expected)
+    np.testing.assert_array_equal(engine.outputs(asked)[EMBEDDINGS], expected)
     return "right"
 
 

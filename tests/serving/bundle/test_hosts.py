@@ -14,7 +14,6 @@ from serving.bundle.opening import open_bundle
 from serving.errors import BundleError
 from tests.support.hosts import export_hosts
 from tests.support.models import SUM, collection
-from tests.support.quick_reload import quick_reload
 
 Change = Callable[[Any], object]
 
@@ -23,8 +22,7 @@ Change = Callable[[Any], object]
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`b` is whole on host 0, `a` is cut over hosts 0 and 1."""
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"a": "row_wise", "b": "table_wise"})
-    with quick_reload():
-        router = export_hosts(tmp_path_factory.mktemp("hosts"), collection(SUM), ExportConfig(sharding=sharding))
+    router = export_hosts(tmp_path_factory.mktemp("hosts"), collection(SUM), ExportConfig(sharding=sharding))
     return router.parent.parent
 
 

@@ -18,8 +18,6 @@ from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.errors import BundleError, ConfigurationError
 from tests.support.models import SUM, collection
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 SIGNATURE = "manifest.sig"
 # What is signed: docs/decisions/0011-signed-manifests.md
 STATEMENT = b'tbe-serving/1 manifest.json "m" "1"\n'

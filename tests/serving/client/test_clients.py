@@ -5,25 +5,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import tritonclient.grpc as triton
+import tritonclient.utils.shared_memory as shared_memory
 from torchrec import KeyedJaggedTensor
 
 from export import export_model
 from serving.client import Answer, AsyncLookupClient, LookupClient, Retries, Tls
 from serving.engine import Engine
-from serving.errors import InvalidRequest, ServerUnavailable, ServingError
+from serving.errors import ServerUnavailable
 from serving.server import Access, Server, ServerTls, run_server
 from tests.support.certificates import write_certificates
-from tests.support.models import MIXED, SUM, collection, random_bags
-from tests.support.servers import FREE, wait_for_answer
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
+from tests.support.models import MIXED, SUM, collection, flat, random_bags
+from tests.support.servers import FREE
 
 SECRET = "tbe=let-me-in"
 
@@ -115,98 +114,29 @@ def test_a_server_that_asks_for_no_certificate_is_spoken_to_with_a_root_alone(pe
 # --- shared memory
 
 
-def regions() -> set[str]:
-    """Of clients; servers have others beside them."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("tbe-") and "tbe-serving-" not in name}
-
-
-def test_shared_memory_gives_the_same_answers(server: Server) -> None:
-    random = np.random.default_rng(0)
-    requests = [random_bags(random, MIXED, samples) for samples in (1, 3, 0, 500)]
-    before = regions()
-    with (
-        LookupClient(server.grpc, "mixed", 30) as over_grpc,
-        LookupClient(server.grpc, "mixed", 30, shared_memory=True) as client,
-    ):
-        answers = [client.lookup(request) for request in requests]
-        for request, answer in zip(requests, answers, strict=True):
-            expected = over_grpc.lookup(request)
-            assert answer.version == expected.version
-            for name, rows in expected.items():
-                np.testing.assert_array_equal(answer[name], rows)
-                assert not answer[name].flags.writeable
-        assert len(regions() - before) == len(requests) - 1  # each still looks into its own; no samples need none
-        del answer, answers
-        for request in requests:
-            client.lookup(request)
-        assert len(regions() - before) == len(requests) - 1  # and they are used again
-    assert regions() == before
-
-
-def test_shared_memory_serves_many_lookups_of_one_event_loop(server: Server) -> None:
-    random = np.random.default_rng(2)
-    requests = [random_bags(random, MIXED, samples) for samples in range(1, 33)]
-    before = regions()
-
-    async def run() -> list[Answer]:
-        async with AsyncLookupClient(server.grpc, "mixed", 30, shared_memory=True) as client:
-            return await asyncio.gather(*(client.lookup(request) for request in requests))
-
-    answers = asyncio.run(run())
-    with LookupClient(server.grpc, "mixed", 30) as over_grpc:
-        for request, answer in zip(requests, answers, strict=True):
-            for name, rows in over_grpc.lookup(request).items():
-                np.testing.assert_array_equal(answer[name], rows)
-    del answer, answers
-    assert regions() == before
-
-
-def test_answers_in_shared_memory_do_not_change_under_their_reader(server: Server) -> None:
-    random = np.random.default_rng(1)
-    requests = [random_bags(random, MIXED, 10) for _ in range(40)]
-    with LookupClient(server.grpc, "half", 30) as over_grpc:
-        expected = [over_grpc.lookup(request) for request in requests]
-    with (
-        LookupClient(server.grpc, "half", 30, shared_memory=True) as client,
-        ThreadPoolExecutor(8) as pool,
-    ):
-        for answer, rows in zip(list(pool.map(client.lookup, requests)), expected, strict=True):
-            for name in rows:
-                assert answer[name].dtype == np.float16
-                np.testing.assert_array_equal(answer[name], rows[name])
-        with pytest.raises(InvalidRequest, match="feature 'genres': expected an id"):
-            client.lookup({"genres": [[20]]})
-
-
-def test_shared_memory_outlives_a_server(tmp_path: Path) -> None:
-    export_model(collection(SUM), tmp_path / "r", "m")
-    access = Access(allow=("shared-memory",))
-    with run_server(tmp_path / "r", FREE, access=access, log=tmp_path / "log") as server:
-        port = int(server.grpc.rpartition(":")[2])
-        client = LookupClient(server.grpc, "m", 30, shared_memory=True)
-        before = client.lookup({"x": [[1]]})["x"].copy()
-    ports = type(FREE)(grpc=port, http=0, metrics=0)
-    with run_server(tmp_path / "r", ports, access=access, log=tmp_path / "log"):
-        wait_for_answer(client)
-        np.testing.assert_array_equal(client.lookup({"x": [[1]]})["x"], before)
-        client.close()
-    assert regions() == set()
-
-
-def test_shared_memory_where_the_server_does_not_allow_it(tmp_path: Path) -> None:
-    export_model(collection(SUM), tmp_path / "r", "m")
-    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
-        with LookupClient(server.grpc, "m", 30) as client:
-            client.lookup({"x": [[1]]})
-        with (
-            LookupClient(server.grpc, "m", 30, shared_memory=True, retries=Retries(attempts=1)) as client,
-            pytest.raises(
-                ServingError,
-                match=r"shared memory needs a server on this host that allows it .*--allow shared-memory",
-            ),
-        ):
-            client.lookup({"x": [[1]]})
-    assert regions() == set()
+def test_any_client_takes_answers_through_shared_memory(server: Server) -> None:
+    bags = random_bags(np.random.default_rng(0), MIXED, 5)
+    with LookupClient(server.grpc, "mixed", 30) as client:
+        width = sum(client.info().dims.values())
+        expected = client.lookup(bags)
+    values, lengths = flat(bags)
+    inputs = [
+        triton.InferInput("values", [1, values.size], "INT64").set_data_from_numpy(values[np.newaxis]),
+        triton.InferInput("lengths", [1, lengths.size], "INT32").set_data_from_numpy(lengths[np.newaxis]),
+    ]
+    size_bytes = 5 * width * 4
+    region = shared_memory.create_shared_memory_region("answers", f"/tbe-test-{os.getpid()}", size_bytes)
+    try:
+        with triton.InferenceServerClient(server.grpc) as client:
+            client.register_system_shared_memory("answers", f"/tbe-test-{os.getpid()}", size_bytes)
+            output = triton.InferRequestedOutput("embeddings")
+            output.set_shared_memory("answers", size_bytes)
+            client.infer("mixed", inputs, outputs=[output], parameters={"features": ",".join(bags)})
+            client.unregister_system_shared_memory("answers")
+        rows = shared_memory.get_contents_as_numpy(region, np.float32, [5, width])
+        np.testing.assert_array_equal(rows, np.concatenate([*expected.values()], axis=1))
+    finally:
+        shared_memory.destroy_shared_memory_region(region)
 
 
 def test_an_async_client_answers_as_the_other(server: Server) -> None:

@@ -35,6 +35,7 @@ def test_a_server_that_does_not_answer_leaves_time_for_another(lookup: Lookup) -
     assert len(other.calls) >= 4
 
 
+@pytest.mark.long
 def test_a_long_call_and_a_pause_keep_their_connection(fake: Fake, address: str) -> None:
     """A server that asks for nothing special (gRPC's defaults, Triton's too) ends connections that ping too often."""
     peers: list[str] = []
@@ -110,7 +111,6 @@ def test_a_closed_client_says_so(address: str) -> None:
         pytest.param({"addresses": []}, "addresses: expected at least one, got none", id="no address"),
         pytest.param({"tls": Tls(private_key=Path("nowhere"))}, "expected certificate_chain and private_key together", id="half a certificate"),
         pytest.param({"tls": Tls(root_certificates=Path("/nowhere.pem"))}, r"/nowhere.pem: cannot be read: ", id="no root"),
-        pytest.param({"addresses": ["a:1", "b:1"], "shared_memory": True}, "shared_memory: expected one address", id="shared memory"),
     ],
 )  # fmt: skip
 def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:

@@ -15,8 +15,6 @@ from tests.support.models import SUM, collection, exported
 from tests.support.ranker import ranker
 from tests.support.servers import FREE, metric, tbe_serve
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 
 def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) -> None:
     right = export_model(collection(SUM), tmp_path / "r", "m")

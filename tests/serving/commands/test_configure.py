@@ -10,10 +10,9 @@ from typer.testing import CliRunner
 from export import ExportConfig, Sharding, export_model
 from serving.__main__ import app
 from serving.model.config_file import read_config, settings_of
-from serving.ranks.hosts import Hosts
+from serving.router.hosts_config import HostsConfig
 from tests.support.hosts import export_hosts
 from tests.support.models import SUM, collection, exported
-from tests.support.quick_reload import quick_reload
 from tests.support.scored import EXACT, dlrm
 from tests.support.servers import tbe_serve
 
@@ -124,10 +123,9 @@ def shown(model: Path, *options: str) -> tuple[dict[str, str], dict[str, Any]]:
 
 def test_what_holds_is_shown_where_nothing_is_set(tmp_path: Path) -> None:
     """Of the settings that mean something for the model."""
-    with quick_reload():
-        sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"})
-        router = export_hosts(tmp_path, collection(SUM), ExportConfig(sharding=sharding)).parent
-        scores = export_model(dlrm(), tmp_path / "r", "scores", EXACT).parent
+    sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"})
+    router = export_hosts(tmp_path, collection(SUM), ExportConfig(sharding=sharding)).parent
+    scores = export_model(dlrm(), tmp_path / "r", "scores", EXACT).parent
     text, as_json = shown(router)
     assert (text["shard-timeout-ms"], text["on-lost"], text["score-threads"]) == (
         "300 (default)",
@@ -135,8 +133,8 @@ def test_what_holds_is_shown_where_nothing_is_set(tmp_path: Path) -> None:
         "none",
     )
     assert (as_json["shard_timeout_ms"], as_json["on_lost"], as_json["score_threads"]) == (300, {"*": "error"}, None)
-    assert as_json["shard_timeout_ms"] == Hosts(addresses={}).timeout_s * 1000
-    assert Hosts(addresses={}).on_lost_of("any").value == "error"
+    assert as_json["shard_timeout_ms"] == HostsConfig(addresses={}).timeout_s * 1000
+    assert HostsConfig(addresses={}).on_lost_of("any").value == "error"
     text, as_json = shown(router, "--shard-timeout-ms", "50", "--on-lost", "zero", "--on-lost", "item=error")
     assert (text["shard-timeout-ms"], text["on-lost"]) == ("50", "zero, item=error")
     assert (as_json["shard_timeout_ms"], as_json["on_lost"]) == (50, {"*": "zero", "item": "error"})

@@ -10,13 +10,11 @@ from rich.console import Console
 
 from export import export_model
 from serving.client import LookupClient
-from serving.commands.status_tables import status_tables
-from serving.server.run_file import find_run_file
-from serving.server.status import ModelStatus, Status, VersionStatus
+from serving.commands.status import status_tables
+from serving.server.launch.run_file import find_run_file
+from serving.server.watch.status import ModelStatus, Status, VersionStatus
 from tests.support.models import SUM, collection
 from tests.support.servers import running, stubs, tbe_serve, wait_for_answer, wait_for_stubs
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
 
 
 def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_path: Path) -> None:

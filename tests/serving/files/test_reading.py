@@ -20,11 +20,9 @@ from serving.errors import ConfigurationError, ServingError
 from serving.files.reading import open_file, read_file
 from serving.model.settings import ServingSettings
 from serving.request.captured import read_captured
-from serving.server.run_file import find_run_file
+from serving.server.launch.run_file import find_run_file
 from tests.support.models import SUM, collection
 from tests.support.no_files import KINDS, endless, link, listener, pipe, put
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
 
 
 @pytest.fixture(scope="module")

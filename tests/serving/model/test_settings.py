@@ -12,8 +12,6 @@ from serving.server import run_server
 from tests.support.models import exported
 from tests.support.servers import FREE, add_gate, held, metric, tbe_serve, wait_for_execution
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 
 def test_settings_are_what_the_server_does(tmp_path: Path) -> None:
     exported(tmp_path, max_request_ids=10, max_request_samples=4, max_call_ids=6, max_call_samples=3)

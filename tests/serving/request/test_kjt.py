@@ -153,14 +153,15 @@ def test_policy_modulo_makes_a_row_of_every_int64(
     """Alone and merged, beside features of other policies; numpy is the oracle."""
     random = np.random.default_rng(seed)
     found_in, extremes = [], ints(-(2**63), -(2**63) + 1, -1, 2**63 - 1, 2**40)
-    for request in asked:
+    for number, request in enumerate(asked):
         assert request.features is not None
         sizes = request.lengths.reshape(len(request.features), -1).sum(axis=1)
         rows = np.repeat([ROWS[NAMES.index(name)] for name in request.features], sizes)
         is_modulo = np.repeat([modulo[NAMES.index(name)] for name in request.features], sizes)
         changed = is_modulo & random.choice([True, False], is_modulo.size)
-        request.values = np.where(changed, random.choice(extremes, is_modulo.size), request.values)
-        found_in.append([int(id_) % int(height) for id_, height in zip(request.values, rows, strict=True)])
+        values = np.where(changed, random.choice(extremes, is_modulo.size), request.values)
+        asked[number] = replace(request, values=values)
+        found_in.append([int(id_) % int(height) for id_, height in zip(values, rows, strict=True)])
     before = [request.values.copy() for request in asked]
     accepted = [accept(schema(modulo=modulo), request) for request in asked]
     assert kjt.check(accepted).values.tolist() == [id_ for each in found_in for id_ in each]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from serving.model.settings import ServingSettings
 from serving.request import kjt
 from serving.request.accept import accept
-from serving.request.limits import grouped
+from serving.request.batches import grouped
 from serving.request.schema import Schema
 from serving.request.tensors import Batch, Tensors
 from tests.support.requests import DIMS, NAMES, checked, ints, lens, requests, schema, tensors

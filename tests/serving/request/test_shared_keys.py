@@ -10,10 +10,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
 from serving.client import LookupClient
-from serving.client.health import canary
+from serving.client.health import ask_every_table
 from serving.engine import Engine
 from serving.errors import InvalidRequest
-from serving.request.tensors import Tensors
+from serving.request.tensors import EMBEDDINGS, Tensors
 from serving.server import Ports, run_server
 
 KEYS = ["x", "y", "z"]
@@ -67,7 +67,7 @@ def test_the_model_s_own_kjt_is_answered_as_torchrec_answers_it(client: LookupCl
         np.testing.assert_allclose(rows, expected[name].detach().numpy(), rtol=1e-5, atol=1e-6)
     assert client.info().keys == {"y": ("y",), "x": ("x@a", "x@b", "x@c"), "z": ("z",)}
     assert client.info().weighted == ("y", "x", "z")
-    assert canary(client).version == 1
+    assert ask_every_table(client).version == 1
 
 
 def test_each_table_s_id_policy_holds_for_its_own_copy_of_the_ids(client: LookupClient) -> None:
@@ -99,7 +99,7 @@ def test_lengths_that_are_wrong_are_refused_before_ids_are_copied(
 ) -> None:
     ids, weights = np.zeros(3, np.int64), np.ones(3, np.float32)
     with pytest.raises(InvalidRequest, match=message):
-        Engine.open(bundle).answer(Tensors(None, ids, np.array(lengths, np.int32), weights))
+        Engine.open(bundle).outputs(Tensors(None, ids, np.array(lengths, np.int32), weights))[EMBEDDINGS]
 
 
 def test_a_request_without_samples_is_answered_without_rows(bundle: Path, client: LookupClient) -> None:

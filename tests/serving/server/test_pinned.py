@@ -8,7 +8,7 @@ import pytest
 from serving.client import LookupClient
 from serving.errors import ServingError, TritonserverFailed
 from serving.server import run_server
-from serving.server.private import Trust
+from serving.server.launch.private import Trust
 from tests.support.attackers import Target, answers, flip, served_files
 from tests.support.servers import FREE, read_only, running, stubs, tbe_serve, wait_for_answer
 
@@ -26,7 +26,7 @@ def test_a_pinned_version_is_served_after_its_process_and_its_server_died(target
         assert said == [1, 1, 1]
         done = tbe_serve("load", "m", "--url", server.grpc)
         assert (done.returncode, done.stdout) == (1, "")
-        assert "m: --serve pins it to 1 here: name a version" in done.stderr
+        assert "m: is pinned to 1 here: name a version" in done.stderr
         assert tbe_serve("load", "m", "--version", "2", "--url", server.grpc).stdout == "m: version 1 → 2\n"
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,6 @@ from serving.server import Control, Server, run_server
 from tests.support import oracle
 from tests.support.models import SUM, Bags, collection, random_bags, table_of
 from tests.support.servers import FREE, tbe_serve
-
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
-# How often versions are switched under load, back and forth.
-ROUNDS = 5
 
 
 def export_version(repository: Path, seed: int) -> Path:
@@ -98,8 +93,9 @@ def ask_until(stopped: threading.Event, url: str, bundles: dict[int, Path], seed
                         seen.wrong.append(f"version {answer.version}, feature {name}")
 
 
+@pytest.mark.parametrize("rounds", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
-    repository: Path, server: Server, control: Control
+    repository: Path, server: Server, control: Control, rounds: int
 ) -> None:
     second = export_version(repository, 2)
     broken = broken_version(repository)
@@ -112,7 +108,7 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     for asker in askers:
         asker.start()
     try:
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for version in (2, 1):
                 assert control.load("m", (version,)) == (version,)
             with pytest.raises(ServingError, match=r"weights\.0\.bin: expected \d+ bytes, got \d+"):
@@ -125,7 +121,7 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     assert seen.failed == []
     assert seen.wrong == []
     assert set(seen.versions) == {1, 2}
-    print(f"{seen.versions.total()} answers over {2 * ROUNDS} switches and {ROUNDS} refusals")
+    print(f"{seen.versions.total()} answers over {2 * rounds} switches and {rounds} refusals")
 
 
 def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, server: Server) -> None:
@@ -161,6 +157,52 @@ def test_a_model_that_is_not_there_cannot_be_loaded(server: Server) -> None:
         done = tbe_serve("load", "m", "--url", url, "--timeout-s", "5")
         assert done.returncode == 1
         assert f"{url}: expected the gRPC address of a server that you run here with `tbe-serve run`" in done.stderr
+
+
+def with_a_capture_that_cannot_be_written(model: Path) -> str:
+    assert tbe_serve("configure", str(model), "--capture", "/proc/nowhere").returncode == 0
+    return "capture: /proc/nowhere/m.jsonl cannot be written: No such file or directory"
+
+
+def with_a_warm_up_that_is_none(model: Path) -> str:
+    (model / "warm_up.jsonl").write_text("no request")
+    return f"{model}/warm_up.jsonl: line 1: expected a captured request"
+
+
+def with_another_program(model: Path) -> str:
+    (model / "1" / "program.pt").write_bytes(b"no program")
+    return f"{model}/1/program.pt: expected"
+
+
+def with_a_setting_out_of_bounds(model: Path) -> str:
+    config = model / "config.pbtxt"
+    config.write_text(config.read_text().replace('string_value: "131072"', 'string_value: "many"'))
+    return f"{config}: max_call_ids: expected a number, got 'many'"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        with_a_capture_that_cannot_be_written,
+        with_a_warm_up_that_is_none,
+        with_another_program,
+        with_a_setting_out_of_bounds,
+    ],
+)
+def test_what_serves_cannot_be_loaded_anew_and_triton_is_not_asked(
+    repository: Path, server: Server, tmp_path: Path, spoil: Callable[[Path], str]
+) -> None:
+    """Triton 2.51 ends some requests after it was asked for that, by its own memory."""
+    message, process = spoil(repository / "m"), server.process.pid
+    for version in ((), ("--version", "1")):
+        done = tbe_serve("load", "m", *version, "--url", server.grpc)
+        assert (done.returncode, done.stdout) == (1, "m: still serves version 1\n")
+        assert done.stderr.startswith(f"tbe-serve: {message}")
+    assert "failed to load 'm'" not in (tmp_path / "log").read_text()
+    with LookupClient(server.grpc, "m", timeout_s=30) as client:
+        for _ in range(100):
+            assert client.lookup({"x": [[1]]}).version == 1
+    assert (server.process.pid, server.process.poll()) == (process, None)
 
 
 def test_settings_take_effect_with_every_load(repository: Path, server: Server) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from serving.errors import ConfigurationError
-from serving.terminal.numbers import integer, real
+from serving.terminal.options import integer, real
 
 LOOSE = ["", " 3", "3 ", "3\n", "1_000", "0x3", "0b1", "٣", "３", "²", "1,000", "--3", "3-", "x", "None", "True"]
 

@@ -18,8 +18,6 @@ from export.__main__ import app as tbe_export
 from serving.__main__ import app as tbe_serve
 from tests.support.models import collection
 
-pytestmark = pytest.mark.usefixtures("quick_reload")
-
 LONG = "n" * 5000
 NUMBERS = ["-1", "0", "nan", "inf", "-inf", "1e309", f"{10**30}", "1.5"]
 WORDS = ["", "x", ":x:", "[red]", "a=b=c", "\udcff", "a\nb\x1b[31m", LONG]

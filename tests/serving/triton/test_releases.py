@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.triton.releases import RELEASES, oldest_secure, release_of
+from serving.triton.installation import RELEASES, oldest_secure, release_of
 
 
 @pytest.mark.parametrize(

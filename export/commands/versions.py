@@ -1,0 +1,130 @@
+"""`tbe-export inspect`, `verify`, `release` and `prune`: versions that are published."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from export.commands.module import CheckpointOption, build_module
+from export.commands.show import (
+    show_cached,
+    show_hosts,
+    show_parity,
+    show_placement,
+    show_ranks,
+    show_remarks,
+    show_scores,
+    show_tables,
+    show_verification,
+)
+from export.plan.report import report_plan
+from export.plan.sharding import Sharding
+from export.publish.prune import prune as prune_versions
+from export.publish.release import bundle_of
+from export.publish.release import release as write_release
+from serving.bundle.manifest import MANIFEST
+from serving.bundle.opening import open_bundle
+from serving.bundle.release import release_of
+from serving.bundle.signature import TrustedKeys, read_signing_key, signature_of
+from serving.errors import ConfigurationError
+from serving.pins import check_pins
+from serving.terminal.program import complain, out
+
+
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest itself.")] = False,
+) -> None:
+    """Show what a bundle holds: tables, dtypes, bytes before and after, shards, features, versions, parity."""
+    manifest = open_bundle(bundle).manifest
+    if as_json:
+        print((bundle / MANIFEST).read_text(), end="")
+        return
+    show_tables(manifest)
+    if len(manifest.plan.ranks) > 1:
+        report = report_plan(manifest, Sharding())
+        show_placement(report)
+        show_ranks(report, traffic=False)
+    show_hosts(manifest)
+    show_parity(manifest.parity)
+    show_scores(manifest, manifest.dense_part)
+    show_remarks(manifest)
+    show_cached(bundle, manifest)
+    out.print("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+
+
+def verify(
+    bundle: Annotated[
+        Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION; or REPOSITORY/NAME, the one it is to serve.")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="package.module:function of the model, to compare with its float rows.")
+    ] = None,
+    checkpoint: CheckpointOption = None,
+    trusted_keys: Annotated[
+        Path | None, typer.Option(help="PEM file with Ed25519 public keys. One of them must have signed the bundle.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Read every byte of a bundle and check what it answers, at every step; exits with 1 if anything differs."""
+    if checkpoint is not None and model is None:
+        raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
+    check_pins()
+    from export.parity.verify import as_json
+    from export.parity.verify import verify as verify_any
+    from export.trained.tables import collect_tables
+
+    trained = None if model is None else collect_tables(build_module(model, meta=checkpoint is not None))
+    trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
+    verification = verify_any(bundle_of(bundle, trusted), trained, checkpoint, trusted)
+    if json_:
+        print(as_json(verification))
+    else:
+        manifest = verification.bundle.manifest
+        show_verification(verification)
+        show_scores(manifest, verification.dense_part)
+        size = sum(file.size_bytes for file in manifest.files.values())
+        out.print(f"{len(manifest.files)} files ({size:,} bytes) have their digests", soft_wrap=True)
+        for path in verification.absent:
+            out.print(f"{path}: not here: its rows were not read, and no answers were compared", soft_wrap=True)
+        if not verification.measured:
+            out.print("float ↔ quantized: as recorded at export; measure it anew with --model and --checkpoint")
+    for failure in verification.failures:
+        complain("tbe-export", failure)
+    raise typer.Exit(bool(verification.failures))
+
+
+def release(
+    model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
+    versions: Annotated[
+        list[int],
+        typer.Argument(min=1, max=2**63 - 1, help="What is to be served. The newest answers callers that name none."),
+    ],
+    signing_key: Annotated[
+        Path | None, typer.Option(help="PEM file with the Ed25519 private key that signs the release.")
+    ] = None,
+) -> None:
+    """Have every server that follows the model's releases (`tbe-serve run --follow`) serve these versions.
+
+    To go back, release the older version. Nothing is restarted.
+    """
+    key = None if signing_key is None else read_signing_key(signing_key)
+    written = write_release(model, versions, key)
+    path = release_of(model)
+    out.print(f"{path}: version {', '.join(map(str, written.versions))}", soft_wrap=True)
+    if key is None and os.path.lexists(signature_of(path)):
+        out.print(
+            "it was signed: where keys are trusted it is refused until it is again, --signing-key", soft_wrap=True
+        )
+
+
+def prune(
+    model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
+    keep: Annotated[int, typer.Option(help="How many of the newest versions stay, whatever happens.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+) -> None:
+    """Remove old versions of a model; never one that a server on this host has open, or that is to be served."""
+    for fate in prune_versions(model, keep, dry_run=dry_run):
+        removed = "would be removed" if dry_run else "removed"
+        out.print(f"{model / str(fate.version)}: {fate.kept or removed}", soft_wrap=True)

@@ -1,0 +1,168 @@
+"""The bundles of hosts: what each holds, and whether those that other machines published are the set."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from export.errors import PublishError
+from export.parity.verify import recorded_parity
+from export.rows.table_error import TableError, Tally
+from serving.bundle.hosts import FIRST_WEIGHTS, HostBundle, Part, host_model
+from serving.bundle.manifest import HOSTS_FORMAT_VERSION, Agreement, Manifest
+from serving.bundle.opening import Bundle, open_bundle, verify_digests
+from serving.bundle.plan import Plan, Rank, ShardingType
+from serving.bundle.segments import id_dtype_of, segments_by_rank
+from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Pooling
+from serving.errors import BundleError
+
+
+def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtype) -> Manifest:
+    """The manifest of a host's bundle, as far as it is known before its rows are stored.
+
+    Ids are row numbers of the shards. The router has remapped and checked them, so that any other id is refused. All
+    features are sums: the router divides means, by the count of the whole bag.
+
+    Args:
+        router: the router's manifest; its parity, files and hosts are not read.
+        rank: the host's rank.
+        name: the router's model.
+        sums_dtype: dtype of the partial sums that the host answers with.
+    """
+    host = router.plan.ranks[rank].host
+    segments = segments_by_rank(router)[rank]
+    tables = {table.name: table for table in router.tables}
+    names = {segment.shard: segment.table for segment in segments}
+    return Manifest(
+        format_version=HOSTS_FORMAT_VERSION,
+        features=tuple(Feature(name=segment.name, table=segment.table) for segment in segments),
+        tables=tuple(
+            msgspec.structs.replace(
+                tables[shard.table],
+                name=table,
+                rows=shard.height,
+                dim=shard.width,
+                pooling=Pooling.SUM,
+                id_policy=IdPolicy.ERROR,
+                id_map=None,
+            )
+            for shard, table in names.items()
+        ),
+        output_dtype=sums_dtype,
+        plan=Plan(
+            sharding=dict.fromkeys(names.values(), ShardingType.TABLE_WISE),
+            ranks=(Rank(host=host, device=router.plan.ranks[rank].device, weights_file=FIRST_WEIGHTS),),
+            shards=tuple(
+                msgspec.structs.replace(shard, table=table, rank=0, rows=(0, shard.height), columns=(0, shard.width))
+                for shard, table in names.items()
+            ),
+            row_alignment=router.plan.row_alignment,
+        ),
+        parity=(),
+        exported_at=router.exported_at,
+        versions=router.versions,
+        files={},
+        part_of=Part(model=name, host=host, plan=router.layout),
+        id_dtype=id_dtype_of(segments),
+    )
+
+
+def tables_of_host(router: Manifest, host: int) -> dict[str, str]:
+    """The router's table of each table of a host's bundle."""
+    segments = segments_by_rank(router)[router.plan.rank_of_host[host]]
+    return {segment.table: segment.shard.table for segment in segments}
+
+
+def host_bundles(router: Manifest, name: str, version: int, parts: Mapping[int, Bundle]) -> tuple[HostBundle, ...]:
+    """What a router's manifest says of the bundles of its hosts.
+
+    Args:
+        router: the manifest.
+        name: the router's model.
+        version: of all bundles.
+        parts: the bundles, by rank.
+    """
+    models = part_models(router, name)
+    return tuple(
+        HostBundle(host=router.plan.ranks[rank].host, model=models[rank], version=version, manifest=part.digest)
+        for rank, part in parts.items()
+    )
+
+
+def part_models(router: Manifest, name: str) -> dict[int, str]:
+    """The model of each rank that is on another host, by the rank's number."""
+    return {number: host_model(name, host) for host, number in router.plan.rank_of_host.items()}
+
+
+def open_parts(repository: Path, router: Manifest, name: str, version: int) -> dict[int, Bundle]:
+    """The bundles of all hosts, by rank. Every file was compared with its digest.
+
+    Args:
+        repository: Triton's model repository.
+        router: the router's manifest.
+        name: the router's model.
+        version: of all bundles.
+
+    Raises:
+        PublishError: a line for each bundle that is missing, damaged, or part of another plan.
+    """
+    found: dict[int, Bundle] = {}
+    wrong: list[str] = []
+    for rank, model in part_models(router, name).items():
+        path = repository / model / str(version)
+        host = router.plan.ranks[rank].host
+        try:
+            found[rank] = bundle = open_bundle(path)
+            verify_digests(bundle)
+            recorded_parity(bundle)
+        except BundleError as error:
+            wrong.append(f"host {host}: {error}")
+            continue
+        part = bundle.manifest.part_of
+        if part is None or (part.model, part.host, part.plan) != (name, host, router.layout):
+            wrong.append(
+                f"host {host}: {path}: expected a part of this plan of {name!r}, got one of another: "
+                "export it again with the same options, --memory-per-rank among them"
+            )
+    if wrong:
+        raise PublishError("\n".join(["the set is not whole:", *wrong]))
+    return found
+
+
+def recorded_errors(
+    router: Manifest, parts: Mapping[int, Bundle], own: Mapping[str, TableError]
+) -> dict[str, TableError]:
+    """How far the rows of each table moved, as the hosts' bundles say.
+
+    Args:
+        router: the router's manifest.
+        parts: the bundles, by rank.
+        own: of the rows on the router's own rank.
+
+    Returns:
+        By table of the router. The cosine is the mean of the parts', by their elements.
+    """
+    errors = dict(own)
+    for rank, bundle in parts.items():
+        parity = recorded_parity(bundle)
+        tables = tables_of_host(router, router.plan.ranks[rank].host)
+        for table in bundle.manifest.tables:
+            error = TableError(table.dtype)
+            error.tally = _tally(parity[table.name].quantized, table.rows * table.dim)
+            error.bound = parity[table.name].limit
+            if (joined := errors.setdefault(tables[table.name], error)) is not error:
+                joined.join(error)
+    return errors
+
+
+def _tally(agreement: Agreement, elements: int) -> Tally:
+    """Sums that give the figures of `agreement` again."""
+    return Tally(
+        largest=agreement.largest,
+        worst_row=agreement.worst_row,
+        elements=elements,
+        absolute=agreement.mean * elements,
+        squared=2 * (1 - agreement.cosine) * elements,
+        squared_a=elements,
+        squared_b=elements,
+    )

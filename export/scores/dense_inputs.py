@@ -1,0 +1,130 @@
+"""What a dense part takes: the widths of its inputs, its weights and their dtype."""
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+from torch import fx, nn
+from torch.ao.quantization import quantize_dynamic
+
+from export.errors import CheckpointError
+from export.scores.cut import Cut
+from export.trained.checkpoint import Checkpoint
+from export.trained.keyed import line_of
+from export.trained.running import copied, dotted
+from serving.bundle.scores import DenseDtype, DenseInput
+from serving.errors import ConfigurationError
+
+
+def inputs_of(cut: Cut, told: Mapping[str, int]) -> tuple[DenseInput, ...]:
+    """The dense inputs, with their widths.
+
+    Args:
+        cut: what takes them.
+        told: widths by name. Those of other inputs are of the nn.Linear that they go into.
+
+    Raises:
+        ConfigurationError: a width is not known; or one is told that is not the nn.Linear's, or for something else.
+    """
+    if unknown := told.keys() - {*cut.inputs}:
+        expected = ", ".join(map(repr, cut.inputs)) or "none"
+        raise ConfigurationError(f"dense_widths (--dense-width) {min(unknown)!r}: expected one of {expected}")
+    arguments = {str(node.target): node for node in cut.module.graph.nodes if node.op == "placeholder"}
+    return tuple(DenseInput(name, _width(cut.module, arguments[name], told.get(name))) for name in cut.inputs)
+
+
+def _width(module: fx.GraphModule, argument: fx.Node, told: int | None) -> int:
+    widths = {layer.in_features for layer in _layers(module, argument)}
+    if told is not None:
+        if not widths <= {told}:
+            where, expected = line_of(next(iter(argument.users))), min(widths - {told})
+            raise ConfigurationError(
+                f"dense_widths (--dense-width) {argument.target!r}: expected {expected}, of the nn.Linear that takes "
+                f"it{where}, got {told}"
+            )
+        return told
+    if len(widths) == 1:
+        return widths.pop()
+    where = "".join(line_of(user) for user in list(argument.users)[:1])
+    raise ConfigurationError(
+        f"dense input {argument.target!r}: its width cannot be read off an nn.Linear that takes it{where}: tell it: "
+        f"--dense-width {argument.target}=N, dense_widths={{{str(argument.target)!r}: N}}{_joined(module, argument)}"
+    )
+
+
+def _joined(module: fx.GraphModule, argument: fx.Node) -> str:
+    """What N is where torch.cat joins the input with others for an nn.Linear; "" where it does not."""
+    for joined in argument.users:
+        if joined.target in (torch.cat, torch.concat, torch.concatenate, torch.hstack):
+            for layer in _layers(module, joined):
+                return (
+                    f": N is the {layer.in_features} of the nn.Linear behind torch.cat, less all else that it joins"
+                )
+    return ""
+
+
+def _layers(module: fx.GraphModule, argument: fx.Node) -> Iterator[nn.Linear]:
+    for user in argument.users:
+        if user.op == "call_module" and isinstance(layer := module.get_submodule(str(user.target)), nn.Linear):
+            yield layer
+
+
+# What torch.fx calls the tensors that a forward makes itself.
+_MADE = "_tensor_constant"
+
+
+def with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.GraphModule:
+    """A copy of what was cut out, on the CPU, with the weights that serve."""
+    module = cast(fx.GraphModule, copied(found.module, ()).eval())
+    if checkpoint is None:
+        return module.cpu()
+    state = module.state_dict()
+    made = {name: each for name, each in state.items() if name.startswith(_MADE)}
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta and not (name in state and buffer.is_floating_point()):
+            raise CheckpointError(
+                "a buffer of the dense part is on the meta device, and its numbers are in no checkpoint: build the "
+                "model with its tables alone on meta, as --checkpoint does"
+            )
+    module = module.to_empty(device="cpu") if any(each.is_meta for each in state.values()) else module.cpu()
+    weights = {
+        name: checkpoint.numbers(f"weights {name!r}", dotted(path, name), tuple(each.shape))
+        for name, each in state.items()
+        if each.is_floating_point() and name not in made
+    }
+    module.load_state_dict(weights | made, strict=False)
+    return module
+
+
+def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
+    """A dense part with weights of `dtype`. It takes and returns float32 all the same.
+
+    Args:
+        module: as it was cut out. Its outputs end in `.float()`.
+        dtype: BF16 does all in bfloat16; INT8 quantizes the weights of nn.Linear, and its inputs by the
+            range that they have in a batch.
+    """
+    if dtype is DenseDtype.FP32:
+        return module
+    module = copy.deepcopy(module)
+    if dtype is DenseDtype.INT8:
+        with warnings.catch_warnings():
+            # torch 2.13 still has it, and torchao, which is to follow, cannot be scripted.
+            warnings.filterwarnings(
+                "ignore", message="torch.ao.quantization is deprecated", category=DeprecationWarning
+            )
+            quantized: nn.Module = quantize_dynamic(module, {nn.Linear}, torch.qint8, inplace=True)  # type: ignore[no-untyped-call]
+        return quantized
+    arguments = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in arguments:
+        if [user.target for user in node.users] == ["float"]:  # the embeddings
+            (widened,) = node.users
+            widened.target, widened.args = "to", (node, torch.bfloat16)
+            continue
+        with module.graph.inserting_after(node):
+            narrow = module.graph.call_method("to", (node, torch.bfloat16))
+        node.replace_all_uses_with(narrow, lambda user, narrow=narrow: user is not narrow)
+    module.recompile()
+    return module.bfloat16()

@@ -1,0 +1,252 @@
+"""A large batch, cut into pieces that several threads look up.
+
+A batch is feature-major: the ids of neighbouring features are adjacent, and so are those of neighbouring samples of
+one feature. So a cut can be between any two bags, and no id is copied. Each thread calls the program for its pieces,
+block by block.
+"""
+
+import inspect
+import textwrap
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from serving.bundle.manifest import Manifest
+from serving.bundle.tables import OutputDtype
+from serving.lookup.buffer_pool import BufferPool
+from serving.lookup.program import torchscript
+from serving.lookup.threads import Threads
+from serving.request.tensors import Batch, Embeddings, Ids
+
+
+class Piece(NamedTuple):
+    """Bags of a batch whose ids are adjacent: features [feature, last_feature), samples [sample, last_sample).
+
+    A piece of several features has all samples.
+    """
+
+    feature: int
+    last_feature: int
+    sample: int
+    last_sample: int
+
+
+class Sizes:
+    """The bytes that the lookup of a batch over F features and B samples reads and writes.
+
+    Args:
+        offsets: of the batch, int64 [F·B + 1]. B is at least 1.
+        of_id: bytes that an id of each feature costs [F].
+        of_bag: bytes that a bag of each feature costs, without its ids [F].
+
+    Attributes:
+        samples: B.
+        ends: the sum of the bytes of each feature and all before it [F].
+    """
+
+    # Lists, not arrays: they are faster for few features, and no thread can begin before this is done.
+    def __init__(self, offsets: Ids, of_id: Sequence[int], of_bag: Sequence[int]) -> None:
+        self.samples = (offsets.size - 1) // len(of_id)
+        self._offsets, self._of_id, self._of_bag = offsets, of_id, of_bag
+        bounds = offsets[:: self.samples].tolist()
+        bags = (self.samples * each for each in of_bag)
+        ids = ((last - first) * each for (first, last), each in zip(pairwise(bounds), of_id, strict=True))
+        self.ends = [*accumulate(map(int.__add__, ids, bags))]
+
+    def place(self, share: float, slack: float) -> tuple[int, int]:
+        """The cut with `share` bytes before it: in front of which feature and sample it is. `slack` as in `cut`."""
+        feature = min(bisect_right(self.ends, share), len(self.ends) - 1)
+        start = self.ends[feature - 1] if feature else 0
+        if share - start <= slack:
+            return feature, 0
+        if self.ends[feature] - share <= slack:
+            return feature + 1, 0
+        first_bag = feature * self.samples
+        first_id = int(self._offsets[first_bag])
+
+        def before(sample: int) -> int:
+            ids = int(self._offsets[first_bag + sample]) - first_id
+            return ids * self._of_id[feature] + sample * self._of_bag[feature]
+
+        sample = bisect_left(range(self.samples), share - start, key=before)
+        return (feature, sample) if sample < self.samples else (feature + 1, 0)
+
+
+def cut(sizes: Sizes, shares: Sequence[float], slack: float) -> list[list[Piece]]:
+    """Cut a batch into parts of adjacent pieces.
+
+    Args:
+        sizes: of the batch.
+        shares: how large each part should be, in bytes. Bags are not divided, so a cut may be off by one bag.
+        slack: a cut is moved by up to so many bytes, if it is between two features then. That saves a call.
+
+    Returns:
+        One part for each share, in order: three pieces at most, or none.
+    """
+    cuts = [(0, 0)]
+    for share in [*accumulate(shares)][:-1]:
+        cuts.append(max(cuts[-1], sizes.place(share, slack)))
+    cuts.append((len(sizes.ends), 0))
+    return [[*_between(first, last, sizes.samples)] for first, last in pairwise(cuts)]
+
+
+def _between(first: tuple[int, int], last: tuple[int, int], samples: int) -> Iterator[Piece]:
+    """The pieces between two cuts, each given as (feature, sample)."""
+    (feature, sample), (last_feature, last_sample) = first, last
+    if sample and feature < last_feature:
+        yield Piece(feature, feature + 1, sample, samples)
+        feature, sample = feature + 1, 0
+    if feature < last_feature:
+        yield Piece(feature, last_feature, 0, samples)
+        feature = last_feature
+    if sample < last_sample:
+        yield Piece(feature, feature + 1, sample, last_sample)
+
+
+# Costs, in bytes that are read and written. Figures: docs/decisions/0019-threads.md.
+# The least work for a thread.
+LEAST = 8 << 20
+# Most bytes of an answer that one call of the program makes: it is still in the core's cache when it is copied.
+BLOCK = 1 << 19
+# Finding a row takes about as long as reading OF_AN_ID bytes. If no cache holds its table, it takes as long as MISS.
+OF_AN_ID = 64
+LARGE_TABLE = 32 << 20
+MISS = 288
+# How much more the calling thread does: it works while the others wake up, and while it would wait for them.
+HEAD_START = 1 << 19
+# The cost of one more call of the program.
+CALL = 1 << 17
+# How often the answer to a block is written: by the program, and as a copy in the whole answer.
+_MOVES = 2
+
+
+class Pieces:
+    """Looks up batches by the program of a bundle, on several threads.
+
+    Args:
+        program: with the weights files' tensors set, not frozen.
+        manifest: of the bundle.
+        threads: how many threads look up, the calling one included.
+    """
+
+    def __init__(self, program: torch.jit.ScriptModule, manifest: Manifest, threads: int) -> None:
+        dtype = torch.float16 if manifest.output_dtype is OutputDtype.FP16 else torch.float32
+        self._itemsize = dtype.itemsize
+        tables = manifest.feature_tables
+        is_large = np.array([table.rows * table.row_bytes >= LARGE_TABLE for table in tables])
+        self._id_bytes = np.array([table.row_bytes for table in tables]) + np.where(is_large, MISS, OF_AN_ID)
+        self._bag_bytes = np.array([table.dim for table in tables]) * (_MOVES * self._itemsize)
+        self._most = int(self._id_bytes.max()), int(self._bag_bytes.max())
+        self._memory = BufferPool(dtype)
+        self._look_up = _compiled(program)
+        self._count = threads
+        self._threads = Threads(threads - 1)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
+
+    def answer(self, batch: Batch) -> Embeddings | None:
+        """The embeddings [B, D], bit for bit as one call of the program gives them. None: the batch is too small.
+
+        Their memory is used again once nothing refers to it.
+        """
+        selection, offsets = batch.selection, batch.offsets
+        bags = offsets.size - 1
+        if not bags or batch.values.size * self._most[0] + bags * self._most[1] < 2 * LEAST:
+            return None
+        here = selection.positions
+        sizes = Sizes(offsets, self._id_bytes[here].tolist(), self._bag_bytes[here].tolist())
+        total = float(sizes.ends[-1])
+        threads = min(self._count, int(total // max(LEAST, 1)))
+        if threads < 2:
+            return None
+        share = max(total - HEAD_START, 0) / threads
+        parts = cut(sizes, [total - (threads - 1) * share, *[share] * (threads - 1)], CALL)
+        columns = [0, *selection.ends.tolist()]
+        answer = self._memory.array(sizes.samples, columns[-1])
+        # One call into torch for each thread, which releases Python's lock. With a call for each operator, threads
+        # would wait for that lock again and again.
+        look_up = partial(
+            self._look_up,
+            torch.from_numpy(batch.values),
+            torch.from_numpy(offsets),
+            None if batch.weights is None else torch.from_numpy(batch.weights),
+            torch.from_numpy(selection.positions),
+            columns,
+            torch.from_numpy(answer),
+            BLOCK // self._itemsize,
+        )
+        self._threads.run([partial(look_up, part) for part in parts if part])
+        return answer
+
+
+def _compiled(program: torch.jit.ScriptModule) -> Callable[..., None]:
+    """`_Program.look_up` of a program.
+
+    It becomes a method of the program, and is freed with it. `torch.jit.script` would keep what it compiles, and the
+    mapped weights files with it, until the process ends.
+    """
+    with torchscript():
+        program.define(textwrap.dedent(inspect.getsource(_Program.look_up)))
+        frozen = torch.jit.freeze(program.eval(), preserved_attrs=["look_up"])
+    look_up: Callable[..., None] = frozen.look_up
+    return look_up
+
+
+class _Program(nn.Module):
+    """The source of a method that `_compiled` adds to a program."""
+
+    def look_up(
+        self,
+        values: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None,
+        features: Tensor,
+        columns: list[int],
+        answer: Tensor,
+        block: int,
+        pieces: list[tuple[int, int, int, int]],
+    ) -> None:
+        """Look up pieces, block by block, and write them to `answer`. This is TorchScript.
+
+        Args:
+            values, offsets, per_sample_weights, features: the arguments of a program for the batch, see `arguments`.
+                features is int64 [F].
+            columns: the first column of each feature in the answer, then D [F + 1].
+            answer: of the whole batch, [B, D] in the program's dtype. Only the pieces are written.
+            block: the most numbers that one call of the program returns, but at least one bag.
+            pieces: of the batch, as `Piece`.
+        """
+        samples = answer.size(0)
+        for feature, last_feature, first_sample, last_sample in pieces:
+            first = feature
+            while first < last_feature:
+                # A block is as many whole features as it holds, or else some samples of one feature.
+                last = first + 1
+                while last < last_feature and (columns[last + 1] - columns[first]) * samples <= block:
+                    last += 1
+                column, width = columns[first], columns[last] - columns[first]
+                step = samples if last - first > 1 else max(block // max(width, 1), 1)
+                for sample in range(first_sample, last_sample, step):
+                    rows = min(step, last_sample - sample)
+                    bag, bags = first * samples + sample, (last - first - 1) * samples + rows
+                    id_ = int(offsets[bag])
+                    ids = int(offsets[bag + bags]) - id_
+                    weights: Tensor | None = None
+                    if per_sample_weights is not None:
+                        weights = per_sample_weights.narrow(0, id_, ids)
+                    found = self.forward(
+                        values.narrow(0, id_, ids),
+                        offsets.narrow(0, bag, bags + 1) - id_,
+                        weights,
+                        features.narrow(0, first, last - first),
+                    )
+                    answer.narrow(0, sample, rows).narrow(1, column, width).copy_(found)
+                first = last

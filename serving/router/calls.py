@@ -1,0 +1,279 @@
+"""Calls to hosts, made by the thread that waits for the answers. No other thread is woken for an answer in time.
+
+This takes half the processor time of a call on an event loop. gRPC has it only for calls whose response is a stream.
+A call with one response is the same on the wire. Source:
+https://grpc.github.io/grpc/python/grpc.html, SingleThreadedUnaryStream.
+
+Only the first attempt is made here. `Host.attempts` makes the others, after an error or when an answer is late.
+
+gRPC drops a response that is not read by its deadline. So while the thread waits for a late host, other threads read
+the responses of the others.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.experimental
+
+from serving.errors import DeadlineExceeded, InternalError, ServingError
+from serving.router.host import Channels, Host, most_attempts
+from serving.router.messages import MORE_THAN_ONE, PartialRequest, PartialSums, largest_answer
+from serving.router.replicas import LoopThread
+from serving.triton.error_messages import error_of
+
+_ON_ONE_THREAD = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
+# An answer is late after this share of the timeout. The number of checks for late answers in one timeout.
+_LATE, _LOOKS = 0.5, 20
+# A thread that was off the processor for longer than this, in seconds, waited for the answer.
+_WAITED_S = 20e-6
+# If an answer was there before it was waited for, the next one is expected after this share of the time.
+_EARLIER = 0.9
+# Most threads that read late answers, for all hosts together. They are made when needed.
+_MOST_READERS = 1024
+
+
+class HostCallers:
+    """The callers of all hosts. Only one thread at a time may use them.
+
+    Args:
+        hosts: by rank. They make the attempts after the first. All have the same timeout.
+        loop: the event loop that the hosts were made in.
+
+    Attributes:
+        by_rank: the caller of each host.
+
+    Raises:
+        ConfigurationError, ServerUnavailable: as `Host`.
+    """
+
+    def __init__(self, hosts: Mapping[int, Host], loop: LoopThread) -> None:
+        self.by_rank = {rank: HostCaller(host, loop) for rank, host in hosts.items()}
+        self._readers = ThreadPoolExecutor(_MOST_READERS, "late hosts")
+        self._watch = loop.start(self._look())
+
+    def close(self) -> None:
+        """Close the channels."""
+        self._watch.cancel()
+        for host in self.by_rank.values():
+            host.close()
+        self._readers.shutdown()
+
+    def ask(self, requests: Mapping[int, PartialRequest]) -> "dict[int, HostCall]":
+        """Send requests, by rank. It returns before they are answered."""
+        return {rank: self.by_rank[rank].ask(request) for rank, request in requests.items()}
+
+    async def _look(self) -> None:
+        """Check for late answers, `_LOOKS` times in a timeout."""
+        timeout_s = min(host.timeout_s for host in self.by_rank.values())
+        while True:
+            await asyncio.sleep(timeout_s / _LOOKS)
+            for host in self.by_rank.values():
+                host.look(self._readers)
+
+
+class HostCaller:
+    """The channels to one host. Arguments and errors as `HostCallers`.
+
+    Attributes:
+        host: makes the attempts after the first.
+        timeout_s: for a call with all its attempts, in seconds.
+        expected_s: how long the next call is expected to take, in seconds.
+        asked: the calls whose answers have not come.
+    """
+
+    def __init__(self, host: Host, loop: LoopThread) -> None:
+        self.host = host
+        self.timeout_s = host.connection.timeout_s
+        self.expected_s = 0.0
+        self._loop = loop
+        self._known_s = float("inf")
+        self._channels = Channels(host.connection, grpc, _ON_ONE_THREAD)
+        self._channels.call(0)
+        self.asked: set[HostCall] = set()
+
+    def close(self) -> None:
+        """Close the channels."""
+        self._channels.close()
+
+    def ask(self, request: PartialRequest) -> "HostCall":
+        """Send a request. It returns before it is answered."""
+        asked = HostCall(self, request)
+        self.asked.add(asked)
+        return asked
+
+    def attempt(self, message: bytes, largest: int) -> Any:
+        """Make the first attempt of a call. It returns before it is answered. Arguments as `Host.attempts`."""
+        metadata = self.host.connection.call_metadata(None)
+        self.host.counts.add(bytes_out=len(message))
+        return self._channels.call(largest)(message, timeout=self.timeout_s, metadata=metadata)
+
+    def ask_elsewhere(
+        self, message: bytes, largest: int, deadline: float, *before: ServingError
+    ) -> "Future[bytes | None]":
+        """Have the host make more attempts on its event loop; see `Host.attempts`.
+
+        Args:
+            message, largest, before: as `Host.attempts`.
+            deadline: by `time.monotonic`.
+        """
+        self.host.counts.add(retries=1)
+        return self._loop.start(self.host.attempts(message, largest, deadline, before))
+
+    def took(self, seconds: float, waited: bool) -> None:
+        """Count how long a call took.
+
+        If the answer was there before a thread waited for it, nobody knows when it came. It then counts as long as
+        the last call whose answer was waited for, if that is less than `seconds`.
+
+        Args:
+            seconds: until the answer was read.
+            waited: whether a thread waited for the answer.
+        """
+        if waited:
+            self.expected_s = self._known_s = seconds
+        else:
+            self.expected_s = _EARLIER * min(self.expected_s, seconds)
+        self.host.counts.took(min(self._known_s, seconds))
+
+    def look(self, readers: ThreadPoolExecutor) -> None:
+        """For each late answer: have another thread read it. At the next check, ask another replica for it."""
+        for asked in tuple(self.asked):
+            if time.monotonic() - asked.started < _LATE * self.timeout_s:
+                continue
+            if not asked.is_read:
+                asked.read_by(readers)
+            elif self.host.connection.elsewhere:
+                self.asked.discard(asked)
+                asked.hurry()
+
+
+class HostCall:
+    """A request to a host that was sent.
+
+    Attributes:
+        caller: of the host.
+        started: when it was sent, by `time.monotonic`.
+    """
+
+    def __init__(self, caller: HostCaller, request: PartialRequest) -> None:
+        self.caller = caller
+        self.started = time.monotonic()
+        self._request = request
+        self._message = caller.host.messages.encode(request)
+        # If it cannot be sent, only this host is lost. The calls to other hosts go on.
+        self._attempt: Any = None
+        self._not_sent: ServingError | None = None
+        try:
+            self._attempt = caller.attempt(self._message, largest_answer(request))
+        except ServingError as error:
+            self._not_sent = error
+        self._elsewhere: Future[Any] | None = None
+        # The thread that holds this lock reads the response. If it is one of `readers`, it sets `_response`.
+        self._reads = threading.Lock()
+        self._response: Future[Any] | None = None
+
+    def sums(self) -> PartialSums:
+        """Wait for the host's partial sums: float32 or float16 [B, columns].
+
+        Raises:
+            HostUnavailable: no replica answered in time, none has the version, one refused the request, or a response
+                does not fit the request.
+        """
+        host = self.caller.host
+        try:
+            if self._reads.acquire(blocking=False):
+                response = self._read()
+            else:
+                assert self._response is not None  # noqa: S101  made before the other thread had it
+                response = self._response.result()
+            return host.received(response, self._request)
+        except ServingError as error:
+            raise host.lost(error) from None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a thread is reading the response, or has read it."""
+        return self._reads.locked()
+
+    def read_by(self, readers: ThreadPoolExecutor) -> None:
+        """Have another thread read the response, if none does."""
+        response = self._response = Future[Any]()
+        if self._reads.acquire(blocking=False):
+            readers.submit(self._read_into, response)
+
+    def _read_into(self, response: "Future[Any]") -> None:
+        try:
+            response.set_result(self._read())
+        except BaseException as error:
+            response.set_exception(error)
+
+    def hurry(self) -> None:
+        """Ask another replica, because the answer is late. The first answer is taken. Called on the event loop."""
+        self.caller.host.counts.add(timeouts=1)
+        self._elsewhere = self._ask_elsewhere()
+        self._elsewhere.add_done_callback(self._answered_elsewhere)
+
+    def _ask_elsewhere(self, *before: ServingError) -> "Future[bytes | None]":
+        deadline = self.started + self.caller.timeout_s
+        return self.caller.ask_elsewhere(self._message, largest_answer(self._request), deadline, *before)
+
+    def _answered_elsewhere(self, elsewhere: "Future[Any]") -> None:
+        if self._attempt is not None and not elsewhere.cancelled() and elsewhere.exception() is None:
+            self._attempt.cancel()  # wakes the thread that waits for it
+
+    def _read(self) -> Any:
+        begun_s, busy_s = time.perf_counter(), time.thread_time()
+        try:
+            return self._answer()
+        finally:
+            self.caller.asked.discard(self)
+            waited_s = (time.perf_counter() - begun_s) - (time.thread_time() - busy_s)
+            self.caller.took(time.monotonic() - self.started, waited_s > _WAITED_S)
+
+    def _answer(self) -> bytes | None:
+        if self._not_sent is not None:
+            raise self.caller.host.failed([self._not_sent])
+        try:
+            message: bytes | None = next(self._attempt, None)
+            # As in any call of gRPC, a message is valid only if the status after it is OK.
+            if message is not None and next(self._attempt, None) is not None:
+                self._attempt.cancel()
+                raise InternalError(MORE_THAN_ONE)
+        except grpc.RpcError as error:
+            failed = error_of(error.code().name, error.details() or "")
+        else:
+            return message
+        host = self.caller.host
+        if self._elsewhere is not None:
+            try:
+                found: bytes | None = self._elsewhere.result()
+            except ServingError as error:
+                raise host.failed([failed, error]) from None
+            return found
+        if most_attempts(failed) == 1:
+            host.counts.add(timeouts=isinstance(failed, DeadlineExceeded))
+            raise host.failed([failed])
+        return self._ask_elsewhere(failed).result()
+
+
+def wait_all(calls: Mapping[int, HostCall]) -> dict[int, PartialSums | ServingError]:
+    """Wait for the partial sums of several hosts, in the order in which they are expected.
+
+    Args:
+        calls: by rank.
+
+    Returns:
+        By rank: the partial sums, float32 or float16 [B, columns], or the error of the call.
+    """
+    found: dict[int, PartialSums | ServingError] = {}
+    for rank, call in sorted(calls.items(), key=lambda each: each[1].caller.expected_s):
+        try:
+            found[rank] = call.sums()
+        except ServingError as error:
+            found[rank] = error
+    return found

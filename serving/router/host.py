@@ -1,0 +1,269 @@
+"""One host, reached at its replicas: it is asked for partial sums over KServe gRPC.
+
+A call names the version of the host's model and the digest of its bundle. A replica that does not serve exactly that
+bundle answers NOT_FOUND. Then another replica is tried, but never another version.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from serving.bundle.hosts import HostBundle
+from serving.bundle.manifest import Manifest
+from serving.bundle.segments import PlannedHost, planned_host
+from serving.client.connection import Connection
+from serving.errors import (
+    DeadlineExceeded,
+    HostUnavailable,
+    InternalError,
+    ModelNotFound,
+    ModelUnavailable,
+    ServerUnavailable,
+    ServingError,
+    listed,
+    shown,
+)
+from serving.router.host_counts import HostCounts
+from serving.router.messages import METHOD, MORE_THAN_ONE, Messages, PartialRequest, PartialSums, largest_answer
+from serving.triton.error_messages import error_of
+
+# If a host has several replicas, another attempt begins after each of these shares of the timeout without an answer.
+_OTHERS_AT = (0.5, 0.75)
+# Most attempts of a call: if replicas do not answer, and if they lack the version. Replicas that are connected say at
+# once that they lack it, while the connection to one that has it may take a moment: so there are more attempts.
+_MOST_ATTEMPTS, _MOST_REPLICAS = 3, 10
+# The pause after the first failed attempt, in seconds. It doubles each time, up to this share of the timeout.
+_PAUSE_S, _LONGEST_PAUSE_SHARE = 0.002, 1 / 6
+
+
+# Limits of a response, in bytes. Each has a channel, made when it is needed. A call takes the smallest that suffices.
+# gRPC refuses a larger response by its first bytes, and takes no memory for it.
+_LARGEST = (4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30, 2**31 - 1)
+# Most characters that an error shows of why an attempt failed.
+_MOST_SHOWN = 300
+
+
+class Channels:
+    """The channels to a host, one for each limit of a response.
+
+    Args:
+        connection: how its replicas are reached.
+        library: the module grpc or grpc.aio.
+        options: of each channel.
+    """
+
+    def __init__(self, connection: Connection, library: Any, *options: tuple[str, Any]) -> None:
+        self._connection = connection
+        self._library = library
+        self._options = options
+        self._channels: dict[int, tuple[Any, Any]] = {}
+
+    def call(self, largest: int) -> Any:
+        """The callable of a method of gRPC, bytes to a stream of bytes, for a response of at most `largest` bytes."""
+        limit = next((each for each in _LARGEST if largest <= each), _LARGEST[-1])
+        found = self._channels.get(limit)
+        if found is None:
+            options = [*self._options, ("grpc.max_receive_message_length", limit)]
+            channel = self._connection.channel(self._library, options)
+            found = self._channels[limit] = (channel, channel.unary_stream(METHOD))
+        return found[1]
+
+    def close(self) -> list[Any]:
+        """Close all channels. Returns what each `close` returned: of grpc.aio, something to await."""
+        return [channel.close() for channel, _ in self._channels.values()]
+
+
+class Host:
+    """The channels to one host. Make it and use it in one event loop.
+
+    Args:
+        bundle: the bundle that has to answer.
+        planned: the segments that the router's plan has on the host.
+        connection: how its replicas are reached.
+
+    Attributes:
+        connection: as given.
+        messages: encodes requests to the host, and decodes its responses.
+        counts: of its calls.
+
+    Raises:
+        ConfigurationError: certificates cannot be used.
+        ServerUnavailable: one of several addresses has a name that cannot be resolved.
+    """
+
+    def __init__(self, bundle: HostBundle, planned: PlannedHost, connection: Connection) -> None:
+        self.connection = connection
+        self.messages = Messages(bundle, planned.id_dtype)
+        self.counts = HostCounts()
+        self._planned = planned
+        self._where = (
+            f"host {bundle.host} ({bundle.model} version {bundle.version} at {listed(connection.addresses)})"
+        )
+        # Attempts that have not ended. asyncio has only weak references to them.
+        self._running: set[asyncio.Task[Any]] = set()
+        self._channels = Channels(connection, grpc.aio)
+        self._channels.call(0)
+
+    async def close(self) -> None:
+        """Close the channels. Attempts without an answer are cancelled."""
+        for attempt in self._running:
+            attempt.cancel()
+        await asyncio.gather(*self._channels.close())
+
+    async def check(self) -> None:
+        """Check that a replica has the bundle: ask for all segments of no samples, once by their names and once not.
+
+        The responses must have the widths of the plan.
+
+        Raises:
+            ModelNotFound: no replica that was reached has the version and digest, as this part of the plan.
+            HostUnavailable: no replica answered in time.
+            InternalError: a replica's response does not fit.
+        """
+        planned = self._planned
+        weights = np.empty(0, np.float32) if planned.is_weighted else None
+        for segments in (None, planned.segments):
+            lengths = np.empty(0, np.int32)
+            names = None if segments is None else ",".join(segments)
+            empty = PartialRequest(
+                np.empty(0, np.int64), lengths, weights, names, 0, planned.columns, planned.part_of
+            )
+            deadline = asyncio.get_running_loop().time() + self.connection.timeout_s
+            try:
+                answer = await self.attempts(self.messages.encode(empty), largest_answer(empty), deadline)
+                self.messages.decode(answer, empty)
+            except ServerUnavailable as error:
+                raise HostUnavailable(f"{self._where}: {error}") from None
+            except ModelNotFound as error:
+                raise ModelNotFound(f"{self._where}: {error}") from None
+            except ServingError as error:
+                raise InternalError(f"{self._where}: {error}") from None
+
+    def received(self, message: bytes | None, request: PartialRequest) -> PartialSums:
+        """Decode the partial sums in a response, float32 or float16 [B, columns], and count its bytes.
+
+        Raises:
+            InternalError: the response does not fit the request.
+        """
+        sums = self.messages.decode(message, request)
+        self.counts.add(bytes_in=sums.nbytes)
+        return sums
+
+    def lost(self, error: ServingError) -> HostUnavailable:
+        """Count a call without an answer. Returns its error, which names the host.
+
+        Args:
+            error: of its attempts.
+        """
+        self.counts.add(lost=1)
+        return HostUnavailable(f"{self._where}: {error}")
+
+    def failed(self, errors: Sequence[ServingError]) -> ServingError:
+        """One error for several attempts, with each of their reasons once. It is retryable if one of theirs is.
+
+        Args:
+            errors: of the attempts, at least one.
+        """
+        reasons = dict.fromkeys(map(self._reason, errors))
+        again = next((each for each in errors if each.retryable), errors[-1])
+        kind = ServerUnavailable if again.retryable else type(again)
+        return kind("; ".join(reasons))
+
+    def _reason(self, error: ServingError) -> str:
+        if isinstance(error, DeadlineExceeded):
+            return f"no answer within {self.connection.timeout_s:g} s"
+        is_told = isinstance(error, ServerUnavailable | ModelNotFound)
+        return shown(str(error) if is_told else f"{error.code}: {error}", _MOST_SHOWN)
+
+    async def attempts(
+        self, message: bytes, largest: int, deadline: float, before: Sequence[ServingError] = ()
+    ) -> bytes | None:
+        """Ask replicas, and return the first response.
+
+        An attempt goes on when another begins. It may still be answered. And gRPC notices that a connection is dead
+        only while calls are on it.
+
+        Args:
+            message: a ModelInferRequest.
+            largest: the most bytes of a response.
+            deadline: by the clock of the event loop.
+            before: errors of attempts that `HostCaller` made.
+
+        Raises:
+            ServingError: no attempt was answered. It has the reasons of all of them.
+        """
+        loop = asyncio.get_running_loop()
+        left_s = deadline - loop.time()
+        others = [loop.time() + share * left_s for share in _OTHERS_AT] if self.connection.elsewhere else []
+        running = {self._begin(message, largest, deadline)}
+        errors = [*before]
+        attempts, pause_s = 1, _PAUSE_S
+        while True:
+            wait_s = max(0.0, others[0] - loop.time()) if others else None
+            done, running = await asyncio.wait(running, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                first = done.pop()
+                running |= done
+                found: bytes | ServingError | None = first.result()
+                if not isinstance(found, ServingError):
+                    return found
+                errors.append(found)
+                if attempts >= most_attempts(found) or loop.time() + pause_s >= deadline:
+                    if running:
+                        continue
+                    self.counts.add(timeouts=isinstance(found, DeadlineExceeded))
+                    raise self.failed(errors)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_SHARE * self.connection.timeout_s)
+            else:
+                others.pop(0)
+                self.counts.add(timeouts=1)
+            attempts += 1
+            self.counts.add(retries=1)
+            running.add(self._begin(message, largest, deadline))
+
+    def _begin(self, message: bytes, largest: int, deadline: float) -> "asyncio.Task[Any]":
+        """Begin an attempt. It ends by the deadline, even if nothing waits for its answer."""
+        attempt = asyncio.ensure_future(self._attempt(message, largest, deadline))
+        self._running.add(attempt)
+        attempt.add_done_callback(self._running.discard)
+        return attempt
+
+    async def _attempt(self, message: bytes, largest: int, deadline: float) -> bytes | ServingError | None:
+        """Make one attempt. An error is returned: if it were raised, it would keep the call and its channel alive."""
+        self.counts.add(bytes_out=len(message))
+        left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+        try:
+            metadata = self.connection.call_metadata(None)
+            call = self._channels.call(largest)(message, timeout=left_s, metadata=metadata)
+            found = await call.read()
+            if found is not grpc.aio.EOF and await call.read() is not grpc.aio.EOF:
+                call.cancel()
+                return InternalError(MORE_THAN_ONE)
+        except ServingError as error:
+            return error
+        except grpc.aio.AioRpcError as error:
+            return error_of(error.code().name, error.details() or "")
+        return None if found is grpc.aio.EOF else found
+
+
+def host_of(manifest: Manifest, bundle: HostBundle, connection: Connection) -> Host:
+    """The channels to a host of a router's plan. Errors as `Host`.
+
+    Args:
+        manifest: the router's.
+        bundle: the host's entry in it.
+        connection: how its replicas are reached.
+    """
+    return Host(bundle, planned_host(manifest, bundle.host), connection)
+
+
+def most_attempts(error: BaseException) -> int:
+    """The most attempts of a call whose last attempt ended with this error."""
+    if isinstance(error, ModelNotFound | ModelUnavailable):
+        return _MOST_REPLICAS
+    return _MOST_ATTEMPTS if isinstance(error, ServerUnavailable) else 1

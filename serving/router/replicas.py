@@ -1,0 +1,172 @@
+"""The replicas of all hosts: which of them answer, and whether each host has one with its bundle."""
+
+import asyncio
+import re
+import socket
+import threading
+import time
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from serving.bundle.hosts import HostBundle
+from serving.bundle.manifest import Manifest
+from serving.client.connection import Connection, Tls
+from serving.errors import HostUnavailable, InternalError, ModelNotFound, ServingError
+from serving.files.reading import Strict
+from serving.router.host import Host, host_of
+from serving.router.hosts_config import HostsConfig
+
+T = TypeVar("T")
+# Seconds between checks of a host that does not answer yet.
+_POLL_S = 0.2
+
+
+async def check_all(hosts: Mapping[int, Host], patience_s: float) -> None:
+    """Check that every host has a replica with its bundle.
+
+    Args:
+        hosts: by rank.
+        patience_s: how long to wait for hosts that do not answer, in seconds.
+
+    Raises:
+        HostUnavailable: naming each host that lacks its bundle, or does not answer.
+    """
+    deadline = time.monotonic() + patience_s
+    found = await asyncio.gather(*(_check(host, deadline) for host in hosts.values()))
+    if wrong := [each for each in found if each is not None]:
+        raise HostUnavailable("; ".join(wrong))
+
+
+async def _check(host: Host, deadline: float) -> str | None:
+    while True:
+        try:
+            await host.check()
+        except (ModelNotFound, InternalError) as error:
+            return str(error)
+        except HostUnavailable as error:
+            if time.monotonic() + _POLL_S >= deadline:
+                return str(error)
+        else:
+            return None
+        await asyncio.sleep(_POLL_S)
+
+
+class LoopThread:
+    """An event loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True)
+        self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Run a coroutine on that loop. It returns at once."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancel the coroutines that still run there, and end the thread."""
+        self.start(_cancel_others()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    """Cancel all other tasks of this loop, and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class Replica(Strict, frozen=True):
+    """A replica of a host, as it was checked.
+
+    Attributes:
+        address: "host:port".
+        problem: why it cannot answer. None if it can.
+    """
+
+    address: str
+    problem: str | None
+
+
+class HostReplicas(Strict, frozen=True):
+    """A host of a router's plan.
+
+    Attributes:
+        host: its number.
+        model: the model that it serves for the router.
+        version: of that model.
+        replicas: in the order of their addresses.
+    """
+
+    host: int
+    model: str
+    version: int
+    replicas: tuple[Replica, ...]
+
+    @property
+    def up(self) -> int:
+        """How many replicas can answer."""
+        return sum(each.problem is None for each in self.replicas)
+
+
+async def replicas_of(manifest: Manifest, hosts: HostsConfig) -> tuple[HostReplicas, ...]:
+    """Check all replicas of all hosts at once: does each have its host's bundle?
+
+    Args:
+        manifest: a router's.
+        hosts: where the hosts are. Each check takes at most `HostsConfig.timeout_s`.
+    """
+    found = await asyncio.gather(*(_ask_each(manifest, each, hosts.connection(each.host)) for each in manifest.hosts))
+    return tuple(
+        HostReplicas(host=each.host, model=each.model, version=each.version, replicas=replicas)
+        for each, replicas in zip(manifest.hosts, found, strict=True)
+    )
+
+
+async def _ask_each(manifest: Manifest, bundle: HostBundle, connection: Connection) -> tuple[Replica, ...]:
+    resolved = await asyncio.gather(*(_resolved(connection, address) for address in connection.addresses))
+    replicas = [each for some in resolved for each in some]
+    return tuple(await asyncio.gather(*(_ask(manifest, bundle, each) for each in replicas)))
+
+
+async def _ask(manifest: Manifest, bundle: HostBundle, connection: Connection) -> Replica:
+    (address,) = connection.addresses
+    host = None
+    try:
+        host = host_of(manifest, bundle, connection)
+        await host.check()
+    except ServingError as error:
+        return Replica(address=address, problem=str(error))
+    finally:
+        if host is not None:
+            await host.close()
+    return Replica(address=address, problem=None)
+
+
+async def _resolved(connection: Connection, address: str) -> list[Connection]:
+    """A connection for each IP address that an address resolves to."""
+    name, _, port = address.rpartition(":")
+    name = re.sub(r"^(dns|ipv4|ipv6):(///)?", "", name).strip("[]")
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
+    except OSError:
+        return [replace(connection, addresses=[address])]  # gRPC's error says why it cannot be resolved
+    ips = dict.fromkeys(str(each[4][0]) for each in found)
+    return [
+        replace(
+            connection,
+            addresses=[f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"],
+            tls=_named(connection.tls, name),
+        )
+        for ip in ips
+    ]
+
+
+def _named(tls: Tls | None, name: str) -> Tls | None:
+    """TLS to an IP address that expects `name` in the server's certificate, unless another name is configured."""
+    return tls if tls is None or tls.server_name is not None else replace(tls, server_name=name)

@@ -1,0 +1,256 @@
+"""A bundle with ranks on other hosts: split a batch, ask all hosts at once, and merge their partial sums."""
+
+import asyncio
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from serving.bundle.opening import Bundle
+from serving.bundle.segments import FeatureShard, segments_by_rank, takes_weights
+from serving.errors import ServingError
+from serving.lookup.program import load_program, torchscript
+from serving.lookup.ranks import BatchAnswer, LostHost, arguments
+from serving.request.tensors import Batch
+from serving.router.calls import HostCallers, wait_all
+from serving.router.host import Host, host_of
+from serving.router.host_counts import HostCounts
+from serving.router.hosts_config import HostsConfig, OnLost
+from serving.router.messages import PartialRequest, PartialSums
+from serving.router.replicas import HostReplicas, LoopThread, check_all, replicas_of
+from serving.tables.table_files import TableFiles
+
+# The router's own rank.
+_OWN = 0
+_KEPT_SELECTIONS = 1024
+
+Found = Mapping[int, PartialSums | ServingError]
+# What a rank looks up: rows int64 [n], bag sizes int64 [segments, B], and per-id weights float32 [n] or None.
+RankRequest = tuple[Tensor, Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The segments of a rank that a selection of features needs.
+
+    Attributes:
+        names: their names, joined by commas. None if they are all of the rank's.
+        features: the feature of each segment, as its position in the manifest.
+        tables: the table of each segment.
+        columns: columns of the rank's partial sums.
+    """
+
+    names: str | None
+    features: Sequence[int]
+    tables: Sequence[str]
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A batch, split by rank.
+
+    Attributes:
+        offsets, features: of the batch, as `serving.lookup.ranks.arguments` gives them.
+        by_rank: what each rank looks up.
+        asked: the segments that are needed of each rank.
+        to_send: the requests to other hosts, by rank. A host of which no row is needed gets none.
+    """
+
+    offsets: Tensor
+    features: Tensor | None
+    by_rank: Sequence[RankRequest]
+    asked: Sequence[_Asked]
+    to_send: Mapping[int, PartialRequest]
+
+
+class RouterRanks:
+    """A router's program, and the hosts of its plan. Only one thread at a time may call it.
+
+    Args:
+        bundle: the router's.
+        weights: the weights files of the router's own rank.
+        hosts: where the hosts are.
+        patience_s: how long to wait for hosts that do not answer yet, in seconds. None: do not check the hosts.
+
+    Attributes:
+        replicas: the last result of `watch_replicas`.
+
+    Raises:
+        BundleError: the program cannot be loaded.
+        ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
+        HostUnavailable: naming each host that lacks its bundle, or does not answer.
+    """
+
+    def __init__(self, bundle: Bundle, weights: TableFiles, hosts: HostsConfig, patience_s: float | None) -> None:
+        manifest = bundle.manifest
+        hosts.check(manifest)
+        program = load_program(bundle)
+        program.weights_host = weights.tensors
+        self._weights = weights
+        with torchscript():
+            self._program = torch.jit.freeze(program.eval(), preserved_attrs=["split", "lookup", "merge"])
+        self._segments = segments_by_rank(manifest)
+        by_host = {each.host: each for each in manifest.hosts}
+        self._ranks = {number: by_host[host] for host, number in manifest.plan.rank_of_host.items()}
+        self._is_weighted = [takes_weights(manifest, segments) for segments in self._segments]
+        self._on_lost = {table.name: hosts.on_lost_of(table.name) for table in manifest.tables}
+        self._manifest = manifest
+        self._config = hosts
+        self.replicas: tuple[HostReplicas, ...] = ()
+        self._kept: dict[bytes, list[_Asked]] = {}
+        self._hosts: dict[int, Host] = {}
+        self._loop = LoopThread()
+        try:
+            self._loop.start(self._connect(patience_s)).result()
+            self._callers = HostCallers(self._hosts, self._loop)
+        except BaseException:
+            self._disconnect()
+            raise
+
+    @property
+    def counts(self) -> dict[int, HostCounts]:
+        """The counts of the calls to each host, by its number."""
+        return {self._ranks[rank].host: host.counts for rank, host in self._hosts.items()}
+
+    async def _connect(self, patience_s: float | None) -> None:
+        self._hosts = {
+            rank: host_of(self._manifest, each, self._config.connection(each.host))
+            for rank, each in self._ranks.items()
+        }
+        if patience_s is not None:
+            await check_all(self._hosts, patience_s)
+
+    def watch_replicas(self, period_s: float) -> None:
+        """Check every `period_s` seconds which replicas can answer. `replicas` has the last result."""
+
+        async def watch() -> None:
+            while True:
+                self.replicas = await replicas_of(self._manifest, self._config)
+                await asyncio.sleep(period_s)
+
+        self._loop.start(watch())
+
+    def check(self) -> None:
+        """Check that every host answers.
+
+        Raises:
+            HostUnavailable: naming each host that does not, or that lacks its bundle.
+        """
+        self._loop.start(check_all(self._hosts, 0.0)).result()
+
+    def close(self) -> None:
+        """Close the channels, and end the threads."""
+        self._callers.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        async def close() -> None:
+            await asyncio.gather(*(host.close() for host in self._hosts.values()))
+
+        self._loop.start(close()).result()
+        self._loop.close()
+
+    def answer(self, batches: Sequence[Batch]) -> list[BatchAnswer]:
+        """Ask all hosts at once, for all batches. Meanwhile, look up the router's own rank."""
+        splits = [self.split(batch) for batch in batches]
+        calls = [self._callers.ask(split.to_send) for split in splits]
+        if (ahead := self._weights.ahead) is not None:
+            for batch in batches:
+                ahead.ask(batch)
+        own = [self._own_sums(split) for split in splits]
+        found = map(wait_all, calls)
+        return [self._merge(*each) for each in zip(batches, splits, own, found, strict=True)]
+
+    def split(self, batch: Batch) -> Split:
+        """Split a batch by rank."""
+        values, offsets, weights, features = arguments(batch)
+        by_rank: list[RankRequest] = self._program.split(values, offsets, weights, features)
+        asked = self._asked(None if batch.selection.default else batch.selection.positions)
+        to_send = {
+            rank: PartialRequest(
+                rows=rows.numpy(),
+                lengths=lengths.int().numpy().ravel(),
+                weights=each.numpy() if each is not None and self._is_weighted[rank] else None,
+                segments=asked[rank].names,
+                samples=lengths.size(1),
+                columns=asked[rank].columns,
+            )
+            for rank, (rows, lengths, each) in enumerate(by_rank)
+            if rank != _OWN and rows.size(0)
+        }
+        return Split(offsets, features, by_rank, asked, to_send)
+
+    def _asked(self, positions: npt.NDArray[np.int64] | None) -> list[_Asked]:
+        """The segments that are needed of each rank. `positions` are the features' in the manifest; None: all."""
+        key = b"" if positions is None else positions.tobytes()
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= _KEPT_SELECTIONS:
+                self._kept.clear()
+            features = None if positions is None else set(positions.tolist())
+            found = [_asked_of(segments, features) for segments in self._segments]
+            self._kept[key] = found
+        return found
+
+    def _own_sums(self, split: Split) -> Tensor:
+        sums: Tensor = self._program.lookup(_OWN, *split.by_rank[_OWN], split.features)
+        return sums
+
+    def _merge(self, batch: Batch, split: Split, own: Tensor, found: Found) -> BatchAnswer:
+        """The answer to a batch, from the partial sums of all ranks. Those of a lost host are zeros."""
+        samples = own.size(0)
+        pooled = [own]
+        for rank in range(1, len(split.by_rank)):
+            sums = found.get(rank)
+            if isinstance(sums, np.ndarray):
+                pooled.append(_read_only(sums))
+            else:
+                pooled.append(torch.zeros([samples, split.asked[rank].columns]))
+        embeddings = self._program.merge(pooled, split.offsets, split.features).numpy()
+        lost = {rank: error for rank, error in found.items() if isinstance(error, ServingError)}
+        if not lost:
+            return BatchAnswer(embeddings)
+        return self._without(batch, split, embeddings, lost)
+
+    def _without(
+        self, batch: Batch, split: Split, embeddings: npt.NDArray[Any], lost: Mapping[int, ServingError]
+    ) -> BatchAnswer:
+        """The answer to a batch, with the requests that need rows of lost hosts. They fail, or have zeros instead."""
+        bounds = dict(zip(batch.selection.positions.tolist(), batch.bounds, strict=True))
+        losses: dict[int, list[LostHost]] = {}
+        zeroed: dict[int, frozenset[str]] = {}
+        for rank, error in lost.items():
+            ends = np.pad(np.cumsum(split.by_rank[rank][1].numpy(), axis=1), ((0, 0), (1, 0)))
+            ends = np.take_along_axis(ends, np.array([bounds[each] for each in split.asked[rank].features]), axis=1)
+            needed = np.diff(ends, axis=1) > 0  # bool [segments, requests]
+            for request in np.flatnonzero(needed.any(axis=0)).tolist():
+                here = np.flatnonzero(needed[:, request])
+                tables = frozenset(split.asked[rank].tables[segment] for segment in here)
+                if refused := frozenset(each for each in tables if self._on_lost[each] is OnLost.ERROR):
+                    losses.setdefault(request, []).append(LostHost(error, refused))
+                zeroed[request] = zeroed.get(request, frozenset()) | tables
+        return BatchAnswer(embeddings, losses, zeroed)
+
+
+def _asked_of(segments: Sequence[FeatureShard], features: set[int] | None) -> _Asked:
+    here = [each for each in segments if features is None or each.feature in features]
+    names = None if len(here) == len(segments) else ",".join(each.name for each in here)
+    return _Asked(
+        names,
+        [each.feature for each in here],
+        [each.shard.table for each in here],
+        sum(each.shard.width for each in here),
+    )
+
+
+def _read_only(sums: PartialSums) -> Tensor:
+    """Partial sums as a float32 tensor. Do not write to it: it may share the memory of a response."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has no read-only tensors
+        return torch.from_numpy(sums).float()

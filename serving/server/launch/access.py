@@ -1,0 +1,129 @@
+"""Who may reach a server, and which protocols they may use. docs/security.md gives the reasons."""
+
+import ipaddress
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from serving.arguments import check_arguments
+from serving.errors import ConfigurationError
+from serving.triton.command_line import RESTRICTED, address_options, http_options, key_options, tls_options
+
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"  # noqa: S104  # for comparisons only
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerTls:
+    """TLS on the gRPC port, with PEM files.
+
+    Attributes:
+        certificate: the server's certificate, with its chain.
+        private_key: its private key, without a password.
+        client_root: root certificates for the certificates of clients. None: clients need no certificate.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or holds no such certificate or key.
+    """
+
+    certificate: Path
+    private_key: Path
+    client_root: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.private_key, password=_no_password)
+        except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
+            raise ConfigurationError(
+                f"--tls-cert {self.certificate}, --tls-key {self.private_key}: expected a certificate and its key in "
+                f"PEM: {error}"
+            ) from error
+        try:
+            if self.client_root is not None:
+                context.load_verify_locations(self.client_root)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"--tls-client-ca {self.client_root}: expected certificates in PEM: {error}"
+            ) from error
+
+    @property
+    def options(self) -> list[str]:
+        """The options of tritonserver."""
+        return tls_options(self.certificate, self.private_key, self.client_root)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """Who may reach a server.
+
+    Attributes:
+        host: the IPv4 address that gRPC listens on.
+        metrics_host: the IPv4 address that metrics listen on, without TLS. A client that reaches it can kill the
+            server: Triton reads a request of any length into memory.
+        http: whether clients may use HTTP too. A single request can kill an older tritonserver (docs/protocol.md).
+            Triton has no TLS for HTTP. So HTTP listens on loopback only, unless `insecure`.
+        tls: certificates of the gRPC port. None: no TLS.
+        insecure: whether to listen beyond loopback without TLS. Something in front of the server must shield it.
+        allow: the restricted protocols that need no key.
+
+    Raises:
+        ConfigurationError: an address is no IPv4 address, or is beyond loopback without TLS; or `allow` names another
+            protocol.
+    """
+
+    host: str = LOOPBACK
+    metrics_host: str = LOOPBACK
+    http: bool = False
+    tls: ServerTls | None = None
+    insecure: bool = False
+    allow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        if unknown := [name for name in self.allow if name not in RESTRICTED]:
+            raise ConfigurationError(f"--allow {unknown[0]}: expected one of {', '.join(RESTRICTED)}")
+        _expect_ipv4("--host", self.host)
+        _expect_ipv4("--metrics-host", self.metrics_host)
+        if self.tls is None and not self.insecure and not is_loopback(self.host):
+            raise ConfigurationError(
+                f"--host {self.host}: others could listen in: expected --tls-cert and --tls-key, or --insecure where "
+                "something in front of the server keeps them out"
+            )
+
+    @property
+    def http_host(self) -> str:
+        """The address that HTTP listens on, if clients may use it."""
+        return self.host if self.insecure else LOOPBACK
+
+    def options(self, key: str) -> list[str]:
+        """The options of tritonserver. `key` is the key of its restricted protocols."""
+        return [
+            *address_options(self.host, self.metrics_host),
+            *(http_options(self.http_host) if self.http else ()),
+            *key_options([name for name in RESTRICTED if name not in self.allow], key),
+            *(() if self.tls is None else self.tls.options),
+        ]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached only from this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _expect_ipv4(option: str, host: str) -> None:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        # Given another name, Triton's metrics would listen on 255.255.255.255, without an error.
+        raise ConfigurationError(
+            f"{option} {host}: expected an IPv4 address, such as 0.0.0.0 for all of this machine's"
+        ) from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password, which Triton cannot be given")

@@ -1,0 +1,131 @@
+"""Where a server listens: its ports, its addresses, and their options of tritonserver."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from serving.arguments import check_arguments
+from serving.errors import ConfigurationError
+from serving.server.launch.access import EVERYWHERE, Access
+from serving.server.launch.run_file import control_socket
+from serving.triton.command_line import http_options, port_options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ports:
+    """The ports to listen on. 0 means any free port. `http` is used only if `Access.http` is set."""
+
+    grpc: int = 8001
+    http: int = 8000
+    metrics: int = 8002
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoints:
+    """The addresses of a server.
+
+    Attributes:
+        grpc, metrics: "host:port".
+        http: "host:port". None: clients may not use HTTP.
+        control: the address of the control API, see `Control`. It is `http` if that is set: Triton has one HTTP
+            endpoint. Otherwise it is a Unix socket.
+        options: the options of tritonserver for the ports and for that socket.
+    """
+
+    grpc: str
+    http: str | None
+    metrics: str
+    control: str
+    options: list[str]
+
+
+@contextlib.contextmanager
+def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
+    """Find free ports for a server. No other server of ours takes them until the block ends.
+
+    Raises:
+        ConfigurationError: a port is taken, or there is no place for the control socket.
+    """
+    with contextlib.ExitStack() as stack:
+        taken = stack.enter_context(free_ports(access, ports))
+        stack.enter_context(_ipv4_alone(access.host, taken.grpc))
+        http = f"{access.http_host}:{taken.http}" if access.http else None
+        control = http or stack.enter_context(control_socket())
+        yield Endpoints(
+            grpc=f"{access.host}:{taken.grpc}",
+            http=http,
+            metrics=f"{access.metrics_host}:{taken.metrics}",
+            control=control,
+            options=[*port_options(taken.grpc, taken.http, taken.metrics), *([] if http else http_options(control))],
+        )
+
+
+@contextlib.contextmanager
+def free_ports(access: Access, ports: Ports) -> Iterator[Ports]:
+    """Check that the ports are free, and choose free ones for those that are 0.
+
+    No process listens on them until tritonserver does. So each chosen port is claimed until the block ends.
+    """
+    with contextlib.ExitStack() as claims:
+        while True:
+            taken = _take_ports(access, ports)
+            chosen = [getattr(taken, name) for name in ("grpc", "http", "metrics") if not getattr(ports, name)]
+            if all(_claim(port, claims) for port in chosen if port):
+                break
+        yield taken
+
+
+def _claim(port: int, claims: contextlib.ExitStack) -> bool:
+    """Claim a port among servers of ours. False if another server has claimed it.
+
+    A claim is an abstract socket name (unix(7)). It has one owner, and disappears with that process.
+    """
+    claim = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+    try:
+        claim.bind(f"\0tbe-serving-port-{port}")
+    except OSError:
+        return False
+    return True
+
+
+def _take_ports(access: Access, ports: Ports) -> Ports:
+    with contextlib.ExitStack() as stack:
+        chosen = {"http": 0}
+        hosts = {
+            "grpc": access.host,
+            **({"http": access.http_host} if access.http else {}),
+            "metrics": access.metrics_host,
+        }
+        for name, host in hosts.items():
+            asked = getattr(ports, name)
+            listener = stack.enter_context(socket.socket())
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((host, asked))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"--{name}-port {asked}: cannot listen on {host}: {error.strerror}: pick another, or 0 for a "
+                    "free one"
+                ) from error
+            chosen[name] = listener.getsockname()[1]
+        return Ports(**chosen)
+
+
+@contextlib.contextmanager
+def _ipv4_alone(host: str, port: int) -> Iterator[None]:
+    """Keep gRPC from listening on IPv6, if it is to listen on 0.0.0.0.
+
+    gRPC would listen on [::] too, unless that port of [::] is taken. So a socket of ours takes it, and does not
+    listen.
+    """
+    with contextlib.ExitStack() as stack:
+        if host == EVERYWHERE:
+            with contextlib.suppress(OSError):  # no IPv6 here, or another process has the port
+                taken = stack.enter_context(socket.socket(socket.AF_INET6))
+                taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                taken.bind(("::", port))
+        yield

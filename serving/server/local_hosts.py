@@ -1,0 +1,183 @@
+"""A router and its hosts on this machine: a tritonserver for each host of its plan, and one for the router."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from serving.bundle.hosts import HostBundle, is_host_model, path_of
+from serving.bundle.manifest import MANIFEST
+from serving.bundle.opening import Bundle, open_bundle, versions
+from serving.bundle.signature import TrustedKeys
+from serving.errors import BundleError, ConfigurationError
+from serving.model.config_file import read_config
+from serving.server.launch.access import Access
+from serving.server.launch.ports import Ports
+from serving.server.launch.private import Trust
+from serving.server.launch.process import SHM_BYTES, Server, run_server
+from serving.server.models import Pins, check_pins, find_models
+from serving.server.versions import said_versions
+
+_FREE = Ports(grpc=0, http=0, metrics=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFleet:
+    """Servers whose models are ready.
+
+    Attributes:
+        hosts: each has the model of one host of the router's plan; by the host's number.
+        router: has the router, and all models of the repository that are no hosts of it.
+    """
+
+    hosts: Mapping[int, Server]
+    router: Server
+
+    @property
+    def addresses(self) -> dict[int, str]:
+        """The gRPC address of each host, by its number."""
+        return {number: server.grpc for number, server in self.hosts.items()}
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """All of them, the router's last."""
+        return (*self.hosts.values(), self.router)
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """The model of a host, and the versions of it that the router's versions name."""
+
+    model: str
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Which models are on which server: those beside the router, and those of hosts by their number."""
+
+    router: str
+    beside: tuple[str, ...]
+    hosts: Mapping[int, _Host]
+
+
+@contextmanager
+def run_local_hosts(
+    repository: Path,
+    ports: Ports = _FREE,
+    *,
+    pins: Pins | None = None,
+    access: Access | None = None,
+    trust: Trust | None = None,
+    logs: Path | None = None,
+    shm_bytes: int = SHM_BYTES,
+    options: Sequence[str] = (),
+) -> Iterator[LocalFleet]:
+    """Serve the router of a repository, and its hosts, until the block ends.
+
+    Hosts listen on free ports of this machine alone, without TLS. The router is loaded with their addresses in place
+    of those in its config.pbtxt, which stays as it is. Hosts serve the versions that the router's versions name.
+
+    Args:
+        repository: a model repository with one router and the models of its hosts.
+        ports: of the router's server.
+        pins: as `run_server`.
+        access: who may reach the router's server; as `run_server`.
+        trust: as `run_server`.
+        logs: a folder for the log of each server, `<model>.log`. None: stderr.
+        shm_bytes: as `run_server`, of each server.
+        options: as `run_server`, of each server.
+
+    Raises:
+        ConfigurationError: the repository has no router, several, or not the bundle of each host; or as `run_server`.
+        BundleError: a bundle is damaged, or another than the router names; or as `run_server`.
+        TritonserverFailed: as `run_server`.
+    """
+    pins = pins or {}
+    placed = _placement(repository, pins, None if trust is None else TrustedKeys.read(trust.keys))
+    start = partial(run_server, repository, shm_bytes=shm_bytes, options=options)
+    with ExitStack() as stack:
+        hosts = {
+            number: stack.enter_context(
+                start(
+                    _FREE,
+                    models=[host.model],
+                    pins={host.model: pins.get(host.model, host.versions)},
+                    trust=_trust_in(trust, [host.model]),
+                    log=_log(logs, host.model),
+                )
+            )
+            for number, host in placed.hosts.items()
+        }
+        models = [placed.router, *placed.beside]
+        router = stack.enter_context(
+            start(
+                ports,
+                models=models,
+                pins={model: found for model, found in pins.items() if model in models},
+                hosts={placed.router: {str(number): server.grpc for number, server in hosts.items()}},
+                access=access,
+                trust=_trust_in(trust, models),
+                log=_log(logs, placed.router),
+            )
+        )
+        yield LocalFleet(hosts, router)
+
+
+def _log(folder: Path | None, model: str) -> Path | None:
+    return None if folder is None else folder / f"{model}.log"
+
+
+def _trust_in(trust: Trust | None, models: Sequence[str]) -> Trust | None:
+    """What a server has to know that has some of the models."""
+    if trust is None:
+        return None
+    return replace(trust, min_versions={each: n for each, n in trust.min_versions.items() if each in ("*", *models)})
+
+
+def _placement(repository: Path, pins: Pins, keys: TrustedKeys | None) -> _Placement:
+    models = find_models(repository)
+    check_pins(repository, models, pins)
+    bundles = {model: _bundles(repository / model, pins.get(model, ()), keys) for model in models}
+    routers = [model for model, found in bundles.items() if any(each.manifest.hosts for each in found)]
+    if len(routers) != 1:
+        found = "none" if not routers else f"{', '.join(routers)}: give each a repository of its own"
+        raise ConfigurationError(
+            f"{repository}: --local-hosts: expected one router, as `tbe-export model --hosts-as-models` makes it, "
+            f"found {found}"
+        )
+    (router,) = routers
+    return _Placement(
+        router,
+        tuple(each for each in models if each != router and not is_host_model(each, router)),
+        _hosts(bundles[router], keys),
+    )
+
+
+def _bundles(model: Path, pinned: Sequence[int], keys: TrustedKeys | None) -> list[Bundle]:
+    """The bundles that are to be served of a model."""
+    wanted = pinned or said_versions(read_config(model, keys), versions(model))
+    return [open_bundle(model / str(version), keys) for version in wanted]
+
+
+def _hosts(routers: Sequence[Bundle], keys: TrustedKeys | None) -> dict[int, _Host]:
+    """The hosts of all versions of a router."""
+    found: dict[int, _Host] = {}
+    for router in routers:
+        for host in router.manifest.hosts:
+            _check_host(router, host, keys)
+            before = found[host.host].versions if host.host in found else ()
+            found[host.host] = _Host(host.model, tuple(sorted({*before, host.version})))
+    return found
+
+
+def _check_host(router: Bundle, host: HostBundle, keys: TrustedKeys | None) -> None:
+    path = path_of(router.path, host)
+    if not (path / MANIFEST).exists():
+        raise ConfigurationError(
+            f"{path}: host {host.host} of {router.path}: expected its bundle here, found none: copy it here, or say "
+            "where it is served, `tbe-serve configure --host`, and leave --local-hosts out"
+        )
+    if open_bundle(path, keys).digest != host.manifest:
+        raise BundleError(f"{path}: is another bundle than {router.path} names: export both again")

@@ -1,0 +1,171 @@
+"""The versions that a model's release file says, and how a running server switches to other versions."""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving.backend.recorder import check_capture
+from serving.bundle.opening import open_bundle, versions
+from serving.bundle.release import Release, read_release, release_of
+from serving.bundle.signature import TrustedKeys
+from serving.errors import BundleError
+from serving.model.config_file import OURS, as_json, point_at, read_config, settings_of
+from serving.request.captured import WARM_UP, read_captured
+from serving.router.hosts_config import hosts_of
+from serving.server.launch.private import PrivateFolder
+from serving.server.models import Pins
+from serving.triton.control import Control
+
+# Seconds until a refused release is read again. It is two files, itself and its signature, and they may be changing.
+_SETTLED_S = 1.0
+
+
+class ReleaseFile:
+    """The release file of one model. A release that is older than one that was read before is refused.
+
+    Args:
+        model: its folder in the repository, not in a private folder.
+        keys: a PEM file of public keys. One of them must have signed the release. None: no signature is needed.
+
+    Attributes:
+        model: the model's name.
+        newest: the newest release that was read. None: there was none.
+    """
+
+    def __init__(self, model: Path, keys: Path | None) -> None:
+        self.model = model.name
+        self.newest: Release | None = None
+        self._folder, self._keys = model, keys
+
+    def read(self) -> None:
+        """Read the file, and set `newest`.
+
+        Raises:
+            BundleError: it cannot be read, is gone, is not signed, or is older than one that was read before.
+            ConfigurationError: the keys cannot be read.
+        """
+        try:
+            self._read()
+        except BundleError:
+            time.sleep(_SETTLED_S)
+            self._read()
+
+    def _read(self) -> None:
+        trusted = None if self._keys is None else TrustedKeys.read(self._keys)
+        found, before = read_release(self._folder, trusted), self.newest
+        if before is not None and found != before:
+            path = release_of(self._folder)
+            if found is None:
+                raise BundleError(f"{path}: is gone: release again, `tbe-export release`")
+            if found.sequence <= before.sequence:
+                raise BundleError(
+                    f"{path}: expected a sequence above {before.sequence}, got {found.sequence}: it is older than "
+                    "the present one, somebody put it back: release again, `tbe-export release`"
+                )
+        self.newest = found
+
+
+def read_releases(repository: Path, models: Iterable[str], keys: Path | None) -> tuple[ReleaseFile, ...]:
+    """The release files of `models`, which were read once.
+
+    Raises:
+        BundleError: one cannot be read, or is not signed.
+        ConfigurationError: the keys cannot be read.
+    """
+    files = tuple(ReleaseFile(repository.absolute() / model, keys) for model in models)
+    for file in files:
+        file.read()
+    return files
+
+
+def released_versions(files: Iterable[ReleaseFile]) -> Pins:
+    """The versions that releases say, by model. A model without a release is left out."""
+    return {file.model: file.newest.versions for file in files if file.newest is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """The versions that served before, and those that serve now."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
+def switch(
+    control: Control,
+    model: str,
+    wanted: Sequence[int] = (),
+    *,
+    repository: Path,
+    beside: Sequence[int] = (),
+    private: PrivateFolder | None = None,
+    hosts: Mapping[str, str] | None = None,
+) -> Switched:
+    """Serve exactly the `wanted` versions of a model, and those `beside` them.
+
+    The old versions serve until all new ones are ready, so that no request fails.
+
+    Args:
+        control: the server's control API.
+        model: the model's name.
+        wanted: its versions; empty: those that config.pbtxt says.
+        repository: the repository that Triton serves. Versions are loaded with its config.pbtxt, even if Triton has
+            read that already and was given another config since.
+        beside: versions that serve already, and serve on.
+        private: the private folder that the server serves. Signed versions are copied into it first.
+        hosts: of a router, the addresses of its hosts in place of those in config.pbtxt: see `point_at`.
+
+    Raises:
+        ServingError: a version is missing, not signed, or cannot be loaded. The old versions serve on.
+    """
+    with nullcontext() if private is None else private.locked():
+        before = control.ready(model)
+        if private is not None:
+            for version in wanted or (None,):
+                private.bring(model, version, serving={*before, *wanted})
+        config = read_config(repository / model)
+        if hosts is not None:
+            point_at(config, hosts)
+        check_loadable(repository / model, config, wanted)
+        return Switched(before, control.load(model, sorted({*wanted, *beside}), as_json(config)))
+
+
+def check_loadable(model: Path, config: Any, wanted: Sequence[int] = ()) -> None:
+    """Refuse settings and bundles that the backend would refuse.
+
+    Triton 2.51 may end a few requests after it was asked for a version that could not be loaded anew, by its own
+    memory (`malloc_consolidate`). So it is not asked.
+
+    Args:
+        model: its folder, <repository>/<name>.
+        config: its ModelConfig.
+        wanted: its versions; none: those that `config` says. Those that are not there are Triton's to refuse.
+
+    Raises:
+        ConfigurationError: a setting cannot be used, or a file that it names.
+        BundleError: a bundle is damaged, or too new.
+    """
+    if OURS not in config.parameters:
+        return
+    settings, there = settings_of(config), versions(model)
+    for version in wanted or said_versions(config, there):
+        if version in there:
+            manifest = open_bundle(model / str(version)).manifest
+            if manifest.hosts:
+                hosts_of(settings).check(manifest)
+    if os.path.lexists(model / WARM_UP):
+        for _ in read_captured(model / WARM_UP):
+            pass
+    check_capture(settings, model.name)
+
+
+def said_versions(config: Any, there: Sequence[int]) -> Sequence[int]:
+    """The versions of those that are there, oldest first, that config.pbtxt says."""
+    policy = config.version_policy
+    if policy.WhichOneof("policy_choice") == "specific":
+        return tuple(policy.specific.versions)
+    return there if policy.HasField("all") else there[-(policy.latest.num_versions or 1) :]

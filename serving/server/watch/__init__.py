@@ -1,0 +1,1 @@
+"""Watch a running tritonserver: its process, its models and their release files."""

@@ -1,0 +1,84 @@
+"""Find models that hang: their process runs, but makes no progress.
+
+A canary is a lookup without samples. It asks for no scores, because these need dense inputs. A model hangs if it
+answers neither the canary nor any other request, and reads nothing from the disk. A model that is only busy answers
+other requests meanwhile, or reads its tables.
+"""
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from serving.errors import ServingError
+from serving.model.settings import ServingSettings, parsed
+from serving.request.tensors import LOOKED_UP
+from serving.router.hosts_config import hosts_of
+from serving.triton.control import Control
+
+# A model that answered no request for PERIOD_S is sent a canary. It hangs if it answers nothing for _PATIENCE_S more.
+# A router gets longer, because a host that does not answer delays the canary and the requests before it.
+PERIOD_S, _PATIENCE_S = 5.0, 20.0
+
+
+class Canary:
+    """The canaries of one version of a model.
+
+    Args:
+        model: its name.
+        version: its version.
+        config: the ModelConfig that it is served with, as JSON.
+
+    Attributes:
+        overdue_s: the model hangs if it made no progress for so long, in seconds.
+        request: the canary, as JSON.
+    """
+
+    def __init__(self, model: str, version: int, config: Any) -> None:
+        self._model = model
+        self._version = version
+        self.overdue_s = PERIOD_S + _PATIENCE_S + 2 * _shard_timeout_s(config)
+        self.request = {
+            "inputs": [_empty(each) for each in config["input"] if not each.get("optional")],
+            "outputs": [{"name": each["name"]} for each in config["output"] if each["name"] in LOOKED_UP],
+        }
+        self._progress: object = None
+        self._since = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    def is_overdue(self, progress: object, control: Control) -> bool:
+        """Whether the model hangs. Sends a canary if the model made no progress for PERIOD_S.
+
+        Args:
+            progress: any value that changes when the model makes progress, such as the number of its answers.
+            control: sends the canary. The model has to answer within its timeout.
+        """
+        now = time.monotonic()
+        if progress != self._progress:
+            self._progress, self._since = progress, now
+        is_asked = self._thread is not None and self._thread.is_alive()
+        if not is_asked and now - self._since > PERIOD_S:
+            self._thread = threading.Thread(target=self._ask, args=(control,), name="canary", daemon=True)
+            self._thread.start()
+        return now - self._since > self.overdue_s
+
+    def _ask(self, control: Control) -> None:
+        """Send a canary, and ignore the answer. It shows in the server's counts."""
+        with suppress(ServingError):
+            control.infer(self._model, self._version, self.request)
+
+
+def _empty(tensor: Any) -> dict[str, Any]:
+    return {
+        "name": tensor["name"],
+        "datatype": tensor["data_type"].removeprefix("TYPE_"),
+        "shape": [1, 0],
+        "data": [],
+    }
+
+
+def _shard_timeout_s(config: Any) -> float:
+    """How long a router waits for a host, in seconds. 0: the model is no router."""
+    parameters = {name: each.get("string_value", "") for name, each in config["parameters"].items()}
+    settings = parsed(parameters)
+    return hosts_of(ServingSettings(**settings)).timeout_s if settings.get("hosts") else 0.0

@@ -1,0 +1,214 @@
+"""Keep the models of a tritonserver serving: find those whose process died or hangs, and load them again."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
+from serving.model.config_file import OURS
+from serving.server.launch.process import Server
+from serving.server.watch.canary import Canary
+from serving.triton.command_line import erase_from_command_line
+from serving.triton.control import UNLOADED, Control, VersionState
+from serving.triton.stubs import living_stubs
+
+_PERIOD_S = 0.25
+# If the server does not answer control calls for _SILENT_S, that is reported. After _LOST_S, it counts as hanging.
+_SILENT_S, _LOST_S = 5.0, 60.0
+# Timeouts of a control call: to ask for states, and to load a model.
+_ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
+_UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(slots=True)
+class Served:
+    """The models and versions that a server serves. They outlive the server, so that the next one can serve the same.
+
+    Attributes:
+        since: Unix time. Weights files that have not changed since then are not verified again.
+        configs: the ModelConfig of each model, as JSON.
+        versions: the ready versions of each model.
+    """
+
+    since: float
+    configs: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def update(self, index: tuple[VersionState, ...], control: Control) -> None:
+        """Add models that became ready, and remove models that were unloaded on request. Others stay as they are."""
+        for model in {each.model for each in index}:
+            states = [each for each in index if each.model == model]
+            if any(each.state == "READY" for each in states):
+                self.configs[model] = control.config(model)
+                self.versions[model] = _serving(states, self.versions.get(model, ()))
+            elif all(each.reason == UNLOADED for each in states):
+                self.configs.pop(model, None)
+                self.versions.pop(model, None)
+
+
+class ModelWatcher:
+    """Watches one tritonserver on a thread of its own, so that the main thread does not wait for its answers.
+
+    Args:
+        server: a running server.
+        served: the models that it serves. The watcher updates it.
+        recover: whether to load a model again if its process died or hangs. False: give up.
+        say: called with a line for each event.
+
+    Attributes:
+        failure: why it gave up: the server should be stopped. None: it goes on.
+        lost: why the server does not work any more: another should be started. None: it works.
+        has_loaded: whether all models of `served` have been loaded.
+    """
+
+    def __init__(self, server: Server, served: Served, recover: bool, say: Callable[[str], None]) -> None:
+        self.failure: ServingError | None = None
+        self.lost: str | None = None
+        self.has_loaded = False
+        self._server = server
+        self._child = server.child
+        self._served = served
+        self._recover = recover
+        self._say = say
+        self._ended = threading.Event()
+        self._seen, self._has_complained = time.monotonic(), False
+        self._suspects: set[str] = set()
+        self._stopped: set[int] = set()
+        self._canaries: dict[tuple[str, int], Canary] = {}
+
+    def start(self, *, is_anew: bool) -> None:
+        """Begin to watch. If the server `is_anew`, it has nothing loaded yet: load the models of `served` first."""
+        threading.Thread(target=self._run, args=(is_anew,), name="model watcher", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop watching. It does not wait for the thread to end."""
+        self._ended.set()
+
+    def _run(self, is_anew: bool) -> None:
+        try:
+            if is_anew:
+                self._load_all()
+            self.has_loaded = True
+            while not self._ended.wait(_PERIOD_S):
+                self._check()
+        except (DeadlineExceeded, ServerUnavailable) as error:
+            self.lost = str(error)
+        except ServingError as error:
+            self.failure = error
+
+    def _load_all(self) -> None:
+        self._wait_until_it_answers()
+        erase_from_command_line(self._child.process, self._server.key, has_started=True)
+        for model in sorted(self._served.configs):
+            with self._server.loading[model]:
+                if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # `tbe-serve load` may have been quicker
+                    self._load(model)
+
+    def _wait_until_it_answers(self) -> None:
+        control = self._server.control(_ASK_TIMEOUT_S)
+        deadline = time.monotonic() + _LOAD_TIMEOUT_S
+        while not self._ended.wait(_PERIOD_S):
+            try:
+                control.index()
+            except ServerUnavailable:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return
+
+    def _check(self) -> None:
+        control = self._server.control(_ASK_TIMEOUT_S)
+        try:
+            self._served.update(control.index(), control)
+            answered = control.answered()
+        except ServingError as error:  # the server has just ended, is busy, or refuses us
+            self._complain(error)
+            return
+        self._seen, self._has_complained = time.monotonic(), False
+        loading = {model for model, lock in [*self._server.loading.items()] if lock.locked()}
+        dead = self._dead() - loading
+        for model in sorted(dead & self._suspects):  # dead at two checks in a row: at one, it may be unloading
+            self._replace(model, "a process of its died")
+        self._suspects = dead - self._suspects
+        hung = self._hung(answered, control) | dict.fromkeys(self._paused(), "a process of its was paused")
+        for model in sorted(hung.keys() - loading):
+            for stub in living_stubs(self._child.process.pid):
+                if stub.model == model:
+                    stub.kill()
+            self._replace(model, hung[model])
+
+    def _complain(self, error: ServingError) -> None:
+        silent_s = time.monotonic() - self._seen
+        if silent_s > _SILENT_S and not self._has_complained:
+            self._has_complained = True
+            self._say(f"cannot see its models, so one that dies will not be loaded anew: {error}")
+        if silent_s > _LOST_S and isinstance(error, DeadlineExceeded):
+            raise error
+
+    def _dead(self) -> set[str]:
+        """Models with fewer running processes than instances."""
+        living = Counter((stub.model, stub.version) for stub in living_stubs(self._child.process.pid))
+        return {
+            model
+            for model, config in self._served.configs.items()
+            if config["backend"] == "python"
+            and any(living[model, version] < _instances(config) for version in self._served.versions[model])
+        }
+
+    def _paused(self) -> set[str]:
+        """Models with a process that was stopped (SIGSTOP) at this check and the last.
+
+        If such a process went on, it could end all of tritonserver, whose locks have a deadline.
+        """
+        before = self._stopped
+        stopped = {stub for stub in living_stubs(self._child.process.pid) if stub.is_stopped()}
+        self._stopped = {stub.process.pid for stub in stopped}
+        return {stub.model for stub in stopped if stub.process.pid in before} & self._served.configs.keys()
+
+    def _hung(self, answered: Mapping[tuple[str, int], int], control: Control) -> dict[str, str]:
+        """The models with a version that hangs, with the reason. Only models that tbe-export made are checked."""
+        stubs = list(living_stubs(self._child.process.pid))
+        hung = {}
+        for model, config in self._served.configs.items():
+            for version in self._served.versions[model] if OURS in config["parameters"] else ():
+                canary = self._canaries.setdefault((model, version), Canary(model, version, config))
+                reads = sum(each.page_reads() for each in stubs if (each.model, each.version) == (model, version))
+                patient = replace(control, timeout_s=canary.overdue_s)
+                if canary.is_overdue((answered.get((model, version)), reads), patient):
+                    hung[model] = f"it answered nobody for {canary.overdue_s:g} s"
+        return hung
+
+    def _replace(self, model: str, why: str) -> None:
+        if not self._recover:
+            raise TritonserverFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
+        self._say(f"model {model!r}: {why}; loading it anew")
+        self._server.note_recovery(model, why)
+        with self._server.loading[model]:
+            self._load(model)
+
+    def _load(self, model: str) -> None:
+        started = time.monotonic()
+        served = self._served
+        self._server.control(_LOAD_TIMEOUT_S).recover(
+            model, served.configs[model], served.versions[model], served.since
+        )
+        for key in [key for key in self._canaries if key[0] == model]:
+            del self._canaries[key]
+        self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
+
+
+def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:
+    """The versions that serve, and those of `before` whose process died: newer Triton releases report these."""
+    return tuple(
+        each.version
+        for each in states
+        if each.state == "READY"
+        or (each.version in before and each.state == _UNAVAILABLE and each.reason != UNLOADED)
+    )
+
+
+def _instances(config: Any) -> int:
+    return sum(int(group["count"]) for group in config["instance_group"])

@@ -1,0 +1,113 @@
+"""How much memory this process may use, and how much of it is left for the weights of a bundle."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from serving.bundle.locks import in_use
+from serving.bundle.manifest import WEIGHTS_FILES
+from serving.bundle.opening import versions
+
+# Weights are kept in memory if they fill no more of it than this: processes, requests and answers need the rest.
+MOST_OF_MEMORY = 0.9
+_CGROUPS = Path("/sys/fs/cgroup")
+_OF_PROCESS = Path("/proc/self/cgroup")
+
+
+def memory_of(total_bytes: int, groups: Path, cgroups: Path) -> int:
+    """The least of the machine's memory and the limits of control groups, version 1 and 2 (cgroups(7)), in bytes.
+
+    Args:
+        total_bytes: the machine's memory.
+        groups: a file with lines such as `0::/path`, the groups of the process.
+        cgroups: the folder where the hierarchies are mounted.
+    """
+    return min([total_bytes, *_limits(groups, cgroups)])
+
+
+def memory_here() -> int:
+    """The most memory that this process may use, in bytes."""
+    return memory_of(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _OF_PROCESS, _CGROUPS)
+
+
+def _limits(groups: Path, cgroups: Path) -> Iterator[int]:
+    if not groups.exists():  # not Linux
+        return
+    for line in groups.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, name = cgroups, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = cgroups / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        # A group's limit holds for all groups below it. In a container the path may be the host's, and is not there:
+        # then the container's own group is the root.
+        for each in (group, *group.parents):
+            if each.is_relative_to(root) and (each / name).exists():
+                said = (each / name).read_text().strip()
+                if said != "max":
+                    yield int(said)
+
+
+# The least memory of a process that imports torch. tritonserver and `tbe-serve run` together take about as much.
+_PROCESS_BYTES = 256 << 20
+# A process that checks a lock holds it for a moment, so `in_use` can be wrong once. Only all checks in a row count.
+_LOOKS = 3
+_PAUSE_S = 0.01
+
+
+def most_weights_bytes(processes: int, *, kept: bool) -> int:
+    """The most bytes of weights files that fit the memory of the machine, or of the control group.
+
+    Args:
+        processes: how many processes map the files. Each needs memory of its own.
+        kept: whether the pages are never given up: locked, or on a tmpfs. If they took too much, the kernel would
+            kill a process.
+    """
+    memory = memory_here()
+    others = processes + 1 if kept else processes
+    return min(int(MOST_OF_MEMORY * memory), memory - others * _PROCESS_BYTES)
+
+
+def weights_of_others(directory: Path, files: Iterable[Path]) -> dict[Path, int]:
+    """The weights files of other bundles of the repository that processes of this machine use, with their bytes.
+
+    A file with several links counts once.
+
+    Args:
+        directory: of the bundle, <repository>/<model>/<version>.
+        files: the bundle's own weights files. They do not count, even if another bundle links to them.
+    """
+    used: dict[tuple[int, int], tuple[Path, int]] = {}
+    for bundle in _others_in_use(directory):
+        for file in bundle.glob(WEIGHTS_FILES):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                found = file.stat()
+                used[found.st_dev, found.st_ino] = file, found.st_size
+    for file in files:
+        found = file.stat()
+        used.pop((found.st_dev, found.st_ino), None)
+    return dict(used.values())
+
+
+def _others_in_use(directory: Path) -> Iterator[Path]:
+    own = directory.resolve()
+    for model in own.parent.parent.iterdir():
+        for version in versions(model):
+            bundle = model / str(version)
+            if bundle != own and _is_in_use(bundle):
+                yield bundle
+
+
+def _is_in_use(bundle: Path) -> bool:
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_PAUSE_S)
+        with in_use(bundle) as used:
+            if not used:
+                return False
+    return True

@@ -1,0 +1,188 @@
+"""The pages of a mapped file: 2 MiB each where the kernel can, else 4 KiB.
+
+A lookup reads rows from anywhere. With pages of 4 KiB, a page that was not used lately costs a walk through the page
+tables. With pages of 2 MiB, the tables of a bundle fit the processor's TLB. The size of a page is decided when the
+file is written or first read. All processes share the pages (docs/decisions/0022-pages.md).
+
+Sources of the constants: madvise(2), posix_fadvise(2), proc_pid_smaps(5).
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.files.page_cache import HUGE_PAGE, huge_bytes_at
+
+# Bytes that are read into memory at once. The first 2 MiB are read alone, to see whether the kernel has huge pages.
+_CHUNK_BYTES = 256 << 20
+# Most attempts to get the first page as a huge one: a lookup may touch it and spoil an attempt.
+_TRIES = 5
+# Longest wait, in seconds, for another process that reads the same file into memory.
+_TURN_S = 10.0
+_POPULATE_READ = 22
+# A kernel without huge pages refuses this advice. That does no harm.
+_ABOUT_HUGE = {mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE}
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_LIBC.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class MappedFile:
+    """A file that is mapped for reading. It stays mapped as long as `bytes` is referenced.
+
+    Args:
+        path: the file, not empty. On hugetlbfs it may be longer than `size_bytes`.
+        size_bytes: how many of its bytes `bytes` has.
+        huge: whether to ask for pages of 2 MiB. False: a page of 4 KiB is read when a row in it is.
+
+    Attributes:
+        path: the file.
+        bytes: uint8 [size_bytes], read-only. The memory is the file's pages; nothing is copied.
+        huge: as the argument. It may be set later: the next `chunks` asks for huge pages.
+
+    Raises:
+        OSError: it cannot be opened or mapped.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, *, huge: bool) -> None:
+        self.path = path
+        self.huge = huge
+        self._is_locked = False
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, prot=mmap.PROT_READ)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)[:size_bytes]
+        self._advise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_RANDOM)
+
+    def read_row_by_row(self) -> None:
+        """From now on, read only the pages that are needed. What is in memory stays until the memory is needed."""
+        self.huge = False
+        self._advise(mmap.MADV_NOHUGEPAGE)
+        self._advise(mmap.MADV_RANDOM)
+
+    def chunks(self, coming: Callable[[int], None] = lambda _: None) -> Iterator[npt.NDArray[np.uint8]]:
+        """The file in chunks of uint8. Each is read into memory when it is asked for, in huge pages where possible.
+
+        Pages that are in memory already may be small, because another program wrote or read them. They are given up
+        and read again, unless a process uses them. Processes take turns, so that none keeps what another gives up.
+
+        Args:
+            coming: called before each chunk is read, with the offset where the chunk ends, in bytes.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        can_be_huge, huge = self.huge and not self._is_locked, 0
+        start = 0
+        while start < self.bytes.size:
+            stop = min(start + (_CHUNK_BYTES if start else HUGE_PAGE), self.bytes.size)
+            whole = stop // HUGE_PAGE * HUGE_PAGE - start  # the end of a file may be shorter than a page
+            coming(stop)
+            if self.huge:  # chunk by chunk: until then, a file that was read row by row goes on so
+                self._advise(mmap.MADV_NORMAL, start, stop)
+                self._advise(mmap.MADV_HUGEPAGE, start, stop)
+            with self._turn() as file:
+                self.populate(start, stop)
+                if can_be_huge and self.huge_bytes() - huge < whole:
+                    for _ in range(1 if start else _TRIES):
+                        self._give_up(file, start, stop)
+                        self.populate(start, stop)
+                        if self.huge_bytes() - huge >= whole:
+                            break
+                    can_be_huge = start > 0 or self.huge_bytes() >= whole > 0
+                huge = self.huge_bytes() if can_be_huge else 0
+            yield self.bytes[start:stop]
+            start = stop
+
+    def lock(self) -> None:
+        """Read the file into memory and lock it there, in the pages that it has then.
+
+        Raises:
+            OSError: the process may not lock so much memory (RLIMIT_MEMLOCK), or the file cannot be read.
+        """
+        for _ in self.chunks():
+            pass
+        self._is_locked = True
+        if _LIBC.mlock(self.bytes.ctypes.data, self.bytes.size):
+            raise OSError(code := ctypes.get_errno(), os.strerror(code), str(self.path))
+
+    def huge_bytes(self) -> int:
+        """Bytes of the file that this process has mapped in huge pages."""
+        return min(huge_bytes_at(self.bytes.ctypes.data), self.bytes.size)
+
+    def populate(self, start: int = 0, stop: int | None = None) -> None:
+        """Read bytes [start, stop) into memory, in pages of any size.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        try:
+            self._advise(_POPULATE_READ, start, stop)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._advise(mmap.MADV_WILLNEED, start, stop)  # before Linux 5.14
+
+    def why_small(self) -> str:
+        """Why pages stay small: what this machine lacks for huge ones."""
+        setting = _TRANSPARENT.read_text() if _TRANSPARENT.exists() else "[never]"
+        if "[never]" in setting:
+            return f"transparent huge pages are off: write madvise to {_TRANSPARENT}"
+        kind = _file_system_of(self.path)
+        return (
+            f"{kind} on Linux {os.uname().release} has no huge pages for files, or another process uses small ones "
+            "of this file: ext4 has them since Linux 6.16, XFS since 5.18"
+        )
+
+    def _give_up(self, file: int, start: int, stop: int) -> None:
+        """Drop bytes [start, stop) from memory. What a lookup touches meanwhile comes back, mostly in a huge page."""
+        os.fdatasync(file)  # what is not on the disk cannot be given up
+        for page in range(start, stop, HUGE_PAGE):  # one by one, so that a lookup hardly comes between the two calls
+            size = min(HUGE_PAGE, stop - page)
+            self._advise(mmap.MADV_DONTNEED, page, page + size)
+            os.posix_fadvise(file, page, size, os.POSIX_FADV_DONTNEED)
+
+    def _advise(self, advice: int, start: int = 0, stop: int | None = None) -> None:
+        size = (self.bytes.size if stop is None else stop) - start
+        # By ctypes: `mmap.madvise` holds Python's lock, which would stop other threads.
+        if _LIBC.madvise(self.bytes.ctypes.data + start, size, advice) and advice not in _ABOUT_HUGE:
+            raise OSError(code := ctypes.get_errno(), os.strerror(code), str(self.path))
+
+    @contextmanager
+    def _turn(self) -> Iterator[int]:
+        """Wait until no other process reads the file into memory, `_TURN_S` at most. Yields a descriptor of it."""
+        with self.path.open("rb") as file:
+            end = time.monotonic() + _TURN_S
+            while time.monotonic() < end:
+                with suppress(OSError):  # not every file system has locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.01)
+            yield file.fileno()
+
+
+def leave_out_of_memory(path: Path) -> None:
+    """Drop the pages of a file from memory, except those that a process uses. The file stays on the disk."""
+    with suppress(OSError), path.open("rb") as file:  # it may be gone
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _file_system_of(path: Path) -> str:
+    """The kind of file system that a file is on, such as "ext4"."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in _MOUNTS.read_text().splitlines():
+        where, _, what = line.partition(" - ")
+        if where.split(" ")[2] == wanted:
+            return what.split(" ")[0]
+    return "its file system"

@@ -1,0 +1,84 @@
+"""Read-ahead for a bundle that is larger than memory: all pages of a batch are asked for before its lookup.
+
+A lookup touches one row after another, and waits for the disk at each row that is not in memory. A disk answers many
+reads at once. So the kernel is told of all pages first (posix_fadvise(2)).
+"""
+
+import mmap
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from serving.bundle.manifest import Manifest
+from serving.bundle.segments import segments_by_rank
+from serving.request.bags import joined
+from serving.request.tensors import Batch, Ids
+
+
+class _Shard(NamedTuple):
+    """Where rows [first, last) of a feature's table lie. `file` is a descriptor; the rows begin at `offset_bytes`."""
+
+    file: int
+    first: int
+    last: int
+    row_bytes: int
+    offset_bytes: int
+
+
+class ReadAhead:
+    """Asks the disk for the rows of batches.
+
+    Args:
+        manifest: of the bundle.
+        files: the weights files on this machine, by name. The shards of other ranks are ignored.
+    """
+
+    def __init__(self, manifest: Manifest, files: Mapping[str, Path]) -> None:
+        opened = {name: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for name, path in files.items()}
+        self._opened = opened
+        self._first_pages = dict.fromkeys(opened.values(), 0)
+        weakref.finalize(self, _close, [*opened.values()])
+        tables = {table.name: table for table in manifest.tables}
+        self._shards: dict[int, list[_Shard]] = {}
+        for rank, segments in zip(manifest.plan.ranks, segments_by_rank(manifest), strict=True):
+            if rank.weights_file in opened:
+                for feature, shard, _, _ in segments:
+                    row_bytes = tables[shard.table].dtype.row_bytes(shard.width)
+                    found = _Shard(opened[rank.weights_file], *shard.rows, row_bytes, shard.offset_bytes)
+                    self._shards.setdefault(feature, []).append(found)
+
+    def ask(self, batch: Batch) -> None:
+        """Ask the disk for the rows of a batch. It returns at once, before they are read."""
+        for file, pages in self.pages_of(batch).items():
+            for page in pages[pages >= self._first_pages[file]].tolist():
+                os.posix_fadvise(file, page * mmap.PAGESIZE, mmap.PAGESIZE, os.POSIX_FADV_WILLNEED)
+
+    def leave_out(self, name: str, size_bytes: int) -> None:
+        """From now on, do not ask for the first `size_bytes` of a file: another thread reads them as a whole."""
+        self._first_pages[self._opened[name]] = -(-size_bytes // mmap.PAGESIZE)
+
+    def pages_of(self, batch: Batch) -> dict[int, Ids]:
+        """The pages that hold the rows of a batch, by file descriptor: sorted page numbers, each once, int64 [n]."""
+        if not batch.values.size:
+            return {}
+        bounds = batch.offsets[:: (batch.offsets.size - 1) // len(batch.selection.names)]
+        touched: dict[int, list[Ids]] = {}
+        for position, start, stop in zip(batch.selection.positions.tolist(), bounds[:-1], bounds[1:], strict=True):
+            ids = batch.values[start:stop]
+            for shard in self._shards.get(position, ()):
+                here = ids[(ids >= shard.first) & (ids < shard.last)]
+                begin = (here - shard.first) * shard.row_bytes + shard.offset_bytes
+                pages = touched.setdefault(shard.file, [])
+                for page in range(-(-(shard.row_bytes - 1) // mmap.PAGESIZE) + 1):
+                    last = np.minimum(begin + page * mmap.PAGESIZE, begin + shard.row_bytes - 1)
+                    pages.append(last // mmap.PAGESIZE)
+        return {file: np.unique(joined(pages)) for file, pages in touched.items()}
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)

@@ -1,0 +1,244 @@
+"""One copy of a weights file for all processes of a machine, on a file system of huge pages.
+
+It is for machines whose own file systems give no huge pages. A copy is named by the digest of its file. Every process
+that uses a copy holds a lock on it. The last one to release it removes it.
+
+If its users were killed, the copy stays. It is removed when the next copy is taken, or when `tbe-serve run` ends. It
+is not used again, because it may have changed since it was compared with its digest.
+"""
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import stat
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from serving.bundle.manifest import FileDigest
+from serving.bundle.opening import check_sha256
+from serving.errors import BundleError, ConfigurationError
+from serving.files.page_cache import HUGE_PAGE, in_huge_pages
+from serving.files.reading import open_file
+
+_MOUNTS = Path("/proc/self/mountinfo")
+# The name of a copy: this prefix, and the SHA-256 of the file.
+COPY_PREFIX = "tbe-weights-"
+_PARTIAL = ".partial"
+_STEP_BYTES = 16 << 20
+# Seconds between checks for a copy that another process makes.
+_WAIT_S = 0.05
+# What to do if memory is short.
+_MORE = "give it more (`sysctl vm.nr_hugepages`, `size=`, the container's limit), or unload what else is served"
+_KINDS_OF_TMPFS = {"huge=always", "huge=within_size"}
+
+
+class HugeFolder(NamedTuple):
+    """The mount point of a file system of huge pages. hugetlbfs has reserved pages; a tmpfs takes ordinary memory."""
+
+    path: Path
+    is_hugetlbfs: bool
+
+
+class SharedCopies:
+    """The copies that this process uses.
+
+    Args:
+        lacks: why memory does not hold further copies on a tmpfs. Empty: it does.
+
+    Raises:
+        ConfigurationError: no file system of huge pages is mounted where this process may write.
+    """
+
+    def __init__(self, *, lacks: str = "") -> None:
+        self._lacks = lacks
+        self._folders = list(huge_page_folders(_MOUNTS))
+        if not self._folders:
+            raise ConfigurationError(
+                "weights-memory 'huge': no hugetlbfs, and no tmpfs with huge=, is mounted where this process may "
+                "write: mount one (`mount -t tmpfs -o huge=always,size=… tmpfs /mnt/huge`), or in Kubernetes a "
+                "volume with `medium: HugePages-2Mi`; or set 'mapped'"
+            )
+        self._held: list[int] = []
+        weakref.finalize(self, _release, self._held)
+
+    def take(self, path: Path, digest: FileDigest) -> Path:
+        """The copy of a file. It is made if there is none. If another process makes it, this one waits.
+
+        Args:
+            path: the file.
+            digest: its size and SHA-256, which are compared as the copy is made.
+
+        Returns:
+            The path of the copy. It exists until `release`, or the end of the process.
+
+        Raises:
+            BundleError: the file differs from its digest, or cannot be read.
+            ConfigurationError: the copy does not fit. The message names the folders and the pages that it takes.
+        """
+        _remove_unused(self._folders)
+        problems = []
+        for folder in self._folders:
+            copy = folder.path / f"{COPY_PREFIX}{digest.sha256}"
+            try:
+                self._held.append(_taken(copy, path, digest, "" if folder.is_hugetlbfs else self._lacks))
+            except OSError as error:
+                more = f": {_MORE}" if error.errno in (errno.ENOSPC, errno.ENOMEM) else ""
+                problems.append(f"{copy}: {error.strerror}{more}")
+            else:
+                return copy
+        pages = in_huge_pages(digest.size_bytes) // HUGE_PAGE
+        raise ConfigurationError(
+            f"weights-memory 'huge': {path} cannot be copied, which takes {pages} pages of 2 MiB: "
+            f"{'; '.join(problems)}"
+        )
+
+    def release(self) -> None:
+        """Release all copies. Those that no other process uses are removed."""
+        _release(self._held)
+
+
+def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
+    """The mount points of file systems of huge pages that this process may write to; hugetlbfs first.
+
+    One that another file system covers is left out.
+
+    Args:
+        mounts: /proc/self/mountinfo, in the format of proc(5).
+    """
+    found: list[HugeFolder] = []
+    for line in mounts.read_text().splitlines():
+        where, _, what = line.partition(" - ")
+        kind, _, options = what.split(" ", 2)
+        _, _, device, _, encoded, *_ = where.split(" ")
+        folder = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), encoded))  # space, tab, newline, \
+        wanted = {*options.split(",")}
+        is_hugetlbfs = kind == "hugetlbfs" and bool(wanted & {"pagesize=2M", "pagesize=2048K"})
+        is_huge = is_hugetlbfs or (kind == "tmpfs" and bool(wanted & _KINDS_OF_TMPFS))
+        if is_huge and os.access(folder, os.W_OK) and _is_on(folder, device):
+            found.append(HugeFolder(folder, is_hugetlbfs))
+    yield from sorted(found, key=lambda each: not each.is_hugetlbfs)
+
+
+def _is_on(folder: Path, device: str) -> bool:
+    found = os.stat(folder).st_dev
+    return device == f"{os.major(found)}:{os.minor(found)}"
+
+
+def _taken(copy: Path, source: Path, digest: FileDigest, lacks: str) -> int:
+    """A descriptor of the copy. It holds the lock on it."""
+    partial = copy.with_name(copy.name + _PARTIAL)
+    while True:
+        try:
+            return _expect_size(_locked(copy, os.O_RDONLY, fcntl.LOCK_SH), digest)
+        except FileNotFoundError:
+            pass
+        if lacks:
+            raise OSError(errno.ENOMEM, lacks)
+        try:
+            file = _locked(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:  # another process finished it, or gave up
+            continue
+        except BlockingIOError:  # another process makes it; polled, as that process keeps its lock on what it made
+            time.sleep(_WAIT_S)
+            continue
+        try:
+            if copy.exists():
+                partial.unlink()
+                continue
+            _fill(file, source, digest)
+            partial.rename(copy)
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if _is_at(file, copy):  # else another process took it for unused, and removed it
+                return os.dup(file)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+
+
+def _expect_size(file: int, digest: FileDigest) -> int:
+    """Return the descriptor if its file has the size of a copy. Otherwise close it and raise OSError."""
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != in_huge_pages(digest.size_bytes):
+        os.close(file)
+        raise OSError(errno.EINVAL, "is no copy of it: remove it")
+    return file
+
+
+def _locked(path: Path, flags: int, lock: int) -> int:
+    """Open a file and lock it.
+
+    Raises:
+        FileNotFoundError: it does not exist, or was removed or renamed before it was locked.
+        PermissionError: it belongs to another user, who may have written anything to it.
+    """
+    # O_NONBLOCK: else opening a FIFO would wait for a writer. It changes nothing for files.
+    file = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        if os.fstat(file).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "is another user's: remove it", str(path))
+        fcntl.flock(file, lock)
+        if not _is_at(file, path):
+            raise FileNotFoundError(path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _is_at(file: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _fill(file: int, source: Path, digest: FileDigest) -> None:
+    """Copy `source` to `file`, and compare the copied bytes with the digest."""
+    room = in_huge_pages(digest.size_bytes)
+    os.ftruncate(file, room)
+    os.posix_fallocate(file, 0, room)  # else writing to a page that cannot be allocated is a bus error
+    sha256, start = hashlib.sha256(), 0
+    try:
+        original = open_file(source, follow=True)
+    except OSError as error:
+        raise BundleError(f"{source}: cannot be read: {error.strerror}: publish the bundle again") from error
+    with original, mmap.mmap(file, room) as pages:  # hugetlbfs takes no write(2)
+        while data := original.read(min(_STEP_BYTES, digest.size_bytes - start)):
+            sha256.update(data)
+            pages[start : start + len(data)] = data
+            start += len(data)
+    check_sha256(source, sha256.hexdigest(), digest)
+
+
+def remove_unused_copies() -> None:
+    """Remove the copies that no process holds a lock on."""
+    _remove_unused(huge_page_folders(_MOUNTS))
+
+
+def _remove_unused(folders: Iterable[HugeFolder]) -> None:
+    for copy in (copy for folder in folders for copy in folder.path.glob(f"{COPY_PREFIX}*")):
+        with suppress(OSError):  # it is locked, belongs to another user, is a folder, or was just removed
+            file = _locked(copy, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                copy.unlink()
+            finally:
+                os.close(file)
+
+
+def _release(held: list[int]) -> None:
+    """Release copies. A copy that no other process holds is removed."""
+    while held:
+        file = held.pop()
+        with suppress(OSError):  # others hold it
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            Path(os.readlink(f"/proc/self/fd/{file}")).unlink()
+        os.close(file)

@@ -1,0 +1,306 @@
+"""The weights files of a bundle's ranks, mapped into memory."""
+
+import enum
+import hashlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from serving.bundle.manifest import Manifest
+from serving.bundle.opening import check_digest, check_sha256
+from serving.bundle.plan import Plan
+from serving.errors import BundleError, ConfigurationError
+from serving.files.page_cache import HUGE_PAGE
+from serving.tables.memory_budget import most_weights_bytes, weights_of_others
+from serving.tables.pages import MappedFile, leave_out_of_memory
+from serving.tables.read_ahead import ReadAhead
+from serving.tables.shared_copy import SharedCopies
+
+# Seconds between checks for free memory.
+_LOOKS_S = 1.0
+
+
+class WeightsMemory(enum.Enum):
+    """Where a bundle's weights files are held in memory while it is served.
+
+    mapped: in the page cache, which all processes of the machine share. In huge pages where the kernel has them.
+    locked: as mapped, and never given back (mlock(2)).
+    huge: in one copy for all processes, on a file system of huge pages: hugetlbfs, or a tmpfs with `huge=`.
+    """
+
+    MAPPED = "mapped"
+    LOCKED = "locked"
+    HUGE = "huge"
+
+
+class PagesUsed(NamedTuple):
+    """Bytes of the weights files that a process has mapped.
+
+    Attributes:
+        mapped: all of them.
+        huge: those in pages of 2 MiB.
+        most_huge: the most that huge pages can hold. The rest of a file that does not fill a huge page is left out.
+    """
+
+    mapped: int
+    huge: int
+    most_huge: int
+
+
+class TableFiles:
+    """The weights files of a bundle's ranks, mapped. A row is read from the disk when it is first needed.
+
+    Files are read as a whole by `verify` and `populate`, for WeightsMemory.LOCKED, and to make a copy for
+    WeightsMemory.HUGE.
+
+    Args:
+        directory: of the bundle.
+        manifest: of the bundle.
+        memory: where the files are held.
+        processes: how many processes of this machine map them, this one included.
+
+    Attributes:
+        tensors: one for each rank: the bytes of its file, uint8 [size of the file], read-only, not copied. A rank
+            on another host has uint8 [0].
+        fits: whether memory holds the files, beside those of other served bundles. While it does not, rows are read
+            from the disk one by one, as they are needed.
+        ahead: asks the disk for the rows of a batch, before it is looked up. None while memory holds the files.
+
+    Raises:
+        BundleError: a file cannot be mapped.
+        ConfigurationError: this machine cannot hold the files as `memory` says. The message says what it lacks.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        manifest: Manifest,
+        memory: WeightsMemory = WeightsMemory.MAPPED,
+        processes: int = 1,
+    ) -> None:
+        sizes = {name: (directory / name).stat().st_size for name in sorted(manifest.weights_files)}
+        self._directory = directory
+        self._manifest = manifest
+        self._most_alone = partial(most_weights_bytes, processes, kept=memory is not WeightsMemory.MAPPED)
+        self._size_bytes = sum(sizes.values())
+        self._paths = [directory / name for name in sizes]
+        self.fits = self._size_bytes <= self._room()
+        lacks = "" if self.fits else self._lacks()
+        self._copies = SharedCopies(lacks=lacks) if memory is WeightsMemory.HUGE else None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._files: dict[str, MappedFile] = {}
+        for name, size in sizes.items():
+            if size:  # else a rank without shards: an empty file cannot be mapped
+                self._files[name] = self._map(name, size)
+        self.tensors = _tensors(manifest.plan, self._files)
+        if self._copies is not None:  # they could be made
+            self.fits = True
+        self._is_kept = memory is not WeightsMemory.MAPPED
+        self._is_populated = False
+        # Files of other bundles that took the memory which this one needs.
+        self._waited_for: set[Path] = set()
+        self.ahead = None if self.fits else self._read_ahead_of_all()
+        if memory is WeightsMemory.LOCKED:
+            self._lock()
+
+    def _map(self, name: str, size: int) -> MappedFile:
+        path = self._directory / name
+        if self._copies is not None:
+            path = self._copies.take(path, self._manifest.files[name])
+        try:
+            return MappedFile(path, size, huge=self.fits or self._copies is not None)
+        except OSError as error:
+            raise BundleError(
+                f"{path}: cannot be mapped: {error.strerror}: it takes address space, and memory only as it is read: "
+                "look at `ulimit -v` and the limits of the container"
+            ) from error
+
+    def verify(self) -> None:
+        """Read all files, and compare them with their digests. If they fit, they are in memory then.
+
+        Raises:
+            BundleError: naming the first file that differs, or cannot be read.
+        """
+        if self._copies is not None:  # the copies were compared when they were made
+            return
+        for name, file in self._files.items():
+            if not self.fits:
+                check_digest(file.path, self._manifest.files[name], follow=True)
+                continue
+            sha256 = hashlib.sha256()
+            for chunk in _next_read(file):
+                sha256.update(chunk)
+            check_sha256(file.path, sha256.hexdigest(), self._manifest.files[name])
+
+    def populate(self, done: Callable[[PagesUsed], None] = lambda _: None) -> None:
+        """Read all files into memory on another thread, while lookups go on.
+
+        Memory is checked every `_LOOKS_S` seconds from now on, since other bundles may be unloaded and the limit of
+        the control group may change. The files are read as soon as they fit. When they no longer fit, rows are read
+        one by one again.
+
+        Args:
+            done: called on that thread each time all files are in memory.
+        """
+        if self._thread is None and any(each.bytes.size >= HUGE_PAGE for each in self._files.values()):
+            # A weak reference: while the thread waits, it must not keep these files mapped.
+            arguments = (weakref.ref(self), self._stopping, done)
+            self._thread = threading.Thread(target=_keep_populated, args=arguments, name="weights", daemon=True)
+            self._thread.start()
+
+    def look(self, done: Callable[[PagesUsed], None]) -> None:
+        """Check memory once: read the files into memory if they fit by now, or go back to single rows if they do not.
+
+        The thread of `populate` calls it.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        if not self._is_populated:
+            if self.fits or self._has_room_now():
+                self._populate(done)
+        elif not self._is_kept and self._size_bytes > self._most_alone():
+            ahead = self._read_ahead_of_all()
+            for file in self._files.values():
+                file.read_row_by_row()
+            self.fits, self._is_populated, self.ahead = False, False, ahead
+
+    def _populate(self, done: Callable[[PagesUsed], None]) -> None:
+        for name, file in self._files.items():
+            if self._copies is not None:
+                file.populate()
+                continue
+            for _ in file.chunks(partial(self._brings, name)):
+                if self._stopping.is_set():
+                    return
+        self._is_populated, self.ahead = True, None
+        done(self.used())
+
+    def _brings(self, name: str, stop: int) -> None:
+        """End read-ahead for bytes [0, stop) of a file: it reads small pages, and huge ones are being read now."""
+        if self.ahead is not None:
+            self.ahead.leave_out(name, stop)
+
+    def _has_room_now(self) -> bool:
+        """Whether the files fit by now: another bundle was unloaded, or the control group's limit was raised."""
+        if self._size_bytes > self._most_alone():
+            return False
+        if self._size_bytes > self._room():
+            self._waited_for |= {*self._of_others()}
+            return False
+        # Drop the pages of bundles that are gone. They would stay, and leave little memory that is whole huge pages.
+        for path in self._waited_for - {*self._of_others()}:
+            leave_out_of_memory(path)
+        self._waited_for.clear()
+        for file in self._files.values():
+            file.huge = True
+        self.fits = True
+        return True
+
+    def _read_ahead_of_all(self) -> ReadAhead:
+        return ReadAhead(self._manifest, {name: self._directory / name for name in self._files})
+
+    def _room(self) -> int:
+        return self._most_alone() - sum(self._of_others().values())
+
+    def _lacks(self) -> str:
+        return (
+            f"{self._directory} has {self._size_bytes} bytes of weights; the memory of this machine, or of its "
+            f"control group, has room for {max(self._room(), 0)} beside other bundles that are served, and a quarter "
+            "of a GB for each process"
+        )
+
+    def _of_others(self) -> dict[Path, int]:
+        return weights_of_others(self._directory, self._paths)
+
+    def used(self) -> PagesUsed:
+        """How much this process has mapped, and how much of it in huge pages."""
+        files = self._files.values()
+        return PagesUsed(
+            mapped=sum(each.bytes.size for each in files),
+            huge=sum(each.huge_bytes() for each in files),
+            most_huge=sum(each.bytes.size // HUGE_PAGE * HUGE_PAGE for each in files),
+        )
+
+    def why_small(self) -> str:
+        """Why not all is in huge pages: what this machine lacks."""
+        if self._size_bytes > self._room():
+            return self._lacks()
+        return next((each.why_small() for each in self._files.values()), "there is nothing to map")
+
+    def close(self) -> None:
+        """Stop populating, and release the copies."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._copies is not None:
+            self._copies.release()
+
+    def _lock(self) -> None:
+        if not self.fits:
+            raise ConfigurationError(
+                f"weights-memory 'locked': {self._lacks()}: give it more, unload what else is served, or set 'mapped'"
+            )
+        for file in self._files.values():
+            try:
+                file.lock()
+            except OSError as error:
+                raise ConfigurationError(
+                    f"weights-memory 'locked': {file.path} cannot be locked: {error.strerror}: it has "
+                    f"{file.bytes.size} bytes: look at `ulimit -l`, or give the container the capability IPC_LOCK"
+                ) from error
+
+
+def _keep_populated(
+    of: "weakref.ref[TableFiles]", stopping: threading.Event, done: Callable[[PagesUsed], None]
+) -> None:
+    """Check memory every `_LOOKS_S`, until the files are closed or unreferenced, or one cannot be read."""
+    while (weights := of()) is not None and not stopping.is_set():
+        try:
+            weights.look(done)
+        except OSError:  # the kernel's log says why. A lookup that needs the page kills this process; it is recovered
+            return
+        del weights
+        stopping.wait(_LOOKS_S)
+
+
+def _tensors(plan: Plan, files: dict[str, MappedFile]) -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        # torch has no read-only tensors. The program does not write to them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return [
+            torch.from_numpy(files[rank.weights_file].bytes)
+            if rank.weights_file in files
+            else torch.empty(0, dtype=torch.uint8)
+            for rank in plan.ranks
+        ]
+
+
+def _next_read(file: MappedFile) -> Iterator[memoryview]:
+    """The chunks of a file. The next one is read while the caller works on the last.
+
+    Raises:
+        BundleError: it cannot be read.
+    """
+    chunks = file.chunks()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(next, chunks, None)
+        while True:
+            try:
+                chunk = coming.result()
+            except OSError as error:
+                raise BundleError(
+                    f"{file.path}: cannot be read: {error.strerror}: publish the bundle again"
+                ) from error
+            if chunk is None:
+                return
+            coming = pool.submit(next, chunks, None)
+            yield chunk.data

@@ -1,0 +1,139 @@
+"""The command line of tritonserver: its options, and how a secret in them is erased.
+
+tritonserver takes the key of its restricted protocols only as an option, and every user of the machine can read the
+command line of a process. tritonserver copies its options when it starts, and does not read them again. So the key is
+then overwritten. proc(5) says where the command line is (arg_start and arg_end of /proc/PID/stat) and how to write to
+it (/proc/PID/mem). The options were copied by the time that the library of the Python backend is loaded.
+
+Run with Triton 24.10. The source of 26.04 was read for the name of that library.
+"""
+
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_BACKEND = "libtriton_python"
+_POLL_S = 0.002
+_PATIENCE_S = 5.0
+
+
+def erase_from_command_line(child: "subprocess.Popen[bytes]", secret: str, *, has_started: bool = False) -> bool:
+    """Overwrite `secret` in the command line of a tritonserver, as soon as it has copied its options.
+
+    Args:
+        child: a tritonserver.
+        secret: one of its options, or part of one.
+        has_started: whether it answers, so that it has copied its options. False: wait until it has.
+
+    Returns:
+        Whether the secret is gone. The kernel may forbid it: Yama's ptrace_scope 2 and above.
+    """
+    process = Path("/proc") / str(child.pid)
+    deadline = time.monotonic() + _PATIENCE_S
+    try:
+        while not has_started and not _has_loaded_a_backend(process) and time.monotonic() < deadline:
+            if child.poll() is not None:
+                return True
+            time.sleep(_POLL_S)
+        _overwrite(process, secret.encode())
+        return secret.encode() not in (process / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _overwrite(process: Path, secret: bytes) -> None:
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    with (process / "mem").open("r+b", buffering=0) as memory:
+        memory.seek(start)
+        words = memory.read(end - start)
+        memory.seek(start)
+        memory.write(words.replace(secret, b"*" * len(secret)))
+
+
+def _has_loaded_a_backend(process: Path) -> bool:
+    return _BACKEND in (process / "maps").read_text()
+
+
+# The protocols that clients need a key for. A client that may load a model can run code in the server. One that may
+# register shared memory can read and write the server's own. One that may set logs and traces can write files.
+RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
+# The header that carries the key. Over gRPC it has a prefix. Source: docs/customization_guide/inference_protocols.md
+# of Triton.
+KEY_HEADER = "tbe-serving-key"
+GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
+# The default of --exit-timeout-secs.
+_EXIT_TIMEOUT_S = 30.0
+
+
+def serving_options(repository: Path, regions: str, backends: Path | None) -> list[str]:
+    """The options for models and limits. They do not depend on where the server listens.
+
+    Args:
+        repository: the model repository.
+        regions: prefix of the names of the server's shared-memory regions.
+        backends: the folder of its backends. None: the server's own.
+    """
+    options = [
+        f"--model-repository={repository.absolute()}",
+        # Explicit: a version is loaded when somebody asks for it, never because a file changed.
+        "--model-control-mode=explicit",
+        # config.pbtxt is complete. Completion would drop allow_ragged_batch, and requests would not be merged.
+        "--disable-auto-complete-config",
+        "--allow-gpu-metrics=false",
+        # A pool keeps the memory of large requests for ever: eight of 1.9 GB are 15 GB.
+        "--grpc-infer-allocation-pool-size=0",
+        f"--backend-config=python,shm-region-prefix-name={regions}",
+        "--pinned-memory-pool-byte-size=0",  # for copies to a GPU, which a CPU model never makes
+        "--log-info=false",
+        # The backend reads one header: the trace context.
+        "--grpc-header-forward-pattern=(?i)traceparent",
+        "--http-header-forward-pattern=(?i)traceparent",
+        # Clients may send a keepalive ping twice a second. By default Triton closes a connection at the third ping
+        # within five minutes.
+        "--grpc-http2-min-recv-ping-interval-without-data=500",
+    ]
+    return options + ([] if backends is None else [f"--backend-directory={backends}"])
+
+
+def port_options(grpc: int, http: int, metrics: int) -> list[str]:
+    """The ports to listen on."""
+    return [f"--grpc-port={grpc}", f"--http-port={http}", f"--metrics-port={metrics}"]
+
+
+def address_options(grpc: str, metrics: str) -> list[str]:
+    """The IPv4 addresses that gRPC and metrics listen on."""
+    return [f"--grpc-address={grpc}", f"--metrics-address={metrics}"]
+
+
+def http_options(address: str) -> list[str]:
+    """Where the one HTTP endpoint listens: an IPv4 address, or "unix:/path"."""
+    return [f"--http-address={address}"]
+
+
+def key_options(restricted: Sequence[str], key: str) -> list[str]:
+    """The options by which the `restricted` protocols need `key`, over gRPC and HTTP."""
+    if not restricted:
+        return []
+    said = f"{','.join(restricted)}:{KEY_HEADER}={key}"
+    return [f"--grpc-restricted-protocol={said}", f"--http-restricted-api={said}"]
+
+
+def tls_options(certificate: Path, private_key: Path, client_root: Path | None) -> list[str]:
+    """TLS on the gRPC port. Clients need a certificate signed by `client_root`, unless it is None."""
+    options = [f"--grpc-server-cert={certificate.absolute()}", f"--grpc-server-key={private_key.absolute()}"]
+    if client_root is None:
+        return ["--grpc-use-ssl=true", *options]
+    return ["--grpc-use-ssl-mutual=true", *options, f"--grpc-root-cert={client_root.absolute()}"]
+
+
+def model_options(models: Sequence[str]) -> list[str]:
+    """The models to load at the start."""
+    return [f"--load-model={model}" for model in models]
+
+
+def exit_timeout_of(options: Sequence[str]) -> float:
+    """The longest time, in seconds, that a server with these options waits for running requests when it stops."""
+    said = [option.partition("=")[2] for option in options if option.startswith("--exit-timeout-secs=")]
+    return float(said[-1]) if said and said[-1].isdigit() else _EXIT_TIMEOUT_S

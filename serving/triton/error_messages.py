@@ -1,0 +1,73 @@
+"""What an error of Triton means to a caller, if its status alone does not say so.
+
+This is the only file that matches the words of a message. NOT_FOUND can mean that a model is being loaded, or that
+there is none. INTERNAL can mean a fault, or that shared memory is full for a moment. A client does not know the
+Triton release of its server, so it looks for the words of all releases.
+
+Run with Triton 24.10. The source of 26.04 was read: it has the same words. If another release words one differently,
+add a line.
+"""
+
+import re
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from serving.errors import ModelUnavailable, ServingError, SharedMemoryFull, from_status, shown
+
+
+class _Words(NamedTuple):
+    code: str
+    words: str
+    kind: type[ServingError]
+    advice: str
+
+
+# Triton says the same of a version that is being loaded and of one that was unloaded on request.
+_NOT_LOADED = "it is being loaded, was unloaded, or the server stops: try again, unless it was unloaded"
+_MESSAGES = (
+    # The model is known, but no version of it is ready. Of an unknown model Triton says "is not found".
+    _Words("NOT_FOUND", r" has no available versions$", ModelUnavailable, _NOT_LOADED),
+    _Words("UNAVAILABLE", r" is not at ready state$", ModelUnavailable, _NOT_LOADED),
+    # The model's process died, and was not replaced yet.
+    _Words("INTERNAL", r"Stub process '[^']*' is not healthy", ModelUnavailable, "its process died: try again"),
+    # Other requests use the shared memory, or this one is too large for all of it.
+    _Words(
+        "INTERNAL",
+        r"Failed to increase the shared memory pool size|the grown shared memory region",
+        SharedMemoryFull,
+        "what is handed over together does not fit: send less at once, or raise --shm-mib: try again",
+    ),
+)
+
+
+# A failed load says this of the first version that could not be loaded. A load also reloads the versions that serve.
+_NOT_LOADED_VERSION = re.compile(r"version (\d+) is at UNAVAILABLE state: (?:Internal: TritonModelException: )?")
+
+
+def load_failure(said: str, ready: Callable[[], Collection[int]]) -> str:
+    """Triton's message of a failed load, corrected: a version that it calls unavailable may still serve.
+
+    Args:
+        said: Triton's message.
+        ready: returns the versions of the model that serve now.
+    """
+    found = _NOT_LOADED_VERSION.search(said)
+    if found is None:
+        return said
+    how = ", which serves on, cannot be loaded anew" if int(found[1]) in ready() else " cannot be loaded"
+    return f"{said[: found.start()]}version {found[1]}{how}: {said[found.end() :]}"
+
+
+def error_of(code: str, said: str, where: str = "") -> ServingError:
+    """The error for a gRPC status and its message.
+
+    Args:
+        code: the name of the status, such as "UNAVAILABLE".
+        said: the message that came with it. It is not trusted.
+        where: put before it in the error's message.
+    """
+    text = f"{where}{shown(said)}"
+    for words in _MESSAGES:
+        if words.code == code and re.search(words.words, said):
+            return words.kind(f"{text}: {words.advice}")
+    return from_status(code, text)

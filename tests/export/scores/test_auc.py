@@ -1,0 +1,180 @@
+"""The AUC of scores on samples with labels, against TorchMetrics, and against the model run by TorchRec."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torchmetrics.functional.classification import binary_auroc
+
+from export import ExportConfig, Sharding, WeightDtype, export_model
+from export.errors import ExportError
+from export.scores.auc import auc_of, read_labelled
+from serving.bundle.opening import open_bundle
+from serving.engine import Engine
+from serving.errors import ConfigurationError
+from tests.support.commands import tbe_export
+from tests.support.scored import EXACT, dlrm, own_scores, random_request, trained, two_tower
+
+INT2 = replace(EXACT, dtype={"*": WeightDtype.INT2})
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=40))
+def test_auc_is_that_of_torchmetrics(samples: list[tuple[int, bool]]) -> None:
+    """With few different scores, so that many are equal."""
+    scores, labels = np.array([score for score, _ in samples]) / 8, np.array([label for _, label in samples])
+    if labels.all() or not labels.any():
+        return
+    expected = binary_auroc(torch.from_numpy(scores).sigmoid(), torch.from_numpy(labels).long())
+    assert auc_of(scores, labels) == pytest.approx(float(expected), abs=1e-6)
+
+
+def lines_of(module: nn.Module, label: Callable[[Mapping[str, Any]], Any]) -> list[dict[str, Any]]:
+    """Requests of several sizes, with labels made of the model's own scores."""
+    lines = []
+    for seed, samples in enumerate((30, 1, 50)):
+        bags, dense = random_request(module, np.random.default_rng(seed), samples)
+        plain = {name: rows.tolist() for name, rows in dense.items()}
+        lines.append({"features": bags, "dense": plain, "label": label(own_scores(module, bags, dense))})
+    return lines
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def noisy(scores: Any) -> list[int]:
+    """Labels that follow scores, not always."""
+    random = np.random.default_rng(len(scores))
+    return (scores.ravel() + random.normal(size=scores.size) * scores.std() > scores.mean()).astype(int).tolist()  # type: ignore[no-any-return]
+
+
+def expected_auc(bundle: Path, module: nn.Module, lines: list[Any], output: str, label: Callable[[Any], Any]) -> Any:
+    """(served, trained) by TorchMetrics: from an engine of the published bundle, and the model itself."""
+    engine = Engine.open(bundle)
+    served, own, labels = [], [], []
+    for line in lines:
+        dense = {name: np.array(rows, np.float32) for name, rows in line["dense"].items()}
+        served.append(engine.score(line["features"], dense)[output].ravel())
+        own.append(own_scores(module, line["features"], dense)[output].ravel())
+        labels.append(label(line["label"]))
+    target = torch.tensor(np.concatenate(labels))
+    return [
+        float(binary_auroc(torch.tensor(np.concatenate(each)).double().sigmoid(), target)) for each in (served, own)
+    ]
+
+
+def auc_of_output(bundle: Path, name: str = "scores") -> Any:
+    """A LabelledAuc, or None."""
+    part = open_bundle(bundle).manifest.dense_part
+    assert part is not None
+    (found,) = (each.parity.auc for each in part.outputs if each.name == name)
+    return found
+
+
+def test_the_auc_of_what_serves_and_of_the_model(tmp_path: Path) -> None:
+    module = trained(dlrm())
+    lines = lines_of(module, lambda scores: noisy(scores["scores"]))
+    file = write(tmp_path / "sample.jsonl", lines)
+    found = {}
+    for name, config in (("exact", EXACT), ("int2", INT2)):
+        bundle = export_model(module, tmp_path / "r", name, replace(config, labelled=file))
+        served, own = expected_auc(bundle, module, lines, "scores", lambda label: label)
+        found[name] = auc = auc_of_output(bundle)
+        assert auc.samples == 81
+        assert auc.served == pytest.approx(served, abs=1e-6)
+        assert auc.trained == pytest.approx(own, abs=1e-6)
+        shown = tbe_export("inspect", str(bundle)).stdout
+        assert f"{auc.served:.5f}" in shown
+        assert "AUC on labelled samples" in shown
+    assert found["exact"].served == pytest.approx(found["exact"].trained, abs=1e-3)
+    assert found["int2"].served != found["int2"].trained
+    assert 0.6 < found["exact"].served < 1
+
+
+def test_labels_by_output_and_outputs_with_several_numbers(tmp_path: Path) -> None:
+    module = trained(two_tower())
+    lines = lines_of(module, lambda scores: {"match": noisy(scores["match"])})
+    file = write(tmp_path / "sample.jsonl", lines)
+    bundle = export_model(module, tmp_path / "r", "m", replace(EXACT, labelled=file))
+    auc = auc_of_output(bundle, "match")
+    assert auc is not None
+    served, own = expected_auc(bundle, module, lines, "match", lambda label: label["match"])
+    assert (auc.served, auc.trained) == (pytest.approx(served, abs=1e-6), pytest.approx(own, abs=1e-6))
+    assert auc_of_output(bundle, "queries") is None
+    assert tbe_export("verify", str(bundle)).exit_code == 0
+
+
+def test_of_a_checkpoint_what_serves_is_measured_alone(tmp_path: Path) -> None:
+    module = trained(dlrm())
+    torch.save(module.state_dict(), tmp_path / "saved")
+    file = write(tmp_path / "sample.jsonl", lines_of(module, lambda scores: noisy(scores["scores"])))
+    done = tbe_export(
+        *("model", "--model", "tests.support.scored:dlrm", "--checkpoint", str(tmp_path / "saved"), "--scores"),
+        *("--repository", str(tmp_path / "r"), "--name", "m", "--dtype", "fp32", "--labelled", str(file)),
+    )
+    assert done.exit_code == 0, done.stderr
+    auc = auc_of_output(tmp_path / "r" / "m" / "1")
+    exact = auc_of_output(export_model(module, tmp_path / "r", "n", replace(EXACT, labelled=file)))
+    assert auc is not None
+    assert exact is not None
+    assert (auc.samples, auc.served, auc.trained) == (81, exact.served, None)
+    assert f"{auc.served:.5f}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda _: [], "sample.jsonl: expected lines such as"),
+        (lambda _: ["no"], "sample.jsonl: line 1: expected {"),
+        (lambda lines: [lines[0], {**lines[1], "labels": [1]}], "sample.jsonl: line 2: expected {"),
+        (lambda lines: [{**lines[0], "label": [1]}], "line 1: label: expected 0 or 1 for each of 30 samples"),
+        (lambda lines: [{**lines[1], "label": [2]}], "line 1: label: expected 0 or 1 for each of 1 samples"),
+        (lambda lines: [{**lines[1], "label": 1}], "line 1: label: expected 0 or 1 for each of 1 samples"),
+        (lambda lines: [{**lines[1], "label": [1]}], "output 'scores': expected labels 0 and 1, all are the same"),
+        (lambda lines: [{**lines[1], "label": {"buy": [1]}}], "line 1: label 'buy': expected one of the outputs 'scores'"),
+        (lambda lines: [lines[0], {**lines[1], "label": {}}], "line 2: label: expected labels for 'scores', as the first line has"),
+        (lambda lines: [{**lines[1], "features": {"f0": [[1]]}}], "line 1: feature 'f1': expected all features"),
+        (lambda lines: [{**lines[1], "features": {**lines[1]["features"], "f2": [[999]]}}], "line 1: feature 'f2': expected an id in [0, 102), got 999"),
+        (lambda lines: [{**lines[1], "dense": {}}], "line 1: dense"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_refused_by_its_line(
+    change: Callable[[list[Any]], list[Any]], why: str, tmp_path: Path
+) -> None:
+    module = trained(dlrm())
+    file = write(tmp_path / "sample.jsonl", change(lines_of(module, lambda scores: noisy(scores["scores"]))))
+    with pytest.raises((ConfigurationError, ExportError)) as refused:
+        export_model(module, tmp_path / "r", "m", replace(EXACT, labelled=file))
+    assert why in str(refused.value)
+    assert not [*(tmp_path / "r").glob("m/1*")]
+
+
+def test_where_nothing_can_be_measured_the_setting_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"labelled \(--labelled\): expected --scores beside it"):
+        ExportConfig(labelled=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"labelled .* expected no --hosts-as-models beside it"):
+        ExportConfig(scores=True, labelled=tmp_path, sharding=Sharding(ranks=2, hosts_as_models=True))
+    with pytest.raises(ConfigurationError, match=r"nowhere: cannot be read"):
+        export_model(dlrm(), tmp_path, "m", replace(EXACT, labelled=tmp_path / "nowhere"))
+
+
+def test_blank_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+    line = {"features": {}, "dense": {}, "label": [1]}
+    file = tmp_path / "sample.jsonl"
+    file.write_text(f"\n{json.dumps(line)}\n \t\n{json.dumps(line)}\n\n")
+    assert [each.where.rpartition(": ")[2] for each in read_labelled(file)] == ["line 2", "line 4"]
+    file.write_text(f"{json.dumps(line)}\n\nno\n")
+    with pytest.raises(ConfigurationError, match="line 3: expected JSON"):
+        read_labelled(file)
+    file.write_text("\n\n")
+    with pytest.raises(ConfigurationError, match=r"expected lines such as .*, got none"):
+        read_labelled(file)

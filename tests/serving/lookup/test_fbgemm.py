@@ -1,0 +1,31 @@
+"""FBGEMM's operators come without its Python package."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from serving.errors import EnvironmentMismatch
+from serving.lookup import program
+
+
+@pytest.mark.parametrize("model", ["mixed", "sharded"])
+def test_a_lookup_imports_no_python_of_fbgemm(repository: Path, model: str) -> None:
+    """It would bring 500 modules and 35 MB into each instance."""
+    path = repository / model / "1"
+    code = (
+        "import sys; from serving.engine import Engine; "
+        f"print(Engine.open({str(path)!r}).lookup({{'user_id': [[3]]}})['user_id'].shape, "
+        "[name for name in sys.modules if name.split('.')[0] in ('fbgemm_gpu', 'torchrec', 'sympy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(1, 16) []"
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_LIBRARIES", ("fbgemm_gpu_none.so",))
+    with pytest.raises(
+        EnvironmentMismatch, match=r"fbgemm_gpu_none\.so: expected a library of FBGEMM, found none: install"
+    ):
+        program.load_fbgemm()

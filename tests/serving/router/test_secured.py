@@ -1,0 +1,95 @@
+"""Hosts behind mutual TLS, sums in FP16, and metadata from a file that changes. Real servers."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from export import OutputDtype
+from serving.bundle.opening import open_bundle
+from serving.client import LookupClient, Tls
+from serving.client.metadata import MetadataFile
+from serving.engine import Engine
+from serving.errors import ConfigurationError, HostUnavailable
+from serving.router.hosts_config import HostsConfig
+from tests.export.test_hosts import CONFIG, mixed
+from tests.support.certificates import write_certificates
+from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
+from tests.support.models import MIXED, random_bags
+from tests.support.servers import running
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_certificates(tmp_path_factory.mktemp("pems"), server="localhost", client="router")
+
+
+@pytest.fixture
+def hosts(pems: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A router's bundle with sums in FP16, and the address of its hosts, which want certificates."""
+    router = export_hosts(tmp_path, mixed(), replace(CONFIG, sums_dtype=OutputDtype.FP16))
+    models = [each.model for each in open_bundle(router).manifest.hosts]
+    tls = ("--tls-cert", str(pems / "server.pem"), "--tls-key", str(pems / "server.key"))
+    with running(
+        only(router.parent.parent, models, tmp_path / "hosts"), *tls, "--tls-client-ca", str(pems / "root.pem")
+    ) as server:
+        yield router, server.grpc.replace("127.0.0.1", "localhost")
+
+
+def test_a_router_shows_its_certificate_to_hosts_and_adds_sums_in_fp16(
+    hosts: tuple[Path, str], pems: Path, tmp_path: Path
+) -> None:
+    bundle, address = hosts
+    bags = random_bags(np.random.default_rng(0), MIXED, 20)
+    expected = Engine.open(in_one_process(tmp_path, mixed(), CONFIG, bundle)).lookup(bags)
+    addresses = {host: [address] for host in range(3)}
+    tls = Tls(
+        root_certificates=pems / "root.pem",
+        certificate_chain=pems / "client.pem",
+        private_key=pems / "client.key",
+    )
+    own = only(bundle.parent.parent, [MODEL], tmp_path / "router")
+    named = {
+        "--hosts-root-certificates": tls.root_certificates,
+        "--hosts-certificate-chain": tls.certificate_chain,
+        "--hosts-private-key": tls.private_key,
+    }
+    options = [part for option, path in named.items() for part in (option, str(path))]
+    configure(own / MODEL, addresses, "--shard-timeout-ms", "10000", *options)
+    with running(own) as router, LookupClient(router.grpc, MODEL, 60) as client:
+        routed = client.lookup(bags)
+    with Engine.open(bundle, HostsConfig(addresses=addresses, timeout_s=10, tls=tls)) as engine:
+        alone = engine.lookup(bags)
+    for name, rows in expected.items():
+        np.testing.assert_allclose(routed[name], rows, rtol=2e-3, atol=2e-2)
+        np.testing.assert_array_equal(routed[name], alone[name])
+    assert any((routed[name] != rows).any() for name, rows in expected.items()), "FP16 moves some sum"
+    for strangers in (None, Tls(root_certificates=pems / "root.pem")):
+        with pytest.raises(HostUnavailable):
+            Engine.open(bundle, HostsConfig(addresses=addresses, timeout_s=5, tls=strangers))
+
+
+def test_metadata_is_read_anew_when_its_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "token.json"
+    path.write_text('{"authorization": "Bearer 1"}')
+    metadata = MetadataFile(path)
+    assert metadata() == {"authorization": "Bearer 1"}
+    new = tmp_path / "new.json"
+    new.write_text('{"authorization": "Bearer 2"}')
+    os.replace(new, path)
+    assert metadata() == {"authorization": "Bearer 2"}
+    for wrong in ("half of", '{"authorization": "é"}'):
+        path.write_text(wrong)
+        assert metadata() == {"authorization": "Bearer 2"}, "what cannot be used leaves what it was"
+    path.unlink()
+    assert metadata() == {"authorization": "Bearer 2"}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', '{"a b": "c"}', '{"a": "é"}'])
+def test_metadata_that_cannot_be_sent_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "m.json").write_text(content)
+    with pytest.raises(ConfigurationError):
+        MetadataFile(tmp_path / "m.json")

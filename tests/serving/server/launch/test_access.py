@@ -1,0 +1,107 @@
+"""Who may reach a server: what tritonserver is told, and what is refused before it is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from serving.errors import ConfigurationError
+from serving.server import Access, ServerTls
+from serving.triton.command_line import RESTRICTED
+from tests.support.certificates import write_certificates
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_certificates(tmp_path_factory.mktemp("pems"), server="lookup.test", other="lookup.test")
+
+
+def options(access: Access) -> dict[str, str]:
+    pairs = (option.removeprefix("--").partition("=") for option in access.options(KEY))
+    return {name: value for name, _, value in pairs}
+
+
+def test_by_default_this_machine_alone_and_only_lookups() -> None:
+    assert "http-address" not in options(Access())
+    found = options(Access(http=True))
+    assert {found[f"{each}-address"] for each in ("grpc", "http", "metrics")} == {"127.0.0.1"}
+    closed = f"model-repository,shared-memory,trace,logging:tbe-serving-key={KEY}"
+    assert found["grpc-restricted-protocol"] == found["http-restricted-api"] == closed
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
+def test_beyond_this_machine_only_with_tls_or_where_told(host: str, pems: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"--host {re.escape(host)}: others could listen in: expected --tls-cert"
+    ):
+        Access(host=host)
+    tls = ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key")
+    found = options(Access(host=host, http=True, tls=tls))
+    # Triton speaks HTTP in the clear alone: it stays. So do metrics.
+    assert (found["grpc-address"], found["http-address"], found["metrics-address"]) == (host, *["127.0.0.1"] * 2)
+    assert found["grpc-use-ssl"] == "true"
+    found = options(Access(host=host, http=True, insecure=True))
+    assert (found["grpc-address"], found["http-address"], found["metrics-address"]) == (host, host, "127.0.0.1")
+    assert "grpc-use-ssl" not in found
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
+def test_metrics_listen_elsewhere_only_where_that_is_said(host: str) -> None:
+    found = options(Access(metrics_host=host))
+    assert (found["grpc-address"], found["metrics-address"]) == ("127.0.0.1", host)
+
+
+@pytest.mark.parametrize("host", ["localhost", "lookup.example", "::1", "10.1.2", ""])
+def test_a_host_that_triton_would_misread_is_refused(host: str) -> None:
+    """Of names and of IPv6 its metrics make 255.255.255.255."""
+    expected = rf"host {re.escape(host)}: expected an IPv4 address, such as 0\.0\.0\.0"
+    with pytest.raises(ConfigurationError, match=f"--{expected}"):
+        Access(host=host, insecure=True)
+    with pytest.raises(ConfigurationError, match=f"--metrics-{expected}"):
+        Access(metrics_host=host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9"])
+def test_this_machine_needs_no_tls(host: str) -> None:
+    assert options(Access(host=host))["grpc-address"] == host
+
+
+def test_certificates_of_clients_are_asked_for(pems: Path) -> None:
+    tls = ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key", client_root=pems / "root.pem")
+    found = options(Access(tls=tls))
+    assert found["grpc-use-ssl-mutual"] == "true"
+    assert found["grpc-root-cert"] == str(pems / "root.pem")
+
+
+def test_what_is_allowed_is_left_out_and_what_is_none_of_it_refused() -> None:
+    found = options(Access(allow=("shared-memory", "trace")))
+    assert found["grpc-restricted-protocol"].partition(":")[0] == "model-repository,logging"
+    assert "grpc-restricted-protocol" not in options(Access(allow=RESTRICTED))
+    with pytest.raises(
+        ConfigurationError, match="--allow inference: expected one of model-repository, shared-memory"
+    ):
+        Access(allow=("inference",))
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "root"),
+    [
+        pytest.param("nowhere.pem", "server.key", None, id="no certificate"),
+        pytest.param("server.pem", "nowhere.key", None, id="no key"),
+        pytest.param("server.pem", "other.key", None, id="another's key"),
+        pytest.param("server.key", "server.pem", None, id="swapped"),
+        pytest.param("server.pem", "server.key", "server.key", id="a key for a root"),
+    ],
+)
+def test_certificates_that_do_not_work_are_named(pems: Path, certificate: str, key: str, root: str | None) -> None:
+    wrong = (
+        f"--tls-client-ca .*{root}: expected cert"
+        if root
+        else f"--tls-cert .*{certificate}, --tls-key .*{key}: expected"
+    )
+    with pytest.raises(ConfigurationError, match=wrong):
+        ServerTls(
+            certificate=pems / certificate, private_key=pems / key, client_root=None if root is None else pems / root
+        )

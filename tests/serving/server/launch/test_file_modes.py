@@ -1,0 +1,29 @@
+"""Programs that make files for their user alone, whatever they ask for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from serving.server.launch.child import make_private_files
+
+MADE = """
+import os, sys
+file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o666)
+modes = [os.fstat(file).st_mode & 0o777]
+for mode in (0o644, 0o640, 0o644):
+    os.fchmod(file, mode)
+    modes.append(os.fstat(file).st_mode & 0o777)
+os.chmod(sys.argv[1], 0o604)
+print(*modes, os.fstat(file).st_mode & 0o777)
+"""
+
+
+def test_a_program_opens_no_file_to_all_as_boost_does_and_all_else_is_done(tmp_path: Path) -> None:
+    """In its children, too."""
+    command = [sys.executable, "-c", MADE, str(tmp_path / "file")]
+    for within in ([], ["sh", "-c", '"$0" "$@"; exit $?']):
+        done = subprocess.run(
+            [*within, *command], preexec_fn=make_private_files, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == [str(mode) for mode in (0o600, 0o600, 0o640, 0o640, 0o604)]
+        (tmp_path / "file").unlink()

@@ -1,0 +1,150 @@
+"""Another user of the machine gets nothing of what a server makes while it serves and captures."""
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from export import ExportConfig, export_model
+from serving.client import LookupClient
+from serving.errors import InvalidRequest
+from serving.model.settings import ServingSettings
+from serving.server import run_server
+from tests.support.models import SUM, collection
+from tests.support.outsider import try_all
+from tests.support.servers import FREE, running
+
+pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+SHARED = Path("/dev/shm")
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that everybody reaches, with `tmp` in place of /tmp, and `captured`, into which anybody may write."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    for name in ("tmp", "captured", "huge"):
+        (folder / name).mkdir()
+        (folder / name).chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(folder / "tmp"))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    # As many a shell has it: whoever is careless about a file makes it readable.
+    before = os.umask(0o022)
+    yield folder
+    os.umask(before)
+    shutil.rmtree(folder)
+
+
+def signed(place: Path, *, huge: bool = False) -> Path:
+    """A signed model that captures what it refuses; the file of trusted keys."""
+    for command in ("genpkey -algorithm ed25519 -out key.pem", "pkey -in key.pem -pubout -out trusted.pem"):
+        subprocess.run(["openssl", *command.split()], cwd=place, check=True)
+    memory = "huge" if huge else "mapped"
+    serving = ServingSettings(capture=str(place / "captured"), capture_slow_ms=1e-6, weights_memory=memory)
+    export_model(collection(SUM), place / "r", "m", ExportConfig(serving=serving), signing_key=place / "key.pem")
+    return place / "trusted.pem"
+
+
+def below(*folders: Path) -> set[Path]:
+    """All that lies in folders, but not what others remove meanwhile."""
+    found = set()
+    for folder in folders:
+        for path in folder.rglob("*"):
+            with suppress(FileNotFoundError):
+                path.lstat()
+                found.add(path)
+    return found
+
+
+def wait_for_capture(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_makes(place: Path) -> None:
+    trusted = signed(place)
+    shared = {*SHARED.iterdir()}
+    with (
+        running(place / "r", "--trusted-keys", str(trusted)) as server,
+        LookupClient(server.grpc, "m", 30) as client,
+    ):
+        client.lookup({"x": [[1]]})
+        with pytest.raises(InvalidRequest):
+            client.lookup({"x": [[-1]]})
+        wait_for_capture(place / "captured" / "m.jsonl")
+        processes = [server.process.pid, server.triton.pid, *(each.pid for each in server.triton.children())]
+        mine = {path for path in {*SHARED.iterdir()} - shared if is_of(path, processes, server.process.pid)}
+        made = below(place / "tmp", place / "captured") | mine
+        # Nothing was overlooked: a socket, regions, keys, a copy of the weights, what was captured.
+        assert any(stat.S_ISSOCK(path.lstat().st_mode) for path in made)
+        assert {path.name for path in made} >= {"weights.0.bin", "m.jsonl", "manifest.json", "config.pbtxt"}
+        assert len(mine) >= 2
+        assert any(path.suffix == ".json" and path.parent.name == "tbe-serve-0" for path in made)
+        assert try_all(sorted(made), processes) == set()
+        assert client.lookup({"x": [[1]]}).version == 1
+
+
+def is_of(path: Path, processes: list[int], server: int) -> bool:
+    """Whether a file in /dev/shm is of these processes: others serve at the same time."""
+    try:
+        maps = "".join((Path("/proc") / str(each) / "maps").read_text() for each in processes)
+        held = {each.path for each in psutil.Process(server).open_files()}
+    except (OSError, psutil.Error):
+        return False
+    return str(path) in maps or str(path) in held
+
+
+def test_the_copy_of_weights_that_processes_share_is_its_user_s_alone(place: Path) -> None:
+    """The file system of huge pages is mounted for the server alone; the other user comes in there."""
+    signed(place, huge=True)
+    mount = f'mount -t tmpfs -o huge=always,mode=1777 tmpfs {place}/huge && exec "$0" "$@"'
+    with running(place / "r", within=("unshare", "--mount", "sh", "-ec", mount)) as server:
+        root = Path(f"/proc/{server.process.pid}/root{place}/huge")
+        (copy,) = root.iterdir()
+        assert copy.lstat().st_mode & 0o777 == 0o600
+
+
+def test_the_log_of_a_server_is_its_user_s_alone(place: Path) -> None:
+    export_model(collection(SUM), place / "r", "m")
+    with run_server(place / "r", FREE, log=place / "log"):
+        assert try_all([place / "log"], []) == set()
+
+
+def test_a_published_bundle_is_read_by_who_serves_it_and_changed_by_nobody_else(place: Path) -> None:
+    """The user that exports and the one that serves differ."""
+    signed(place)
+    made = below(place / "r")
+    assert len(made) > 6
+    expected = {("list" if path.is_dir() else "read", str(path)) for path in made}
+    assert try_all(sorted(made), []) == expected
+
+
+def test_another_user_would_be_noticed(place: Path) -> None:
+    """Of what lies open, all attempts succeed."""
+    folder = place / "tmp" / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    for name in ("read", "changed"):
+        (folder / name).write_text("x")
+    (folder / "read").chmod(0o644)
+    (folder / "changed").chmod(0o666)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
+        (folder / "socket").chmod(0o777)
+        found = try_all([folder / "read", folder / "changed", folder / "socket", folder], [])
+    assert found >= {("read", f"{folder}/read"), ("rename", f"{folder}/read"), ("list", str(folder))}
+    assert found >= {(each, f"{folder}/changed") for each in ("read", "write", "truncate")}
+    assert found >= {("connect", f"{folder}/socket"), ("create", str(folder))}

@@ -1,0 +1,58 @@
+"""Rows of tables by their ids, however the table is pooled."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export import export_model
+from serving.engine import Engine
+from serving.errors import InvalidRequest
+from serving.request.tensors import Tensors
+from tests.support.models import Spec, collection
+from tests.support.positioned import positioned
+from tests.support.sequences import FP32, ROWS, Mixed, sequences
+
+
+@pytest.mark.parametrize("kind", ["SUM", "MEAN", "weighted", "positioned", "NONE"])
+def test_rows_are_those_of_the_table_however_it_is_pooled(kind: str, tmp_path: Path) -> None:
+    specs = [Spec("item", 300, 32, "MEAN" if kind == "MEAN" else "SUM", ("recent", "seen"))]
+    module: Any = {
+        "positioned": lambda: positioned(specs, {"recent": 3, "seen": 2}),
+        "weighted": lambda: collection(specs, weighted=True),
+        "NONE": lambda: sequences(ROWS),
+    }.get(kind, lambda: collection(specs))()
+    engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
+    (table,) = [each for name, each in module.state_dict().items() if name.endswith("item.weight")]
+    for ids in ([], [5], np.arange(299, -1, -1), [7] * 40):
+        np.testing.assert_array_equal(engine.rows("item", ids), table.numpy()[np.array(ids, np.int64)])
+    with pytest.raises(InvalidRequest, match="table 'recent': expected one of 'item'"):
+        engine.rows("recent", [1])
+    with pytest.raises(InvalidRequest, match="table 'item': expected integers in 1 dimension"):
+        engine.rows("item", [[1]])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "why"),
+    [
+        ([2, -1], "table 'word': expected lengths >= 0, got -1 for sample 0"),
+        ([1, 3], "table 'word': expected its bags"),
+    ],
+)
+def test_a_wrong_request_for_rows_is_refused_by_the_name_of_its_table(
+    lengths: list[int], why: str, tmp_path: Path
+) -> None:
+    engine = Engine.open(export_model(Mixed(), tmp_path / "r", "m", FP32))
+    asked = Tensors(None, np.array([1, 2]), np.array(lengths, np.int32), tables=["item", "word"])
+    with pytest.raises(InvalidRequest, match=why):
+        engine.outputs(asked)
+
+
+def test_of_a_key_that_several_tables_read_rows_are_of_one(tmp_path: Path) -> None:
+    """An id need be in the other tables no more than a request by features would let it."""
+    specs = [Spec("small", 4, 8, "SUM", ("x",)), Spec("large", 90, 12, "SUM", ("x",))]
+    module = collection(specs)
+    engine = Engine.open(export_model(module, tmp_path / "r", "m", FP32))
+    large = module.embedding_bags["large"].weight.detach().numpy()
+    np.testing.assert_array_equal(engine.rows("large", [80, 3]), large[[80, 3]])

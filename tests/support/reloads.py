@@ -1,0 +1,37 @@
+"""Where an export's last check reloads the bundle.
+
+A fresh process is what users have. It takes three seconds, so tests that are not about it reload in this one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from export.parity.fresh_process import FreshProcess
+from serving.request.tensors import Outputs, Tensors
+
+_FRESH: dict[str, Any] = {name: vars(FreshProcess)[name] for name in ("__enter__", "__exit__", "outputs")}
+
+
+@contextmanager
+def in_this_process() -> Iterator[None]:
+    """Inside the block, exports of this process reload their bundles in it."""
+    here: dict[str, Any] = {"__enter__": lambda fresh: fresh, "__exit__": lambda *_: None, "outputs": _answer}
+    with mock.patch.multiple(FreshProcess, **here):
+        yield
+
+
+@contextmanager
+def in_a_fresh_process() -> Iterator[None]:
+    """Inside the block, they do as everybody's, also within `in_this_process`."""
+    with mock.patch.multiple(FreshProcess, **_FRESH):
+        yield
+
+
+def _answer(_: FreshProcess, directory: Path, probe: Tensors) -> Outputs:
+    """As `export.parity.fresh_process.FreshProcess.outputs`."""
+    from serving.engine import Engine
+
+    return Engine.open(directory).outputs(probe)

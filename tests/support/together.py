@@ -1,0 +1,24 @@
+"""What requests that come together are answered, without a server."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serving.backend.answering import Answerer
+from serving.backend.metrics import LookupMetrics
+from serving.engine import Engine
+from serving.model.settings import ServingSettings
+from serving.request.batches import Limits
+from serving.request.tensors import Tensors
+from tests.serving.backend.test_answering import Counter
+
+
+def answers_of(bundle: Path, requests: list[Tensors], limits: Limits | None = None) -> list[Any]:
+    """The outcomes of requests that come together."""
+    engine = Engine.open(bundle)
+    metrics = LookupMetrics(
+        lambda name, *_: Counter(name, {}), {}, [table.name for table in engine.bundle.manifest.tables], 0.0
+    )
+    answerer = Answerer(engine, limits or ServingSettings(), metrics, None, pytest.fail)
+    return answerer.answer(requests, lambda tensors: tensors, lambda _: False)
