@@ -45,6 +45,7 @@ class Relay:
         self._delay_s = 0.0
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
+        self._resets = 0
         self._listener: socket.socket | None = None
 
     @property
@@ -93,12 +94,14 @@ class Relay:
 
     def turn(self, target: str) -> None:
         """Reset what is connected, and go elsewhere from now on."""
-        self.target = target
+        with self._lock:
+            self.target = target
         self.reset()
 
     def reset(self) -> None:
         """Reset what is connected."""
         with self._lock:
+            self._resets += 1
             for each in self._sockets:
                 with suppress(OSError):
                     # Closed with SO_LINGER 0, a connection is reset. `shutdown` wakes up whoever reads from it.
@@ -132,22 +135,28 @@ class Relay:
         """Pass bytes on both ways until an end is closed."""
         with near:
             self._open[Way.OUT].wait()
-            host, _, port = self.target.rpartition(":")
-            try:
-                far = socket.create_connection((host, int(port)))
-            except OSError:
-                return
-            with far:
+            # Who connects while all is reset is reset as well, wherever it has come to.
+            with self._lock:
+                self._sockets.add(near)
+                resets, (host, _, port) = self._resets, self.target.rpartition(":")
+            with suppress(OSError), socket.create_connection((host, int(port))) as far:
                 with self._lock:
-                    self._sockets |= {near, far}
-                for each in (near, far):
-                    each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                back = threading.Thread(target=self._pump, args=(far, near, Way.BACK), daemon=True)
-                back.start()
-                self._pump(near, far, Way.OUT)
-                back.join()
+                    is_reset = resets != self._resets
+                    self._sockets.add(far)
+                if not is_reset:
+                    self._pass_on(near, far)
                 with self._lock:
-                    self._sockets -= {near, far}
+                    self._sockets.remove(far)
+            with self._lock:
+                self._sockets.remove(near)
+
+    def _pass_on(self, near: socket.socket, far: socket.socket) -> None:
+        for each in (near, far):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        back = threading.Thread(target=self._pump, args=(far, near, Way.BACK), daemon=True)
+        back.start()
+        self._pump(near, far, Way.OUT)
+        back.join()
 
     def _pump(self, source: socket.socket, sink: socket.socket, way: Way) -> None:
         with suppress(OSError):
