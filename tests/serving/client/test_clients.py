@@ -154,6 +154,15 @@ def test_an_async_client_answers_as_the_other(server: Server) -> None:
             np.testing.assert_array_equal(answer[name], rows[name])
 
 
+def test_answers_in_fp16_stay_fp16(server: Server, repository: Path) -> None:
+    bags = random_bags(np.random.default_rng(3), MIXED, 10)
+    with LookupClient(server.grpc, "half", 30) as client:
+        answer = client.lookup(bags)
+    for name, rows in Engine.open(repository / "half" / "1").lookup(bags).items():
+        assert answer[name].dtype == rows.dtype == np.float16
+        np.testing.assert_array_equal(answer[name], rows)
+
+
 def test_ids_alone_and_a_kjt_of_int32_are_answered_as_bags_are(server: Server, mixed: Path) -> None:
     """One id for each sample, and ids as many trainings have them: by both clients and in this process."""
     bags = {"user_id": [[3], [499], [0]], "genres": [[1, 2], [], [7]]}
