@@ -37,7 +37,7 @@ from benchmarks import (
 from benchmarks.measure import Result, machine
 from benchmarks.quietness import Quietness
 from benchmarks.workload import Workload
-from serving.files.writing import replacing
+from serving.files import replacing
 from tests.support.ending import end_together
 
 RESULTS = Path(__file__).parent / "results"

@@ -20,7 +20,7 @@ from benchmarks.routed import ALL as CASES
 from benchmarks.routed import Case
 from benchmarks.scores_model import WIDTH
 from serving.bundle.plan import ShardingType
-from serving.files.writing import replacing
+from serving.files import replacing
 
 TEMPLATE = "document.md.j2"
 DOCS = Path(__file__).parent.parent / "docs"

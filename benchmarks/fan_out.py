@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from msgspec import structs
 
 from benchmarks.workload import Arrays
-from serving.bundle.hosts import HostBundle
 from serving.bundle.manifest import Manifest
+from serving.bundle.plan import HostBundle
 from serving.bundle.segments import planned_host
 from serving.client.connection import Connection
 from serving.client.retries import Retries

@@ -6,8 +6,8 @@ from pathlib import Path
 import psutil
 
 from serving.engine import Engine
-from serving.files.page_cache import huge_bytes_of
 from serving.server import Server
+from serving.tables.page_cache import huge_bytes_of
 
 _LOOKS_S = 2.0
 _MOST_LOOKS = 60

@@ -11,10 +11,9 @@ if TYPE_CHECKING:
     from export.machines import complete_hosts, export_hosts
     from export.pipeline import export_model
     from export.plan.sharding import Sharding
-    from serving.bundle.hosts import IdDtype
-    from serving.bundle.rows import WeightDtype
+    from serving.bundle.plan import IdDtype
     from serving.bundle.scores import DenseDtype
-    from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
+    from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
 
 __all__ = [
     "DefaultRow",
@@ -38,11 +37,11 @@ _HOMES = {
     "DenseDtype": "serving.bundle.scores",
     "ExportConfig": "export.config",
     "ExportError": "export.errors",
-    "IdDtype": "serving.bundle.hosts",
+    "IdDtype": "serving.bundle.plan",
     "IdPolicy": "serving.bundle.tables",
     "OutputDtype": "serving.bundle.tables",
     "Sharding": "export.plan.sharding",
-    "WeightDtype": "serving.bundle.rows",
+    "WeightDtype": "serving.bundle.tables",
     "complete_hosts": "export.machines",
     "export_hosts": "export.machines",
     "export_model": "export.pipeline",

@@ -8,10 +8,9 @@ import msgspec
 from export.errors import PublishError
 from export.parity.verify import recorded_parity
 from export.rows.table_error import TableError, Tally
-from serving.bundle.hosts import FIRST_WEIGHTS, HostBundle, Part, host_model
 from serving.bundle.manifest import HOSTS_FORMAT_VERSION, Agreement, Manifest
 from serving.bundle.opening import Bundle, open_bundle, verify_digests
-from serving.bundle.plan import Plan, Rank, ShardingType
+from serving.bundle.plan import FIRST_WEIGHTS, HostBundle, Part, Plan, Rank, ShardingType, host_model
 from serving.bundle.segments import id_dtype_of, segments_by_rank
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Pooling
 from serving.errors import BundleError

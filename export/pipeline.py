@@ -28,9 +28,9 @@ from export.scores.auc import measured
 from export.scores.dense_part import Scored, compare_scores, save_scores
 from export.trained.checkpoint import WeightSource, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.hosts import FIRST_WEIGHTS
 from serving.bundle.manifest import FileDigest, Manifest, write_manifest
 from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.scores import SCORES, DensePart
 from serving.errors import BundleError, ConfigurationError
 

@@ -18,13 +18,12 @@ from export.scores.auc import LabelledRequest, read_labelled
 from export.scores.dense_part import Scored, dense_part
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, TrainedTable, collect_tables
-from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import NEWEST_FORMAT_VERSION, Manifest, format_version_of
-from serving.bundle.rows import WeightDtype
+from serving.bundle.plan import IdDtype
 from serving.bundle.scores import DensePart
 from serving.bundle.segments import name_twice
 from serving.bundle.signature import read_signing_key
-from serving.bundle.tables import DefaultRow, Feature, IdPolicy, Table
+from serving.bundle.tables import DefaultRow, Feature, IdPolicy, Table, WeightDtype
 from serving.errors import ConfigurationError
 from serving.pins import installed
 from serving.request.id_maps import known_of_keys

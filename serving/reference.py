@@ -11,16 +11,21 @@ import numpy.typing as npt
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import weights_path
 from serving.bundle.plan import Shard
-from serving.bundle.rows import (
+from serving.bundle.tables import (
     FP16_SUBNORMAL,
     FP16_UNIT,
     FP32_UNIT,
     Bytes,
+    DefaultRow,
+    Feature,
+    IdPolicy,
+    OutputDtype,
+    Pooling,
+    Table,
     WeightDtype,
     dequantize,
     scales_and_biases_of,
 )
-from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
 from serving.reference_ids import remapped, rows_of_known
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Ids, Outputs, Tensors
 

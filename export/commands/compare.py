@@ -17,7 +17,7 @@ from export.compare.study import STRATEGIES, StudyOptions
 from export.plan.sharding import check_patterns, last_match
 from export.sizes import size_bytes
 from serving.errors import ConfigurationError
-from serving.files.reading import as_text
+from serving.files import as_text
 from serving.pins import check_pins
 from serving.terminal import program
 from serving.terminal.options import real

@@ -15,9 +15,8 @@ import typer
 from export.commands.values import dense_dtype, id_dtype, id_policy, output_dtype, weight_dtype
 from export.sizes import bytes_per_s, size_bytes
 from serving.bundle.plan import ShardingType
-from serving.bundle.rows import WeightDtype
 from serving.bundle.scores import DenseDtype
-from serving.bundle.tables import OutputDtype
+from serving.bundle.tables import OutputDtype, WeightDtype
 from serving.terminal.options import integer, real
 
 # In the file: one value for all tables, or values by table. Numbers may be written as text.

@@ -46,7 +46,7 @@ from export.plan.sharding import Sharding, check_beside_plan
 from export.sizes import MOST_BYTES
 from serving.bundle.tables import Pooling
 from serving.errors import ConfigurationError
-from serving.files.reading import UNREADABLE, read_file
+from serving.files import UNREADABLE, read_file
 from serving.model.settings import ServingSettings
 from serving.terminal.options import by_name, shared_options, with_options
 

@@ -9,11 +9,11 @@ from rich.table import Table
 
 from export.plan.report import PlanReport, Transfer
 from export.sizes import size_text
-from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Agreement, Manifest, Parity
+from serving.bundle.plan import ROUTER
 from serving.bundle.scores import SCORES, DensePart, LabelledAuc
-from serving.files.page_cache import cached
 from serving.model.config_file import read_config, settings_of
+from serving.tables.page_cache import cached
 from serving.terminal.program import out
 
 if TYPE_CHECKING:

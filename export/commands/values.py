@@ -3,10 +3,9 @@
 from enum import Enum
 from typing import TypeVar
 
-from serving.bundle.hosts import IdDtype
-from serving.bundle.rows import WeightDtype
+from serving.bundle.plan import IdDtype
 from serving.bundle.scores import DenseDtype
-from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype
+from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
 from serving.errors import ConfigurationError
 from serving.terminal.options import integer
 

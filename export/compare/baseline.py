@@ -31,7 +31,7 @@ from serving.bench.report import Figure
 from serving.bench.requests import Distribution, random_requests
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import weights_path, weights_paths
-from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import WeightDtype
 from serving.errors import ConfigurationError
 from serving.reference import pool
 from serving.tables.table_files import TableFiles

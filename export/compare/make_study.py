@@ -19,7 +19,7 @@ from export.rows.store import store_rows
 from export.trained.tables import TrainedTable
 from serving.bundle.manifest import Agreement
 from serving.bundle.opening import weights_paths
-from serving.bundle.rows import WeightDtype
+from serving.bundle.tables import WeightDtype
 from serving.pins import installed
 
 

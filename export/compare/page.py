@@ -15,7 +15,7 @@ from export.compare.figures import NARROW, WIDE, Picture, draw
 from export.compare.study import IN_ONE_PROCESS, MIXED, Placement, Study, Verdict, figure_of
 from export.sizes import size_text
 from serving.errors import ConfigurationError
-from serving.files.writing import replacing
+from serving.files import replacing
 
 PAGE = "report.html"
 NUMBERS = "study.json"

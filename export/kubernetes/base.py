@@ -12,8 +12,7 @@ from export.errors import PublishError
 from export.kubernetes.containers import keys_name
 from export.kubernetes.fleet import Fleet, Object, PodOptions, Replicas
 from export.kubernetes.workloads import front_manifests, host_manifests, pod_monitor
-from serving.files.reading import UNREADABLE
-from serving.files.writing import replacing
+from serving.files import UNREADABLE, replacing
 
 KUSTOMIZATION = "kustomization.yaml"
 # A separate component: a cluster without Prometheus' operator refuses its object.

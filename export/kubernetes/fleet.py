@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from export.kubernetes.names import check_names, host_name, kubernetes_name
-from serving.bundle.hosts import HostBundle, path_of
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.plan import HostBundle, path_of
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
-from serving.files.page_cache import in_huge_pages
 from serving.model.config_file import read_config, settings_of
+from serving.tables.page_cache import in_huge_pages
 
 METRICS_FROM = "monitoring"
 # An image by digest, such as registry.example/team/tbe-serving@sha256:…, with a tag or without.

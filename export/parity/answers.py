@@ -17,10 +17,10 @@ from export.parity.fresh_process import FreshProcess
 from export.program.compile import build_program, write_program
 from export.rows.table_error import Tally, finite
 from export.trained.probe import make_probe
-from serving.bundle.hosts import FIRST_WEIGHTS
 from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import Agreement, Manifest, Parity, format_version_of, write_manifest
 from serving.bundle.opening import Bundle, weights_path, weights_paths
+from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.tables import Table
 from serving.engine import answer
 from serving.lookup.ranks import BatchAnswer, arguments

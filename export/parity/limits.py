@@ -14,8 +14,7 @@ from export.rows.table_error import TableError, Tally, finite
 from export.trained.probe import TrainedAnswer, trained_answers
 from export.trained.tables import Trained
 from serving.bundle.manifest import Agreement, Manifest, Parity
-from serving.bundle.rows import FP32_UNIT
-from serving.bundle.tables import OutputDtype, Pooling, Table
+from serving.bundle.tables import FP32_UNIT, OutputDtype, Pooling, Table
 from serving.request.tensors import Tensors
 
 

@@ -19,15 +19,14 @@ from export.rows.table_error import Tally
 from export.scores.verify_scores import verify_scores
 from export.trained.checkpoint import Checkpoint, WeightSource, blocks, open_weights
 from export.trained.tables import Trained, TrainedTable
-from serving.bundle.hosts import path_of
 from serving.bundle.manifest import MANIFEST, Agreement, Manifest, Parity
 from serving.bundle.opening import Bundle, open_bundle, verify_digests, weights_path
-from serving.bundle.plan import Shard, ShardingType
+from serving.bundle.plan import Shard, ShardingType, path_of
 from serving.bundle.scores import DensePart
 from serving.bundle.signature import TrustedKeys
 from serving.bundle.tables import Table
 from serving.errors import BundleError
-from serving.files.reading import as_text
+from serving.files import as_text
 from serving.lookup.program import load_program
 from serving.reference import read_rows
 

@@ -10,8 +10,7 @@ import msgspec
 from export.plan.layout import aligned, whole_shard
 from export.plan.sharding import Sharding
 from export.plan.traffic import HOST_ID_BYTES, HOST_LENGTH_BYTES, SUM_BYTES, WEIGHT_BYTES
-from serving.bundle.hosts import ROUTER
-from serving.bundle.plan import Block, Shard, ShardingType
+from serving.bundle.plan import ROUTER, Block, Shard, ShardingType
 from serving.bundle.tables import Table
 
 

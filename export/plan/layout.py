@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from export.errors import PlanError
-from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import SHARD_ALIGNMENT
-from serving.bundle.plan import Plan, Shard
+from serving.bundle.plan import ROUTER, Plan, Shard
 from serving.bundle.tables import Table
-from serving.files.page_cache import HUGE_PAGE
+from serving.tables.page_cache import HUGE_PAGE
 
 # A shard of at least so many bytes starts at a huge page. The unused bytes before it are at most 3 % of it.
 _LARGE = 32 * HUGE_PAGE

@@ -8,7 +8,7 @@ An explicit plan is JSON::
                                     {"rank": 1, "rows": [500, 1000], "columns": [0, 64]}]}}}
 
 `tbe-export plan --json` prints one, with further keys that are ignored here. A rank with host −1 is the router's own
-(`serving.bundle.hosts`).
+(`serving.bundle.plan`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,11 @@ from export.plan.hosts import Placement, fold_hosts, hosts_of, router_tables, si
 from export.plan.layout import check_fits, whole_shard, with_offsets
 from export.plan.sharding import Sharding
 from export.plan.torchrec_planner import plan_by_torchrec
-from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import DEVICE
-from serving.bundle.plan import Block, Plan, Rank, Shard, ShardingType, tiling_error
+from serving.bundle.plan import ROUTER, Block, Plan, Rank, Shard, ShardingType, tiling_error
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
-from serving.files.reading import UNREADABLE, read_file
+from serving.files import UNREADABLE, read_file
 
 
 class _Rank(msgspec.Struct):

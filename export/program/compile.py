@@ -14,8 +14,7 @@ from export.program.sharded import ShardedProgram
 from export.program.tbe_call import Segment, SumsToAnswer, TbeCall
 from serving.bundle.manifest import MANIFEST, MODEL, PROGRAM, FileDigest, Manifest
 from serving.bundle.opening import digest_file
-from serving.bundle.rows import WeightDtype
-from serving.bundle.tables import OutputDtype, Pooling
+from serving.bundle.tables import OutputDtype, Pooling, WeightDtype
 from serving.lookup.program import torchscript
 from serving.model.config_file import model_py
 

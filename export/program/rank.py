@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from export.program.tbe_call import Segment, TbeCall
 from serving.bundle.plan import Shard
-from serving.bundle.rows import WeightDtype
-from serving.bundle.tables import Pooling
+from serving.bundle.tables import Pooling, WeightDtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from serving.bundle.manifest import Manifest
-from serving.bundle.rows import WeightDtype
-from serving.bundle.tables import OutputDtype, Pooling
+from serving.bundle.tables import OutputDtype, Pooling, WeightDtype
 
 # fbgemm_gpu's EmbeddingLocation.HOST and PoolingMode, as the operator takes them.
 _HOST = 3

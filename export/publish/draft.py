@@ -16,15 +16,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
 from export.publish.release import check_compatible
-from serving.bundle.hosts import MOST_VERSION, is_model_name
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import versions
+from serving.bundle.plan import MOST_VERSION, is_model_name
 from serving.bundle.signature import sign
 from serving.errors import ConfigurationError
-from serving.files.page_cache import HUGE_PAGE
-from serving.files.writing import temporary_folder
+from serving.files import temporary_folder
 from serving.model.config_file import CONFIG, model_config
 from serving.model.settings import ServingSettings
+from serving.tables.page_cache import HUGE_PAGE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

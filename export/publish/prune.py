@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from export.errors import PublishError
-from serving.bundle.hosts import is_host_model
 from serving.bundle.locks import in_use
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import open_bundle, versions
+from serving.bundle.plan import is_host_model
 from serving.bundle.release import read_release
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of

@@ -15,7 +15,7 @@ from serving.bundle.opening import check_published, newest
 from serving.bundle.release import Release, next_release, read_release, release_of
 from serving.bundle.signature import TrustedKeys, sign
 from serving.errors import BundleError
-from serving.files.writing import replacing
+from serving.files import replacing
 from serving.model.config_file import CONFIG, parameters_of, read_config, settings_of
 from serving.model.settings import ServingSettings
 

@@ -95,7 +95,7 @@ def bounds_of_codes(halves: Tensor, largest_code: int, units: tuple[float, float
     Args:
         halves: float16 [n, 2], scales and biases.
         largest_code: of the dtype.
-        units: FP16_UNIT, FP16_SUBNORMAL and FP32_UNIT of `serving.bundle.rows`.
+        units: FP16_UNIT, FP16_SUBNORMAL and FP32_UNIT of `serving.bundle.tables`.
 
     Returns:
         float64 [n].

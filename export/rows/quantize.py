@@ -11,7 +11,7 @@ from export.errors import QuantizeError
 from export.rows.compiled import code
 from export.trained.checkpoint import Checkpoint, blocks
 from export.trained.tables import TrainedTable
-from serving.bundle.rows import Floats, WeightDtype, dequantize
+from serving.bundle.tables import Floats, WeightDtype, dequantize
 
 _NOT_FINITE = "holds NaN or infinity: find out how the training made it"
 

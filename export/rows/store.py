@@ -21,8 +21,7 @@ from export.trained.checkpoint import Checkpoint, block_bounds, block_rows
 from export.trained.tables import TrainedTable
 from serving.bundle.manifest import FileDigest, Manifest
 from serving.bundle.plan import Shard, row_blocks
-from serving.bundle.rows import Bytes, Floats
-from serving.bundle.tables import Table
+from serving.bundle.tables import Bytes, Floats, Table
 
 _READ_BYTES = 1 << 18  # stays in a core's cache between being read and hashed
 

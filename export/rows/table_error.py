@@ -11,7 +11,7 @@ import torch
 
 from export.rows.compiled import bounds_of_codes, compare, compare_codes
 from serving.bundle.manifest import Agreement
-from serving.bundle.rows import (
+from serving.bundle.tables import (
     FP16_SUBNORMAL,
     FP16_UNIT,
     FP32_UNIT,

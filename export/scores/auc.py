@@ -17,7 +17,7 @@ from export.trained.probe import kjt_of
 from serving.bundle.scores import DensePart, LabelledAuc, ScoreOutput
 from serving.engine import Engine
 from serving.errors import ConfigurationError, InvalidRequest
-from serving.files.reading import open_file
+from serving.files import open_file
 from serving.request.dense import encode_dense
 from serving.request.encoding import encode
 

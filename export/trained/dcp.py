@@ -21,7 +21,7 @@ from torch import Tensor
 
 from export.errors import CheckpointError
 from export.trained.sources import InFile, locate_tensors
-from serving.files.reading import open_file
+from serving.files import open_file
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from export.errors import CheckpointError
-from serving.files.reading import open_file
+from serving.files import open_file
 
 # numpy has no bfloat16: its numbers are read as the integers with their bits.
 _READ_AS = {torch.bfloat16: torch.int16}

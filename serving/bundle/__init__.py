@@ -3,8 +3,7 @@
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.opening import Bundle, open_bundle, verify_digests
 from serving.bundle.plan import Plan, Rank, Shard, ShardingType
-from serving.bundle.rows import WeightDtype
-from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table
+from serving.bundle.tables import DefaultRow, Feature, IdPolicy, OutputDtype, Pooling, Table, WeightDtype
 
 __all__ = [
     "Agreement",

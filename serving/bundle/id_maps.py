@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from serving.files.reading import Strict
+from serving.files import Strict
 
 # The file of a bundle with all its maps.
 IDS = "ids.bin"

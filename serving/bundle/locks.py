@@ -8,7 +8,7 @@ from pathlib import Path
 
 from serving.bundle.manifest import MANIFEST
 from serving.errors import BundleError
-from serving.files.reading import open_file
+from serving.files import open_file
 
 
 def hold(path: Path) -> int:

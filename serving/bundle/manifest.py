@@ -10,7 +10,7 @@ A bundle is one version of a Triton model::
     ids.bin              id maps, if raw ids are remapped to rows: serving/bundle/id_maps.py
     manifest.sig         the publisher's signature, if there is one: serving/bundle/signature.py
 
-`serving.bundle.rows` has the format of a row.
+`serving.bundle.tables` has the format of a row.
 """
 
 import hashlib
@@ -19,12 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from serving.bundle.hosts import HostBundle, IdDtype, Part
 from serving.bundle.id_maps import IDS
-from serving.bundle.plan import Plan
+from serving.bundle.plan import HostBundle, IdDtype, Part, Plan
 from serving.bundle.scores import DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
-from serving.files.reading import Strict
+from serving.files import Strict
 
 # The format of a bundle with none of the features below.
 FORMAT_VERSION = 4

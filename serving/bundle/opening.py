@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serving.bundle.hosts import FIRST_WEIGHTS, path_of
 from serving.bundle.manifest import MANIFEST, FileDigest, Manifest
 from serving.bundle.parse import parse_manifest
+from serving.bundle.plan import FIRST_WEIGHTS, path_of
 from serving.errors import BundleError, ConfigurationError
-from serving.files.reading import open_file, read_file
+from serving.files import open_file, read_file
 
 
 def digest_of(content: bytes) -> FileDigest:
@@ -24,7 +24,7 @@ def digest_file(path: Path, *, follow: bool = False) -> FileDigest:
     """Size and SHA-256 of the file at `path`.
 
     Raises:
-        OSError: as `serving.files.reading.open_file`.
+        OSError: as `serving.files.open_file`.
     """
     with open_file(path, follow=follow) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from serving.bundle.hosts import host_model
 from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import (
     DEVICE,
@@ -21,11 +20,11 @@ from serving.bundle.manifest import (
     SHARD_ALIGNMENT,
     Manifest,
 )
-from serving.bundle.plan import COLUMN_MULTIPLE, Shard, tiling_error
+from serving.bundle.plan import COLUMN_MULTIPLE, Shard, host_model, tiling_error
 from serving.bundle.scores import SCORES, wrong_names
 from serving.bundle.tables import IdPolicy, is_name
 from serving.errors import BundleError
-from serving.files.reading import UNREADABLE, json_tree
+from serving.files import UNREADABLE, json_tree
 
 # Version 3 has no shared keys, no left_out, no notes, and no parity with the trained module.
 _READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION, IDS_FORMAT_VERSION, NEWEST_FORMAT_VERSION)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from serving.errors import BundleError
-from serving.files.reading import UNREADABLE, Strict, read_file
+from serving.files import UNREADABLE, Strict, read_file
 
 if TYPE_CHECKING:
     from serving.bundle.signature import TrustedKeys

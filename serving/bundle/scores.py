@@ -4,7 +4,7 @@ import enum
 from collections.abc import Iterator, Sequence
 
 from serving.bundle.tables import is_name
-from serving.files.reading import Strict
+from serving.files import Strict
 
 # The file of a bundle with the dense part: TorchScript with its weights.
 SCORES = "scores.pt"

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from serving.bundle.hosts import IdDtype, part_text
 from serving.bundle.manifest import Manifest
-from serving.bundle.plan import Shard
+from serving.bundle.plan import IdDtype, Shard, part_text
 from serving.bundle.tables import Table
 
 _MOST_INT32 = 2**31 - 1

@@ -31,8 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
 from serving.errors import BundleError, ConfigurationError
-from serving.files.reading import SMALL, read_file
-from serving.files.writing import replacing
+from serving.files import SMALL, read_file, replacing
 
 # The environment variable with the path of the trusted keys, for the models of a server.
 TRUSTED_KEYS = "TBE_SERVING_TRUSTED_KEYS"

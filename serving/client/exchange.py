@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 from serving.client.messages import Answer, ModelInfo, Scores, infer_request
 from serving.client.serves import info_of
 from serving.errors import ConfigurationError, InternalError, InvalidRequest
-from serving.files.reading import is_utf8
+from serving.files import is_utf8
 from serving.request.bags import lengths_by_key, once_of, samples_of
 from serving.request.dense import DenseFeatures, accept_dense, encode_dense
 from serving.request.encoding import Features, decode, decode_rows, encode, encode_rows

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from serving.errors import ConfigurationError
-from serving.files.reading import UNREADABLE, read_file
+from serving.files import UNREADABLE, read_file
 
 Metadata = Mapping[str, str | bytes] | Callable[[], Mapping[str, str | bytes]]
 

@@ -15,7 +15,7 @@ from serving.bundle.scores import DenseInput
 from serving.client.connection import Connection
 from serving.client.messages import ModelInfo
 from serving.errors import ServingError
-from serving.files.reading import Strict
+from serving.files import Strict
 from serving.request.tensors import EMBEDDINGS, IDS, LOOKED_UP, ONCE
 from serving.triton.error_messages import error_of
 

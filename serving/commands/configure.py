@@ -18,8 +18,7 @@ from serving.bundle.opening import open_bundle, versions
 from serving.bundle.signature import read_signing_key, sign, signature_of
 from serving.commands.connection import say
 from serving.errors import BundleError, ConfigurationError
-from serving.files.reading import open_file, read_file
-from serving.files.writing import replacing
+from serving.files import open_file, read_file, replacing
 from serving.model.config_file import CONFIG, apply_settings, read_config, settings_of, write_config
 from serving.model.settings import NEWEST, ServingSettings, Setting, kind_of, table
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP, PassedOver, read_captured

@@ -11,12 +11,11 @@ from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict, ParseDict
 from tritonclient.grpc import model_config_pb2
 
-from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import Manifest
+from serving.bundle.plan import IdDtype
 from serving.bundle.tables import OutputDtype
 from serving.errors import ConfigurationError
-from serving.files.reading import read_file
-from serving.files.writing import replacing
+from serving.files import read_file, replacing
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings, parsed
 from serving.request.tensors import ONCE, SEQUENCES
 

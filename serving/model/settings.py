@@ -15,7 +15,7 @@ import msgspec
 from serving.addresses import is_address, is_host_name
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
-from serving.files.reading import UNREADABLE, is_utf8
+from serving.files import UNREADABLE, is_utf8
 
 # Most requests in one call of `execute`: `max_batch_size` in config.pbtxt.
 LARGEST_HANDOVER = 256

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from serving.errors import ConfigurationError
-from serving.files.reading import UNREADABLE, open_file
+from serving.files import UNREADABLE, open_file
 from serving.request.tensors import LOOKED_UP, Array, Tensors
 
 # The file beside config.pbtxt whose requests are answered before a model is ready.

@@ -60,7 +60,7 @@ class Tensors:
         tables: instead of `features`: the tables whose rows are asked for, in the order of the answer. `values` and
             `lengths` are by table.
         once: the features, and dense inputs, that come once and count for all samples: one bag, or [1, width].
-        part_of: what the bundle that answers has to be a part of, as `serving.bundle.hosts.Part.text`. None: of any
+        part_of: what the bundle that answers has to be a part of, as `serving.bundle.plan.Part.text`. None: of any
             plan, or of none.
     """
 

@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from serving.bundle.hosts import HostBundle
 from serving.bundle.manifest import Manifest
+from serving.bundle.plan import HostBundle
 from serving.bundle.segments import PlannedHost, planned_host
 from serving.client.connection import Connection
 from serving.errors import (

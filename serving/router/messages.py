@@ -8,7 +8,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.bundle.hosts import HostBundle, IdDtype
+from serving.bundle.plan import HostBundle, IdDtype
 from serving.errors import InternalError, shown
 from serving.request.tensors import EMBEDDINGS, PARAMETERS, Ids, Lengths, Weights
 
@@ -26,7 +26,7 @@ class PartialRequest:
         segments: names of the segments asked for, joined by commas. None: all of the host's, in its order.
         samples: B.
         columns: columns of the answer, the sum of the segments' widths.
-        part_of: the plan that the answering bundle has to be a part of, as `serving.bundle.hosts.Part.text`. None: do
+        part_of: the plan that the answering bundle has to be a part of, as `serving.bundle.plan.Part.text`. None: do
             not check.
     """
 

@@ -10,11 +10,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from serving.bundle.hosts import HostBundle
 from serving.bundle.manifest import Manifest
+from serving.bundle.plan import HostBundle
 from serving.client.connection import Connection, Tls
 from serving.errors import HostUnavailable, InternalError, ModelNotFound, ServingError
-from serving.files.reading import Strict
+from serving.files import Strict
 from serving.router.host import Host, host_of
 from serving.router.hosts_config import HostsConfig
 

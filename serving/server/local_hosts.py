@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from serving.bundle.hosts import HostBundle, is_host_model, path_of
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle, versions
+from serving.bundle.plan import HostBundle, is_host_model, path_of
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config

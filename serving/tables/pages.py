@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from serving.files.page_cache import HUGE_PAGE, huge_bytes_at
+from serving.tables.page_cache import HUGE_PAGE, huge_bytes_at
 
 # Bytes that are read into memory at once. The first 2 MiB are read alone, to see whether the kernel has huge pages.
 _CHUNK_BYTES = 256 << 20

@@ -17,8 +17,8 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.opening import check_digest, check_sha256
 from serving.bundle.plan import Plan
 from serving.errors import BundleError, ConfigurationError
-from serving.files.page_cache import HUGE_PAGE
 from serving.tables.memory_budget import most_weights_bytes, weights_of_others
+from serving.tables.page_cache import HUGE_PAGE
 from serving.tables.pages import MappedFile, leave_out_of_memory
 from serving.tables.read_ahead import ReadAhead
 from serving.tables.shared_copy import SharedCopies

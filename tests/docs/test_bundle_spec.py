@@ -18,7 +18,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from serving.bundle import DefaultRow
-from serving.bundle.hosts import IdDtype
+from serving.bundle.plan import IdDtype
 from serving.client import Rows
 from serving.engine import Engine
 from tests.support.bundle_reader import DTYPES, POOLINGS, Bags, Reader

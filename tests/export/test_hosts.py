@@ -18,8 +18,8 @@ from export.pipeline import finish, plan_model
 from export.publish.draft import Draft
 from export.trained.checkpoint import Checkpoint, module_weights
 from export.trained.tables import TrainedTable, collect_tables
-from serving.bundle.hosts import ROUTER, IdDtype
 from serving.bundle.opening import Bundle, open_bundle, verify_digests
+from serving.bundle.plan import ROUTER, IdDtype
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError

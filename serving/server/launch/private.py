@@ -23,8 +23,7 @@ from serving.bundle.opening import check_sha256, digest_of, newest, read_checked
 from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TRUSTED_KEYS, TrustedKeys, signature_of
 from serving.errors import BundleError, ConfigurationError, TritonserverFailed
-from serving.files.reading import Strict, open_file, read_file
-from serving.files.writing import replacing, temporary_folder
+from serving.files import Strict, open_file, read_file, replacing, temporary_folder
 from serving.model.config_file import CONFIG, model_config, model_py, read_config, settings_of
 from serving.model.settings import ServingSettings
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP

@@ -22,8 +22,7 @@ from typing import Any
 import msgspec
 
 from serving.errors import ConfigurationError
-from serving.files.reading import UNREADABLE, Strict, is_utf8, open_file
-from serving.files.writing import replacing, temporary_folder
+from serving.files import UNREADABLE, Strict, is_utf8, open_file, replacing, temporary_folder
 from serving.server.launch.access import EVERYWHERE, LOOPBACK, is_loopback
 from serving.server.launch.private import PrivateFolder
 from serving.triton.control import UNIX

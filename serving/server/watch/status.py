@@ -10,13 +10,13 @@ from typing import Any
 from serving.bundle.manifest import WEIGHTS_FILES
 from serving.bundle.opening import open_bundle
 from serving.errors import ServingError
-from serving.files.page_cache import cached, huge_bytes_of
-from serving.files.reading import Strict
+from serving.files import Strict
 from serving.model.config_file import of_json, settings_of
 from serving.model.settings import ServingSettings
 from serving.router.hosts_config import hosts_of
 from serving.router.replicas import HostReplicas, replicas_of
 from serving.server.launch.run_file import Recovery, RunFile
+from serving.tables.page_cache import cached, huge_bytes_of
 from serving.tables.shared_copy import COPY_PREFIX
 from serving.triton.control import UNLOADED, Control, VersionState
 from serving.triton.stubs import Stub, living_stubs

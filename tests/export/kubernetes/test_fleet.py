@@ -9,9 +9,9 @@ from export import export_model
 from export.kubernetes.fleet import Replicas, read_fleet
 from serving.bundle.manifest import MANIFEST
 from serving.errors import BundleError, ConfigurationError
-from serving.files.page_cache import HUGE_PAGE
 from serving.model.config_file import apply_settings, read_config, write_config
 from serving.model.settings import ServingSettings
+from serving.tables.page_cache import HUGE_PAGE
 from tests.support.scored import EXACT, dlrm
 
 

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 from export.plan.layout import whole_shard, with_offsets
 from serving.bundle.plan import Shard
-from serving.bundle.rows import WeightDtype
-from serving.bundle.tables import IdPolicy, Pooling, Table
+from serving.bundle.tables import IdPolicy, Pooling, Table, WeightDtype
 
 MIB = 1 << 20
 

@@ -6,10 +6,8 @@ import pytest
 
 from export.errors import PlanError
 from export.plan.layout import check_fits, overflow_of, whole_shard
-from serving.bundle.hosts import ROUTER
-from serving.bundle.plan import Plan, Rank, ShardingType
-from serving.bundle.rows import WeightDtype
-from serving.bundle.tables import IdPolicy, Pooling, Table
+from serving.bundle.plan import ROUTER, Plan, Rank, ShardingType
+from serving.bundle.tables import IdPolicy, Pooling, Table, WeightDtype
 
 # INT8 rows of dim 16 are 20 bytes: 2,000, 1,000 and 200 bytes.
 _TABLES = tuple(

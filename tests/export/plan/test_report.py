@@ -5,7 +5,7 @@ import pytest
 from export import ExportConfig, Sharding
 from export.pipeline import plan_model
 from export.plan.report import report_plan
-from serving.bundle.hosts import ROUTER
+from serving.bundle.plan import ROUTER
 from tests.support.models import MIXED, collection
 
 TYPES = {"user": "row_wise", "item": "column_wise", "genre": "data_parallel", "word": "table_wise"}

@@ -15,8 +15,8 @@ from export.errors import PlanError
 from export.pipeline import plan_model
 from export.plan.hosts import router_tables
 from export.plan.report import PlanReport, report_plan
-from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Manifest
+from serving.bundle.plan import ROUTER
 from serving.errors import ConfigurationError
 from serving.request.captured import CapturedRequest
 from tests.support.models import Spec, collection, int8_table

@@ -10,8 +10,8 @@ import pytest
 from export import Sharding
 from export.errors import PlanError
 from export.plan.report import report_plan
-from serving.bundle.hosts import ROUTER
 from serving.bundle.manifest import Manifest
+from serving.bundle.plan import ROUTER
 from serving.engine import Engine
 from serving.errors import ConfigurationError
 from tests.export.plan.test_router import hosts, in_router, planned

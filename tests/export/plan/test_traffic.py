@@ -11,9 +11,8 @@ from export.hosts import part_manifest
 from export.pipeline import plan_model
 from export.plan.report import report_plan
 from export.plan.traffic import HostTraffic, host_traffic, shard_traffic, sums_pattern
-from serving.bundle.hosts import IdDtype
 from serving.bundle.manifest import Manifest
-from serving.bundle.plan import Shard
+from serving.bundle.plan import IdDtype, Shard
 from serving.bundle.tables import OutputDtype
 from serving.request.captured import CapturedRequest
 from tests.support.models import Spec, collection

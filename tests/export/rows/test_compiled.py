@@ -7,7 +7,7 @@ import torch
 from export.rows.compiled import compare, unpack
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError, rounding_bounds
-from serving.bundle.rows import WeightDtype, dequantize, scales_and_biases_of
+from serving.bundle.tables import WeightDtype, dequantize, scales_and_biases_of
 
 CODED = [dtype for dtype in WeightDtype if dtype.format.quantized]
 

@@ -13,8 +13,8 @@ from export.plan.sharding import CHOICES
 from export.rows import store
 from export.rows.store import DigestsBehind
 from export.trained import checkpoint
-from serving.bundle.hosts import path_of
 from serving.bundle.opening import open_bundle
+from serving.bundle.plan import path_of
 from tests.support.models import collection
 
 DTYPES = {"user": WeightDtype.INT8, "item": WeightDtype.FP32, "genre": WeightDtype.INT2, "word": WeightDtype.INT4}

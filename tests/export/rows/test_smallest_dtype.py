@@ -15,8 +15,7 @@ from export.trained import checkpoint
 from export.trained.checkpoint import InMemory
 from export.trained.generated import generated_checkpoint
 from export.trained.tables import TrainedTable
-from serving.bundle.rows import dequantize
-from serving.bundle.tables import Pooling
+from serving.bundle.tables import Pooling, dequantize
 from tests.support import oracle
 from tests.support.models import MIXED, collection, float_tables
 

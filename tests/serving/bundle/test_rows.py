@@ -12,8 +12,7 @@ from export.program.tbe_call import Segment, TbeCall
 from export.rows.quantize import check_dim, quantize, torch_dtype
 from export.rows.table_error import rounding_bounds
 from serving.bundle.plan import COLUMN_MULTIPLE
-from serving.bundle.rows import ROW_FORMATS, WeightDtype, dequantize, scales_and_biases_of
-from serving.bundle.tables import Pooling
+from serving.bundle.tables import ROW_FORMATS, Pooling, WeightDtype, dequantize, scales_and_biases_of
 from tests.support import oracle
 
 every_dtype = pytest.mark.parametrize("dtype", WeightDtype, ids=lambda dtype: dtype.value)

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
-from serving.bundle.hosts import HostBundle, IdDtype
+from serving.bundle.plan import HostBundle, IdDtype
 from serving.bundle.segments import PlannedHost
 from serving.client.connection import Connection
 from serving.client.retries import Retries

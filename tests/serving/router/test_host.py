@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.bundle.hosts import HostBundle, IdDtype
+from serving.bundle.plan import HostBundle, IdDtype
 from serving.bundle.segments import PlannedHost
 from serving.client.connection import Connection
 from serving.client.retries import Retries

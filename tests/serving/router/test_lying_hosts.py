@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as replaced
 
-from serving.bundle.hosts import path_of
 from serving.bundle.opening import open_bundle
+from serving.bundle.plan import path_of
 from serving.engine import Engine
 from serving.errors import HostUnavailable
 from serving.request.accept import accept

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serving.files.page_cache import HUGE_PAGE
 from serving.tables import pages
+from serving.tables.page_cache import HUGE_PAGE
 from serving.tables.pages import MappedFile
 from tests.support.huge_pages import expect_huge, huge_of, write_in_small_pieces
 

@@ -10,13 +10,13 @@ import pytest
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from serving.bundle import open_bundle
 from serving.engine import Engine
-from serving.files.page_cache import cached
 from serving.request import kjt
 from serving.request.accept import accept
 from serving.request.batches import batches_of
 from serving.request.encoding import encode
 from serving.request.tensors import Batch
 from serving.tables import memory_budget
+from serving.tables.page_cache import cached
 from serving.tables.read_ahead import ReadAhead
 from tests.support.models import Spec, collection
 

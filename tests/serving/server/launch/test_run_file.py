@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from serving.errors import ConfigurationError
-from serving.files.reading import open_file
+from serving.files import open_file
 from serving.server.launch import run_file as run_file_module
 from serving.server.launch.run_file import KeptRunFile, RunFile, find_run_file
 from tests.support.servers import apart

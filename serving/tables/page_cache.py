@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from serving.files.reading import open_file
+from serving.files import open_file
 
 HUGE_PAGE = 2 << 20
 _PAGES = HUGE_PAGE // mmap.PAGESIZE

@@ -17,7 +17,7 @@ from serving.bundle.opening import open_bundle, verify_digests
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.engine import Engine
 from serving.errors import ConfigurationError, ServingError
-from serving.files.reading import open_file, read_file
+from serving.files import open_file, read_file
 from serving.model.settings import ServingSettings
 from serving.request.captured import read_captured
 from serving.server.launch.run_file import find_run_file
