@@ -258,7 +258,7 @@ class Engine(Closing):
 
         Args:
             features: ids of all features, as `lookup` takes them.
-            dense: the dense inputs of the model's forward by name, [B, width] each.
+            dense: the dense inputs of the model's forward by name, [B, *shape] each.
             once: the features that have one bag, and dense inputs that have one row, which count for all samples.
 
         Returns:
@@ -273,7 +273,7 @@ class Engine(Closing):
             raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
         tensors = encode(features, self._weighted_keys, once)
         names = [each.name for each in part.outputs]
-        return self.outputs(replace(tensors, outputs=names, dense=encode_dense(dense)))
+        return self.outputs(replace(tensors, outputs=names, dense=encode_dense(part.inputs, dense)))
 
     def outputs(self, tensors: Tensors) -> Outputs:
         """Answer one request: its outputs by name, as they travel, without the leading 1.

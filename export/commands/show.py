@@ -11,7 +11,7 @@ from export.plan.report import PlanReport, Transfer
 from export.sizes import size_text
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.plan import ROUTER
-from serving.bundle.scores import SCORES, DensePart, LabelledAuc
+from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc
 from serving.model.config_file import read_config, settings_of
 from serving.tables.page_cache import cached
 from serving.terminal.program import out
@@ -185,7 +185,7 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
     table.caption = "trained: scores of the trained model itself; merged: of requests together and each alone"
     out.print(table)
     _show_auc({each.name: each.parity.auc for each in part.outputs if each.parity.auc is not None})
-    inputs = ", ".join(["embeddings", *(f"{each.name} {_shape((each.width,))}" for each in part.inputs)])
+    inputs = ", ".join(["embeddings", *map(_described, part.inputs)])
     size = size_text(manifest.files[SCORES].size_bytes)
     out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True)
     if part.mixes_samples:
@@ -231,6 +231,11 @@ def show_verification(verification: "Verification") -> None:
 
 def _shape(of_sample: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, ('B', *of_sample)))}]"
+
+
+def _described(of: DenseInput) -> str:
+    dtype = "" if of.dtype is InputDtype.FP32 else f"{of.dtype.value} "
+    return f"{of.name} {dtype}{_shape(of.shape)}"
 
 
 def _show_auc(measured: Mapping[str, LabelledAuc]) -> None:

@@ -181,7 +181,7 @@ def _trained(engine: Engine, scored: Scored, request: LabelledRequest) -> Mappin
     assert scored.answer is not None  # noqa: S101  it was asked
     manifest = engine.bundle.manifest
     ids = encode({key: request.features[key] for key in manifest.keys}, manifest.weighted_keys)
-    dense = encode_dense(request.dense)
+    dense = encode_dense(scored.part.inputs, request.dense)
     given = [torch.from_numpy(dense[each.name]) for each in scored.part.inputs]
     try:
         return scored.answer(kjt_of(manifest, ids, torch.device("cpu")), given)

@@ -32,7 +32,7 @@ def inputs_of(cut: Cut, told: Mapping[str, int]) -> tuple[DenseInput, ...]:
         expected = ", ".join(map(repr, cut.inputs)) or "none"
         raise ConfigurationError(f"dense_widths (--dense-width) {min(unknown)!r}: expected one of {expected}")
     arguments = {str(node.target): node for node in cut.module.graph.nodes if node.op == "placeholder"}
-    return tuple(DenseInput(name, _width(cut.module, arguments[name], told.get(name))) for name in cut.inputs)
+    return tuple(DenseInput(name, (_width(cut.module, arguments[name], told.get(name)),)) for name in cut.inputs)
 
 
 def _width(module: fx.GraphModule, argument: fx.Node, told: int | None) -> int:

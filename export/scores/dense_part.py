@@ -30,7 +30,7 @@ from export.trained.probe import kjt_of, listening, make_probe
 from export.trained.running import evaluating, quiet
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
+from serving.bundle.scores import DenseDtype, DenseInput, DensePart, InputDtype, ScoreOutput, ScoreParity
 from serving.lookup.program import torchscript
 from serving.request.tensors import Ids, Tensors
 
@@ -157,9 +157,16 @@ def compare_scores(scored: Scored, answer: npt.NDArray[Any]) -> DensePart:
 
 
 def make_dense(inputs: Sequence[DenseInput], samples: int) -> tuple[Tensor, ...]:
-    """Seeded dense inputs beside `make_probe`, float32 [B, width] each, within [0, 1)."""
+    """Seeded dense inputs beside `make_probe`, [B, *shape] each: FP32 within [0, 1), the others 0 or 1."""
     generator = torch.Generator().manual_seed(0)
-    return tuple(torch.rand(samples, each.width, generator=generator) for each in inputs)
+
+    def make(of: DenseInput) -> Tensor:
+        if of.dtype is InputDtype.FP32:
+            return torch.rand(samples, *of.shape, generator=generator)
+        integers = torch.randint(0, 2, (samples, *of.shape), generator=generator)
+        return torch.from_numpy(integers.numpy().astype(of.dtype.numpy))
+
+    return tuple(make(each) for each in inputs)
 
 
 def save_scores(program: torch.jit.ScriptModule, path: Path) -> None:

@@ -120,7 +120,7 @@ def _of_model(
     """The dense part of `trained`, made as the published one was."""
     weights = open_weights(trained.module, trained.tables, checkpoint)
     known = known_of_keys(build_maps(trained.tables, weights).known, manifest)
-    widths = {each.name: each.width for each in part.inputs}
+    widths = {each.name: each.shape[0] for each in part.inputs}
     expected = f"{path}: expected a model with the dense inputs and outputs of this bundle, {part.contract}"
     try:
         scored = dense_part(trained, manifest, known, widths, part.dtype, checkpoint)

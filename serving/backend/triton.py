@@ -158,7 +158,7 @@ def _decode(request: Any) -> Tensors:
         lengths=_row("lengths", inputs.get("lengths")),
         weights=None if weights is None else _row("weights", weights),
         outputs=request.requested_output_names(),
-        dense={name: _matrix(name, each) for name, each in inputs.items() if name not in IDS},
+        dense={name: _samples(name, each) for name, each in inputs.items() if name not in IDS},
         **parameters,
     )
 
@@ -174,13 +174,13 @@ def _row(name: str, tensor: Any) -> Array:
     return row
 
 
-def _matrix(name: str, tensor: Any) -> Array:
-    """The rows [B, n] of an input [1, B, n]."""
+def _samples(name: str, tensor: Any) -> Array:
+    """The samples [B, …] of an input [1, B, …]."""
     array: Array = tensor.as_numpy()
-    if array.ndim != 3 or array.shape[0] != 1:
-        raise InvalidRequest(f"{name}: expected shape [1, B, n], got {list(array.shape)}", Reason.DENSE)
-    rows: Array = array[0]
-    return rows
+    if array.ndim < 2 or array.shape[0] != 1:
+        raise InvalidRequest(f"{name}: expected shape [1, B, …], got {list(array.shape)}", Reason.DENSE)
+    samples: Array = array[0]
+    return samples
 
 
 def _response(outcome: Outcome) -> Any:

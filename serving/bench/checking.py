@@ -88,7 +88,7 @@ class Checker:
             for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
         ]
         embeddings = np.concatenate(columns, axis=1).astype(_DTYPES[manifest.output_dtype])
-        dense = [np.broadcast_to(tensors.dense[each.name], (samples, each.width)) for each in part.inputs]
+        dense = [np.broadcast_to(tensors.dense[each.name], (samples, *each.shape)) for each in part.inputs]
         (scores,) = self._dense.score(embeddings, [dense], [samples])
         for each in part.outputs:
             if each.name in outputs:

@@ -10,12 +10,13 @@ from types import MappingProxyType
 import numpy as np
 
 from serving.bundle.manifest import Manifest
+from serving.bundle.scores import DenseInput, InputDtype
 from serving.client import ModelInfo
 from serving.client.messages import infer_request
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.request.bags import once_of, samples_of
 from serving.request.captured import PassedOver, read_captured
-from serving.request.tensors import LOOKED_UP, Ids, Lengths, Tensors
+from serving.request.tensors import LOOKED_UP, Array, Ids, Lengths, Tensors
 
 # Number of different requests of one size: enough that no cache holds them all, few enough to be made quickly.
 _COUNT = 64
@@ -87,7 +88,7 @@ def random_requests(
         pooling_factors: mean number of ids in a bag, by key. With 2.3, a bag has 2 or 3 ids.
         seed: of the random numbers.
         known: the ids to draw from, by key, for keys whose ids are not row numbers.
-        scores: whether to ask for all scores, with dense inputs in [0, 1), instead of embeddings.
+        scores: whether to ask for all scores, with dense inputs in [0, 1) instead of embeddings; integers are 0 or 1.
 
     Raises:
         ConfigurationError: the bundle has no scores to ask for.
@@ -115,10 +116,18 @@ def random_requests(
         weights = np.ones(values.size, np.float32) if manifest.weighted else None
         request = Tensors(None, values, lengths.ravel(), weights)
         if part is not None:
-            dense = {each.name: random.random((samples, each.width), np.float32) for each in part.inputs}
+            dense = {each.name: _dense(random, each, samples) for each in part.inputs}
             request = replace(request, outputs=[each.name for each in part.outputs], dense=dense)
         requests.append(request)
     return requests
+
+
+def _dense(random: np.random.Generator, of: DenseInput, samples: int) -> Array:
+    shape = (samples, *of.shape)
+    if of.dtype is InputDtype.FP32:
+        return random.random(shape, np.float32)
+    # Larger ones may be outside of an nn.Embedding that takes them.
+    return random.integers(0, 2, shape).astype(of.dtype.numpy)
 
 
 def _drawn(random: np.random.Generator, ids: Distribution, known: Ids | None, height: int, count: int) -> Ids:

@@ -32,8 +32,11 @@ HOSTS_FORMAT_VERSION = 5
 # The format of bundles with the id policy `modulo` or position weights, on hosts or not; and of bundles with INT32
 # ids that are not on hosts.
 IDS_FORMAT_VERSION = 6
-# The format of bundles with a dense part, id maps, or tables that are not pooled, on hosts or not.
-NEWEST_FORMAT_VERSION = 7
+# The format of bundles with id maps, or tables that are not pooled, on hosts or not. Earlier releases wrote it for
+# bundles with a dense part, too.
+SEQUENCES_FORMAT_VERSION = 7
+# The format of bundles with a dense part, on hosts or not.
+NEWEST_FORMAT_VERSION = 8
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
@@ -191,8 +194,8 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         """SHA-256, in hex, of all that a client can see.
 
         These are the features with their dims, whether each is pooled and has per-id weights, the dtypes of ids and
-        output, and the names and shapes of dense inputs and scores. A version can replace another one with the same
-        contract while clients run.
+        output, and the names, shapes and dtypes of dense inputs and scores. A version can replace another one with
+        the same contract while clients run.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
         sends = self.sends_weights
@@ -232,7 +235,7 @@ def format_version_of(
     by_position = any(feature.position_weights is not None for feature in features)
     tables = tuple(tables)
     if any(table.id_map is not None or table.is_sequence for table in tables):
-        return NEWEST_FORMAT_VERSION
+        return SEQUENCES_FORMAT_VERSION
     if is_narrow or by_position or any(table.id_policy is IdPolicy.MODULO for table in tables):
         return IDS_FORMAT_VERSION
     return HOSTS_FORMAT_VERSION if on_hosts else FORMAT_VERSION

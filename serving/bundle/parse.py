@@ -17,17 +17,26 @@ from serving.bundle.manifest import (
     MODEL,
     NEWEST_FORMAT_VERSION,
     PROGRAM,
+    SEQUENCES_FORMAT_VERSION,
     SHARD_ALIGNMENT,
     Manifest,
 )
+from serving.bundle.parse_dense_part import in_dense_part, say_shapes
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, host_model, tiling_error
-from serving.bundle.scores import SCORES, wrong_names
+from serving.bundle.scores import SCORES
 from serving.bundle.tables import IdPolicy, is_name
 from serving.errors import BundleError
 from serving.files import UNREADABLE, json_tree
 
 # Version 3 has no shared keys, no left_out, no notes, and no parity with the trained module.
-_READABLE_VERSIONS = (3, FORMAT_VERSION, HOSTS_FORMAT_VERSION, IDS_FORMAT_VERSION, NEWEST_FORMAT_VERSION)
+_READABLE_VERSIONS = (
+    3,
+    FORMAT_VERSION,
+    HOSTS_FORMAT_VERSION,
+    IDS_FORMAT_VERSION,
+    SEQUENCES_FORMAT_VERSION,
+    NEWEST_FORMAT_VERSION,
+)
 # The names of a bundle's other files.
 _RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, SCORES, IDS)
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
@@ -56,7 +65,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
                 f"{path}: format_version: expected one of {_READABLE_VERSIONS}, got {found}: "
                 "serve it with the tbe-serving that exported it, or export it again"
             )
-        manifest = msgspec.json.decode(text, type=Manifest)
+        manifest = _decoded(text, found)
         keys = json_tree(text)
     except (ValueError, *UNREADABLE) as error:
         raise BundleError(f"{path}: {error}") from error
@@ -66,20 +75,28 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
     return manifest
 
 
+def _decoded(text: bytes, version: int) -> Manifest:
+    if version != SEQUENCES_FORMAT_VERSION:
+        return msgspec.json.decode(text, type=Manifest)
+    document = msgspec.json.decode(text)
+    say_shapes(document)
+    return msgspec.convert(document, Manifest)
+
+
 def _in_keys(document: Any, version: int) -> Iterator[str]:
     """Find keys that the manifest's version does not have; and nulls, which msgspec takes for missing keys."""
     features, parities = document["features"], document["parity"]
     places: list[tuple[int, str, Any, tuple[str, ...]]] = [
         (HOSTS_FORMAT_VERSION, "$", document, ("hosts", "part_of", "id_dtype")),
         (FORMAT_VERSION, "$", document, ("left_out", "notes")),
-        (NEWEST_FORMAT_VERSION, "$", document, ("dense_part",)),
+        (SEQUENCES_FORMAT_VERSION, "$", document, ("dense_part",)),
         *((FORMAT_VERSION, f"$.features[{n}]", feature, ("shared_key",)) for n, feature in enumerate(features)),
         *(
             (IDS_FORMAT_VERSION, f"$.features[{n}]", feature, ("position_weights",))
             for n, feature in enumerate(features)
         ),
         *(
-            (NEWEST_FORMAT_VERSION, f"$.tables[{n}]", table, ("id_map",))
+            (SEQUENCES_FORMAT_VERSION, f"$.tables[{n}]", table, ("id_map",))
             for n, table in enumerate(document["tables"])
         ),
         *((FORMAT_VERSION, f"$.parity[{n}]", parity, ("trained",)) for n, parity in enumerate(parities)),
@@ -104,7 +121,7 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
     for contradictions in (
         _in_tables,
         _in_features,
-        _in_dense_part,
+        in_dense_part,
         _in_plan,
         _in_hosts,
         _in_files,
@@ -137,7 +154,7 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: expected id_policy `error` with an id_map, got {table.id_policy.value!r}"
         if table.id_map is not None and (wrong := table.id_map.contradiction(table.rows)) is not None:
             yield f"{where}: id_map: {wrong}"
-        if table.is_sequence and manifest.format_version < NEWEST_FORMAT_VERSION:
+        if table.is_sequence and manifest.format_version < SEQUENCES_FORMAT_VERSION:
             yield f"{where}: format_version {manifest.format_version} has no pooling `NONE`"
         if table.is_sequence and (table.weighted or manifest.part_of is not None):
             yield f"{where}: pooling: expected SUM or MEAN of a weighted table, and in the bundle of a host, got NONE"
@@ -164,28 +181,6 @@ def _in_features(manifest: Manifest) -> Iterator[str]:
     for feature, expected in zip(manifest.features, side_by_side, strict=True):
         if feature != expected:
             yield f"feature {expected.name!r}: expected it beside the others of its key {expected.key!r}"
-
-
-def _in_dense_part(manifest: Manifest) -> Iterator[str]:
-    part = manifest.dense_part
-    if part is None:
-        return
-    if manifest.part_of is not None:
-        yield "dense_part: expected none in a host's bundle: its answers are partial sums"
-    for table in manifest.tables:
-        if table.is_sequence:
-            yield f"dense_part: expected none beside a table that is not pooled, {table.name!r}"
-    if not part.outputs:
-        yield "dense_part: outputs: expected at least one"
-    if part.mixed_by is not None and not part.mixes_samples:
-        yield "dense_part: mixed_by: expected it where mixes_samples is true alone"
-    yield from wrong_names([each.name for each in part.inputs], [each.name for each in part.outputs])
-    for each in part.inputs:
-        if each.width < 1:
-            yield f"dense input {each.name!r}: expected a width > 0, got {each.width}"
-    for output in part.outputs:
-        if any(size < 1 for size in output.shape):
-            yield f"dense output {output.name!r}: expected sizes > 0, got {list(output.shape)}"
 
 
 def _in_plan(manifest: Manifest) -> Iterator[str]:

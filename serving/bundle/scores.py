@@ -2,6 +2,9 @@
 
 import enum
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from serving.bundle.tables import is_name
 from serving.files import Strict
@@ -20,15 +23,48 @@ class DenseDtype(enum.Enum):
     INT8 = "INT8"
 
 
-class DenseInput(Strict, frozen=True):
-    """An input of the dense part beside the embeddings: FP32 [B, width].
+class InputDtype(enum.Enum):
+    """The dtype of a dense input, by its KServe name."""
+
+    FP32 = "FP32"
+    INT64 = "INT64"
+    INT32 = "INT32"
+    BOOL = "BOOL"
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The same of numpy."""
+        return _NUMPY[self]
+
+
+_NUMPY: dict[InputDtype, np.dtype[Any]] = {
+    InputDtype.FP32: np.dtype(np.float32),
+    InputDtype.INT64: np.dtype(np.int64),
+    InputDtype.INT32: np.dtype(np.int32),
+    InputDtype.BOOL: np.dtype(np.bool_),
+}
+# Of each dtype that a dense input may have.
+INPUT_DTYPES = {numpy: dtype for dtype, numpy in _NUMPY.items()}
+
+
+class DenseInput(Strict, frozen=True, omit_defaults=True):
+    """An input of the dense part beside the embeddings: [B, *shape].
 
     Attributes:
-        name: the argument of the model's forward.
+        name: the argument of the model's forward, or its path in an example input, such as `batch.dense_features`.
+        shape: of one sample. () is one number.
     """
 
     name: str
-    width: int
+    shape: tuple[int, ...]
+    dtype: InputDtype = InputDtype.FP32
+
+    @property
+    def contract(self) -> list[object]:
+        """All of it that a client can see. That of FP32 [B, width] is as it was when there was nothing else."""
+        if self.dtype is InputDtype.FP32 and len(self.shape) == 1:
+            return [self.name, *self.shape]
+        return [self.name, self.shape, self.dtype.value]
 
 
 class LabelledAuc(Strict, frozen=True, omit_defaults=True):
@@ -101,8 +137,8 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
 
     @property
     def contract(self) -> list[object]:
-        """All of it that a client can see: names and shapes of inputs and outputs."""
-        return [[[each.name, each.width] for each in self.inputs], [[each.name, each.shape] for each in self.outputs]]
+        """All of it that a client can see: names, shapes and dtypes of inputs and outputs."""
+        return [[each.contract for each in self.inputs], [[each.name, each.shape] for each in self.outputs]]
 
 
 def wrong_names(inputs: Sequence[str], outputs: Sequence[str]) -> Iterator[str]:

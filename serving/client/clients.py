@@ -178,7 +178,8 @@ class LookupClient(_Client, Closing):
 
         Args:
             features: ids of all features, as `lookup` takes them.
-            dense: the dense inputs of the model's forward by name, numbers [B, width] each.
+            dense: the dense inputs of the model's forward by name, [B, *shape] each: lists or arrays of numbers, of
+                integers or of booleans, as the model takes them.
             outputs: the names of those that are wanted; all where None.
             once: the features that have one bag, and dense inputs that have one row: they count for all samples.
             timeout_s: deadline in seconds. None: the client's.

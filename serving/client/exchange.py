@@ -149,7 +149,9 @@ class Exchange:
             raise InvalidRequest(f"output {unknown[0]!r}: expected one of {', '.join(map(repr, info.scores))}")
         if not wanted:
             raise InvalidRequest(f"{self._where}: has no scores: export the model with --scores")
-        tensors = replace(self._encoded(info, features, **options), outputs=wanted, dense=encode_dense(dense))
+        tensors = replace(
+            self._encoded(info, features, **options), outputs=wanted, dense=encode_dense(info.dense, dense)
+        )
         keys = tensors.features or tuple(info.keys)
         is_once = once_of(keys, [each.name for each in info.dense], tensors.once)
         samples = samples_of(tensors, keys, is_once)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.bundle.scores import DenseInput
+from serving.bundle.scores import INPUT_DTYPES, DenseInput
 from serving.errors import InvalidRequest
 from serving.request.sequences import Rows
 from serving.request.tensors import Embeddings, Tensors, encode_parameters
@@ -97,7 +97,7 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
             request.inputs.add(name=name, datatype=datatype, shape=[1, array.size])
             request.raw_input_contents.append(array.tobytes())
     for name, rows in tensors.dense.items():
-        request.inputs.add(name=name, datatype="FP32", shape=[1, *rows.shape])
+        request.inputs.add(name=name, datatype=INPUT_DTYPES[rows.dtype].value, shape=[1, *rows.shape])
         request.raw_input_contents.append(rows.tobytes())
     if info.scores:  # else all are answered
         for name in tensors.outputs:

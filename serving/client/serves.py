@@ -11,7 +11,7 @@ import numpy as np
 from tritonclient.grpc import model_config_pb2, service_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.bundle.scores import DenseInput
+from serving.bundle.scores import DenseInput, InputDtype
 from serving.client.connection import Connection
 from serving.client.messages import ModelInfo
 from serving.errors import ServingError
@@ -39,10 +39,15 @@ def info_of(config: Any) -> ModelInfo:
         ids_dtype=np.dtype(np.int32 if types.get("values") == _TYPE_INT32 else np.int64),
         sequences=frozenset(filter(None, parameters.get("sequences", "").split(","))),
         tables=dict(zip(parameters["tables"].split(","), dims, strict=True)) if "tables" in parameters else {},
-        dense=tuple(DenseInput(each.name, each.dims[1]) for each in config.input if each.name not in IDS),
+        dense=tuple(_dense_input(each) for each in config.input if each.name not in IDS),
         scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name not in LOOKED_UP},
         takes_once=any(each.name == ONCE for each in config.output),
     )
+
+
+def _dense_input(tensor: Any) -> DenseInput:
+    dtype = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+    return DenseInput(tensor.name, tuple(tensor.dims[1:]), InputDtype(dtype))
 
 
 # Most servers that are asked at the same time.

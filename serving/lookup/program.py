@@ -101,7 +101,7 @@ class DenseProgram:
         self._forward = load_torchscript(bundle, SCORES).forward
         width = sum(table.dim for table in bundle.manifest.feature_tables)
         for samples in _FIRST_CALLS:
-            dense = [np.zeros((samples, each.width), np.float32) for each in part.inputs]
+            dense = [np.zeros((samples, *each.shape), each.dtype.numpy) for each in part.inputs]
             try:
                 found = self._run(np.zeros((samples, width), np.float32), dense)
                 shapes = [numbers.shape for numbers in found.values()]

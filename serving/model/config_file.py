@@ -177,8 +177,8 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
         for each in part.inputs:
             config.input.add(
                 name=each.name,
-                data_type=model_config_pb2.TYPE_FP32,
-                dims=[-1, each.width],
+                data_type=model_config_pb2.DataType.Value(f"TYPE_{each.dtype.value}"),
+                dims=[-1, *each.shape],
                 allow_ragged_batch=True,
                 optional=True,
             )

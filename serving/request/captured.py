@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 import numpy as np
@@ -20,37 +20,66 @@ WARM_UP = "warm_up.jsonl"
 MOST_WARM_UP_BYTES = 1 << 28
 # The longest line that is read. No request has so many ids.
 LONGEST_LINE = 1 << 28
-# Numbers of a dense input, little-endian.
-_FLOAT32 = np.dtype("<f4")
+# The dtypes of a dense input, little-endian, by field of `CapturedDense`.
+_CAPTURED: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "bool_": np.dtype(np.bool_),
+}
 
 
-class CapturedDense(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class CapturedDense(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    rename={"bool_": "bool"},
+):
     """A dense input of a captured request, bit for bit.
 
     Attributes:
-        shape: as it was sent, [B, width].
-        float32: its numbers, little-endian; base64 in the file.
+        shape: as it was sent, [B, …].
+        float32, int64, int32, bool_: its numbers, little-endian, under the name of their dtype; base64 in the file.
     """
 
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**31)], Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
-    float32: bytes
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(min_length=1, max_length=31)]
+    float32: bytes | None = None
+    int64: bytes | None = None
+    int32: bytes | None = None
+    bool_: bytes | None = None
 
     def __post_init__(self) -> None:
-        if (expected := prod(self.shape) * _FLOAT32.itemsize) != len(self.float32):
+        names = [field.encode_name for field in msgspec.structs.fields(self) if getattr(self, field.name) is not None]
+        if len(names) != 2:
+            raise ValueError(f"expected a shape and the numbers of one dtype, got {', '.join(names)}")
+        numbers, dtype = self._numbers
+        if (expected := prod(self.shape) * dtype.itemsize) != len(numbers):
             raise ValueError(
-                f"float32: expected {expected} bytes for shape {list(self.shape)}, got {len(self.float32)}"
+                f"{names[1]}: expected {expected} bytes for shape {list(self.shape)}, got {len(numbers)}"
             )
+        _ = self.array  # numpy has no array of sizes that are too large together, even if one is 0
 
     @classmethod
     def of(cls, array: Array) -> Self:
-        """Of an array [B, width]."""
-        samples, width = array.shape
-        return cls(shape=(samples, width), float32=array.astype(_FLOAT32).tobytes())
+        """Of an array [B, …]."""
+        name = next(name for name, dtype in _CAPTURED.items() if dtype == array.dtype)
+        return cls(shape=array.shape, **{name: array.astype(_CAPTURED[name]).tobytes()})
+
+    @property
+    def _numbers(self) -> tuple[bytes, np.dtype[Any]]:
+        given = ((getattr(self, name), dtype) for name, dtype in _CAPTURED.items())
+        return next((numbers, dtype) for numbers, dtype in given if numbers is not None)
 
     @property
     def array(self) -> Array:
-        """float32 [B, width]."""
-        return np.frombuffer(self.float32, _FLOAT32).reshape(self.shape).astype(np.float32)
+        """[B, …]."""
+        numbers, dtype = self._numbers
+        return np.frombuffer(numbers, dtype).reshape(self.shape).astype(dtype.newbyteorder("="))
 
 
 class CapturedRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

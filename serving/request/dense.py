@@ -9,42 +9,71 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.scores import DenseInput, DensePart
+from serving.bundle.scores import DenseInput, DensePart, InputDtype
 from serving.errors import InvalidRequest, Reason
 from serving.request.tensors import Array, Dense
 
-# By the name of the input, [B, width].
+# By the name of the input, [B, *shape].
 DenseFeatures = Mapping[str, npt.ArrayLike]
 NO_DENSE: DenseFeatures = MappingProxyType({})
 # float32 has all integers up to here, and few beyond.
 _LAST_INTEGER = 2**24
 
 
-def encode_dense(dense: DenseFeatures) -> dict[str, Array]:
-    """Dense inputs as float32 arrays.
+def encode_dense(inputs: Sequence[DenseInput], dense: DenseFeatures) -> dict[str, Array]:
+    """Dense inputs as arrays of their dtypes.
+
+    Args:
+        inputs: those of the model.
+        dense: by name.
 
     Raises:
-        InvalidRequest: naming the input that is no array of numbers, or has one that FP32 has not: an integer that it
-            would round, or a number that is too large.
+        InvalidRequest: naming the input that the model does not have, or that is no array of its kind of numbers, or
+            has one that its dtype has not: an integer that FP32 would round, or a number that is too large.
     """
     if not isinstance(dense, Mapping):
         raise InvalidRequest(
-            f"dense: expected arrays by name, {{name: [B, width]}}, got {type(dense).__name__}", Reason.DENSE
+            f"dense: expected arrays by name, {{name: [B, …]}}, got {type(dense).__name__}", Reason.DENSE
         )
-    found: dict[str, Array] = {}
-    for name, given in dense.items():
-        try:
-            array = np.asarray(given)
-        except (TypeError, ValueError, RuntimeError) as error:  # torch's are RuntimeErrors
-            raise InvalidRequest(f"dense input {name!r}: expected numbers: {error}", Reason.DENSE) from error
-        if array.dtype.kind not in "fiub":
-            raise InvalidRequest(
-                f"dense input {name!r}: expected numbers of one dtype that numpy has, got {array.dtype}", Reason.DENSE
-            )
+    _expect_known(inputs, dense)
+    return {each.name: _encoded(each, dense[each.name]) for each in inputs if each.name in dense}
+
+
+def _encoded(of: DenseInput, given: npt.ArrayLike) -> Array:
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's are RuntimeErrors
+        raise InvalidRequest(f"dense input {of.name!r}: expected numbers: {error}", Reason.DENSE) from error
+    if array.dtype.kind not in "fiub":
+        raise InvalidRequest(
+            f"dense input {of.name!r}: expected numbers of one dtype that numpy has, got {array.dtype}", Reason.DENSE
+        )
+    if of.dtype is InputDtype.FP32:
         if array.dtype != np.float32:
-            _check_fits(name, array, given)
-        found[name] = np.ascontiguousarray(array, np.float32)
-    return found
+            _check_fits(of.name, array, given)
+    else:
+        _check_exact(of, array)
+    return np.ascontiguousarray(array, of.dtype.numpy)
+
+
+def _check_exact(of: DenseInput, array: Array) -> None:
+    """Refuse what is no integer for an integer, what is no boolean for a boolean, and an integer out of range."""
+    if not array.size:
+        return  # numpy says of [] that it is float64
+    kinds, what = ("b", "booleans") if of.dtype is InputDtype.BOOL else ("iu", "integers")
+    if array.dtype.kind not in kinds:
+        raise InvalidRequest(
+            f"dense input {of.name!r}: expected {what}, which travel as {of.dtype.value}, got {array.dtype}",
+            Reason.DENSE,
+        )
+    if of.dtype is InputDtype.BOOL:
+        return
+    limits = np.iinfo(of.dtype.numpy)
+    for each in (int(array.min()), int(array.max())):
+        if not limits.min <= each <= limits.max:
+            raise InvalidRequest(
+                f"dense input {of.name!r}: expected integers that fit {of.dtype.value}, got {each}", Reason.DENSE
+            )
 
 
 def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:
@@ -86,27 +115,33 @@ def accept_dense(
         once: names of those that have one row, which counts for all samples.
 
     Returns:
-        In the manifest's order, float32 [B, width] each.
+        In the manifest's order, [B, *shape] each, of their dtypes.
 
     Raises:
         InvalidRequest: naming the input, what was expected and what came.
     """
-    for name in given:
-        if all(name != each.name for each in inputs):
-            expected = ", ".join(repr(each.name) for each in inputs) or "none"
-            raise InvalidRequest(f"dense input {name!r}: expected one of {expected}", Reason.DENSE)
+    _expect_known(inputs, given)
     found = []
     for each in inputs:
-        is_once = each.name in once
-        array, shape = given.get(each.name), (1 if is_once else samples, each.width)
+        is_once, dtype = each.name in once, each.dtype.numpy
+        array, shape = given.get(each.name), (1 if is_once else samples, *each.shape)
         rows = "a row for all samples" if is_once else "a row for each sample"
-        expected = f"dense input {each.name!r}: expected float32 {list(shape)}, {rows}"
+        expected = f"dense input {each.name!r}: expected {dtype} {list(shape)}, {rows}"
         if array is None:
             raise InvalidRequest(
                 f"{expected}, got none: scores need it; ask for the output `embeddings` alone to look up without",
                 Reason.DENSE,
             )
-        if array.dtype != np.float32 or array.shape != shape:
+        if array.dtype != dtype or array.shape != shape:
             raise InvalidRequest(f"{expected}, got {array.dtype} {list(array.shape)}", Reason.DENSE)
-        found.append(np.broadcast_to(array, (samples, each.width)) if is_once else array)
+        if each.dtype is InputDtype.BOOL and (array.view(np.uint8) > 1).any():
+            raise InvalidRequest(f"{expected}, got a byte that is neither 0 nor 1", Reason.DENSE)
+        found.append(np.broadcast_to(array, (samples, *each.shape)) if is_once else array)
     return found
+
+
+def _expect_known(inputs: Sequence[DenseInput], given: Collection[str]) -> None:
+    for name in given:
+        if all(name != each.name for each in inputs):
+            expected = ", ".join(repr(each.name) for each in inputs) or "none"
+            raise InvalidRequest(f"dense input {name!r}: expected one of {expected}", Reason.DENSE)

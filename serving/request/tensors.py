@@ -33,7 +33,7 @@ Embeddings = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 Array = npt.NDArray[np.generic]
 # Some of the features of a request; bool [F].
 Mask = npt.NDArray[np.bool_]
-# Dense inputs in the manifest's order, float32 [B, width] each.
+# Dense inputs in the manifest's order, [B, *shape] each, of their dtypes.
 Dense = Sequence[Array]
 # What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …], but
 # `sequences` does not.
@@ -56,10 +56,10 @@ class Tensors:
         bundle: the digest of the bundle that has to answer, SHA-256 of its manifest.json in hex. None: any bundle.
         every_host: whether to answer only if every host of a router does, also those of which no row is needed.
         outputs: the outputs that are asked for. Those that no feature of the request is answered in are left out.
-        dense: dense inputs by name; float32 [B, width].
+        dense: dense inputs by name; [B, *shape], of their dtypes.
         tables: instead of `features`: the tables whose rows are asked for, in the order of the answer. `values` and
             `lengths` are by table.
-        once: the features, and dense inputs, that come once and count for all samples: one bag, or [1, width].
+        once: the features, and dense inputs, that come once and count for all samples: one bag, or [1, *shape].
         part_of: what the bundle that answers has to be a part of, as `serving.bundle.plan.Part.text`. None: of any
             plan, or of none.
     """

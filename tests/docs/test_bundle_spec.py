@@ -178,7 +178,7 @@ def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dty
     )
     bundle = export_model(ranker(), tmp_path / "repository", "all", config)
     reader = Reader(bundle)
-    assert reader.manifest["format_version"] == 7
+    assert reader.manifest["format_version"] == 8
     request: dict[str, Bags] = {"z": [[1], [], [9, 9]], "x": [[3, 4], [5], []], "y": [[], [49], [0]]}
     dense: dict[str, list[list[float]]] = {
         "item": [[1, 0], [0, 1], [2, 2]],
@@ -195,9 +195,7 @@ def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dty
     text = (bundle.parent / "config.pbtxt").read_text()
     assert reader.digest("contract") in text
     for each in reader.manifest["dense_part"]["inputs"]:  # [9]
-        said = (
-            rf'name: "{each["name"]}"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: {each["width"]}\s+.*\s+optional: true'
-        )
+        said = rf'name: "{each["name"]}"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: {each["shape"][0]}\s+.*\s+optional: true'
         assert re.search(said, text)
     assert re.search(r'name: "like"\s+data_type: TYPE_FP32\s+dims: -1\s+\}', text)
     assert re.search(r'name: "both"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: 2\s+\}', text)

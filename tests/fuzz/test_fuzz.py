@@ -71,7 +71,7 @@ FAULTS = {
     "dense inputs of the wrong size are taken": (
         "m",
         "accept.accept_dense = lambda inputs, given, samples, once=(): "
-        "[np.resize(given.get(each.name, np.ones(1, np.float32)), (samples, each.width)) for each in inputs]",
+        "[np.resize(given.get(each.name, np.ones(1, np.float32)), (samples, *each.shape)) for each in inputs]",
     ),
     "dense inputs are those of a neighbour": ("m", "program.joined = lambda each: np.concatenate(each[::-1])"),
     "scores are answered in the order of the features asked for": (

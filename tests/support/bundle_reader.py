@@ -17,6 +17,7 @@ BITS = {"FP32": 32, "FP16": 16, "INT8": 8, "INT4": 4, "INT2": 2}
 DTYPES = list(BITS)
 POOLINGS = ["SUM", "MEAN"]
 FLOATS = {"FP32": "<f4", "FP16": "<f2"}
+DENSE = {"FP32": np.float32, "INT64": np.int64, "INT32": np.int32, "BOOL": np.bool_}
 
 
 WORD = 2**64 - 1
@@ -48,7 +49,7 @@ class Reader:
     def __init__(self, bundle: Path) -> None:
         text = (bundle / "manifest.json").read_bytes()
         self.manifest = json.loads(text)
-        assert self.manifest["format_version"] in (3, 4, 5, 6, 7)  # [2]
+        assert self.manifest["format_version"] in (3, 4, 5, 6, 7, 8)  # [2]
         self.plan = self.manifest["plan"]
         self.tables = {table["name"]: table for table in self.manifest["tables"]}
         self.files = {}
@@ -96,16 +97,21 @@ class Reader:
     def names_of_scores(self) -> list[Any]:
         """What a client sees of the dense part [7]."""
         part = self.manifest["dense_part"]
-        inputs = [[each["name"], each["width"]] for each in part["inputs"]]
+        inputs = [
+            [each["name"], *each["shape"]]
+            if len(each["shape"]) == 1 and each.get("dtype", "FP32") == "FP32"
+            else [each["name"], each["shape"], each.get("dtype", "FP32")]
+            for each in part["inputs"]
+        ]
         return [inputs, [[each["name"], each["shape"]] for each in part["outputs"]]]
 
     def score(self, request: Mapping[str, Bags], dense: Mapping[str, Any]) -> dict[str, Any]:
-        """{output: [B, …]} for {key: bags} of all keys, and {dense input: [B, width]} [6]."""
+        """{output: [B, …]} for {key: bags} of all keys, and {dense input: [B, *shape]} [6]."""
         part = self.manifest["dense_part"]
         pooled = self.lookup({key: request[key] for key in self.keys})
         every = np.concatenate([pooled[feature["name"]] for feature in self.manifest["features"]], axis=1)
-        inputs = [np.asarray(dense[each["name"]], np.float32) for each in part["inputs"]]
-        assert [each.shape for each in inputs] == [(len(every), each["width"]) for each in part["inputs"]]
+        inputs = [np.asarray(dense[each["name"]], DENSE[each.get("dtype", "FP32")]) for each in part["inputs"]]
+        assert [each.shape for each in inputs] == [(len(every), *each["shape"]) for each in part["inputs"]]
         program = torch.jit.load(io.BytesIO(self.files["scores.pt"]))  # type: ignore[no-untyped-call]
         found = program.forward(*map(torch.from_numpy, (every, *inputs)))
         for each, numbers in zip(part["outputs"], found, strict=True):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from export import export_model
@@ -14,7 +15,7 @@ from serving.bundle.opening import open_bundle
 from serving.bundle.scores import SCORES
 from serving.engine import Engine
 from serving.errors import BundleError, InvalidRequest
-from tests.support.scored import EXACT, dlrm
+from tests.support.scored import EXACT, WIDTH, dlrm
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,16 @@ def part(**changes: Any) -> Callable[[Any], Any]:
     return lambda manifest: manifest["dense_part"].update(changes)
 
 
+def of_7(dense_input: Any) -> Callable[[Any], Any]:
+    """A manifest of format 7, whose dense inputs had a width."""
+
+    def change(manifest: Any) -> None:
+        manifest["format_version"] = 7
+        manifest["dense_part"]["inputs"] = [dense_input]
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -48,10 +59,19 @@ def part(**changes: Any) -> Callable[[Any], Any]:
         (part(dtype="FP8"), "dense_part.dtype"),
         (part(mixed_by="aten.sum.default"), "dense_part: mixed_by: expected it where mixes_samples is true alone"),
         (part(more=1), "unknown field `more`"),
-        (part(inputs=[{"name": "values", "width": 1}]), "dense input 'values': expected a name of its own"),
-        (part(inputs=[{"name": "a,b", "width": 1}]), "dense input 'a,b': expected a name of its own"),
-        (part(inputs=2 * [{"name": "a", "width": 1}]), "dense input 'a': expected a name of its own"),
-        (part(inputs=[{"name": "a", "width": 0}]), "dense input 'a': expected a width > 0, got 0"),
+        (part(inputs=[{"name": "values", "shape": [1]}]), "dense input 'values': expected a name of its own"),
+        (part(inputs=[{"name": "a,b", "shape": [1]}]), "dense input 'a,b': expected a name of its own"),
+        (part(inputs=2 * [{"name": "a", "shape": [1]}]), "dense input 'a': expected a name of its own"),
+        (part(inputs=[{"name": "a", "shape": [2, 0]}]), r"dense input 'a': expected sizes > 0, got \[2, 0\]"),
+        (part(inputs=[{"name": "a", "shape": 31 * [1]}]), "dense input 'a': expected at most 30 sizes, got 31"),
+        (part(inputs=[{"name": "a", "shape": [1], "dtype": "FP16"}]), r"Invalid enum value 'FP16' - .*inputs\[0\].dtype"),
+        (part(inputs=[{"name": "a", "width": 1}]), r"unknown field `width` - at `\$.dense_part.inputs\[0\]`"),
+        (of_7({"name": "a", "width": 0}), r"dense input 'a': expected sizes > 0, got \[0\]"),
+        (of_7({"name": "a", "width": 1.5}), r"Expected `int`, got `float`"),
+        (of_7({"name": "a"}), r"missing required field `width` - at `\$.dense_part.inputs\[0\]`"),
+        (of_7({"name": "a", "shape": [1]}), r"format_version 7 has no key `shape`, got it at `\$.dense_part.inputs\[0\]`"),
+        (of_7({"name": "a", "width": 1, "dtype": "INT64"}), "format_version 7 has no key `dtype`"),
+        (of_7("a"), r"Expected `object`, got `str` - at `\$.dense_part.inputs\[0\]`"),
         (lambda m: m["dense_part"]["outputs"][0].update(name="embeddings"), "dense output 'embeddings': expected a name"),
         (lambda m: m["dense_part"]["outputs"][0].update(shape=[-1]), r"dense output 'scores': expected sizes > 0"),
     ],
@@ -61,6 +81,21 @@ def test_a_manifest_that_contradicts_itself_is_refused(bundle: Path, change: Cal
     edit(bundle, change)
     with pytest.raises(BundleError, match=why):
         open_bundle(bundle)
+
+
+def test_a_bundle_of_format_7_answers_as_before(bundle: Path) -> None:
+    ids = {f"f{number}": [[1, 2], [number]] for number in range(4)}
+    dense = {"dense_features": np.random.default_rng(0).random((2, WIDTH), np.float32)}
+    now = open_bundle(bundle)
+    expected = Engine(now).score(ids, dense)["scores"]
+    edit(bundle, of_7({"name": "dense_features", "width": WIDTH}))
+    earlier = open_bundle(bundle)
+    assert earlier.manifest.format_version == 7
+    assert (earlier.manifest.dense_part, earlier.manifest.contract) == (
+        now.manifest.dense_part,
+        now.manifest.contract,
+    )
+    np.testing.assert_array_equal(Engine(earlier).score(ids, dense)["scores"], expected)
 
 
 @pytest.mark.parametrize("at", [0, 5000, -1])

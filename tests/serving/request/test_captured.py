@@ -73,20 +73,27 @@ DENSE = np.array([[0.1, np.nan, np.inf], [-np.inf, 5e-324, -0.0]], np.float32)
 
 
 def test_a_request_for_scores_is_read_as_it_was(tmp_path: Path) -> None:
-    """Bit for bit, numbers that are none among them."""
+    """Bit for bit, numbers that are none among them, of every dtype and shape."""
     sent = Tensors(
         ["x"],
         np.array([1]),
         np.array([1, 0], np.int32),
         outputs=["scores"],
-        dense={"user": DENSE, "none": DENSE[:0], "nothing": DENSE[:, :0]},
+        dense={
+            "user": DENSE,
+            "none": DENSE[:0],
+            "nothing": DENSE[:, :0],
+            "relation": np.array([2**63 - 1, -(2**63)]),
+            "day": np.array([[[2**31 - 1]], [[-1]]], np.int32),
+            "new": np.array([[True, False]]),
+        },
     )
     (tmp_path / "captured.jsonl").write_bytes(msgspec.json.encode(CapturedRequest.of(sent, "", "slow: 9 ms")))
     (captured,) = read_captured(tmp_path / "captured.jsonl")
     assert captured.tensors.outputs == ["scores"]
     assert captured.tensors.dense.keys() == sent.dense.keys()
     for name, array in captured.tensors.dense.items():
-        assert array.dtype == np.float32
+        assert array.dtype == sent.dense[name].dtype
         assert array.shape == sent.dense[name].shape
         assert array.tobytes() == sent.dense[name].tobytes()
 
@@ -108,11 +115,25 @@ def test_a_lookup_is_written_as_before_there_were_scores(tmp_path: Path) -> None
         ('{"shape": [2147483647, 2147483647], "float32": ""}', "expected 18446744056529682436 bytes"),
         ('{"shape": [4294967296, 4294967296], "float32": ""}', "Expected `int` <= 2147483647"),
         ('{"shape": [-1, -1], "float32": "AAAAAA=="}', "Expected `int` >= 0"),
-        ('{"shape": [1], "float32": "AAAAAA=="}', "length 2"),
+        ('{"shape": [], "float32": "AAAAAA=="}', "length >= 1"),
+        ('{"shape": [1]}', "expected a shape and the numbers of one dtype, got shape"),
+        ('{"shape": [0], "float32": "", "bool": ""}', "numbers of one dtype, got shape, float32, bool"),
+        ('{"shape": [0, 2147483647, 2147483647, 2147483647], "bool": ""}', "array is too big"),
         ('{"shape": [1, 1], "float32": "!"}', "base64"),
         ("[[0.5]]", "Expected `object`"),
     ],
-    ids=["size", "huge", "overflowing", "negative", "one_dimension", "no_base64", "numbers"],
+    ids=[
+        "size",
+        "huge",
+        "overflowing",
+        "negative",
+        "no_dimension",
+        "no_numbers",
+        "twice",
+        "too_many",
+        "no_base64",
+        "list",
+    ],
 )
 def test_captured_dense_inputs_that_are_none_are_refused_by_their_line(dense: str, why: str, tmp_path: Path) -> None:
     line = f'{{"at": "", "why": "", "values": [1], "lengths": [1], "dense": {{"user": {dense}}}}}\n'

@@ -1,0 +1,63 @@
+"""What a manifest says of its dense part, read strictly: also as earlier formats say it."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from serving.bundle.manifest import SEQUENCES_FORMAT_VERSION, Manifest
+from serving.bundle.scores import wrong_names
+
+# numpy has arrays of at most 32 dimensions. An input has two more than a sample: [1, B, *shape].
+_MOST_SIZES = 30
+
+
+def say_shapes(document: Any) -> None:
+    """Change a manifest of format 7: the `width` of a dense input becomes its shape, [width].
+
+    Args:
+        document: JSON. It is not trusted.
+
+    Raises:
+        ValueError: an input lacks its width, or has a key that the format does not have. The message names it as
+            msgspec does.
+    """
+    part = document.get("dense_part")
+    inputs = part.get("inputs") if isinstance(part, dict) else None
+    for number, each in enumerate(inputs if isinstance(inputs, list) else ()):
+        if not isinstance(each, dict):
+            continue
+        place = f"`$.dense_part.inputs[{number}]`"
+        for key in ("shape", "dtype"):
+            if key in each:
+                raise ValueError(f"format_version {SEQUENCES_FORMAT_VERSION} has no key `{key}`, got it at {place}")
+        if "width" not in each:
+            raise ValueError(f"Object missing required field `width` - at {place}")
+        each["shape"] = [each.pop("width")]
+
+
+def in_dense_part(manifest: Manifest) -> Iterator[str]:
+    """Find contradictions in the dense part. Tables and features are right."""
+    part = manifest.dense_part
+    if part is None:
+        return
+    if manifest.part_of is not None:
+        yield "dense_part: expected none in a host's bundle: its answers are partial sums"
+    for table in manifest.tables:
+        if table.is_sequence:
+            yield f"dense_part: expected none beside a table that is not pooled, {table.name!r}"
+    if not part.outputs:
+        yield "dense_part: outputs: expected at least one"
+    if part.mixed_by is not None and not part.mixes_samples:
+        yield "dense_part: mixed_by: expected it where mixes_samples is true alone"
+    yield from wrong_names([each.name for each in part.inputs], [each.name for each in part.outputs])
+    for kind, name, shape in (
+        *(("input", each.name, each.shape) for each in part.inputs),
+        *(("output", each.name, each.shape) for each in part.outputs),
+    ):
+        yield from _in_shape(f"dense {kind} {name!r}", shape)
+
+
+def _in_shape(where: str, shape: Sequence[int]) -> Iterator[str]:
+    if any(size < 1 for size in shape):
+        yield f"{where}: expected sizes > 0, got {list(shape)}"
+    if len(shape) > _MOST_SIZES:
+        yield f"{where}: expected at most {_MOST_SIZES} sizes, got {len(shape)}"
