@@ -13,6 +13,7 @@ from types import MappingProxyType
 import msgspec
 from torch import nn
 
+from export.capture.example import Example
 from export.config import ExportConfig, Progress
 from export.errors import PublishError
 from export.hosts import host_bundles, open_parts, part_manifest, part_models, recorded_errors, tables_of_host
@@ -44,6 +45,7 @@ def export_model(
     *,
     checkpoint: WeightSource = None,
     dense: nn.Module | None = None,
+    example: Example | None = None,
     signing_key: Path | None = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
@@ -66,6 +68,11 @@ def export_model(
             Its forward takes the pooled embeddings by feature, `dict[str, Tensor]` [B, dim] each, and dense inputs
             [B, width] by name, and answers scores [B, …]. TorchScript compiles it with its own weights. Nothing
             compares its scores with those of `module`.
+        example: one call of the module that works, as torch.export takes it: its arguments as a tuple, or by name as
+            a dict. They may hold KeyedJaggedTensors and tensors in dicts, dataclasses and objects of any class. What
+            reaches a collection is a key of requests; other tensors with a row for each sample are dense inputs,
+            called by their path; all else stays as it is in the example. None: the forward takes one KJT, and dense
+            inputs [B, width].
         signing_key: a PEM file with an Ed25519 private key. It signs the bundle, and the settings of a new model
             (`serving.bundle.signature`). None signs nothing.
         progress: called as rows are stored.
@@ -83,7 +90,7 @@ def export_model(
         ParityError: a table's answers move further than its limit, or the module itself answers otherwise.
         PublishError: the repository cannot take the bundle.
     """
-    prepared = prepare(module, config, checkpoint, signing_key, progress, dense)
+    prepared = prepare(module, config, checkpoint, signing_key, progress, dense, example)
     return Export(prepared, Path(repository), name).publish(version)
 
 
@@ -257,12 +264,13 @@ def finish(
         program = compile_program(new.manifest)
         known = {path.name: digest for path, digest in stored.digests.items() if path.parent == new.path}
         compared = manifest = write_program(new.path, new.manifest, program, known)
+        request = None if scored is None else scored.request
         if parts:
-            answers = answer_assembled(new.path, manifest, program, parts, fresh)
+            answers = answer_assembled(new.path, manifest, program, parts, fresh, request)
             compared = assembled_manifest(manifest)
         else:
             write_manifest(new.path, manifest)  # a fresh process opens the draft as serving does
-            answers = answer_probe(new.path, manifest, program, fresh)
+            answers = answer_probe(new.path, manifest, program, fresh, request)
         finished = msgspec.structs.replace(
             manifest,
             parity=check_parity(compared, errors, limits, answers, prepared.runnable if is_model else None),
@@ -276,14 +284,15 @@ def finish(
 
 def _notes(prepared: Prepared, errors: Mapping[str, TableError], parts: Mapping[int, Bundle]) -> tuple[str, ...]:
     """What a bundle with some tables notes, and what the bundles of its hosts do, each once."""
-    notes = [*overflow_notes(prepared.manifest, errors, prepared.config.sharding)]
+    notes = list(prepared.scored.notes) if prepared.scored is not None else []
+    notes += [*overflow_notes(prepared.manifest, errors, prepared.config.sharding)]
     notes += [note for part in parts.values() for note in part.manifest.notes]
     return tuple(dict.fromkeys(notes))
 
 
 def _measured(new: Draft, prepared: Prepared, scored: Scored, answers: Answers) -> DensePart:
     """The dense part for the manifest: how far its scores are from the trained model's, and their AUC."""
-    part = compare_scores(scored, answers.embeddings)
+    part = compare_scores(scored, answers.requested)
     return measured(new.path, scored, part, prepared.labelled) if prepared.labelled else part
 
 

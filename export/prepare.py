@@ -9,13 +9,15 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
+from export.capture.example import Example
 from export.config import ExportConfig, Progress
 from export.errors import ModelError
 from export.ids.id_maps import BuiltMaps, build_maps
 from export.plan.planner import plan_shards
 from export.rows.quantize import check_dim, smallest_dtype
 from export.scores.auc import LabelledRequest, read_labelled
-from export.scores.dense_part import Scored, dense_part
+from export.scores.cut_example import follow_example
+from export.scores.dense_part import Scored, columns_of, dense_part
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, TrainedTable, collect_tables
 from serving.bundle.manifest import NEWEST_FORMAT_VERSION, Manifest, format_version_of
@@ -211,14 +213,19 @@ def prepare(
     signing_key: Path | None,
     progress: Callable[[Progress], None],
     dense: nn.Module | None = None,
+    example: Example | None = None,
 ) -> Prepared:
     """Collect the tables of `module`, and decide how they are stored and where; arguments as `export_model`."""
     config = config or ExportConfig()
+    if example is not None and dense is not None:
+        raise ConfigurationError("example: expected no dense beside it, which is not followed")
+    if example is not None and config.dense_widths:
+        raise ConfigurationError("dense_widths (--dense-width): expected none beside an example, which has them")
     if dense is not None and not config.scores:
         raise ConfigurationError("dense: expected scores beside it: ExportConfig(scores=True)")
     key = None if signing_key is None else read_signing_key(signing_key)
     labelled = [] if config.labelled is None else read_labelled(config.labelled)
-    trained = collect_tables(module)
+    trained = collect_tables(module, follow=example is None)
     weights = open_weights(module, trained.tables, checkpoint)
     for table in trained.tables:
         weights.check(table)
@@ -230,8 +237,11 @@ def prepare(
     if config.scores:
         given = None if checkpoint is None else weights
         known = known_of_keys(maps.known, manifest)
-        scored = dense_part(trained, manifest, known, config.dense_widths, config.dense_dtype, given, dense)
+        widths, dtype = config.dense_widths, config.dense_dtype
+        scored = dense_part(trained, manifest, known, widths, dtype, given, dense, example)
         manifest = with_dense_part(manifest, scored.part)
+    elif example is not None:
+        follow_example(trained.module, columns_of(trained, manifest), example)
     # With a checkpoint, the weights are not in the module: it cannot answer.
     runnable = trained if checkpoint is None else None
     return Prepared(config, trained, weights, manifest, maps, runnable, scored, labelled, key, progress)

@@ -29,7 +29,7 @@ from serving.request import kjt
 from serving.request.accept import accept
 from serving.request.id_maps import IdMaps, known_of_keys
 from serving.request.schema import Schema
-from serving.request.tensors import Batch, Outputs, Tensors
+from serving.request.tensors import EMBEDDINGS, SEQUENCES, Batch, Outputs, Tensors
 from serving.tables.table_files import TableFiles
 
 Arguments = tuple[Tensor, Tensor, Tensor | None]
@@ -82,6 +82,7 @@ class Answers:
         sharded: by the program before it is compiled.
         scripted: by TorchScript.
         reloaded: by another process, from the files.
+        requested: to the request of scores, by another process, from the files. Empty: there are no scores.
     """
 
     probe: Tensors
@@ -89,11 +90,7 @@ class Answers:
     sharded: ByFeature
     scripted: ByFeature
     reloaded: ByFeature
-
-    @property
-    def embeddings(self) -> npt.NDArray[Any]:
-        """`reloaded`, all features side by side: float32 or float16 [B, D]. None of them is a sequence."""
-        return np.concatenate(list(self.reloaded.values()), axis=1)
+    requested: ByFeature
 
     def refusals(self, manifest: Manifest) -> list[str]:
         """A line for each answer that differs from the one of the step before.
@@ -146,7 +143,9 @@ class Answers:
         )
 
 
-def answer_probe(directory: Path, manifest: Manifest, program: nn.Module, fresh: FreshProcess) -> Answers:
+def answer_probe(
+    directory: Path, manifest: Manifest, program: nn.Module, fresh: FreshProcess, request: Tensors | None = None
+) -> Answers:
     """Answer a probe at each step.
 
     Args:
@@ -154,6 +153,7 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module, fresh:
         manifest: of the bundle.
         program: the compiled program.
         fresh: another process.
+        request: of scores; None: there are none.
 
     Raises:
         ParityError: a fresh process cannot answer from the directory.
@@ -170,7 +170,25 @@ def answer_probe(directory: Path, manifest: Manifest, program: nn.Module, fresh:
         sharded=pooled.by_feature(run_program(built, manifest, probe, maps)),
         scripted=pooled.by_feature(run_program(program, manifest, probe, maps)),
         reloaded=pooled.by_feature(fresh.outputs(directory, probe)),
+        requested={} if request is None else by_feature(manifest, request, fresh.outputs(directory, request)),
     )
+
+
+def by_feature(manifest: Manifest, request: Tensors, outputs: Outputs) -> ByFeature:
+    """The outputs of a request for all keys by feature: [B, dim], or of one that is not pooled [n, dim]."""
+    lengths = request.lengths.reshape(len(manifest.keys), -1).sum(axis=1)
+    ids = dict(zip(manifest.keys, lengths.tolist(), strict=True))
+    found: dict[str, npt.NDArray[Any]] = {}
+    column = place = 0
+    for feature, table in zip(manifest.features, manifest.feature_tables, strict=True):
+        if table.is_sequence:
+            count = ids[feature.key] * table.dim
+            found[feature.name] = outputs[SEQUENCES][place : place + count].reshape(-1, table.dim)
+            place += count
+        else:
+            found[feature.name] = outputs[EMBEDDINGS][:, column : column + table.dim]
+            column += table.dim
+    return found
 
 
 def assembled_manifest(router: Manifest) -> Manifest:
@@ -196,6 +214,7 @@ def answer_assembled(
     program: torch.jit.ScriptModule,
     parts: Mapping[int, Bundle],
     fresh: FreshProcess,
+    request: Tensors | None = None,
 ) -> Answers:
     """Answer a probe with all ranks of a router's plan in one process.
 
@@ -205,6 +224,7 @@ def answer_assembled(
         program: its program, compiled.
         parts: the bundle of each rank that is on another host.
         fresh: another process.
+        request: of scores; None: there are none.
 
     Raises:
         ParityError: a fresh process cannot answer.
@@ -223,7 +243,7 @@ def answer_assembled(
             known[IDS] = router.files[IDS]
         whole = write_program(Path(folder), whole, program, known)
         write_manifest(Path(folder), whole)
-        return answer_probe(Path(folder), whole, program, fresh)
+        return answer_probe(Path(folder), whole, program, fresh, request)
 
 
 @contextmanager

@@ -10,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from export.capture.example import Example
 from export.errors import ModelError
 from export.ids.id_maps import build_maps
 from export.parity.answers import Answers, answer_assembled, answer_probe
 from export.parity.fresh_process import FreshProcess
 from export.prepare import with_position_weights
 from export.rows.table_error import Tally
-from export.scores.verify_scores import verify_scores
+from export.scores.dense_part import request_for
+from export.scores.verify_scores import scored_of, verify_scores
 from export.trained.checkpoint import Checkpoint, WeightSource, blocks, open_weights
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import MANIFEST, Agreement, Manifest, Parity
@@ -29,6 +31,8 @@ from serving.errors import BundleError
 from serving.files import as_text
 from serving.lookup.program import load_program
 from serving.reference import read_rows
+from serving.request.id_maps import IdMaps, known_of_keys
+from serving.request.tensors import Tensors
 
 
 def recorded_parity(bundle: Bundle) -> dict[str, Parity]:
@@ -82,6 +86,7 @@ def verify(
     trained: Trained | None = None,
     checkpoint: WeightSource = None,
     trusted: TrustedKeys | None = None,
+    example: Example | None = None,
 ) -> Verification:
     """Read every byte of a bundle, compare its copies, and answer a probe: by numpy, uncompiled, compiled, reloaded.
 
@@ -94,6 +99,7 @@ def verify(
         trained: what it was exported from. Every stored row is compared with its float one, and scores with scores.
         checkpoint: has the weights of `trained`; None: the module itself has them.
         trusted: one of these keys must have signed the bundles. None: anybody may have made them.
+        example: of a call of `trained`, with which it was exported; None: without one.
 
     Raises:
         BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
@@ -116,18 +122,32 @@ def verify(
             if trained is not None:
                 raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")
             return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
+        weights = None
+        if trained is not None and checkpoint is not None:
+            weights = open_weights(trained.module, trained.tables, checkpoint)
+        part = manifest.dense_part
+        scored = None
+        if part is not None and not part.is_own and trained is not None:
+            scored = scored_of(bundle, part, trained, weights, example)
+        request = scored.request if scored is not None else _request_for(bundle)
         if manifest.hosts:
-            answers = answer_assembled(path, manifest, program, _host_bundles(bundle, trusted), fresh)
+            answers = answer_assembled(path, manifest, program, _host_bundles(bundle, trusted), fresh, request)
         else:
-            answers = answer_probe(path, manifest, program, fresh)
-    weights = None
-    if trained is not None and checkpoint is not None:
-        weights = open_weights(trained.module, trained.tables, checkpoint)
+            answers = answer_probe(path, manifest, program, fresh, request)
     verification = _compare(bundle, answers, trained, weights)
-    if manifest.dense_part is None:
+    if part is None or request is None:
         return verification
-    part, failures = verify_scores(bundle, manifest.dense_part, answers.embeddings, trained, weights)
+    part, failures = verify_scores(bundle, part, request, answers.requested, scored)
     return replace(verification, dense_part=part, failures=(*verification.failures, *failures))
+
+
+def _request_for(bundle: Bundle) -> Tensors | None:
+    """A request for scores; None: the bundle has none."""
+    manifest = bundle.manifest
+    if manifest.dense_part is None:
+        return None
+    maps = IdMaps.of(bundle.path, manifest)
+    return request_for(manifest, manifest.dense_part, known_of_keys({} if maps is None else maps.known, manifest))
 
 
 def _host_bundles(router: Bundle, trusted: TrustedKeys | None) -> dict[int, Bundle]:

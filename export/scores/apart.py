@@ -7,19 +7,23 @@ All others may let samples meet: requests are then scored one by one. Nothing is
 
 import io
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from export.capture.given import Given
 from export.errors import first_line
+from export.scores.jagged import Counts, rows_of_jagged
 from export.scores.operators import rows_behind
 from export.scores.samples import Call, Rows, fits, is_number, per_sample
 from export.trained.keyed import short_line_of
 from export.trained.running import quiet
+from serving.bundle.scores import JaggedInput, JaggedKind
 
 # What torch.fx, and then torch.export, take for what it is.
 _FOLLOWED = ("torch", "torchrec", "fbgemm_gpu", "_operator", "builtins", "math")
@@ -42,13 +46,17 @@ _WITHOUT_ANSWER = (torch.ops.aten._assert_tensor_metadata.default,)
 
 
 def what_mixes_samples(
-    module: fx.GraphModule, inputs: Sequence[Tensor], served: torch.jit.ScriptModule | None = None
+    module: fx.GraphModule,
+    given: Given,
+    jagged: Sequence[JaggedInput] = (),
+    served: torch.jit.ScriptModule | None = None,
 ) -> str | None:
     """What may let the scores of a sample depend on other samples.
 
     Args:
-        module: a dense part: tensors [B, …] in, tensors [B, …] out.
-        inputs: an example of its inputs; more than `_COMPARED` samples.
+        module: a dense part: tensors [B, …], and `jagged`, in, tensors [B, …] out.
+        given: an example of what it is given; more than `_COMPARED` samples.
+        jagged: what it takes of ids.
         served: what TorchScript made of it, where its code may do otherwise there. None: it is torch's alone.
 
     Returns:
@@ -58,7 +66,8 @@ def what_mixes_samples(
     try:
         # torch prints graphs that it cannot finish.
         with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), fx.traceback.preserve_node_meta():
-            shapes = (tuple({0: torch.export.Dim("samples", min=2)} for _ in inputs),)
+            inputs = given.tensors(jagged)
+            shapes = (_dims(given, jagged),)
             found = torch.export.export(_Steps(module), tuple(inputs), dynamic_shapes=shapes, strict=False)
             program = found.run_decompositions()
     except Exception as error:  # the model's code, and torch's, may raise anything
@@ -66,10 +75,41 @@ def what_mixes_samples(
     if changed := program.graph_signature.buffers_to_mutate:
         return f"its buffer {min(changed.values())!r} changes"
     if served is not None:
-        few = [each[:_COMPARED] for each in inputs]
+        few = given.at(torch.arange(_COMPARED)).tensors(jagged)
         if more := _operators(served, few) - _operators(found.module(), few):
             return f"{min(more)[0]}, which TorchScript alone runs: its code is another one there"
-    return _first_unknown(program.graph, program.graph_signature.user_inputs)
+    names = program.graph_signature.user_inputs
+    keys = [None] * (len(names) - len(jagged)) + [_key_of(given, each) for each in jagged]
+    lengths = {
+        str(name): given.fixed.get(each.name, each.name)
+        for name, each in zip(names[len(names) - len(jagged) :], jagged, strict=True)
+        if each.kind is JaggedKind.LENGTHS
+    }
+    return _first_unknown(program.graph, dict(zip(map(str, names), keys, strict=True)), lengths)
+
+
+def _key_of(given: Given, wanted: JaggedInput) -> str | None:
+    """The key whose ids the rows of an input are of. None: they are samples."""
+    return None if wanted.kind is JaggedKind.LENGTHS else given.keys.get(wanted.name, wanted.name)
+
+
+def _dims(given: Given, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], ...]:
+    """The dimensions that are not always of one size: one for all samples, and one for the ids of each key.
+
+    A key that has as many ids in each sample has as many times the samples.
+    """
+    samples: Any = torch.export.Dim("samples", min=2)
+    dims: list[dict[int, Any]] = [{0: samples} for _ in (given.embeddings, *given.dense)]
+    ids: dict[str, Any] = {}
+    for each in jagged:
+        key = _key_of(given, each)
+        if key is None:
+            dims.append({0: samples})
+            continue
+        count = given.fixed.get(key)
+        own = ids.setdefault(key, torch.export.Dim(f"ids_{len(ids)}", min=2) if count is None else count * samples)
+        dims.append({0: own})
+    return tuple(dims)
 
 
 def what_is_one_step(module: fx.GraphModule) -> str | None:
@@ -159,17 +199,35 @@ class _Steps(nn.Module):
         return fx.Interpreter(self.module).run(*inputs)
 
 
-def _first_unknown(graph: fx.Graph, inputs: Iterable[object]) -> str | None:
-    rows = {node: Rows(0) for node in graph.nodes if node.name in inputs}
-    samples = next(iter(rows)).meta["val"].shape[0].node.expr
+def _first_unknown(graph: fx.Graph, keys: Mapping[str, str | None], lengths: Mapping[str, str | int]) -> str | None:
+    """The first step that may let samples meet.
+
+    Args:
+        graph: of ATen.
+        keys: for each input, the key whose ids its rows are of; None: they are samples.
+        lengths: for each input with the number of ids of a key, the key; or how many each sample has.
+    """
+    inputs = [node for node in graph.nodes if node.name in keys]
+    samples = inputs[0].meta["val"].shape[0].node.expr
+    sizes: dict[str | None, Any] = {None: samples}
+    rows: dict[fx.Node, Rows] = {}
+    for node in inputs:
+        size, key = node.meta["val"].shape[0], keys[node.name]
+        count = per_sample(size, samples)
+        if key is not None and count is None:
+            sizes[key] = size.node.expr
+        rows[node] = Rows(0, key=key) if count is None else Rows(0, count)
+    counts = Counts({node: lengths[node.name] for node in inputs if node.name in lengths}, samples)
     for node in graph.nodes:
         if node.op != "call_function" or is_number(node) or node.target in _WITHOUT_ANSWER:
             continue
         if not any(each in rows or is_number(each) for each in node.all_input_nodes) and _is_known(node):
             continue  # it is the same for all samples
-        found = _rows_of(node, rows)
+        if counts.is_offsets(node):
+            continue
+        found = _rows_of(node, rows, counts)
         value = node.meta["val"]
-        if found is None or (isinstance(value, Tensor) and not fits(found, value.shape, samples)):
+        if found is None or (isinstance(value, Tensor) and not fits(found, value.shape, sizes[found.key])):
             return f"{node.target}{short_line_of(node)}"
         rows[node] = found
     (output,) = (node for node in graph.nodes if node.op == "output")
@@ -179,14 +237,23 @@ def _first_unknown(graph: fx.Graph, inputs: Iterable[object]) -> str | None:
     return None
 
 
-def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows]) -> Rows | None:
+def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts) -> Rows | None:
     """Where the samples of a step are; None: it may let them meet."""
     if node.target is operator.getitem:
         return rows[node.all_input_nodes[0]]
+    if str(node.target).startswith("fbgemm."):
+        return rows_of_jagged(node, rows, counts)
     if not _is_known(node):
         return None
+    given = {each: rows[each] for each in node.all_input_nodes if each in rows}
+    keys = {each.key for each in given.values()}
+    if len(keys) > 1:
+        return None  # ids of several keys: how many a sample has may differ
     op = cast(torch._ops.OpOverload, node.target)
-    return rows_behind(op, Call(node, rows), is_sized=any(map(is_number, node.all_input_nodes)))
+    # Where they are among ids, they are not to meet other ids either.
+    plain = {each: replace(found, key=None) for each, found in given.items()}
+    found = rows_behind(op, Call(node, plain), is_sized=any(map(is_number, node.all_input_nodes)))
+    return found and replace(found, key=next(iter(keys), None))
 
 
 def _is_known(node: fx.Node) -> bool:

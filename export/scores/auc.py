@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from export.capture.bags import bags_of
+from export.capture.given import Given
 from export.errors import ModelError, last_line
 from export.scores.dense_part import Scored
 from export.trained.probe import kjt_of
@@ -182,9 +184,11 @@ def _trained(engine: Engine, scored: Scored, request: LabelledRequest) -> Mappin
     manifest = engine.bundle.manifest
     ids = encode({key: request.features[key] for key in manifest.keys}, manifest.weighted_keys)
     dense = encode_dense(scored.part.inputs, request.dense)
-    given = [torch.from_numpy(dense[each.name]) for each in scored.part.inputs]
+    given = tuple(torch.from_numpy(dense[each.name]) for each in scored.part.inputs)
+    bags = bags_of(kjt_of(manifest, ids, torch.device("cpu")))
+    samples = ids.lengths.size // len(manifest.keys)
     try:
-        return scored.answer(kjt_of(manifest, ids, torch.device("cpu")), given)
+        return scored.answer(Given(torch.empty(samples, 0), given, bags))
     except Exception as error:  # its code may raise anything: for ids outside of a table, for example
         raise ConfigurationError(f"{request.where}: the trained model cannot answer: {last_line(error)}") from error
 

@@ -1,8 +1,9 @@
 """Cut a model behind its collections: what is left takes the pooled embeddings in their place."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,27 +11,16 @@ from torch import fx, nn
 from torchrec import KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from export.capture.bags import kjt_of_bags
+from export.capture.given import Given
+from export.capture.graph import EMBEDDINGS
+from export.capture.signature import Columns, joined
 from export.errors import ModelError
 from export.scores.trace import WAY_OUT, not_tensors, tensors_of, traced
 from export.trained.follow import selects
 from export.trained.keyed import line_of
 from export.trained.managed import inner_of
-from serving.bundle.scores import wrong_names
-
-EMBEDDINGS = "embeddings"
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The answers of a collection within those of all collections side by side.
-
-    Attributes:
-        names: as TorchRec names them.
-        spans: the columns of each, [first, last).
-    """
-
-    names: Sequence[str]
-    spans: Sequence[tuple[int, int]]
+from serving.bundle.scores import JaggedInput, wrong_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +28,19 @@ class Cut:
     """What follows the collections of a model.
 
     Attributes:
-        module: takes the embeddings, float32 or float16 [B, D], and the dense inputs, float32 [B, n]; returns a tuple
-            of tensors.
-        ids: the model's arguments with ids.
-        inputs: the model's other arguments.
+        module: takes the embeddings of pooled features, float32 or float16 [B, D], the dense inputs, [B, …], and what
+            `jagged` says; returns a tuple of tensors.
+        inputs: names of the dense inputs.
         outputs: a name for each tensor.
+        answer: what a model itself answers, by output, to ids by key and dense inputs.
+        jagged: what it takes of ids.
     """
 
     module: fx.GraphModule
-    ids: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    answer: Callable[[nn.Module, Given], Mapping[str, torch.Tensor]]
+    jagged: tuple[JaggedInput, ...] = ()
 
 
 def cut(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> Cut:
@@ -84,17 +76,27 @@ def cut(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> Cut:
             )
     left = [str(node.target) for node in graph.nodes if node.op == "placeholder"]
     inputs = tuple(name for name in left if name != EMBEDDINGS)
-    return finished(entry, module, tuple(ids), inputs)
+
+    def answer(model: nn.Module, given: Given) -> Any:
+        kjt = kjt_of_bags(given.bags)
+        return model(**dict.fromkeys(ids, kjt), **dict(zip(inputs, given.dense, strict=True)))
+
+    return finished(entry, module, inputs, answer)
 
 
-def finished(model: nn.Module, module: fx.GraphModule, ids: tuple[str, ...], inputs: tuple[str, ...]) -> Cut:
+def finished(
+    model: nn.Module,
+    module: fx.GraphModule,
+    inputs: tuple[str, ...],
+    answer: Callable[[nn.Module, Given], Any],
+) -> Cut:
     """What follows collections, ready to be compiled.
 
     Args:
         model: that it was made of.
         module: takes the embeddings and `inputs`; answers as the model does.
-        ids: the model's arguments with ids.
-        inputs: its other arguments.
+        inputs: its arguments but for ids.
+        answer: what the model answers.
 
     Raises:
         ModelError: its answers are no tensors, or a name cannot be served.
@@ -108,12 +110,20 @@ def finished(model: nn.Module, module: fx.GraphModule, ids: tuple[str, ...], inp
     module.graph.lint()
     # Made anew: it has what the graph still names, of a collection whose weight is read that weight alone.
     # GraphModule.delete_all_unused_submodules would empty the collections of the model itself.
-    return Cut(fx.GraphModule(module, module.graph, type(model).__name__), ids, inputs, outputs)
+
+    def named(of: nn.Module, given: Given) -> Mapping[str, torch.Tensor]:
+        found = answer(of, given)
+        tensors = tensors_of(found)
+        if list(tensors) != list(outputs):
+            raise not_tensors(model, type(found).__name__)
+        return tensors
+
+    return Cut(fx.GraphModule(module, module.graph, type(model).__name__), inputs, outputs, named)
 
 
-def changes_inputs(module: fx.GraphModule, pooled: torch.Tensor, dense: Sequence[torch.Tensor]) -> bool:
-    """Whether a dense part writes to the embeddings or dense inputs that it takes; torch counts that."""
-    given = [each.clone() for each in (pooled, *dense)]
+def changes_inputs(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether a dense part writes to what it takes; torch counts that."""
+    given = [each.clone() for each in inputs]
     with torch.no_grad():
         module(*given)
     return any(each._version for each in given)
@@ -122,11 +132,16 @@ def changes_inputs(module: fx.GraphModule, pooled: torch.Tensor, dense: Sequence
 def keep_inputs(module: fx.GraphModule) -> None:
     """Have a dense part write to copies of what it takes."""
     for node in [each for each in module.graph.nodes if each.op == "placeholder"]:
-        given = next(iter(node.users)) if node.target == EMBEDDINGS else node
+        given = as_taken(node)
         with module.graph.inserting_after(given):
             kept = module.graph.call_method("clone", (given,))
-        given.replace_all_uses_with(kept, lambda user, kept=kept: user is not kept)
+        given.replace_all_uses_with(kept, partial(operator.is_not, kept))
     module.recompile()
+
+
+def as_taken(argument: fx.Node) -> fx.Node:
+    """An argument of a dense part as its steps take it: in their dtype, which it is brought to first."""
+    return next((user for user in argument.users if user.target in ("float", torch.ops.aten.to)), argument)
 
 
 def _erase_selections(graph: fx.Graph, ids: Sequence[str]) -> None:
@@ -172,7 +187,7 @@ def _replace_calls(
         with graph.inserting_before(node):
             pieces = [
                 graph.call_function(operator.getitem, (embeddings, (slice(None), slice(first, last))))
-                for first, last in _joined(columns.spans)
+                for first, last in joined(columns.spans)
             ]
             pooled = pieces[0] if len(pieces) == 1 else graph.call_function(torch.cat, (pieces, 1))
             widths = [last - first for first, last in columns.spans]
@@ -196,17 +211,6 @@ def _take_embeddings(call: fx.Node) -> None:
                 f"{call.target}: expected its embeddings alone to be used, [0] of its answer: remapped ids are not "
                 f"served{line_of(user)}: {WAY_OUT}"
             )
-
-
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbouring columns as one span."""
-    joined: list[tuple[int, int]] = []
-    for first, last in spans:
-        if joined and joined[-1][1] == first:
-            joined[-1] = (joined[-1][0], last)
-        else:
-            joined.append((first, last))
-    return joined
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -1,16 +1,18 @@
 """What a dense part takes: the widths of its inputs, its weights and their dtype."""
 
 import copy
+import operator
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.ao.quantization import quantize_dynamic
 
 from export.errors import CheckpointError
-from export.scores.cut import Cut
+from export.scores.cut import Cut, as_taken
 from export.trained.checkpoint import Checkpoint
 from export.trained.keyed import line_of
 from export.trained.running import copied, dotted
@@ -119,12 +121,16 @@ def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
         return quantized
     arguments = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in arguments:
-        if [user.target for user in node.users] == ["float"]:  # the embeddings
-            (widened,) = node.users
-            widened.target, widened.args = "to", (node, torch.bfloat16)
-            continue
-        with module.graph.inserting_after(node):
-            narrow = module.graph.call_method("to", (node, torch.bfloat16))
-        node.replace_all_uses_with(narrow, lambda user, narrow=narrow: user is not narrow)
+        taken = as_taken(node)
+        if taken.target == "float":  # the embeddings
+            taken.target, taken.args = "to", (node, torch.bfloat16)
+        elif taken is not node:
+            taken.args = (node, torch.bfloat16 if taken.args[1] is torch.float32 else taken.args[1])
+        elif isinstance(node.meta.get("val"), Tensor):
+            continue  # ids
+        else:
+            with module.graph.inserting_after(node):
+                narrow = module.graph.call_method("to", (node, torch.bfloat16))
+            node.replace_all_uses_with(narrow, partial(operator.is_not, narrow))
     module.recompile()
     return module.bfloat16()

@@ -1,18 +1,20 @@
 """The trained model behind its collections: a copy of it is run on embeddings that are given to it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torchrec import KeyedJaggedTensor, KeyedTensor
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
+from export.capture.given import Given
+from export.capture.signature import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.errors import ModelError, last_line
-from export.scores.cut import Columns, Cut
-from export.scores.trace import WAY_OUT, not_tensors, tensors_of
+from export.scores.cut import Cut
+from export.scores.trace import WAY_OUT
+from export.trained.managed import is_sequence
 from export.trained.running import copied, evaluating, quiet
 
 
@@ -36,26 +38,17 @@ def model_errors(model: nn.Module, what: str, said: Callable[[Exception], str] =
         raise ModelError(f"{type(model).__name__}: {what}: {said(error)}: {WAY_OUT}") from error
 
 
-Collections = Mapping[nn.Module, Columns]
-
-
 def answers_behind(
-    model: nn.Module,
-    found: Cut,
-    weights: fx.GraphModule,
-    collections: Collections,
-    ids: KeyedJaggedTensor,
-    probes: Sequence[Sequence[Tensor]],
+    model: nn.Module, found: Cut, weights: fx.GraphModule, collections: Collections, probes: Sequence[Given]
 ) -> list[dict[str, Tensor]]:
-    """What a model answers by its own forward, where its collections answer with embeddings that are given.
+    """What a model answers by its own forward, where its collections answer with embeddings and rows that are given.
 
     Args:
         model: the model. A copy of it is run, with the weights that serve.
         found: what was cut out of it.
         weights: what was cut out, with the weights that serve.
-        collections: where the embeddings of each are.
-        ids: any that it can be called with.
-        probes: embeddings float32 [B, D], and dense inputs, float32 [B, width] each.
+        collections: of the model.
+        probes: what is given.
 
     Returns:
         Float32 [B, …] by output, for each probe.
@@ -69,7 +62,7 @@ def answers_behind(
     }
     _take_weights(own, weights)
     before = {name: each.clone() for name, each in _buffers(own, columns)}
-    answers = [_answer_behind(own, found, columns, ids, pooled, dense) for pooled, *dense in probes]
+    answers = [_answer_behind(own, found, columns, probe) for probe in probes]
     for name, each in _buffers(own, columns):
         if not torch.equal(each, before[name]):
             raise ModelError(
@@ -79,22 +72,16 @@ def answers_behind(
     return answers
 
 
-def _answer_behind(
-    model: nn.Module,
-    found: Cut,
-    collections: Collections,
-    ids: KeyedJaggedTensor,
-    pooled: Tensor,
-    dense: Sequence[Tensor],
-) -> dict[str, Tensor]:
-    inputs = {name: each.clone() for name, each in zip(found.inputs, dense, strict=True)}
-    what = f"its forward fails for embeddings and dense inputs [{len(pooled)}, width]"
-    with torch.no_grad(), evaluating(model), quiet(), _answering(collections, pooled), model_errors(model, what):
-        answer = model(**dict.fromkeys(found.ids, ids), **inputs)
-    tensors = tensors_of(answer)
-    if list(tensors) != list(found.outputs):
-        raise not_tensors(model, type(answer).__name__)
-    return {name: each.float() for name, each in tensors.items()}
+def _answer_behind(model: nn.Module, found: Cut, collections: Collections, given: Given) -> dict[str, Tensor]:
+    def answer(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor) -> Any:
+        dtype = dtype_of(collection)
+        if is_sequence(collection):
+            return jagged_tensors(columns, ids, {name: each.clone() for name, each in given.rows.items()}, dtype)
+        return keyed_tensor(columns, given.embeddings.to(dtype, copy=True))
+
+    what = f"its forward fails for embeddings and dense inputs [{given.samples}, width]"
+    with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), model_errors(model, what):
+        return {name: each.float() for name, each in found.answer(model, given.copied()).items()}
 
 
 def _take_weights(model: nn.Module, weights: fx.GraphModule) -> None:
@@ -112,24 +99,3 @@ def _buffers(model: nn.Module, collections: Collections) -> Iterator[tuple[str, 
     caches = (each for each in model.modules() if isinstance(each, CacheMixin))
     inside = {id(each) for part in (*collections, *caches) for each in part.buffers()}
     yield from ((name, each) for name, each in model.named_buffers() if id(each) not in inside and not each.is_meta)
-
-
-@contextmanager
-def _answering(collections: Collections, pooled: Tensor) -> Iterator[None]:
-    """Have collections answer with embeddings that are given, a copy each time."""
-
-    def answer_of(collection: nn.Module, columns: Columns) -> Any:
-        widths = [last - first for first, last in columns.spans]
-
-        def answer(*_: object, **__: object) -> Any:
-            own = torch.cat([pooled[:, first:last] for first, last in columns.spans], dim=1)
-            keyed = KeyedTensor(list(columns.names), widths, own)
-            return (keyed, None) if isinstance(collection, BaseManagedCollisionEmbeddingCollection) else keyed
-
-        return answer
-
-    with ExitStack() as stack:
-        for collection, columns in collections.items():
-            collection.forward = answer_of(collection, columns)
-            stack.callback(delattr, collection, "forward")
-        yield

@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from export.capture.given import Given
 from export.rows.table_error import finite
 from serving.bundle.scores import DenseDtype
 
@@ -43,48 +44,55 @@ def scale_of(numbers: npt.NDArray[Any]) -> float:
 
 
 Numbers = npt.NDArray[Any]
-# A dense part: embeddings and dense inputs [B, …] in, outputs [B, …] by name out.
-Run = Callable[[Sequence[Tensor]], Mapping[str, Numbers]]
+# A dense part: what it is given for B samples in, outputs [B, …] by name out.
+Run = Callable[[Given], Mapping[str, Numbers]]
 # Activations of a trained model are rarely so small or so large. Raw features, such as a price or an age in seconds,
 # are.
 _SCALES = (1e-3, 1.0, 1e3, 1e6)
 
 
-def scaled(inputs: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Seeded inputs of the same shapes, of both signs: of each of several sizes, and of different sizes by sample."""
+def scaled(given: Given) -> list[Given]:
+    """Seeded floats in place of those that are given, of both signs: of each of several sizes, and of different sizes
+    by sample."""
     generator = torch.Generator().manual_seed(1)
-    sizes = [torch.full((len(inputs[0]), 1), scale) for scale in _SCALES]
-    sizes.append(torch.tensor(_SCALES)[torch.randint(len(_SCALES), (len(inputs[0]), 1), generator=generator)])
-    return [tuple(torch.randn(each.shape, generator=generator) * size for each in inputs) for size in sizes]
+    sizes = [torch.full((given.samples,), scale) for scale in _SCALES]
+    sizes.append(torch.tensor(_SCALES)[torch.randint(len(_SCALES), (given.samples,), generator=generator)])
+
+    def scaling(size: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda of, old: torch.randn(old.shape, generator=generator) * _along(size[of], old)
+
+    return [given.with_floats(scaling(size)) for size in sizes]
 
 
-def shown_to_mix(run: Run, inputs: Sequence[Tensor], dtype: DenseDtype) -> str | None:
+def _along(numbers: Tensor, other: Tensor) -> Tensor:
+    """Numbers [m] as [m, 1, …], with as many dimensions as `other`."""
+    return numbers.view(-1, *[1] * (other.dim() - 1))
+
+
+def shown_to_mix(run: Run, given: Given, dtype: DenseDtype) -> str | None:
     """What shows that a dense part lets samples meet; None: nothing was seen.
 
     What is not seen may be there all the same: `export.scores.apart` reads it off the operators.
 
     Args:
         run: the dense part.
-        inputs: it can be run on them; [B, …] each.
+        given: it can be run on it.
         dtype: of its weights.
     """
-    samples = len(inputs[0])
-    for probe, together in answered(run, [inputs, *scaled(inputs)]):
+    samples = given.samples
+    for probe, together in answered(run, [given, *scaled(given)]):
         for what, requests in _other_requests(samples):
-            alone = [run([each[chosen] for each in probe]) for chosen in requests]
+            alone = [run(probe.at(chosen)) for chosen in requests]
             back = torch.cat(requests).argsort().numpy()
             for name, numbers in together.items():
                 found = np.concatenate([each[name] for each in alone])[back]
                 if not largest(found, numbers) <= allowed(numbers, dtype):
                     return f"output {name!r} is another one for samples {what}"
-    together = run(inputs)
-    nothing = [torch.full_like(each, torch.nan) for each in inputs]
+    together = run(given)
+    nothing = given.with_floats(lambda _, old: torch.full_like(old, torch.nan))
     for sample in (0, samples - 1):
         is_other = torch.arange(samples) != sample
-        others = [
-            [given.where(is_other[:, None], new) for given, new in zip(inputs, probe, strict=True)]
-            for probe in (nothing, *scaled(inputs))
-        ]
+        others = [_with_other(given, probe, sample) for probe in (nothing, *scaled(given))]
         for _, found in answered(run, others):
             for name, numbers in together.items():
                 # As many samples: the same kernels, and the same bits.
@@ -93,9 +101,12 @@ def shown_to_mix(run: Run, inputs: Sequence[Tensor], dtype: DenseDtype) -> str |
     return None
 
 
-def answered(
-    run: Run, probes: Sequence[Sequence[Tensor]]
-) -> Iterator[tuple[Sequence[Tensor], Mapping[str, Numbers]]]:
+def _with_other(given: Given, other: Given, sample: int) -> Given:
+    """What is given, but for the floats of one sample, which are those of `other`."""
+    return given.with_floats(lambda of, old, new: torch.where(_along(of != sample, old), old, new), other)
+
+
+def answered(run: Run, probes: Sequence[Given]) -> Iterator[tuple[Given, Mapping[str, Numbers]]]:
     """Probes and their answers, but for those whose numbers a dense part cannot be run on."""
     for probe in probes:
         try:

@@ -10,10 +10,14 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the samples of a tensor are. The index j of dimension `dim` belongs to sample (j // block) % B."""
+    """Where the samples of a tensor are. The index j of dimension `dim` belongs to sample (j // block) % B.
+
+    With a key, each index belongs to an id of that key instead, the ids of a sample being side by side.
+    """
 
     dim: int
     block: int = 1
+    key: str | None = None
 
 
 class Call:

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx, nn
 
-from export.scores.cut import EMBEDDINGS, Cut, finished
+from export.capture.given import Given
+from export.capture.graph import EMBEDDINGS
+from export.scores.cut import Cut, finished
 from export.scores.eager_model import model_errors
 from export.scores.trace import not_tensors, tensors_of
 from export.trained.running import copied, quiet
@@ -50,7 +52,12 @@ def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping
         keys = list(named) if isinstance(answer, Mapping) else range(len(named))
         pieces = [graph.call_function(operator.getitem, (called, key)) for key in keys]
         graph.output(dict(zip(named, pieces, strict=True)))
-    return finished(own, fx.GraphModule({"own": own}, graph, type(own).__name__), (), tuple(arguments))
+
+    def answer_of(model: nn.Module, given: Given) -> object:
+        pooled = {name: given.embeddings[:, first:last] for name, (first, last) in spans.items()}
+        return model(pooled, *given.dense)
+
+    return finished(own, fx.GraphModule({"own": own}, graph, type(own).__name__), tuple(arguments), answer_of)
 
 
 def _tried(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: list[int]) -> object:

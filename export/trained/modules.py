@@ -54,6 +54,10 @@ class Entry:
     inputs: int
 
 
+# Not one: what a module with an example takes is not known to be a KJT alone.
+_SEVERAL = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The collections of a module, and the parts of the module that are not served.
@@ -71,8 +75,12 @@ class Found:
     left_out: tuple[str, ...]
 
 
-def find_collections(module: nn.Module) -> Found:
+def find_collections(module: nn.Module, *, follow: bool = True) -> Found:
     """Find the collections of `module` that can be served alone.
+
+    Args:
+        module: the module.
+        follow: whether its forward is followed here. Otherwise `export.capture` does it, from an example of a call.
 
     Raises:
         ModelError: there is none; or one is of a kind, or behind a module, that is not known to be served right; or
@@ -91,6 +99,11 @@ def find_collections(module: nn.Module) -> Found:
     module = copied(module, collections.values())
     collections = {path: module.get_submodule(path) for path in collections}
     entries, left_out = [], []
+    if not follow:
+        behind = (
+            () if module in collections.values() else (f"{type(module).__name__}.forward behind its collections",)
+        )
+        return Found(module, collections, (Entry(module, _SEVERAL),), behind)
     for path, entry in _entries("", module, collections.values()):
         if entry in collections.values():
             entries.append(Entry(entry, 1))

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,9 @@ _LEAST, _MOST = -(2**63), 2**63 - 1
 _EXTREMES = (0, _LEAST, _MOST, -1, 2**31, -(2**40))
 
 
-def make_probe(manifest: Manifest, known: Mapping[str, Ids]) -> Tensors:
+def make_probe(
+    manifest: Manifest, known: Mapping[str, Ids], counts: Mapping[str, int] = MappingProxyType({})
+) -> Tensors:
     """A seeded request: for each key bags of 0 to 8 ids, an empty one, and one of 100 with the first and last id.
 
     No bag is longer than its position weights. Where any int64 is an id, half of the ids are those that the map has;
@@ -39,6 +42,7 @@ def make_probe(manifest: Manifest, known: Mapping[str, Ids]) -> Tensors:
     Args:
         manifest: of the bundle.
         known: ids of each key with a map.
+        counts: keys whose bags are all of one size.
     """
     random = np.random.default_rng(_SEED)
     rows = manifest.rows_of_keys
@@ -47,6 +51,8 @@ def make_probe(manifest: Manifest, known: Mapping[str, Ids]) -> Tensors:
     lengths[:, 1] = 0
     longest = manifest.longest_bags
     lengths = np.minimum(lengths, [[longest.get(key, _LONGEST_BAG)] for key in rows]).astype(np.int32)
+    for number, key in enumerate(rows):
+        lengths[number] = counts.get(key, lengths[number])
     columns = []
     for (key, height), bags in zip(rows.items(), lengths, strict=True):
         ids = random.integers(0, height, bags.sum())

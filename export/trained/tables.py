@@ -88,15 +88,19 @@ class Trained:
         return tuple(table for tables in self.by_collection.values() for table in tables)
 
 
-def collect_tables(module: nn.Module) -> Trained:
+def collect_tables(module: nn.Module, *, follow: bool = True) -> Trained:
     """Find the tables of every (Fused, FeatureProcessed, ManagedCollision)EmbeddingBagCollection and
     (Fused, ManagedCollision)EmbeddingCollection.
+
+    Args:
+        module: the module.
+        follow: as `find_collections`.
 
     Raises:
         ModelError: there is no collection, or one that is not served (`export.trained.modules`); a table is pruned,
             virtual or position-weighted; or a table's or feature's name cannot be listed, or is another's too.
     """
-    found = find_collections(module)
+    found = find_collections(module, follow=follow)
     configs = {path: _configs(collection) for path, collection in found.collections.items()}
     every = [config for each in configs.values() for config in each]
     tables = Counter(config.name for config in every)

@@ -67,6 +67,22 @@ class DenseInput(Strict, frozen=True, omit_defaults=True):
         return [self.name, self.shape, self.dtype.value]
 
 
+class JaggedKind(enum.Enum):
+    """What a dense part takes of the ids of a request."""
+
+    ROWS = "ROWS"
+    LENGTHS = "LENGTHS"
+    IDS = "IDS"
+    WEIGHTS = "WEIGHTS"
+
+
+class JaggedInput(Strict, frozen=True):
+    """What the dense part takes of the ids of a request, beside embeddings and dense inputs."""
+
+    kind: JaggedKind
+    name: str
+
+
 class LabelledAuc(Strict, frozen=True, omit_defaults=True):
     """The area under the ROC curve of one output, on samples with labels.
 
@@ -134,6 +150,8 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
     mixes_samples: bool
     mixed_by: str | None = None
     is_own: bool = False
+    jagged: tuple[JaggedInput, ...] = ()
+    fixed_lengths: dict[str, int] = {}
 
     @property
     def contract(self) -> list[object]:

@@ -1,6 +1,6 @@
 """Whether samples may meet is read off the operators of a dense part, not off what some inputs happen to show."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from export.capture.given import Given
 from export.scores.apart import what_branches, what_is_one_step, what_mixes_samples
 from export.scores.probes import shown_to_mix
 from serving.bundle.scores import DenseDtype
@@ -51,8 +52,13 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(SAMPLES, WIDTH), torch.rand(SAMPLES, DENSE)
 
 
+def given() -> Given:
+    embeddings, dense = inputs()
+    return Given(embeddings, (dense,))
+
+
 def read(module: nn.Module) -> str | None:
-    return what_mixes_samples(as_graph(module), inputs())
+    return what_mixes_samples(as_graph(module), given())
 
 
 def blocks(e: Tensor) -> Tensor:
@@ -118,12 +124,12 @@ APART: dict[str, Forward] = {
 def test_what_keeps_samples_apart_is_read_so() -> None:
     module = Parts(APART)
     assert read(module) is None
-    assert shown_to_mix(partial(run, module, list(APART)), inputs(), DenseDtype.FP32) is None
+    assert shown_to_mix(partial(run, module, list(APART)), given(), DenseDtype.FP32) is None
 
 
-def run(module: nn.Module, names: list[str], given: Sequence[Tensor]) -> dict[str, Any]:
+def run(module: nn.Module, names: list[str], given: Given) -> dict[str, Any]:
     with torch.no_grad():
-        answer = module(*given)
+        answer = module(given.embeddings, *given.dense)
     found = answer if isinstance(answer, tuple) else (answer,)
     return {name: each.numpy() for name, each in zip(names, found, strict=True)}
 
@@ -205,7 +211,7 @@ def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
     tracer.record_stack_traces = True
     module = Surges()
     graph = fx.GraphModule(module, tracer.trace(module))
-    found = what_mixes_samples(graph, inputs())
+    found = what_mixes_samples(graph, given())
     assert found is not None
     assert found.startswith("aten.sum.dim_IntList at test_apart.py, line ")
     assert found.endswith("`return embeddings + numbers.sum() * 0.1  # to blame`")

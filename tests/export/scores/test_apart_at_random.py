@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from export.scores.probes import shown_to_mix
 from serving.bundle.scores import DenseDtype
-from tests.export.scores.test_apart import inputs, read, run
+from tests.export.scores.test_apart import given, read, run
 
 
 class Drawn(nn.Module):
@@ -71,5 +71,5 @@ def test_random_forwards_that_are_read_as_apart_are_apart(count: int) -> None:
         assert (found is None) == (not {*module.steps} & MEETING.keys()), (module.steps, found)
         if found is None:
             kept += 1
-            assert shown_to_mix(partial(run, module, ["x"]), inputs(), DenseDtype.FP32) is None
+            assert shown_to_mix(partial(run, module, ["x"]), given(), DenseDtype.FP32) is None
     assert count // 4 <= kept <= 3 * count // 4

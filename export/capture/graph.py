@@ -1,0 +1,179 @@
+"""Follow a model by torch.export, from one call of it: what follows its collections, for any number of samples.
+
+The collections answer with inputs of the graph. Ids reach them unchanged: as keys of a KJT of the example; or the
+graph says that they are ids of the example in another order, and that nothing else is done to them.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torchrec import KeyedJaggedTensor
+
+from export.capture.answers import outputs_of
+from export.capture.bags import Bag, GivenKeys
+from export.capture.signature import Collections, Signature, answering, dtype_of, jagged_tensors, keyed_tensor
+from export.errors import ModelError, first_line
+from export.trained.keyed import line_of_error
+from export.trained.managed import is_sequence
+from export.trained.running import evaluating, quiet
+from serving.bundle.scores import JaggedInput, JaggedKind
+
+EMBEDDINGS = "embeddings"
+# What an input of a graph is: the embeddings of all pooled features, a tensor of the example with a row for each
+# sample, by its path; or what a request brings of a key, or the rows of a feature.
+Input = str | JaggedInput
+
+
+def ids_of(key: str) -> JaggedInput:
+    """The ids of a key, integers [n]."""
+    return JaggedInput(JaggedKind.IDS, key)
+
+
+def lengths_of(key: str) -> JaggedInput:
+    """How many ids of a key each sample has, integers [B]."""
+    return JaggedInput(JaggedKind.LENGTHS, key)
+
+
+def weights_of(key: str) -> JaggedInput:
+    """The weights of the ids of a key, floats [n]."""
+    return JaggedInput(JaggedKind.WEIGHTS, key)
+
+
+def rows_of(feature: str) -> JaggedInput:
+    """The rows of a feature that is not pooled, floats [n, dim]."""
+    return JaggedInput(JaggedKind.ROWS, feature)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A model as a graph of ATen.
+
+    Attributes:
+        module: takes `inputs`, in order. Answers the outputs of the model, in order; then, of each of `made`, values
+            and lengths.
+        inputs: what it takes.
+        outputs: their names.
+        made: the keys of each KJT that a collection gets and that the forward made itself.
+    """
+
+    module: fx.GraphModule
+    inputs: Sequence[Input]
+    outputs: Sequence[str]
+    made: Sequence[Sequence[str]]
+
+
+def captured(
+    model: nn.Module,
+    collections: Collections,
+    signature: Signature,
+    inputs: Mapping[Input, Tensor],
+) -> Captured:
+    """Follow a model.
+
+    Args:
+        model: a copy.
+        collections: of the model.
+        signature: what its arguments are made of.
+        inputs: what the graph is to take, `embeddings` first, with an example of each; of two samples or more.
+
+    Raises:
+        ModelError: naming the line of the model's code that cannot be followed.
+    """
+    whole = _Whole(model, collections, signature, list(inputs))
+    with torch.no_grad(), evaluating(model), quiet(), redirect_stderr(io.StringIO()), _plain_attention():
+        try:
+            program = torch.export.export(
+                whole, tuple(inputs.values()), dynamic_shapes=(_dims(whole, signature),), strict=False
+            )
+        except ModelError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise ModelError(
+                f"{type(model).__name__}: its forward cannot be followed for any number of samples"
+                f"{line_of_error(error)}: {first_line(error)}"
+            ) from error
+        return Captured(program.module(check_guards=False), whole.inputs, whole.seen.outputs, whole.seen.made)
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """In the block, nn.TransformerEncoderLayer is the operators that it is made of, not one of its own."""
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen while a model was followed. torch.export puts back what a forward sets in a module itself."""
+
+    outputs: Sequence[str] = ()
+    made: Sequence[Sequence[str]] = ()
+
+
+class _Whole(nn.Module):
+    """A model, with tensors for arguments."""
+
+    def __init__(
+        self, model: nn.Module, collections: Collections, signature: Signature, inputs: Sequence[Input]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.collections, self.signature, self.inputs = collections, signature, inputs
+        self.seen = _Seen()
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(self.inputs, tensors, strict=True))
+        rows = {
+            each.name: found
+            for each, found in given.items()
+            if isinstance(each, JaggedInput) and each.kind is JaggedKind.ROWS
+        }
+        made: list[KeyedJaggedTensor] = []
+
+        def answer(collection: nn.Module, columns: Any, kjt: KeyedJaggedTensor) -> Any:
+            if type(kjt) is not GivenKeys or not kjt.is_unchanged:
+                made.append(kjt)
+            if is_sequence(collection):
+                return jagged_tensors(columns, kjt, rows, dtype_of(collection))
+            return keyed_tensor(columns, given[EMBEDDINGS].to(dtype_of(collection)))
+
+        by_sample = {each: found for each, found in given.items() if isinstance(each, str)}
+        call = self.signature.called(tensors[0].shape[0], _bags(given), by_sample, known=True)
+        with answering(self.collections, answer):
+            found = outputs_of(self.model, call.answer_of(self.model))
+        self.seen.outputs, self.seen.made = list(found), [kjt.keys() for kjt in made]
+        return (*found.values(), *(each for kjt in made for each in (kjt.values(), kjt.lengths())))
+
+
+def _bags(given: Mapping[Input, Tensor]) -> dict[str, Bag]:
+    """What a request brings of its keys."""
+    keys = [each.name for each in given if isinstance(each, JaggedInput) and each.kind is JaggedKind.LENGTHS]
+    return {key: Bag(given[ids_of(key)], given[lengths_of(key)], given.get(weights_of(key))) for key in keys}
+
+
+def _dims(whole: _Whole, signature: Signature) -> tuple[dict[int, Any], ...]:
+    """The dimensions of inputs that are not always of one size."""
+    samples: Any = torch.export.Dim("samples", min=2)
+    key_of = {
+        feature: key
+        for columns in whole.collections.values()
+        for feature, key in zip(columns.features, columns.keys, strict=True)
+    }
+    dims = []
+    for each in whole.inputs:
+        if isinstance(each, str) or each.kind is JaggedKind.LENGTHS:
+            dims.append({0: samples})
+        elif (key := key_of.get(each.name)) is not None and key in signature.fixed:
+            dims.append({0: signature.fixed[key] * samples})
+        else:
+            dims.append({0: torch.export.Dim.AUTO})
+    return tuple(dims)

@@ -1,0 +1,342 @@
+"""A graph of torch.export → one that TorchScript compiles: it takes the inputs that it uses, and answers float32."""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from export.capture.graph import EMBEDDINGS, Captured, Input, ids_of
+from export.capture.moved_ids import answers_of
+from export.capture.signature import Signature
+from export.errors import ModelError
+from export.trained.keyed import line_of
+from serving.bundle.scores import JaggedInput, JaggedKind
+
+# Steps that change no number: checks of torch.export, which are true of any request, and one of gradients.
+_WITHOUT_EFFECT = (
+    "aten.detach_.default",
+    "aten._assert_scalar.default",
+    "aten._assert_tensor_metadata.default",
+    "aten.sym_constrain_range_for_size.default",
+    "aten.sym_constrain_range.default",
+)
+# Arguments that are the same for all that is on a CPU.
+_OF_DEVICES = ("device", "layout", "pin_memory")
+_NUMBERS: Mapping[Any, Any] = {
+    torch.sym_max: max,
+    torch.sym_min: min,
+    torch.sym_float: float,
+    torch.sym_int: int,
+    torch.sym_not: operator.not_,
+}
+_MADE = "_tensor_constant"
+
+
+def scriptable(
+    model: nn.Module, found: Captured, signature: Signature
+) -> tuple[fx.GraphModule, tuple[Input, ...], tuple[str, ...]]:
+    """What TorchScript compiles of a model.
+
+    Args:
+        model: that was followed.
+        found: the graph.
+        signature: what its inputs are.
+
+    Returns:
+        The graph. It takes the inputs that come next, `embeddings` first, and answers a tuple of tensors float32.
+        The inputs that it uses.
+        The names of its outputs: without those that have no row for each sample, or are an input of the request.
+
+    Raises:
+        ModelError: it changes ids in place, uses ids that no collection looks up, or has no answer.
+    """
+    graph = found.module.graph
+    answers = answers_of(graph)[: len(found.outputs)]
+    inputs = dict(zip((node for node in graph.nodes if node.op == "placeholder"), found.inputs, strict=True))
+    samples = next(iter(inputs)).meta["val"].shape[0]
+    outputs = {
+        name: answer
+        for name, answer in zip(found.outputs, answers, strict=True)
+        if _is_by_sample(answer.meta["val"], samples) and _origin(answer) not in inputs
+    }
+    if not outputs:
+        raise ModelError(
+            f"{type(model).__name__}: expected an answer with a row for each sample, got "
+            + ", ".join(f"{name!r} {_shape(each)}" for name, each in zip(found.outputs, answers, strict=True))
+        )
+    return _Converter(model, found, signature, inputs).converted(outputs)
+
+
+def _is_by_sample(value: Tensor, samples: Any) -> bool:
+    return value.dim() > 0 and value.shape[0] == samples and all(isinstance(each, int) for each in value.shape[1:])
+
+
+def _shape(answer: fx.Node) -> str:
+    return str([each if isinstance(each, int) else "B" for each in answer.meta["val"].shape])
+
+
+_HANDED_ON = ("aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.detach_.default")
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """What a step only hands on."""
+    while str(node.target) in (
+        "aten.detach.default",
+        "aten.alias.default",
+        "aten.clone.default",
+        "aten.detach_.default",
+    ):
+        node = node.all_input_nodes[0]
+    return node
+
+
+class _Converter:
+    def __init__(
+        self, model: nn.Module, found: Captured, signature: Signature, inputs: Mapping[fx.Node, Input]
+    ) -> None:
+        self._model, self._module, self._signature, self._inputs = model, found.module, signature, inputs
+        self._graph = fx.Graph()
+        self._root: dict[str, Any] = {}
+        self._copies: dict[Any, Any] = {}
+        self._samples = next(iter(inputs)).meta["val"].shape[0].node.expr
+        self._states = {id(each): name for name, each in (*model.named_parameters(), *_kept_buffers(model))}
+
+    def converted(self, outputs: Mapping[str, fx.Node]) -> tuple[fx.GraphModule, tuple[Input, ...], tuple[str, ...]]:
+        """The graph, the inputs that it takes, and the names of its outputs."""
+        needed = self._needed(outputs.values())
+        taken = self._take(needed)
+        for node in self._module.graph.nodes:
+            if node in needed and node.op in ("get_attr", "call_function"):
+                self._copies[node] = self._convert(node)
+                self._keep_meta(node)
+        answers = tuple(self._method("float", self._copies[each]) for each in outputs.values())
+        self._graph.output(answers)
+        for node in [each for each in self._graph.nodes if each.op == "get_attr" and not each.users]:
+            self._graph.erase_node(node)  # it is of a layer
+        named = {str(each.target) for each in self._graph.nodes if each.op in ("get_attr", "call_module")}
+        self._root = {name: each for name, each in self._root.items() if name in named}
+        self._graph.lint()
+        return fx.GraphModule(self._root, self._graph, type(self._model).__name__), taken, tuple(outputs)
+
+    def _needed(self, outputs: Iterable[fx.Node]) -> set[fx.Node]:
+        """The steps that answers are made of, and those that change a tensor in place."""
+        needed = {*outputs}
+        for node in reversed(self._module.graph.nodes):
+            if is_writing(node):
+                self._expect_no_ids(node)
+            if node in needed or is_writing(node):
+                needed |= {node, *(() if self._counts_samples(node) else node.all_input_nodes)}
+        return needed
+
+    def _counts_samples(self, node: fx.Node) -> bool:
+        """Whether a step is the number of samples, which the embeddings have, too."""
+        value = node.meta.get("val")
+        return (
+            str(node.target) == "aten.sym_size.int"
+            and isinstance(value, torch.SymInt)
+            and value.node.expr == self._samples
+        )
+
+    def _expect_no_ids(self, node: fx.Node) -> None:
+        """Refuse a step that changes ids in place."""
+        placed = {each.path for each in self._signature.placed.values()}
+        for root in _written(node):
+            found = self._inputs.get(root)
+            if found in placed or (isinstance(found, JaggedInput) and found.kind is not JaggedKind.ROWS):
+                raise ModelError(
+                    f"{type(self._model).__name__}: its forward changes ids in place by {node.target}{line_of(node)}"
+                    ": lookups would not see it: do it before the model"
+                )
+
+    def _take(self, needed: set[fx.Node]) -> tuple[Input, ...]:
+        """Make the inputs of the graph; those that it takes."""
+        taken: list[Input] = []
+        placed = {each.path for each in self._signature.placed.values()}
+        asked: set[str] = set()
+        for node, each in self._inputs.items():
+            if node in needed and isinstance(each, str) and each in placed:
+                self._expect_placed(node, each)
+                asked |= {key for key, place in self._signature.placed.items() if place.path == each}
+            elif node in needed or each == EMBEDDINGS:
+                self._copies[node] = self._placeholder(each, node)
+                taken.append(each)
+        for key in sorted(asked):
+            self._copies[ids_of(key)] = self._placeholder(ids_of(key), None)
+            taken.append(ids_of(key))
+        for node, each in self._inputs.items():
+            if node in needed and isinstance(each, str) and each in placed:
+                self._copies[node] = self._tensor_of(each, node)
+        return tuple(taken)
+
+    def _placeholder(self, each: Input, node: fx.Node | None) -> fx.Node:
+        name = each if each == EMBEDDINGS else f"given_{len([n for n in self._graph.nodes if n.op == 'placeholder'])}"
+        made = self._graph.placeholder(str(name), Tensor)
+        if each == EMBEDDINGS:
+            self._embeddings = made
+        if node is None:  # ids are int64, as requests bring them
+            return made
+        return self._operator(torch.ops.aten.to, made, node.meta["val"].dtype)
+
+    def _expect_placed(self, node: fx.Node, path: str) -> None:
+        width = math.prod(node.meta["val"].shape[1:])
+        there = {number for each in self._signature.placed.values() if each.path == path for number in each.places}
+        if there != set(range(width)):
+            raise ModelError(
+                f"{type(self._model).__name__}: uses numbers of {path!r} that no collection looks up"
+                f"{line_of(next(iter(node.users)))}: give them as a tensor of their own"
+            )
+
+    def _tensor_of(self, path: str, node: fx.Node) -> fx.Node:
+        """The tensor of the example at `path`, made of the ids of the keys that are taken from it."""
+        taken = {key: each.places for key, each in self._signature.placed.items() if each.path == path}
+        columns = [self._method("view", self._copies[ids_of(key)], -1, len(each)) for key, each in taken.items()]
+        every = columns[0] if len(columns) == 1 else self._operator(torch.ops.aten.cat, columns, 1)
+        places = [place for each in taken.values() for place in each]
+        if places != sorted(places):
+            order = torch.tensor([places.index(place) for place in range(len(places))])
+            every = self._operator(torch.ops.aten.index_select, every, 1, self._attribute(order))
+        value = node.meta["val"]
+        return self._method("view", self._operator(torch.ops.aten.to, every, value.dtype), -1, *value.shape[1:])
+
+    def _attribute(self, tensor: Tensor) -> fx.Node:
+        """A tensor of the model."""
+        name = self._states.get(id(tensor))
+        if name is None:
+            name = next((n for n, each in self._root.items() if each is tensor), f"{_MADE}{len(self._root)}")
+        self._root[name] = tensor
+        return self._graph.get_attr(name)
+
+    def _convert(self, node: fx.Node) -> Any:
+        if node.op == "get_attr":
+            return self._attribute(_attribute_of(self._module, str(node.target)))
+        if self._counts_samples(node):
+            return self._method("size", self._embeddings, 0)
+        args = fx.map_arg(node.args, self._copies.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, self._copies.__getitem__)
+        name = str(node.target)
+        if name == "aten.linear.default" and (layer := self._layer(node)) is not None:
+            return self._graph.call_module(layer, (args[0],))
+        args, kwargs = self._constants(args), self._constants(kwargs)
+        if (rule := _RULES.get(name)) is not None:
+            return rule(self, node, args)
+        target: Any = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            return self._graph.call_function(_NUMBERS.get(target, target), args, kwargs)
+        given = {key: each for key, each in kwargs.items() if key not in _OF_DEVICES}
+        return self._graph.call_function(
+            getattr(getattr(torch.ops, target.namespace), name.split(".")[1]), args, given
+        )
+
+    def _constants(self, value: Any) -> Any:
+        """What TorchScript has no literal for."""
+        if isinstance(value, float) and not math.isfinite(value):
+            return self._graph.call_function(float, (str(value),))
+        if isinstance(value, list | tuple):
+            return type(value)(self._constants(each) for each in value)
+        return {key: self._constants(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+    def _layer(self, node: fx.Node) -> str | None:
+        """The nn.Linear of the model that a step is, by its path; None: it is none."""
+        weight, bias = (self._tensor(each) for each in (*node.args[1:], None, None)[:2])
+        path, _, leaf = self._states.get(id(weight), "").rpartition(".")
+        layer = self._model.get_submodule(path) if leaf == "weight" and path else None
+        if layer is None or type(layer) is not nn.Linear or layer.bias is not bias:
+            return None
+        self._root[path] = layer
+        return path
+
+    def _tensor(self, node: Any) -> Tensor | None:
+        """The tensor of the model that a step gets. None: it is no such step."""
+        is_get = isinstance(node, fx.Node) and node.op == "get_attr"
+        return _attribute_of(self._module, str(node.target)) if is_get else None
+
+    def _operator(self, target: Any, *args: Any) -> fx.Node:
+        return self._graph.call_function(target, args)
+
+    def _method(self, name: str, *args: Any) -> fx.Node:
+        return self._graph.call_method(name, args)
+
+    def _keep_meta(self, node: fx.Node) -> None:
+        copied = self._copies[node]
+        if isinstance(copied, fx.Node):
+            copied.meta["stack_trace"] = node.meta.get("stack_trace")
+
+
+def is_writing(node: fx.Node) -> bool:
+    """Whether a step of a graph of ATen changes a tensor in place, or checks one."""
+    op = node.target
+    return isinstance(op, torch._ops.OpOverload) and str(op) not in _WITHOUT_EFFECT and op._schema.is_mutable
+
+
+# Operators whose answer is a view of their first argument, or may be; and the one that puts the ids of keys together.
+_VIEWS = (
+    "aten.alias.default", "aten.detach.default", "aten.view.default", "aten.reshape.default", "aten.select.int",
+    "aten.slice.Tensor", "aten.narrow.default", "aten.permute.default", "aten.transpose.int", "aten.t.default",
+    "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.expand.default",
+    "aten.to.dtype", "aten.to.device", "aten.contiguous.default", "aten.flatten.using_ints", "aten.unflatten.int",
+    "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int",
+    "aten.view_as.default", "aten.diagonal.default", "aten.cat.default",
+)  # fmt: skip
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The steps whose tensors a writing step changes: its first argument, and what that is a view of."""
+    waiting = node.all_input_nodes[:1]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        is_view = found.target is operator.getitem or str(found.target) in _VIEWS or is_writing(found)
+        if found.op == "call_function" and is_view:
+            waiting += found.all_input_nodes if str(found.target) == "aten.cat.default" else found.all_input_nodes[:1]
+
+
+def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that are in the model's state dict."""
+    state = model.state_dict(keep_vars=True)
+    yield from ((name, each) for name, each in model.named_buffers() if name in state)
+
+
+def _attribute_of(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _size(to: _Converter, _: fx.Node, args: Any) -> Any:
+    return to._method("size", *args)
+
+
+def _squeeze(to: _Converter, node: fx.Node, args: Any) -> Any:
+    """Without the dimensions that are 1 for any number of samples: that of the samples is never one of them."""
+    shape = node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    gone = [dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1]
+    return to._operator(torch.ops.aten.squeeze, args[0], gone) if gone else args[0]
+
+
+def _to_dtype(to: _Converter, node: fx.Node, args: Any) -> Any:
+    return to._operator(torch.ops.aten.to, args[0], node.meta["val"].dtype)
+
+
+_RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
+    "aten.sym_size.int": _size,
+    "aten.sym_numel.default": lambda to, _, args: to._method("numel", *args),
+    "aten.item.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
+    "aten._local_scalar_dense.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
+    "aten.squeeze.default": _squeeze,
+    **dict.fromkeys(
+        ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default", "aten.to.other"),
+        _to_dtype,
+    ),
+    "aten.dropout.default": lambda _, __, args: args[0],
+    "aten.lift_fresh_copy.default": lambda to, _, args: to._method("clone", args[0]),
+}
+
+
+def _number_of(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return next((kind for given, kind in kinds.items() if isinstance(value, given)), type(value))

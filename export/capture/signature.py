@@ -1,0 +1,329 @@
+"""What the arguments of a model are made of: the keys of a request, dense inputs, and what stays as in the example.
+
+It is read off one call, in which the collections only note what they are called with: no row is needed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+
+from export.capture.bags import Bag, Bags, GivenKeys, bags_of, kjt_of_bags
+from export.capture.example import Call, Example
+from export.errors import ModelError, last_line
+from export.trained.keyed import line_of_error
+from export.trained.managed import inner_of, is_sequence
+from export.trained.running import evaluating, quiet
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The answers of a collection.
+
+    Attributes:
+        names: as TorchRec names them.
+        features: the feature of each, as the bundle names it.
+        keys: the key that each reads.
+        dims: the columns of each.
+        spans: the columns of each within those of all pooled features side by side, [first, last). Of a collection
+            that does not pool, none.
+    """
+
+    names: Sequence[str]
+    features: Sequence[str]
+    keys: Sequence[str]
+    dims: Sequence[int]
+    spans: Sequence[tuple[int, int]]
+
+
+Collections = Mapping[nn.Module, Columns]
+# What a collection answers to a KJT that it is called with.
+Answer = Callable[[nn.Module, Columns, KeyedJaggedTensor], Any]
+
+
+@contextmanager
+def answering(collections: Collections, answer: Answer) -> Iterator[None]:
+    """Have collections answer with what `answer` says: a KeyedTensor, or JaggedTensors by name."""
+
+    def forward_of(collection: nn.Module, columns: Columns) -> Callable[..., Any]:
+        def forward(features: KeyedJaggedTensor, *_: object, **__: object) -> Any:
+            found = answer(collection, columns, features)
+            return (found, None) if isinstance(collection, BaseManagedCollisionEmbeddingCollection) else found
+
+        return forward
+
+    with ExitStack() as stack:
+        for collection, columns in collections.items():
+            collection.forward = forward_of(collection, columns)
+            stack.callback(delattr, collection, "forward")
+        concat = KeyedJaggedTensor.concat
+        KeyedJaggedTensor.concat = staticmethod(GivenKeys.concat)
+        stack.callback(setattr, KeyedJaggedTensor, "concat", staticmethod(concat))
+        yield
+
+
+def keyed_tensor(columns: Columns, pooled: Tensor) -> KeyedTensor:
+    """The answer of a collection that pools, out of the embeddings of all pooled features, [B, D]."""
+    pieces = [pooled[:, first:last] for first, last in joined(columns.spans)]
+    return KeyedTensor(
+        list(columns.names), list(columns.dims), pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+    )
+
+
+def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring columns as one span."""
+    found: list[tuple[int, int]] = []
+    for first, last in spans:
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return found
+
+
+def jagged_tensors(
+    columns: Columns, given: KeyedJaggedTensor, rows: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, JaggedTensor]:
+    """The answer of a collection that does not pool.
+
+    Args:
+        columns: of the collection.
+        given: what it is called with.
+        rows: of each feature, floats [n, dim].
+        dtype: of its tables.
+    """
+    lengths = given.lengths().view(len(given.keys()), -1)
+    place = {key: number for number, key in enumerate(given.keys())}
+    return {
+        name: JaggedTensor(rows[feature].to(dtype), lengths=_lengths_of(given, key, lengths, place))
+        for name, feature, key in zip(columns.names, columns.features, columns.keys, strict=True)
+    }
+
+
+def _lengths_of(given: KeyedJaggedTensor, key: str, lengths: Tensor, place: Mapping[str, int]) -> Tensor:
+    return given.given[key].lengths if isinstance(given, GivenKeys) else lengths[place[key]]
+
+
+def dtype_of(collection: Any) -> torch.dtype:
+    """The dtype of what a collection answers with."""
+    found: torch.dtype = next(inner_of(collection)[1].parameters()).dtype
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A KJT that the forward makes of its parts, each a tensor of the example.
+
+    Attributes:
+        keys: of the KJT.
+        values, lengths: the paths of the tensors.
+        weights: likewise; None: it has none.
+    """
+
+    keys: Sequence[str]
+    values: str
+    lengths: str
+    weights: str | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all its tensors."""
+        return [each for each in (self.values, self.lengths, self.weights) if each is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the ids of a key are in a tensor of the example with a row for each sample: numbers within a row."""
+
+    path: str
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the arguments of a model are made of.
+
+    Attributes:
+        call: the example.
+        samples: of the example.
+        keyed: the KJTs in it, by path.
+        parts: the KJTs that the forward makes of their parts.
+        by_sample: the tensors with a row for each sample, by path.
+        fixed: the keys that the forward makes of such tensors itself, with the number of ids in each of their bags.
+        placed: where the ids of each of these are. Empty until the forward was followed.
+    """
+
+    call: Call
+    samples: int
+    keyed: Mapping[str, KeyedJaggedTensor]
+    parts: Sequence[Parts]
+    by_sample: Mapping[str, Tensor]
+    fixed: Mapping[str, int]
+    placed: Mapping[str, Places]
+
+    @property
+    def constants(self) -> list[str]:
+        """The leaves that stay as in the example."""
+        taken = {*self.keyed, *self.by_sample, *(path for each in self.parts for path in each.paths)}
+        return [path for path in self.call.leaves if path not in taken]
+
+    def bags(self) -> dict[str, Bag]:
+        """The ids of the example, by key."""
+        found: dict[str, Bag] = {}
+        for kjt in self.keyed.values():
+            found |= bags_of(kjt)
+        for each in self.parts:
+            values, lengths = self.call.leaves[each.values], self.call.leaves[each.lengths]
+            weights = None if each.weights is None else self.call.leaves[each.weights]
+            found |= bags_of(KeyedJaggedTensor(list(each.keys), values, weights, lengths.reshape(-1)))
+        for key, place in self.placed.items():
+            ids = self.by_sample[place.path].reshape(self.samples, -1)[:, list(place.places)]
+            found[key] = Bag(ids.reshape(-1), torch.full((self.samples,), len(place.places)))
+        return found
+
+    def called(self, samples: int, bags: Bags, by_sample: Mapping[str, Tensor], *, known: bool = False) -> Call:
+        """The call of the model with other ids and dense inputs.
+
+        Args:
+            samples: B.
+            bags: ids by key. A key that is not there has none.
+            by_sample: tensors with a row for each sample, by path.
+            known: whether KJTs are to know where their ids come from.
+        """
+        leaves: dict[str, Any] = {path: each for path, each in by_sample.items() if path in self.by_sample}
+        for path, kjt in self.keyed.items():
+            taken = {key: _as_in(kjt, bags.get(key), samples) for key in _keys(kjt)}
+            leaves[path] = GivenKeys(taken) if known else kjt_of_bags(taken)
+        for each in self.parts:
+            of_key = [bags[key] for key in each.keys]
+            old = self.call.leaves[each.lengths]
+            values = torch.cat([bag.ids for bag in of_key])
+            lengths = torch.cat([bag.lengths for bag in of_key])
+            leaves[each.values] = values.to(self.call.leaves[each.values].dtype)
+            leaves[each.lengths] = lengths.to(old.dtype).view(-1 if old.dim() == 1 else (len(of_key), samples))
+            if each.weights is not None:
+                leaves[each.weights] = torch.cat([bag.weights for bag in of_key if bag.weights is not None])
+        for path in {each.path for each in self.placed.values()}:
+            leaves[path] = self.tensor_of(path, bags)
+        return self.call.with_leaves(leaves)
+
+    def tensor_of(self, path: str, bags: Bags) -> Tensor:
+        """The tensor of the example at `path`, made of the ids of the keys that are taken from it; else zeros."""
+        old = self.by_sample[path]
+        taken = {key: each.places for key, each in self.placed.items() if each.path == path}
+        columns = [bags[key].ids.view(-1, len(places)) for key, places in taken.items()]
+        found = {place: number for number, place in enumerate(place for each in taken.values() for place in each)}
+        width = old[:1].numel()
+        if len(found) < width:
+            columns.append(torch.zeros_like(columns[0][:, :1]))
+        every = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
+        order = [found.get(place, len(found)) for place in range(width)]
+        if order != list(range(len(found))):
+            every = every[:, order]
+        return every.to(old.dtype).view(-1, *old.shape[1:])
+
+
+def _keys(kjt: KeyedJaggedTensor) -> list[str]:
+    found: list[str] = kjt.keys()
+    return found
+
+
+def _as_in(kjt: KeyedJaggedTensor, bag: Bag | None, samples: int) -> Bag:
+    """A bag with the dtypes that a KJT has; without ids where there is none."""
+    ids, lengths, weights = kjt.values(), kjt.lengths(), kjt.weights_or_none()
+    if bag is None:
+        none = torch.zeros(samples, dtype=lengths.dtype)
+        return Bag(ids.new_empty(0), none, None if weights is None else weights.new_empty(0))
+    own = None if weights is None else (torch.ones(bag.ids.shape[0]) if bag.weights is None else bag.weights)
+    return Bag(bag.ids.to(ids.dtype), bag.lengths.to(lengths.dtype), own)
+
+
+def read_signature(model: nn.Module, collections: Collections, example: Example) -> Signature:
+    """Read what the arguments of a model are made of, off one call.
+
+    Args:
+        model: a copy, which is run.
+        collections: of the model. No row of them is read.
+        example: the call.
+
+    Raises:
+        ModelError: the call fails, or calls no collection; or a collection gets ids that are neither those of a KJT
+            of the example, nor taken from one of its tensors.
+    """
+    call = Call.of(model, example)
+    kjts = {path: each for path, each in call.leaves.items() if isinstance(each, KeyedJaggedTensor)}
+    heard: list[tuple[Columns, KeyedJaggedTensor]] = []
+
+    def answer(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:
+        if not isinstance(given, KeyedJaggedTensor):
+            raise ModelError(f"a collection gets a {type(given).__name__}, expected a KeyedJaggedTensor")
+        heard.append((columns, given))
+        dtype, samples = dtype_of(collection), given.stride()
+        if not is_sequence(collection):
+            width = max((last for _, last in columns.spans), default=0)
+            return keyed_tensor(columns, torch.zeros(samples, width, dtype=dtype))
+        sizes = {key: len(each.ids) for key, each in bags_of(given).items()}
+        features = zip(columns.features, columns.keys, columns.dims, strict=True)
+        return jagged_tensors(columns, given, {name: torch.zeros(sizes[k], d) for name, k, d in features}, dtype)
+
+    leaves = {path: GivenKeys(bags_of(each)) for path, each in kjts.items()}
+    given = call.with_leaves(leaves)
+    with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer):
+        try:
+            given.answer_of(model)
+        except Exception as error:  # the user's code may raise anything
+            raise ModelError(
+                f"{type(model).__name__}: its forward fails for the example{line_of_error(error)}: {last_line(error)}"
+            ) from error
+    if not heard:
+        raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
+    samples = int(heard[0][1].stride())
+    made = [each for _, each in heard if type(each) is not GivenKeys]
+    parts = [found for each in made if (found := _parts_of(each, given.leaves)) is not None]
+    known = {
+        key
+        for each in (*kjts.values(), *parts)
+        for key in (each.keys() if isinstance(each, KeyedJaggedTensor) else each.keys)
+    }
+    fixed = {
+        key: _fixed_length(model, key, bag) for each in made for key, bag in bags_of(each).items() if key not in known
+    }
+    taken = {path for each in parts for path in each.paths}
+    by_sample = {
+        path: each
+        for path, each in call.leaves.items()
+        if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
+    }
+    return Signature(call, samples, kjts, [*dict.fromkeys(parts)], by_sample, fixed, {})
+
+
+def _fixed_length(model: nn.Module, key: str, bag: Bag) -> int:
+    lengths = {*bag.lengths.tolist()}
+    if len(lengths) != 1:
+        raise ModelError(
+            f"{type(model).__name__}: makes the ids of key {key!r} itself, {min(lengths)} to {max(lengths)} for a "
+            "sample of the example: expected as many for each sample, or a KeyedJaggedTensor in the example"
+        )
+    return int(lengths.pop())
+
+
+def _parts_of(kjt: KeyedJaggedTensor, leaves: Mapping[str, Any]) -> Parts | None:
+    """The tensors of the example that a KJT is made of; None where its ids or lengths are none of them."""
+
+    def path_of(tensor: Tensor) -> str | None:
+        same = (
+            path
+            for path, each in leaves.items()
+            if isinstance(each, Tensor) and each.data_ptr() == tensor.data_ptr() and each.numel() == tensor.numel()
+        )
+        return next(same, None)
+
+    values, lengths, weights = path_of(kjt.values()), path_of(kjt.lengths()), kjt.weights_or_none()
+    if values is None or lengths is None:
+        return None
+    return Parts(tuple(kjt.keys()), values, lengths, None if weights is None else path_of(weights))

@@ -1,0 +1,197 @@
+"""Cut a model behind its collections, as it was followed from one call of it."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from export.capture.answers import outputs_of
+from export.capture.bags import Bag
+from export.capture.example import Example
+from export.capture.given import Given
+from export.capture.graph import EMBEDDINGS, Captured, Input, captured, ids_of, lengths_of, rows_of, weights_of
+from export.capture.moved_ids import placed
+from export.capture.scriptable import scriptable
+from export.capture.signature import Collections, Signature, read_signature
+from export.errors import ModelError
+from export.scores.cut import Cut
+from serving.bundle.scores import INPUT_DTYPES, DenseInput, InputDtype, JaggedInput, wrong_names
+
+# Samples that a model is followed for, and of a probe.
+_FOLLOWED, _PROBED = 7, 64
+
+
+@dataclass(frozen=True, slots=True)
+class FromExample:
+    """A model that was followed from an example.
+
+    Attributes:
+        signature: what its arguments are made of.
+        graph: of its forward.
+        collections: of the model.
+    """
+
+    signature: Signature
+    graph: Captured
+    collections: Collections
+
+    def cut(self, model: nn.Module) -> tuple[Cut, tuple[DenseInput, ...], list[str]]:
+        """What follows the collections; its dense inputs; and what of the example requests do not bring, a line each.
+
+        Raises:
+            ModelError: it cannot be served, naming the line.
+        """
+        module, taken, outputs = scriptable(model, self.graph, self.signature)
+        self._expect_looked_up(model, taken)
+        paths = [each for each in taken if isinstance(each, str) and each != EMBEDDINGS]
+        dense = tuple(_dense_input(path, self.signature.by_sample[path]) for path in paths)
+        for wrong in wrong_names([each.name for each in dense], outputs):
+            raise ModelError(f"{type(model).__name__}: {wrong}")
+        jagged = tuple(each for each in taken if isinstance(each, JaggedInput))
+
+        def answer(of: nn.Module, given: Given) -> Mapping[str, Tensor]:
+            by_sample = {path: self._repeated(path, given.samples) for path in self.signature.by_sample}
+            by_sample |= {
+                path: numbers.to(self.signature.by_sample[path].dtype)
+                for path, numbers in zip(paths, given.dense, strict=True)
+            }
+            call = self.signature.called(given.samples, given.bags, by_sample)
+            found = outputs_of(of, call.answer_of(of))
+            return {name: found[name] for name in outputs}
+
+        cut = Cut(module, tuple(paths), outputs, answer, jagged)
+        return cut, dense, [*self._said(taken, outputs)]
+
+    def _repeated(self, path: str, samples: int) -> Tensor:
+        old = self.signature.by_sample[path]
+        return old[torch.arange(samples) % self.signature.samples].clone()
+
+    def _expect_looked_up(self, model: nn.Module, taken: tuple[Input, ...]) -> None:
+        keys = {key for columns in self.collections.values() for key in columns.keys}
+        features = {name for columns in self.collections.values() for name in columns.features}
+        for each in taken:
+            if isinstance(each, JaggedInput) and each.name not in keys | features:
+                raise ModelError(
+                    f"{type(model).__name__}: uses the ids of key {each.name!r}, which no collection looks up: give "
+                    "them as a tensor with a row for each sample"
+                )
+
+    def _said(self, taken: tuple[Input, ...], outputs: tuple[str, ...]) -> Iterator[str]:
+        signature = self.signature
+        places = {each.path for each in signature.placed.values()}
+        unused = [path for path in signature.by_sample if path not in taken and path not in places]
+        if unused:
+            yield f"example: requests do not bring {', '.join(unused)}: no score needs it"
+        if signature.constants:
+            yield f"example: {', '.join(signature.constants)} stays as it is in the example, for all requests"
+        if left := [name for name in self.graph.outputs if name not in outputs]:
+            yield f"example: the outputs {', '.join(left)} are left out: they have no row for each sample"
+
+    def given(self, samples: int = _PROBED, dense: tuple[str, ...] = ()) -> Given:
+        """What the dense part is given for rows of the example, with random embeddings.
+
+        Args:
+            samples: how many, drawn from those of the example.
+            dense: paths of its dense inputs.
+        """
+        return _given(self.signature, self.collections, samples, dense)
+
+
+def follow_example(model: nn.Module, collections: Collections, example: Example) -> FromExample:
+    """Follow a model from one call of it, and see that ids reach its collections unchanged.
+
+    Args:
+        model: a copy.
+        collections: of the model.
+        example: the call.
+
+    Raises:
+        ModelError: it cannot be followed, or changes ids; naming the line.
+    """
+    signature = read_signature(model, collections, example)
+    inputs = _inputs(signature, collections)
+    found = captured(model, collections, signature, inputs)
+    signature = placed(model, signature, found, inputs)
+    return FromExample(replace(signature, fixed=_fixed(model, signature, found)), found, collections)
+
+
+def _fixed(model: nn.Module, signature: Signature, found: Captured) -> dict[str, int]:
+    """The keys that have as many ids in each sample: the forward makes them so, or can be called with no others."""
+    fixed = dict(signature.fixed)
+    nodes = [node for node in found.module.graph.nodes if node.op == "placeholder"]
+    samples = nodes[0].meta["val"].shape[0].node.expr
+    for node, each in zip(nodes, found.inputs, strict=True):
+        if isinstance(each, JaggedInput) and each == ids_of(each.name) and node.users:
+            size = node.meta["val"].shape[0]
+            ratio = size.node.expr / samples if isinstance(size, torch.SymInt) else None
+            if ratio is None:
+                raise ModelError(
+                    f"{type(model).__name__}: its forward can be called with {size} ids of key {each.name!r} alone: "
+                    "expected one that takes any number"
+                )
+            if ratio.is_Integer:
+                fixed[each.name] = int(ratio)
+    return fixed
+
+
+def _dense_input(path: str, old: Tensor) -> DenseInput:
+    dtype = INPUT_DTYPES.get(torch.zeros((), dtype=_WIRE.get(old.dtype, torch.float32)).numpy().dtype)
+    return DenseInput(path, tuple(old.shape[1:]), dtype or InputDtype.FP32)
+
+
+# What travels where the model takes another dtype.
+_WIRE = {
+    torch.int64: torch.int64,
+    torch.int32: torch.int32,
+    torch.int16: torch.int32,
+    torch.int8: torch.int32,
+    torch.uint8: torch.int32,
+    torch.bool: torch.bool,
+}
+
+
+def _inputs(signature: Signature, collections: Collections) -> dict[Input, Tensor]:
+    """All that a request may bring, for some rows of the example; embeddings and rows are random."""
+    given = _given(signature, collections, _FOLLOWED, tuple(signature.by_sample))
+    found: dict[Input, Tensor] = {EMBEDDINGS: given.embeddings}
+    found |= dict(zip(signature.by_sample, given.dense, strict=True))
+    for key, bag in given.bags.items():
+        if key in signature.fixed:
+            continue
+        found |= {ids_of(key): bag.ids, lengths_of(key): bag.lengths}
+        if bag.weights is not None:
+            found[weights_of(key)] = bag.weights
+    return found | {rows_of(name): rows for name, rows in given.rows.items()}
+
+
+def _given(signature: Signature, collections: Collections, samples: int, dense: tuple[str, ...]) -> Given:
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(signature.samples, (samples,), generator=generator)
+    chosen[: signature.samples] = torch.arange(min(samples, signature.samples))
+    bags = {key: _followable(bag.at(chosen)) for key, bag in signature.bags().items()}
+    width = max((last for columns in collections.values() for _, last in columns.spans), default=0)
+    keys, rows = dict[str, str](), dict[str, Tensor]()
+    for columns in collections.values():
+        if not columns.spans:
+            for feature, key, dim in zip(columns.features, columns.keys, columns.dims, strict=True):
+                keys[feature] = key
+                count = len(bags[key].ids) if key in bags else signature.fixed[key] * samples
+                rows[feature] = torch.randn(count, dim, generator=generator)
+    return Given(
+        torch.randn(samples, width, generator=generator),
+        tuple(signature.by_sample[path][chosen] for path in dense),
+        bags,
+        rows,
+        keys,
+        signature.fixed,
+    )
+
+
+def _followable(bag: Bag) -> Bag:
+    """A bag with two ids or more: torch.export takes 0 and 1 for numbers that never change."""
+    if len(bag.ids) > 1:
+        return bag
+    ids = torch.zeros(len(bag.lengths), dtype=bag.ids.dtype)
+    weights = None if bag.weights is None else torch.ones(len(ids), dtype=bag.weights.dtype)
+    return Bag(ids, torch.ones_like(bag.lengths), weights)
