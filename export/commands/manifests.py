@@ -8,12 +8,12 @@ import typer
 
 from export.kubernetes.addresses import GRPC_PORT, check_addresses, secrets_of
 from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, client_labels, read_fleet
-from export.publish.release import bundle_of
+from export.publish.published import bundle_of
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.signature import TrustedKeys, signature_of
 from serving.errors import ConfigurationError
+from serving.terminal.app import complain, out
 from serving.terminal.options import EVERY, as_given, by_name
-from serving.terminal.program import complain, out
 
 _REPLICAS = Replicas()
 

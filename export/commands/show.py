@@ -14,7 +14,7 @@ from serving.bundle.plan import ROUTER
 from serving.bundle.scores import SCORES, DensePart, LabelledAuc
 from serving.model.config_file import read_config, settings_of
 from serving.tables.page_cache import cached
-from serving.terminal.program import out
+from serving.terminal.app import out
 
 if TYPE_CHECKING:
     from export.parity.verify import Verification

@@ -243,7 +243,7 @@ class Answerer:
             outcome = handover.outcomes[position]
             if isinstance(outcome, InvalidRequest):
                 self._record(handover, position, f"refused: {outcome.reason.value}")
-            elif is_slow and handover.accepted[position].samples:  # one without is a canary
+            elif is_slow and handover.accepted[position].samples:  # `tbe-serve run` asks without samples
                 self._record(handover, position, f"slow: {1e3 * seconds:.1f} ms")
 
     def _refuse(self, handover: "_Handover", position: int, error: InvalidRequest) -> None:

@@ -1,7 +1,7 @@
 """One copy of a weights file for all processes of a machine, on a file system of huge pages.
 
 It is for machines whose own file systems give no huge pages. A copy is named by the digest of its file. Every process
-that uses a copy holds a lock on it. The last one to release it removes it.
+that uses a copy holds a lock on it. The last one to let it go removes it.
 
 If its users were killed, the copy stays. It is removed when the next copy is taken, or when `tbe-serve run` ends. It
 is not used again, because it may have changed since it was compared with its digest.
@@ -66,7 +66,7 @@ class SharedCopies:
                 "volume with `medium: HugePages-2Mi`; or set 'mapped'"
             )
         self._held: list[int] = []
-        weakref.finalize(self, _release, self._held)
+        weakref.finalize(self, _let_go, self._held)
 
     def take(self, path: Path, digest: FileDigest) -> Path:
         """The copy of a file. It is made if there is none. If another process makes it, this one waits.
@@ -76,7 +76,7 @@ class SharedCopies:
             digest: its size and SHA-256, which are compared as the copy is made.
 
         Returns:
-            The path of the copy. It exists until `release`, or the end of the process.
+            The path of the copy. It exists until `close`, or the end of the process.
 
         Raises:
             BundleError: the file differs from its digest, or cannot be read.
@@ -99,9 +99,9 @@ class SharedCopies:
             f"{'; '.join(problems)}"
         )
 
-    def release(self) -> None:
-        """Release all copies. Those that no other process uses are removed."""
-        _release(self._held)
+    def close(self) -> None:
+        """Let all copies go. Those that no other process uses are removed."""
+        _let_go(self._held)
 
 
 def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
@@ -234,8 +234,8 @@ def _remove_unused(folders: Iterable[HugeFolder]) -> None:
                 os.close(file)
 
 
-def _release(held: list[int]) -> None:
-    """Release copies. A copy that no other process holds is removed."""
+def _let_go(held: list[int]) -> None:
+    """Let copies go. A copy that no other process holds is removed."""
     while held:
         file = held.pop()
         with suppress(OSError):  # others hold it

@@ -237,12 +237,12 @@ class TableFiles:
         return next((each.why_small() for each in self._files.values()), "there is nothing to map")
 
     def close(self) -> None:
-        """Stop populating, and release the copies."""
+        """Stop populating, and let the copies go."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
         if self._copies is not None:
-            self._copies.release()
+            self._copies.close()
 
     def _lock(self) -> None:
         if not self.fits:
