@@ -1,4 +1,4 @@
-"""Arguments have the types that they are declared with. One that has not is refused by name, where it is given."""
+"""Check that arguments have their declared types. One that has not is refused by name, where it is given."""
 
 import inspect
 import re
@@ -79,7 +79,7 @@ def _is_of_mappings(kind: Any) -> bool:
 
 
 def _came(value: Any, secret: bool) -> str:
-    """A value, and what type it has where nobody sees that: numpy's 2 looks as Python's."""
+    """A value for a message, with its type where the text does not show it: numpy's 2 looks like Python's."""
     kind, shown = type(value), reprlib.repr(value)
     if secret:
         return kind.__name__

@@ -53,7 +53,8 @@ def manifests(
     """Write Kubernetes manifests for a bundle: a router and the hosts of its plan, or one model.
 
     Nothing is written unless the router's settings name the hosts by the addresses that the manifests give them. If
-    they do not, the command that sets them is shown. Where a base is there, what other options change of it is said.
+    they do not, the command that sets them is shown. If the folder has a base already, options that differ from those
+    that it was made with are shown.
     """
     options = PodOptions(
         image=image,

@@ -141,7 +141,7 @@ def complete(
 ) -> None:
     """Publish the router's bundle for hosts that `tbe-export model --only-hosts` exported, with the same options.
 
-    The bundles of all hosts are read and compared with their digests. What is missing is said, a line for each host.
+    The bundles of all hosts are read and compared with their digests. Each host that lacks something gets a line.
     """
     settings = config()
     check_pins()

@@ -250,7 +250,7 @@ def _error(error: float) -> str:
 
 
 def _where(report: PlanReport, ranks: set[int]) -> str:
-    """The ranks with a table's shards, as people call them."""
+    """The names of the ranks that have a table's shards."""
     if not report.transfers:
         return _ranges(ranks)
     hosts = {report.ranks[rank].host for rank in ranks} - {ROUTER}

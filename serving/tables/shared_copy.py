@@ -203,15 +203,15 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _fill(file: int, source: Path, digest: FileDigest) -> None:
     """Copy `source` to `file`, and compare the copied bytes with the digest."""
-    room = in_huge_pages(digest.size_bytes)
-    os.ftruncate(file, room)
-    os.posix_fallocate(file, 0, room)  # else writing to a page that cannot be allocated is a bus error
+    size_bytes = in_huge_pages(digest.size_bytes)
+    os.ftruncate(file, size_bytes)
+    os.posix_fallocate(file, 0, size_bytes)  # else writing to a page that cannot be allocated is a bus error
     sha256, start = hashlib.sha256(), 0
     try:
         original = open_file(source, follow=True)
     except OSError as error:
         raise BundleError(f"{source}: cannot be read: {error.strerror}: publish the bundle again") from error
-    with original, mmap.mmap(file, room) as pages:  # hugetlbfs takes no write(2)
+    with original, mmap.mmap(file, size_bytes) as pages:  # hugetlbfs takes no write(2)
         while data := original.read(min(_STEP_BYTES, digest.size_bytes - start)):
             sha256.update(data)
             pages[start : start + len(data)] = data
