@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from export.errors import PlanError
-from export.plan.hosts import Placement, fold_hosts, hosts_of, router_tables, side_by_side
+from export.plan.router_plan import Placement, fold_hosts, hosts_of, router_tables, side_by_side
 from export.plan.sharding import Sharding
 from export.plan.torchrec_planner import plan_by_torchrec
 from serving.bundle.manifest import DEVICE, aligned
