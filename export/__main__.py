@@ -2,20 +2,17 @@
 
 from export.commands.compare import compare
 from export.commands.manifests import manifests
-from export.commands.model import complete, model
-from export.commands.plan import plan
+from export.commands.model import complete, model, plan
 from export.commands.versions import inspect, prune, release, verify
 from export.errors import ExportError
-from serving.terminal.program import Command, new_program
+from serving.terminal.app import Command, new_app
 
 
 class _Command(Command):
     shown_as_line = (ExportError, *Command.shown_as_line)
 
 
-app = new_program(
-    "tbe-export", "Export the embedding tables of a trained TorchRec model as a bundle that Triton serves."
-)
+app = new_app("tbe-export", "Export the embedding tables of a trained TorchRec model as a bundle that Triton serves.")
 for command in (model, complete, plan, inspect, verify, compare, release, prune, manifests):
     app.command(cls=_Command)(command)
 

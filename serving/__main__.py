@@ -6,9 +6,9 @@ from serving.commands.load import load
 from serving.commands.lookup import lookup, score
 from serving.commands.run import run
 from serving.commands.status import health, status
-from serving.terminal.program import Command, new_program
+from serving.terminal.app import Command, new_app
 
-app = new_program("tbe-serve", "Serve exported embedding tables, and look them up.")
+app = new_app("tbe-serve", "Serve exported embedding tables, and look them up.")
 for command in (run, lookup, score, configure, load, health, status, bench):
     app.command(cls=Command)(command)
 

@@ -1,4 +1,4 @@
-"""Arguments have the types that they are declared with. One that has not is refused by name, where it is given."""
+"""Checks of arguments: their declared types, timeouts, addresses. One that is wrong is refused by name."""
 
 import inspect
 import re
@@ -10,6 +10,11 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from serving.errors import ConfigurationError
+
+# What people may write as the name of a host, and as the address of a server.
+_HOST = r"[A-Za-z0-9_.-]{1,253}"
+_ADDRESS = re.compile(rf"(?:(?:dns|ipv4|ipv6):(?:///)?)?(?:{_HOST}|\[[0-9A-Fa-f:.%]{{2,60}}\]):[0-9]{{1,5}}")
+_MOST_PORT = 65535
 
 
 def check_arguments(config: Any) -> None:
@@ -79,7 +84,7 @@ def _is_of_mappings(kind: Any) -> bool:
 
 
 def _came(value: Any, secret: bool) -> str:
-    """A value, and what type it has where nobody sees that: numpy's 2 looks as Python's."""
+    """A value for a message, with its type where the text does not show it: numpy's 2 looks like Python's."""
     kind, shown = type(value), reprlib.repr(value)
     if secret:
         return kind.__name__
@@ -103,3 +108,17 @@ def check_timeout(timeout_s: float) -> None:
     check_argument("timeout_s", timeout_s, float)
     if not 0 < timeout_s <= _MOST_S:
         raise ConfigurationError(f"timeout_s: expected > 0 and at most {_MOST_S}, got {timeout_s}")
+
+
+def is_host_name(text: str) -> bool:
+    """Whether a host may be called so: a name, or an IPv4 address."""
+    return re.fullmatch(_HOST, text) is not None
+
+
+def is_address(text: str) -> bool:
+    """Whether this is the address of a server, for gRPC.
+
+    It is the name or IP address of a host, with IPv6 in brackets, and a port. gRPC may be told how to resolve the
+    name, as in "dns:///name:8001".
+    """
+    return _ADDRESS.fullmatch(text) is not None and int(text.rpartition(":")[2]) <= _MOST_PORT

@@ -35,13 +35,13 @@ from serving.tables.table_files import TableFiles, WeightsMemory
 
 # Addresses of each host of a router's plan, by its number; see `HostsConfig`.
 Addresses = Mapping[int, str | Sequence[str]]
-# What a request comes to.
+# The outcome of a request: its outputs, or why there are none.
 Outcome = Outputs | ServingError
 
 
 @dataclass(eq=False, slots=True)
 class GroupAnswer:
-    """What requests come to that are answered together.
+    """The outcomes of requests that are answered together.
 
     Attributes:
         checked: those of them that are right, and are looked up.

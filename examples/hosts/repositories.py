@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.hosts.model import HOSTS, MODEL, export
-from export.publish.release import release
+from export.publish.published import release
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""The commands of `tbe-export`, a file each."""
+"""The commands of `tbe-export`, and the options that several of them share."""

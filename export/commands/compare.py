@@ -19,7 +19,7 @@ from export.sizes import size_bytes
 from serving.errors import ConfigurationError
 from serving.files import as_text
 from serving.pins import check_pins
-from serving.terminal import program
+from serving.terminal import app
 from serving.terminal.options import real
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ def compare(
         study = make_study(compared, options, command, show)
     page, *others = write_report(study, out)
     for finding in findings(study):
-        program.out.print(f"* {finding}", soft_wrap=True)
+        app.out.print(f"* {finding}", soft_wrap=True)
     for each in study.placements:
         if each.error is not None:
-            program.complain("tbe-export", f"{each.strategy} on {each.ranks} ranks, {each.dtype}: {each.error}")
-    program.out.print(f"written {page}, and {', '.join(other.name for other in others)} beside it", soft_wrap=True)
+            app.complain("tbe-export", f"{each.strategy} on {each.ranks} ranks, {each.dtype}: {each.error}")
+    app.out.print(f"written {page}, and {', '.join(other.name for other in others)} beside it", soft_wrap=True)
 
 
 def _compared_tables(

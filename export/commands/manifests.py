@@ -8,12 +8,12 @@ import typer
 
 from export.kubernetes.addresses import GRPC_PORT, check_addresses, secrets_of
 from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, client_labels, read_fleet
-from export.publish.release import bundle_of
+from export.publish.published import bundle_of
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.signature import TrustedKeys, signature_of
 from serving.errors import ConfigurationError
+from serving.terminal.app import complain, out
 from serving.terminal.options import EVERY, as_given, by_name
-from serving.terminal.program import complain, out
 
 _REPLICAS = Replicas()
 
@@ -53,7 +53,8 @@ def manifests(
     """Write Kubernetes manifests for a bundle: a router and the hosts of its plan, or one model.
 
     Nothing is written unless the router's settings name the hosts by the addresses that the manifests give them. If
-    they do not, the command that sets them is shown. Where a base is there, what other options change of it is said.
+    they do not, the command that sets them is shown. If the folder has a base already, options that differ from those
+    that it was made with are shown.
     """
     options = PodOptions(
         image=image,

@@ -1,4 +1,4 @@
-"""`tbe-export model` and `complete`: export a trained model as a bundle."""
+"""`tbe-export plan`, `model` and `complete`: where a model's tables would go, and its export as a bundle."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -6,18 +6,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import msgspec
 import typer
 from rich import progress as bars
 
 from export.commands.module import CheckpointOption, ModelOption, SigningKeyOption, build_module
 from export.commands.settings import Config, takes_settings
-from export.commands.show import show_parity, show_published, show_ranks, show_remarks, show_scores, show_tables
+from export.commands.show import (
+    show_parity,
+    show_placement,
+    show_published,
+    show_ranks,
+    show_remarks,
+    show_scores,
+    show_tables,
+    show_transfers,
+)
 from export.config import Progress
 from export.plan.report import report_plan
 from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
 from serving.pins import check_pins
-from serving.terminal.program import err, out
+from serving.terminal.app import err, out
 
 # Takes the step that is being done, how much is done, and how much there is.
 Show = Callable[[str, int, int], None]
@@ -131,7 +141,7 @@ def complete(
 ) -> None:
     """Publish the router's bundle for hosts that `tbe-export model --only-hosts` exported, with the same options.
 
-    The bundles of all hosts are read and compared with their digests. What is missing is said, a line for each host.
+    The bundles of all hosts are read and compared with their digests. Each host that lacks something gets a line.
     """
     settings = config()
     check_pins()
@@ -154,3 +164,40 @@ def complete(
     show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
     show_published(path, manifest)
+
+
+@takes_settings
+def plan(
+    model: ModelOption,
+    config: Config,
+    checkpoint: CheckpointOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, which --plan takes.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg or .pdf.")] = None,
+) -> None:
+    """Show where tables would go: bytes by rank and table, and a request's traffic. Writes no bundle."""
+    settings = config()
+    check_pins()
+    from export.pipeline import plan_model
+    from export.plan.picture import draw_plan
+
+    # The rows matter only where `max_error` chooses the dtype.
+    module = build_module(model, meta=checkpoint is not None or not settings.max_error)
+    with export_progress() as show:
+        manifest = plan_model(module, settings, checkpoint=checkpoint, progress=show)
+    report = report_plan(manifest, settings.sharding, settings.sums_dtype)
+    if picture is not None:
+        try:
+            draw_plan(report, picture)
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"--picture {picture}: {error}") from error
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
+        return
+    show_placement(report)
+    show_ranks(report, traffic=True)
+    if report.transfers:
+        show_transfers(report)
+    out.print(f"tables: {len(report.tables)}, bytes: {report.bytes:,}, ranks: {len(report.ranks)}")
+    show_remarks(report)
+    if picture is not None:
+        out.print(f"drawn {picture}", soft_wrap=True)

@@ -14,7 +14,7 @@ from serving.bundle.plan import ROUTER
 from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc
 from serving.model.config_file import read_config, settings_of
 from serving.tables.page_cache import cached
-from serving.terminal.program import out
+from serving.terminal.app import out
 
 if TYPE_CHECKING:
     from export.parity.verify import Verification
@@ -255,7 +255,7 @@ def _error(error: float) -> str:
 
 
 def _where(report: PlanReport, ranks: set[int]) -> str:
-    """The ranks with a table's shards, as people call them."""
+    """The names of the ranks that have a table's shards."""
     if not report.transfers:
         return _ranges(ranks)
     hosts = {report.ranks[rank].host for rank in ranks} - {ROUTER}

@@ -13,7 +13,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def weight_dtype(setting: str, text: str) -> WeightDtype:
-    """The dtype that people call int8.
+    """The dtype of a table by its name, such as int8.
 
     Raises:
         ConfigurationError: there is no dtype of that name.
@@ -22,7 +22,7 @@ def weight_dtype(setting: str, text: str) -> WeightDtype:
 
 
 def dense_dtype(setting: str, text: str) -> DenseDtype:
-    """The dtype of a dense part that people call bf16.
+    """The dtype of a dense part by its name, such as bf16.
 
     Raises:
         ConfigurationError: there is no dtype of that name.
@@ -31,7 +31,7 @@ def dense_dtype(setting: str, text: str) -> DenseDtype:
 
 
 def output_dtype(setting: str, text: str) -> OutputDtype:
-    """The dtype of answers that people call fp16.
+    """The dtype of answers by its name, such as fp16.
 
     Raises:
         ConfigurationError: there is no dtype of that name.
@@ -40,7 +40,7 @@ def output_dtype(setting: str, text: str) -> OutputDtype:
 
 
 def id_dtype(setting: str, text: str) -> IdDtype:
-    """The dtype of ids that people call int32.
+    """The dtype of ids by its name, such as int32.
 
     Raises:
         ConfigurationError: there is no dtype of that name.

@@ -20,16 +20,16 @@ from export.commands.show import (
 )
 from export.plan.report import report_plan
 from export.plan.sharding import Sharding
-from export.publish.prune import prune as prune_versions
-from export.publish.release import bundle_of
-from export.publish.release import release as write_release
+from export.publish.published import bundle_of
+from export.publish.published import prune as prune_versions
+from export.publish.published import release as write_release
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import open_bundle
-from serving.bundle.release import release_of
+from serving.bundle.release import release_path
 from serving.bundle.signature import TrustedKeys, read_signing_key, signature_of
 from serving.errors import ConfigurationError
 from serving.pins import check_pins
-from serving.terminal.program import complain, out
+from serving.terminal.app import complain, out
 
 
 def inspect(
@@ -111,7 +111,7 @@ def release(
     """
     key = None if signing_key is None else read_signing_key(signing_key)
     written = write_release(model, versions, key)
-    path = release_of(model)
+    path = release_path(model)
     out.print(f"{path}: version {', '.join(map(str, written.versions))}", soft_wrap=True)
     if key is None and os.path.lexists(signature_of(path)):
         out.print(

@@ -17,7 +17,7 @@ from export.ids.known_ids import known_ids
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import TrainedTable
 from serving.bundle.id_maps import ENTRY_BYTES, IDS, IdMap, buckets_of, entries_of, hashes_of
-from serving.bundle.manifest import SHARD_ALIGNMENT, Manifest, format_version_of
+from serving.bundle.manifest import Manifest, aligned, format_version_of
 from serving.request.tensors import Ids
 
 Numbers = npt.NDArray[np.int64]
@@ -154,8 +154,8 @@ def build_maps(trained: Sequence[TrainedTable], weights: Checkpoint) -> BuiltMap
             continue
         known = known_ids(table, weights)
         built = perfect_hash(known.ids, known.rows)
-        seeds = _aligned(end)
-        entries = _aligned(seeds + built.seeds.size)
+        seeds = aligned(end)
+        entries = aligned(seeds + built.seeds.size)
         end = entries + ENTRY_BYTES * len(built.entries)
         described = IdMap(
             known=known.count,
@@ -183,7 +183,3 @@ def _holds(path: Path, found: IdMap | None, expected: IdMap | None, built: Perfe
             )
         )
     )
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // SHARD_ALIGNMENT) * SHARD_ALIGNMENT

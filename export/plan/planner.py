@@ -17,15 +17,18 @@ from pathlib import Path
 import msgspec
 
 from export.errors import PlanError
-from export.plan.hosts import Placement, fold_hosts, hosts_of, router_tables, side_by_side
-from export.plan.layout import check_fits, whole_shard, with_offsets
+from export.plan.router_plan import Placement, fold_hosts, hosts_of, router_tables, side_by_side
 from export.plan.sharding import Sharding
 from export.plan.torchrec_planner import plan_by_torchrec
-from serving.bundle.manifest import DEVICE
+from serving.bundle.manifest import DEVICE, aligned
 from serving.bundle.plan import ROUTER, Block, Plan, Rank, Shard, ShardingType, tiling_error
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
 from serving.files import UNREADABLE, read_file
+from serving.tables.page_cache import HUGE_PAGE
+
+# A shard of at least so many bytes starts at a huge page. The unused bytes before it are at most 3 % of it.
+_LARGE = 32 * HUGE_PAGE
 
 
 class _Rank(msgspec.Struct):
@@ -128,7 +131,7 @@ def _placement(tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sh
     shards = {name: side_by_side(pieces) for name, pieces in shards.items()}
     for table in tables:
         if table.name in own:
-            kinds[table.name], shards[table.name] = ShardingType.TABLE_WISE, [whole_shard(table, router)]
+            kinds[table.name], shards[table.name] = ShardingType.TABLE_WISE, [table.whole_shard(router)]
     return [*hosts, ROUTER], kinds, shards
 
 
@@ -169,7 +172,7 @@ def _plan_ranks(
         return plan_by_torchrec(tables, readers, sharding)
     allowed = {table.name: sharding.types_of(table) for table in tables}
     kinds = {name: types[0] if len(types) == 1 else ShardingType.TABLE_WISE for name, types in allowed.items()}
-    return kinds, {table.name: [whole_shard(table, 0)] for table in tables}
+    return kinds, {table.name: [table.whole_shard(0)] for table in tables}
 
 
 def _check_plan(tables: Sequence[Table], placement: Placement) -> None:
@@ -183,3 +186,52 @@ def _check_plan(tables: Sequence[Table], placement: Placement) -> None:
         wrong = tiling_error(kinds[table.name], table.rows, table.dim, shards[table.name], len(hosts))
         if wrong is not None:
             raise ConfigurationError(f"plan: table {table.name!r} ({table.rows} × {table.dim}): {wrong}")
+
+
+def with_offsets(tables: Sequence[Table], shards: Mapping[str, Sequence[Shard]]) -> tuple[Shard, ...]:
+    """Place shards one after another in their ranks' files: each at a cache line, a large one at a huge page."""
+    ends: dict[int, int] = {}
+    placed = []
+    for table in tables:
+        for shard in shards[table.name]:
+            size = table.shard_bytes(shard)
+            end = ends.get(shard.rank, 0)
+            offset = aligned(end, HUGE_PAGE) if size >= _LARGE else end
+            ends[shard.rank] = aligned(offset + size)
+            placed.append(msgspec.structs.replace(shard, offset_bytes=offset))
+    return tuple(placed)
+
+
+def check_fits(tables: Sequence[Table], plan: Plan, limits: Sequence[int | None]) -> None:
+    """Refuse a plan in which a rank holds more bytes than its limit.
+
+    Args:
+        tables: the tables.
+        plan: their plan.
+        limits: the most bytes of each rank. None: no limit.
+
+    Raises:
+        PlanError: naming the rank, host or router, how many bytes are too many, and its largest table.
+    """
+    by_name = {table.name: table for table in tables}
+    for rank, limit in enumerate(limits):
+        here = [(by_name[each.table].shard_bytes(each), each.table) for each in plan.shards if each.rank == rank]
+        total = sum(size for size, _ in here)
+        if limit is not None and total > limit:
+            size, name = max(here)
+            who, what_to_do = _named(plan, rank)
+            raise PlanError(
+                f"{who} would hold {total:,} bytes, {total - limit:,} more than its {limit:,}: "
+                f"its largest shard is {size:,} bytes of table {name!r}: give {what_to_do}"
+            )
+
+
+def _named(plan: Plan, rank: int) -> tuple[str, str]:
+    """The name of a rank for a message, and the option that raises its limit."""
+    more = "more --memory-per-rank or --ranks"
+    if all(each.weights_file is not None for each in plan.ranks):
+        return f"rank {rank}", more
+    host = plan.ranks[rank].host
+    return (
+        ("the router", "more --router-memory, or cut tables over hosts") if host == ROUTER else (f"host {host}", more)
+    )

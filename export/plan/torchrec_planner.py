@@ -27,10 +27,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import CommOp, NoOpQuantizedCommCodec, ParameterSharding, QuantizedCommCodecs
 
 from export.errors import PlanError
-from export.plan.layout import aligned, overflow_of, whole_shard
 from export.plan.sharding import Sharding, last_match
 from export.rows.quantize import torch_dtype
 from export.trained.running import quiet
+from serving.bundle.manifest import aligned
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, ShardingType
 from serving.bundle.tables import Table
 from serving.errors import ConfigurationError
@@ -231,7 +231,7 @@ def _why(
 
 def _shards(table: Table, planned: ParameterSharding, ranks: int) -> list[Shard]:
     if planned.sharding_spec is None:  # data-parallel
-        return [whole_shard(table, rank) for rank in range(ranks)]
+        return [table.whole_shard(rank) for rank in range(ranks)]
     shards = []
     for each in planned.sharding_spec.shards:
         (row, column), (rows, columns) = each.shard_offsets, each.shard_sizes
@@ -246,3 +246,28 @@ def _shards(table: Table, planned: ParameterSharding, ranks: int) -> list[Shard]
                 )
             )
     return shards
+
+
+def overflow_of(pieces: Sequence[tuple[int, str]], ranks: int, memory_bytes: int) -> str | None:
+    """Try to place shards, the largest first, each on the emptiest rank.
+
+    Args:
+        pieces: the bytes of each shard, and its table.
+        ranks: number of ranks.
+        memory_bytes: the most bytes of each.
+
+    Returns:
+        A message about the first shard that does not fit. None: all fit.
+    """
+    free = [memory_bytes] * ranks
+    total = sum(size for size, _ in pieces)
+    for size, name in sorted(pieces, reverse=True):
+        rank = free.index(max(free))
+        if size > free[rank]:
+            return (
+                f"table {name!r}: a shard of it takes {size:,} bytes, {size - free[rank]:,} more than any of {ranks} "
+                f"ranks has left of its {memory_bytes:,}: all tables take {total:,} bytes: give more "
+                "--memory-per-rank or --ranks, allow types that cut smaller, or store narrower dtypes"
+            )
+        free[rank] -= size
+    return None

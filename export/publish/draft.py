@@ -9,20 +9,19 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
-from export.publish.release import check_compatible
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import versions
 from serving.bundle.plan import MOST_VERSION, is_model_name
 from serving.bundle.signature import sign
 from serving.errors import ConfigurationError
 from serving.files import temporary_folder
-from serving.model.config_file import CONFIG, model_config
+from serving.model.config_file import CONFIG, model_config, parameters_of, read_config, settings_of
 from serving.model.settings import ServingSettings
 from serving.tables.page_cache import HUGE_PAGE
 
@@ -222,3 +221,37 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings | None) -> None:
+    """Refuse a new version with another contract or other settings than the versions already there.
+
+    Args:
+        model: the published model's folder.
+        manifest: the new version's.
+        settings: how the new version is to be served; None takes the model's settings.
+
+    Raises:
+        PublishError: features, dims, weights, dtypes of ids or output, or settings differ.
+        ConfigurationError: the model's config.pbtxt cannot be read.
+    """
+    config = read_config(model)
+    served = settings_of(config)
+    parameters = parameters_of(config)
+    if parameters.get("contract") != manifest.contract:
+        features = ",".join(feature.name for feature in manifest.features)
+        raise PublishError(
+            f"{model / CONFIG}: expected the contract of the versions already there (features "
+            f"{parameters.get('features')}, dims {parameters.get('dims')}), "
+            f"got features {features}, dims {','.join(str(t.dim) for t in manifest.feature_tables)}, "
+            f"{manifest.id_dtype.value} ids, {manifest.output_dtype.value} out, "
+            f"{'weighted' if manifest.weighted else 'unweighted'}: "
+            "clients would break; publish under another name"
+        )
+    if settings is not None and settings != served:
+        wanted, has = asdict(settings), asdict(served)
+        differ = ", ".join(f"{name} {has[name]}, not {wanted[name]}" for name in has if has[name] != wanted[name])
+        raise PublishError(
+            f"{model / CONFIG}: expected the settings that the model is served with: {differ}: "
+            f"publish without settings, then `tbe-serve configure {model}`"
+        )

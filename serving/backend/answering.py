@@ -98,9 +98,9 @@ class Answerer:
     """An engine behind limits. Its answers are counted, and some requests are captured.
 
     Args:
-        engine: answers.
+        engine: looks requests up.
         limits: how large a request and a TBE call may be, and how long a backlog is answered.
-        metrics: counts.
+        metrics: counts requests, and what became of them.
         recorder: keeps slow and refused requests; None keeps none.
         log: takes the trace of an unexpected error. Callers get a fixed text.
         largest_handover: most requests that Triton hands over together.
@@ -243,7 +243,7 @@ class Answerer:
             outcome = handover.outcomes[position]
             if isinstance(outcome, InvalidRequest):
                 self._record(handover, position, f"refused: {outcome.reason.value}")
-            elif is_slow and handover.accepted[position].samples:  # one without is a canary
+            elif is_slow and handover.accepted[position].samples:  # `tbe-serve run` asks without samples
                 self._record(handover, position, f"slow: {1e3 * seconds:.1f} ms")
 
     def _refuse(self, handover: "_Handover", position: int, error: InvalidRequest) -> None:
@@ -302,7 +302,7 @@ class _Handover:
         self.accepted: dict[int, KjtRequest] = {}
 
     def finish(self) -> list[Outcome]:
-        """The outcomes, which this then no longer has.
+        """Hand the outcomes over, and keep no reference to them.
 
         Errors hold the frames that they went through, and those hold this. If this held them, too, all arrays of the
         handover would stay until the garbage collector came by, which counts objects and not bytes.

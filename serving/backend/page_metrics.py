@@ -39,12 +39,12 @@ class PageMetrics:
         self._metrics = {name: family.Metric(labels) for name, family in self._families.items()}
         self._name = f"{labels['model']} {labels['version']}"
         self._fits = True
-        self._tell_of_room()
+        self._warn_of_memory()
         weights.populate(self._has_populated)
 
     def publish(self) -> None:
         """Set the metrics, every `_PERIOD_S` seconds and after the files were read. Print warnings that are due."""
-        self._tell_of_room()
+        self._warn_of_memory()
         if (used := self._populated) is not None:
             self._populated, self._next = None, 0.0
             if used.huge < _FEW * used.most_huge:
@@ -58,7 +58,7 @@ class PageMetrics:
             self._metrics["mapped"].set(used.mapped)
             self._metrics["huge"].set(used.huge)
 
-    def _tell_of_room(self) -> None:
+    def _warn_of_memory(self) -> None:
         """Warn when the weights files no longer fit into memory, once until they fit again."""
         if self._fits and not self._weights.fits:
             self._warn(

@@ -81,12 +81,12 @@ class Recorder:
             tensors: the request. Its per-id weights are not written.
             why: the reason, as in `CapturedRequest`.
         """
-        if self._waiting.qsize() >= _WAITING or not self._has_room(tensors):
+        if self._waiting.qsize() >= _WAITING or not self._fits(tensors):
             return
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._waiting.put(CapturedRequest.of(tensors, at, why))
 
-    def _has_room(self, tensors: Tensors) -> bool:
+    def _fits(self, tensors: Tensors) -> bool:
         least = 2 * (tensors.values.size + tensors.lengths.size)  # a number is at least a digit and a comma
         least += sum(each.nbytes for each in tensors.dense.values())  # base64 takes more than the bytes
         return os.fstat(self._file).st_size + least < self._max_bytes

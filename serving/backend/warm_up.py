@@ -16,7 +16,7 @@ from serving.request.tensors import Tensors
 
 def warm_up(engine: Engine, model: Path, warn: Callable[[str], None]) -> None:
     """Answer every request in `model`/warm_up.jsonl, if there is such a file. Requests that are refused, or need a
-    host that does not answer, are skipped. `warn` takes a line if other lines are, too.
+    host that does not answer, are skipped. So are lines that are no requests: `warn` gets a line that says so.
 
     Raises:
         ConfigurationError: the file cannot be read, or no line is a captured request.

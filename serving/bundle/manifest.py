@@ -48,6 +48,11 @@ DEVICE = "cpu"
 SHARD_ALIGNMENT = 128
 
 
+def aligned(offset: int, alignment: int = SHARD_ALIGNMENT) -> int:
+    """The next multiple of `alignment`: where a shard may start."""
+    return -(-offset // alignment) * alignment
+
+
 class FileDigest(Strict, frozen=True):
     """Size and SHA-256 of a file of a bundle. `sha256` is in hex."""
 

@@ -34,7 +34,7 @@ class Release(Strict, frozen=True):
     sequence: _Positive
 
 
-def release_of(model: Path) -> Path:
+def release_path(model: Path) -> Path:
     """The path of a model's release. `model` is its folder, <repository>/<name>."""
     model = Path(os.path.abspath(model))
     return model.with_name(f"{model.name}.release.json")
@@ -50,7 +50,7 @@ def read_release(model: Path, trusted: "TrustedKeys | None" = None) -> Release |
     Raises:
         BundleError: it cannot be read, is no release, or none of the keys signed it.
     """
-    path = release_of(model)
+    path = release_path(model)
     if not os.path.lexists(path):
         return None
     if trusted is None:

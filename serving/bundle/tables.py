@@ -253,3 +253,7 @@ class Table(Strict, frozen=True, omit_defaults=True):
     def shard_bytes(self, shard: Shard) -> int:
         """Bytes of a shard of this table. Each shard has its own copy of a row's scale and bias."""
         return shard.height * self.dtype.row_bytes(shard.width)
+
+    def whole_shard(self, rank: int) -> Shard:
+        """One shard with all of this table, at byte offset 0."""
+        return Shard(table=self.name, rank=rank, rows=(0, self.rows), columns=(0, self.dim), offset_bytes=0)

@@ -11,8 +11,7 @@ from typing import Any
 
 import grpc
 
-from serving.addresses import is_address, is_host_name
-from serving.arguments import check_arguments, check_timeout
+from serving.arguments import check_arguments, check_timeout, is_address, is_host_name
 from serving.client.metadata import Metadata, check_metadata, check_text
 from serving.client.retries import Retries
 from serving.errors import ConfigurationError, ServerUnavailable

@@ -1,26 +1,156 @@
-"""`tbe-serve bench`: throughput and latency of a served model."""
+"""`tbe-serve bench`: throughput and latency of a served model; which requests are sent, and how many."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from serving.bench.generator import generate
+from serving.bench.generator import Traffic, generate
 from serving.bench.report import Refusal, Report, named, refusal, summarize, summary, table
-from serving.client import LookupClient
+from serving.bench.requests import Distribution, Prepared, captured_requests, prepare, random_requests
+from serving.bundle.opening import Bundle, open_bundle
+from serving.client import LookupClient, ModelInfo
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
-from serving.commands.traffic import (
-    SourceOf,
-    TrafficOf,
-    check_positive,
-    check_share,
-    takes_source,
-    takes_traffic,
-)
-from serving.terminal.program import out
+from serving.errors import BundleError, ConfigurationError
+from serving.request.captured import PassedOver
+from serving.request.id_maps import IdMaps, known_of_keys
+from serving.request.tensors import Tensors
+from serving.terminal.app import out
+from serving.terminal.options import EVERY, as_given, by_name, real, shared_options
 
 _INFO_TIMEOUT_S = 10
+_CLIENTS = (1, 8, 32)
+_SAMPLES = (1,)
+_POOLING_FACTOR = 10.0
+# The largest value for seconds, clients, samples, and requests a second.
+_MOST = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """The source of the requests: random ones for a bundle, or a captured file.
+
+    Attributes:
+        bundle: the version that is served. None: only captured requests can be sent, and answers are not checked.
+        replay: a captured file. None: random requests.
+        samples: samples of a random request. Each number is measured by itself.
+        ids: how often each id is asked for.
+        pooling_factors: mean number of ids in a bag, by feature. "*" is for all features.
+        scores: whether random requests ask for scores.
+    """
+
+    bundle: Bundle | None
+    replay: Path | None
+    samples: Sequence[int]
+    ids: Distribution
+    pooling_factors: Mapping[str, float]
+    scores: bool
+
+    def requests(self, model: str, info: ModelInfo) -> list[tuple[int | None, list[Prepared]]]:
+        """The requests for a served model, each list with the samples of its requests. None: they differ.
+
+        Raises:
+            BundleError: the bundle is not a version of this model.
+            ConfigurationError: there are no requests to send.
+        """
+        if self.bundle is not None and self.bundle.manifest.contract != info.contract:
+            raise BundleError(
+                f"{self.bundle.path}: expected a version of the model that is served, {model!r}: features differ"
+            )
+        factors = self._factors(info)
+        if self.replay is not None:
+            if self.scores:
+                raise ConfigurationError(
+                    "scores: expected random requests: those of --replay ask for what they asked for"
+                )
+            return [(None, prepare(model, _captured(self.replay, info), info))]
+        if self.bundle is None:
+            raise ConfigurationError("expected --bundle, or --replay: where else are ids to come from?")
+        manifest = self.bundle.manifest
+        maps = IdMaps.of(self.bundle.path, manifest)
+        known = known_of_keys({} if maps is None else maps.known, manifest)
+        draw = partial(random_requests, ids=self.ids, pooling_factors=factors, known=known, scores=self.scores)
+        return [(size, prepare(model, draw(manifest, size), info)) for size in self.samples]
+
+    def _factors(self, info: ModelInfo) -> dict[str, float]:
+        factors = dict.fromkeys(info.keys, _POOLING_FACTOR)
+        for name, factor in self.pooling_factors.items():
+            if name != EVERY and name not in factors:
+                raise ConfigurationError(f"pooling_factor {name!r}: expected one of {', '.join(map(repr, factors))}")
+            factors |= dict.fromkeys(factors if name == EVERY else [name], factor)
+        return factors
+
+
+def _source(
+    *,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            help="The version that is served, REPOSITORY/NAME/VERSION. Random ids are valid ids of its tables. "
+            "Answers are compared with its rows and its dense part."
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(help="Send the requests of this captured file instead of random ones.")
+    ] = None,
+    samples: Annotated[list[int] | None, typer.Option(help="Samples of a random request. May be repeated.")] = None,
+    ids: Annotated[
+        str, typer.Option(help="How often each id is asked for: uniform, or zipf:EXPONENT such as zipf:1.05.")
+    ] = "uniform",
+    pooling_factor: Annotated[
+        list[str] | None,
+        typer.Option(metavar="[FEATURE=]X", help="Mean number of ids in a bag, of all features or one; default 10."),
+    ] = None,
+    scores: Annotated[
+        bool, typer.Option("--scores", help="Ask for scores, with random dense inputs in [0, 1), not for embeddings.")
+    ] = False,
+) -> Source:
+    _check_positive(samples=samples or ())
+    return Source(
+        replay=replay,
+        samples=samples or _SAMPLES,
+        ids=Distribution.parse(ids),
+        pooling_factors={name: _factor(name, text) for name, text in by_name(pooling_factor).items()},
+        bundle=None if bundle is None else open_bundle(bundle),
+        scores=scores,
+    )
+
+
+def _traffic(
+    *,
+    clients: Annotated[
+        list[int] | None,
+        typer.Option(help="Clients at once. Each waits for its answer. May be repeated. Default: 1, 8 and 32."),
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Instead of --clients: requests a second, at random moments. May be repeated."),
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Seconds of each repeat.")] = 3.0,
+    repeats: Annotated[int, typer.Option(help="Number of repeats. The report shows how much they differ.")] = 5,
+    warm_up: Annotated[float, typer.Option(help="Seconds of warm-up before the first repeat, not measured.")] = 1.0,
+    check: Annotated[float, typer.Option(help="Share of the answers that is compared with --bundle.")] = 0.01,
+) -> list[Traffic]:
+    _check_positive(seconds=[seconds], repeats=[repeats], clients=clients or (), rate=rate or ())
+    _check_share(check=check)
+    if not 0 <= warm_up <= _MOST:
+        raise ConfigurationError(f"warm_up: expected 0 to {_MOST} seconds, got {warm_up}")
+    pairs = [(0, each) for each in rate] if rate else [(each, 0.0) for each in clients or _CLIENTS]
+    return [
+        Traffic(clients=count, rate=per_s, seconds=seconds, repeats=repeats, warm_up_s=warm_up, check=check)
+        for count, per_s in pairs
+    ]
+
+
+SourceOf = Callable[[], Source]
+TrafficOf = Callable[[], list[Traffic]]
+# A command calls `source()` and `traffic()` for the values of these options.
+takes_source = shared_options("source", _source)
+takes_traffic = shared_options("traffic", _traffic)
 
 
 @takes_tls
@@ -48,8 +178,8 @@ def bench(
     Exits with 1 if no request was answered, more requests failed than --max-errors, an answer was wrong, or this
     generator was the bottleneck.
     """
-    check_positive(processes=[processes], timeout_s=[timeout_s])
-    check_share(max_errors=max_errors)
+    _check_positive(processes=[processes], timeout_s=[timeout_s])
+    _check_share(max_errors=max_errors)
     asked, planned, security = source(), traffic(), tls()
     with LookupClient(url, model, _INFO_TIMEOUT_S, tls=security) as client:
         info = client.info()
@@ -88,3 +218,54 @@ def _has_failed(outcomes: Sequence[Report | Refusal], max_errors: float) -> bool
 def _errors(report: Report, most: float) -> str:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in report.errors.items()) or "no answer"
     return f"{report.failed:.1%} of the requests failed, more than the {most:.1%} of --max-errors: {kinds}"
+
+
+def _check_positive(**numbers: Sequence[float]) -> None:
+    """Refuse numbers that are not above 0, or are more than a million.
+
+    Args:
+        numbers: by option.
+
+    Raises:
+        ConfigurationError: a number is out of range. The message names its option.
+    """
+    for name, given in numbers.items():
+        for number in given:
+            if not 0 < number <= _MOST:
+                raise ConfigurationError(f"{name}: expected > 0 and at most {_MOST}, got {number}")
+
+
+def _check_share(**shares: float) -> None:
+    """Refuse shares that are not in [0, 1].
+
+    Args:
+        shares: by option.
+
+    Raises:
+        ConfigurationError: a share is out of range. The message names its option.
+    """
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ConfigurationError(f"{name}: expected a share in [0, 1], got {share}")
+
+
+def _factor(name: str, text: str) -> float:
+    try:
+        factor = real("pooling_factor", text)
+    except ConfigurationError:
+        factor = -1.0
+    if not 0 <= factor < 1e6:
+        raise ConfigurationError(
+            f"pooling_factor {as_given(name, text)!r}: expected [FEATURE=]X with X in [0, 1000000)"
+        )
+    return factor
+
+
+def _captured(path: Path, info: ModelInfo) -> Sequence[Tensors]:
+    passed_over = PassedOver()
+    requests, left_out = captured_requests(path, info, passed_over)
+    for line in passed_over.said(path):
+        say(line)
+    if left_out:
+        say(f"{path}: {left_out} of {left_out + len(requests)} requests are malformed and are not sent")
+    return requests

@@ -10,8 +10,8 @@ import typer
 from serving.client import Tls
 from serving.errors import ConfigurationError
 from serving.server import LOOPBACK, Ports
+from serving.terminal.app import complain
 from serving.terminal.options import shared_options
-from serving.terminal.program import complain
 
 # Prints a line on stderr.
 say = partial(complain, "tbe-serve")

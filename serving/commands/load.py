@@ -14,8 +14,8 @@ from serving.server import Control
 from serving.server.launch.run_file import RunFile, find_run_file
 from serving.server.models import Pins
 from serving.server.versions import switch
+from serving.terminal.app import out
 from serving.terminal.options import EVERY, as_given, by_name, shared_options
-from serving.terminal.program import out
 
 
 def load(

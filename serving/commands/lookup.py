@@ -13,7 +13,7 @@ from serving.client import DEFAULT_TIMEOUT_S, Answer, LookupClient, Rows, Scores
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
 from serving.request.tensors import Array, Embeddings
-from serving.terminal.program import out
+from serving.terminal.app import out
 
 Answered = TypeVar("Answered", bound=Mapping[str, Any])
 LinesArgument = Annotated[

@@ -36,8 +36,8 @@ from serving.server.models import Pins
 from serving.server.versions import ReleaseFile, read_releases, released_versions
 from serving.server.watch.fleet_supervisor import FleetSupervisor
 from serving.server.watch.release_follower import ReleaseFollower
+from serving.terminal.app import out
 from serving.terminal.options import shared_options
-from serving.terminal.program import out
 from serving.triton.command_line import RESTRICTED
 
 

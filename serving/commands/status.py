@@ -20,7 +20,7 @@ from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, take
 from serving.model.settings import ServingSettings
 from serving.server.launch.run_file import find_run_file
 from serving.server.watch.status import ModelStatus, ProcessMemory, Status, status_of
-from serving.terminal.program import out
+from serving.terminal.app import out
 
 _CHOSEN_BY = {"pin": "--serve", "release": "its release", "config": "config.pbtxt"}
 

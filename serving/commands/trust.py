@@ -12,7 +12,7 @@ from serving.server.launch.private import Trust
 from serving.terminal.options import as_given, by_name, shared_options
 
 
-class Weights(enum.Enum):
+class TrustedWeights(enum.Enum):
     """Whether weights files are copied into the private folder, or stay in the repository."""
 
     COPY = "copy"
@@ -34,18 +34,18 @@ def _trust(
         ),
     ] = None,
     trusted_weights: Annotated[
-        Weights,
+        TrustedWeights,
         typer.Option(
             help="Whether weights files are copied, too. in-place trusts all who can write to them after the check."
         ),
-    ] = Weights.COPY,
+    ] = TrustedWeights.COPY,
     min_version: Annotated[
         list[str] | None,
         typer.Option(metavar="[MODEL=]N", help="With --trusted-keys: refuse versions older than N, signed or not."),
     ] = None,
 ) -> Trust | None:
     if trusted_keys is None:
-        if private_folder is not None or min_version or trusted_weights is not Weights.COPY:
+        if private_folder is not None or min_version or trusted_weights is not TrustedWeights.COPY:
             raise ConfigurationError(
                 "--private-folder, --trusted-weights, --min-version: expected --trusted-keys with them"
             )
@@ -53,7 +53,7 @@ def _trust(
     return Trust(
         keys=trusted_keys,
         folder=private_folder,
-        weights_in_place=trusted_weights is Weights.IN_PLACE,
+        weights_in_place=trusted_weights is TrustedWeights.IN_PLACE,
         min_versions={model: _version(model, text) for model, text in by_name(min_version).items()},
     )
 

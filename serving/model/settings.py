@@ -12,8 +12,7 @@ from typing import Any, get_args, get_origin
 
 import msgspec
 
-from serving.addresses import is_address, is_host_name
-from serving.arguments import check_arguments
+from serving.arguments import check_arguments, is_address, is_host_name
 from serving.errors import ConfigurationError
 from serving.files import UNREADABLE, is_utf8
 

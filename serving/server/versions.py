@@ -10,7 +10,7 @@ from typing import Any
 
 from serving.backend.recorder import check_capture
 from serving.bundle.opening import open_bundle, versions
-from serving.bundle.release import Release, read_release, release_of
+from serving.bundle.release import Release, read_release, release_path
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError
 from serving.model.config_file import OURS, as_json, point_at, read_config, settings_of
@@ -58,7 +58,7 @@ class ReleaseFile:
         trusted = None if self._keys is None else TrustedKeys.read(self._keys)
         found, before = read_release(self._folder, trusted), self.newest
         if before is not None and found != before:
-            path = release_of(self._folder)
+            path = release_path(self._folder)
             if found is None:
                 raise BundleError(f"{path}: is gone: release again, `tbe-export release`")
             if found.sequence <= before.sequence:

@@ -1,7 +1,7 @@
 """One copy of a weights file for all processes of a machine, on a file system of huge pages.
 
 It is for machines whose own file systems give no huge pages. A copy is named by the digest of its file. Every process
-that uses a copy holds a lock on it. The last one to release it removes it.
+that uses a copy holds a lock on it. The last one to let it go removes it.
 
 If its users were killed, the copy stays. It is removed when the next copy is taken, or when `tbe-serve run` ends. It
 is not used again, because it may have changed since it was compared with its digest.
@@ -66,7 +66,7 @@ class SharedCopies:
                 "volume with `medium: HugePages-2Mi`; or set 'mapped'"
             )
         self._held: list[int] = []
-        weakref.finalize(self, _release, self._held)
+        weakref.finalize(self, _let_go, self._held)
 
     def take(self, path: Path, digest: FileDigest) -> Path:
         """The copy of a file. It is made if there is none. If another process makes it, this one waits.
@@ -76,7 +76,7 @@ class SharedCopies:
             digest: its size and SHA-256, which are compared as the copy is made.
 
         Returns:
-            The path of the copy. It exists until `release`, or the end of the process.
+            The path of the copy. It exists until `close`, or the end of the process.
 
         Raises:
             BundleError: the file differs from its digest, or cannot be read.
@@ -99,9 +99,9 @@ class SharedCopies:
             f"{'; '.join(problems)}"
         )
 
-    def release(self) -> None:
-        """Release all copies. Those that no other process uses are removed."""
-        _release(self._held)
+    def close(self) -> None:
+        """Let all copies go. Those that no other process uses are removed."""
+        _let_go(self._held)
 
 
 def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
@@ -203,15 +203,15 @@ def _is_at(file: int, path: Path) -> bool:
 
 def _fill(file: int, source: Path, digest: FileDigest) -> None:
     """Copy `source` to `file`, and compare the copied bytes with the digest."""
-    room = in_huge_pages(digest.size_bytes)
-    os.ftruncate(file, room)
-    os.posix_fallocate(file, 0, room)  # else writing to a page that cannot be allocated is a bus error
+    size_bytes = in_huge_pages(digest.size_bytes)
+    os.ftruncate(file, size_bytes)
+    os.posix_fallocate(file, 0, size_bytes)  # else writing to a page that cannot be allocated is a bus error
     sha256, start = hashlib.sha256(), 0
     try:
         original = open_file(source, follow=True)
     except OSError as error:
         raise BundleError(f"{source}: cannot be read: {error.strerror}: publish the bundle again") from error
-    with original, mmap.mmap(file, room) as pages:  # hugetlbfs takes no write(2)
+    with original, mmap.mmap(file, size_bytes) as pages:  # hugetlbfs takes no write(2)
         while data := original.read(min(_STEP_BYTES, digest.size_bytes - start)):
             sha256.update(data)
             pages[start : start + len(data)] = data
@@ -234,8 +234,8 @@ def _remove_unused(folders: Iterable[HugeFolder]) -> None:
                 os.close(file)
 
 
-def _release(held: list[int]) -> None:
-    """Release copies. A copy that no other process holds is removed."""
+def _let_go(held: list[int]) -> None:
+    """Let copies go. A copy that no other process holds is removed."""
     while held:
         file = held.pop()
         with suppress(OSError):  # others hold it

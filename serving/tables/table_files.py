@@ -91,7 +91,7 @@ class TableFiles:
         self._most_alone = partial(most_weights_bytes, processes, kept=memory is not WeightsMemory.MAPPED)
         self._size_bytes = sum(sizes.values())
         self._paths = [directory / name for name in sizes]
-        self.fits = self._size_bytes <= self._room()
+        self.fits = self._size_bytes <= self._free_bytes()
         lacks = "" if self.fits else self._lacks()
         self._copies = SharedCopies(lacks=lacks) if memory is WeightsMemory.HUGE else None
         self._stopping = threading.Event()
@@ -165,7 +165,7 @@ class TableFiles:
             OSError: a file cannot be read.
         """
         if not self._is_populated:
-            if self.fits or self._has_room_now():
+            if self.fits or self._fits_by_now():
                 self._populate(done)
         elif not self._is_kept and self._size_bytes > self._most_alone():
             ahead = self._read_ahead_of_all()
@@ -189,11 +189,11 @@ class TableFiles:
         if self.ahead is not None:
             self.ahead.leave_out(name, stop)
 
-    def _has_room_now(self) -> bool:
+    def _fits_by_now(self) -> bool:
         """Whether the files fit by now: another bundle was unloaded, or the control group's limit was raised."""
         if self._size_bytes > self._most_alone():
             return False
-        if self._size_bytes > self._room():
+        if self._size_bytes > self._free_bytes():
             self._waited_for |= {*self._of_others()}
             return False
         # Drop the pages of bundles that are gone. They would stay, and leave little memory that is whole huge pages.
@@ -208,14 +208,16 @@ class TableFiles:
     def _read_ahead_of_all(self) -> ReadAhead:
         return ReadAhead(self._manifest, {name: self._directory / name for name in self._files})
 
-    def _room(self) -> int:
+    def _free_bytes(self) -> int:
+        """What memory has for the files of this bundle, beside those of others."""
         return self._most_alone() - sum(self._of_others().values())
 
     def _lacks(self) -> str:
+        free = max(self._free_bytes(), 0)
         return (
             f"{self._directory} has {self._size_bytes} bytes of weights; the memory of this machine, or of its "
-            f"control group, has room for {max(self._room(), 0)} beside other bundles that are served, and a quarter "
-            "of a GB for each process"
+            f"control group, has room for {free} beside other bundles that are served, and a quarter of a GB for "
+            "each process"
         )
 
     def _of_others(self) -> dict[Path, int]:
@@ -232,17 +234,17 @@ class TableFiles:
 
     def why_small(self) -> str:
         """Why not all is in huge pages: what this machine lacks."""
-        if self._size_bytes > self._room():
+        if self._size_bytes > self._free_bytes():
             return self._lacks()
         return next((each.why_small() for each in self._files.values()), "there is nothing to map")
 
     def close(self) -> None:
-        """Stop populating, and release the copies."""
+        """Stop populating, and let the copies go."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
         if self._copies is not None:
-            self._copies.release()
+            self._copies.close()
 
     def _lock(self) -> None:
         if not self.fits:

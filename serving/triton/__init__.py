@@ -1,7 +1,7 @@
 """What depends on tritonserver itself.
 
-An entry of `installation.RELEASES` holds what differs between Triton releases. What is the same in all of them is in
-one file for each subject::
+An entry of `installation.TRITON_RELEASES` holds what differs between Triton releases. What is the same in all of them
+is in one file for each subject::
 
     installation    the known releases; where tritonserver is, and what it needs
     command_line    its options, and how a secret is erased from them

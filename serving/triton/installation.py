@@ -20,7 +20,7 @@ from serving.errors import TritonserverFailed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Release:
+class TritonRelease:
     """A Triton release.
 
     Attributes:
@@ -35,29 +35,30 @@ class Release:
 
 
 # Oldest first.
-RELEASES = (
+TRITON_RELEASES = (
     # The one in nvidia-pytriton 0.7.0. It lacks the 2025 fixes of the Python backend's shared memory, and others.
-    Release(container="24.10", version=(2, 51), is_secure=False),
-    Release(container="26.04", version=(2, 68), is_secure=True),
+    TritonRelease(container="24.10", version=(2, 51), is_secure=False),
+    TritonRelease(container="26.04", version=(2, 68), is_secure=True),
 )
 
 
-def release_of(version: str) -> Release:
+def triton_release(version: str) -> TritonRelease:
     """The entry for a server: the newest one that is not newer than the server. If all are newer, the oldest.
 
     Args:
         version: of the server, as it says it, such as "2.51.0".
     """
     major, minor = map(int, version.split(".")[:2])
-    return max((each for each in RELEASES if each.version <= (major, minor)), key=_version, default=RELEASES[0])
+    older = (each for each in TRITON_RELEASES if each.version <= (major, minor))
+    return max(older, key=_version, default=TRITON_RELEASES[0])
 
 
-def oldest_secure() -> Release:
+def oldest_secure() -> TritonRelease:
     """The oldest Triton release for a server that other machines can reach."""
-    return min((each for each in RELEASES if each.is_secure), key=_version)
+    return min((each for each in TRITON_RELEASES if each.is_secure), key=_version)
 
 
-def _version(release: Release) -> tuple[int, int]:
+def _version(release: TritonRelease) -> tuple[int, int]:
     return release.version
 
 

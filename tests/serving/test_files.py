@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from export import export_model
 from export.__main__ import app as export_app
-from export.publish.prune import prune
+from export.publish.published import prune
 from serving.__main__ import app
 from serving.backend.recorder import Recorder
 from serving.bundle.opening import open_bundle, verify_digests

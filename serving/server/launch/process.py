@@ -25,7 +25,7 @@ from serving.server.versions import switch
 from serving.tables.shared_copy import remove_unused_copies
 from serving.triton.command_line import erase_from_command_line, exit_timeout_of, model_options, serving_options
 from serving.triton.control import UNIX, Control
-from serving.triton.installation import find_tritonserver, oldest_secure, release_of
+from serving.triton.installation import find_tritonserver, oldest_secure, triton_release
 
 SHM_BYTES = 1 << 30
 _POLL_S = 0.05
@@ -251,7 +251,7 @@ def _sink(log: Path | None) -> BinaryIO:
 
 def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
     version = server.control(_CONTROL_TIMEOUT_S).server_version()
-    if not release_of(version).is_secure:
+    if not triton_release(version).is_secure:
         secure = oldest_secure()
         yield (
             f"tritonserver {version} lacks security fixes: let nobody but this machine reach it, or run "

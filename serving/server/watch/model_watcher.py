@@ -10,7 +10,7 @@ from typing import Any
 from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
 from serving.model.config_file import OURS
 from serving.server.launch.process import Server
-from serving.server.watch.canary import Canary
+from serving.server.watch.hang_check import HangCheck
 from serving.triton.command_line import erase_from_command_line
 from serving.triton.control import UNLOADED, Control, VersionState
 from serving.triton.stubs import living_stubs
@@ -77,7 +77,7 @@ class ModelWatcher:
         self._seen, self._has_complained = time.monotonic(), False
         self._suspects: set[str] = set()
         self._stopped: set[int] = set()
-        self._canaries: dict[tuple[str, int], Canary] = {}
+        self._hang_checks: dict[tuple[str, int], HangCheck] = {}
 
     def start(self, *, is_anew: bool) -> None:
         """Begin to watch. If the server `is_anew`, it has nothing loaded yet: load the models of `served` first."""
@@ -174,11 +174,11 @@ class ModelWatcher:
         hung = {}
         for model, config in self._served.configs.items():
             for version in self._served.versions[model] if OURS in config["parameters"] else ():
-                canary = self._canaries.setdefault((model, version), Canary(model, version, config))
+                check = self._hang_checks.setdefault((model, version), HangCheck(model, version, config))
                 reads = sum(each.page_reads() for each in stubs if (each.model, each.version) == (model, version))
-                patient = replace(control, timeout_s=canary.overdue_s)
-                if canary.is_overdue((answered.get((model, version)), reads), patient):
-                    hung[model] = f"it answered nobody for {canary.overdue_s:g} s"
+                patient = replace(control, timeout_s=check.overdue_s)
+                if check.is_overdue((answered.get((model, version)), reads), patient):
+                    hung[model] = f"it answered nobody for {check.overdue_s:g} s"
         return hung
 
     def _replace(self, model: str, why: str) -> None:
@@ -195,8 +195,8 @@ class ModelWatcher:
         self._server.control(_LOAD_TIMEOUT_S).recover(
             model, served.configs[model], served.versions[model], served.since
         )
-        for key in [key for key in self._canaries if key[0] == model]:
-            del self._canaries[key]
+        for key in [key for key in self._hang_checks if key[0] == model]:
+            del self._hang_checks[key]
         self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving.terminal.program import out
+from serving.terminal.app import out
 from tests.support.commands import PLAN, TRAINED, tbe_export
 
 

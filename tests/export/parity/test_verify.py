@@ -12,7 +12,7 @@ from export import export_model
 from export.__main__ import app
 from export.errors import ModelError
 from export.parity.verify import Verification, verify
-from export.publish.prune import prune
+from export.publish.published import prune
 from export.trained.tables import collect_tables
 from serving.bundle.opening import digest_file, open_bundle
 from serving.errors import BundleError

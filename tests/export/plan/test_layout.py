@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from export.plan.layout import whole_shard, with_offsets
+from export.plan.planner import with_offsets
 from serving.bundle.plan import Shard
 from serving.bundle.tables import IdPolicy, Pooling, Table, WeightDtype
 
@@ -24,7 +24,7 @@ def table(name: str, rows: int) -> Table:
 
 def laid_out(**rows: int) -> list[Shard]:
     tables = [table(name, count) for name, count in rows.items()]
-    return [*with_offsets(tables, {each.name: [whole_shard(each, 0)] for each in tables})]
+    return [*with_offsets(tables, {each.name: [each.whole_shard(0)] for each in tables})]
 
 
 def test_a_large_shard_starts_at_a_huge_page_and_a_small_one_at_a_cache_line() -> None:

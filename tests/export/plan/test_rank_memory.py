@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from export.errors import PlanError
-from export.plan.layout import check_fits, overflow_of, whole_shard
+from export.plan.planner import check_fits
+from export.plan.torchrec_planner import overflow_of
 from serving.bundle.plan import ROUTER, Plan, Rank, ShardingType
 from serving.bundle.tables import IdPolicy, Pooling, Table, WeightDtype
 
@@ -33,7 +34,7 @@ def _plan(*ranks: Rank) -> Plan:
     return Plan(
         sharding={table.name: ShardingType.TABLE_WISE for table in _TABLES},
         ranks=ranks,
-        shards=tuple(whole_shard(table, rank) for table, rank in zip(_TABLES, (0, 1, 0), strict=True)),
+        shards=tuple(table.whole_shard(rank) for table, rank in zip(_TABLES, (0, 1, 0), strict=True)),
         row_alignment=1,
     )
 

@@ -13,8 +13,8 @@ from examples.hosts.dlrm import IDS_PER_SAMPLE, dlrm_tables
 from export import ExportConfig, Sharding, WeightDtype
 from export.errors import PlanError
 from export.pipeline import plan_model
-from export.plan.hosts import router_tables
 from export.plan.report import PlanReport, report_plan
+from export.plan.router_plan import router_tables
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import ROUTER
 from serving.errors import ConfigurationError

@@ -50,7 +50,7 @@ HARMFUL = (
     ("builtins", "eval"),
     ("builtins", "getattr"),
     ("builtins", "__import__"),
-    ("tests.canary", "touched"),
+    ("tests.planted", "touched"),
 )
 
 
@@ -73,12 +73,12 @@ def write(folder: Path, content: bytes) -> Path:
 def harmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file that is there once code ran: code that a module runs as it is imported, or a command of the shell."""
     harmed = tmp_path / "harmed"
-    package = tmp_path / "canary_package"
+    package = tmp_path / "planted_package"
     package.mkdir()
-    (package / "canary.py").write_text(f"open({str(harmed)!r}, 'w')\ndef touched(*_): open({str(harmed)!r}, 'w')\n")
+    (package / "planted.py").write_text(f"open({str(harmed)!r}, 'w')\ndef touched(*_): open({str(harmed)!r}, 'w')\n")
     monkeypatch.syspath_prepend(str(package))
     yield harmed
-    sys.modules.pop("canary", None)
+    sys.modules.pop("planted", None)
 
 
 def snapshot() -> dict[str, Any]:
@@ -89,7 +89,7 @@ def snapshot() -> dict[str, Any]:
     return {f"{number} {holder}": dict(vars(holder)) for number, holder in enumerate(holders)}
 
 
-@pytest.mark.parametrize(("module", "name"), [*HARMFUL, ("canary", "touched")])
+@pytest.mark.parametrize(("module", "name"), [*HARMFUL, ("planted", "touched")])
 def test_no_name_leads_to_code(tmp_path: Path, harmed: Path, module: str, name: str) -> None:
     call = text(f"touch {harmed}") + b"\x85R"
     for content in (
@@ -103,7 +103,7 @@ def test_no_name_leads_to_code(tmp_path: Path, harmed: Path, module: str, name: 
         with pytest.raises(CheckpointError, match=r"\.metadata: expected the metadata of"):
             open_folder(write(tmp_path / "c", content))
     assert not harmed.exists()
-    assert "canary" not in sys.modules
+    assert "planted" not in sys.modules
 
 
 def test_a_registered_extension_is_no_way_around(tmp_path: Path, harmed: Path) -> None:
@@ -137,7 +137,7 @@ WORDS = (
     "os",
     "system",
     "touched",
-    "canary",
+    "planted",
     "__class__",
     "torch",
     "Size",
@@ -188,7 +188,7 @@ def made_up(random: random.Random, harmed: Path) -> bytes:
     parts = [b"\x80\x04"]
     for _ in range(random.randint(3, 40)):
         kind = random.randint(0, 9)
-        name = named(*random.choice((*ALLOWED, *ALLOWED, *HARMFUL, ("canary", "touched"))))
+        name = named(*random.choice((*ALLOWED, *ALLOWED, *HARMFUL, ("planted", "touched"))))
         argument = text(f"touch {harmed}") + b"\x85"
         call = operation(random, random.choice([each for each in pickletools.opcodes if each.name in CALLING]))
         if kind < 7:
@@ -228,11 +228,11 @@ def test_every_opcode_that_calls_or_resolves_runs_nothing(tmp_path: Path, harmed
             refused += 1
     assert refused > 5000
     assert not harmed.exists()
-    assert "canary" not in sys.modules
+    assert "planted" not in sys.modules
     assert snapshot() == before
 
 
-def test_the_canary_sings(harmed: Path) -> None:
+def test_the_planted_module_is_noticed(harmed: Path) -> None:
     """By Python's own reader, what the test above is made of does run."""
     pickle.loads(HEAD + named("os", "system") + text(f"touch {harmed}") + b"\x85R.")
     assert harmed.exists()

@@ -12,7 +12,7 @@ import numpy as np
 
 from examples.hosts.network import Lan
 from export import ExportConfig, Sharding
-from export.publish.release import release
+from export.publish.published import release
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from tests.support.host_faults import serve_all_versions

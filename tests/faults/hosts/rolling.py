@@ -9,7 +9,7 @@ from pathlib import Path
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
-from export.publish.release import release
+from export.publish.published import release
 from tests.faults.hosts.callers import asking, once
 from tests.faults.hosts.fleet import PATIENCE_S, Fleet
 from tests.support.host_faults import load

@@ -23,7 +23,7 @@ from serving.model.settings import ServingSettings
 from serving.request.captured import PassedOver, read_captured
 from serving.request.tensors import Tensors
 from serving.server import run_server
-from serving.server.watch.canary import Canary
+from serving.server.watch.hang_check import HangCheck
 from tests.support.models import exported
 from tests.support.ranker import ranker
 from tests.support.servers import DTYPES, FREE, lens, metric, row
@@ -84,10 +84,10 @@ def test_a_request_whose_trace_is_no_text_is_kept_so_that_it_can_be_read(tmp_pat
     assert [each.traceparent for each in read_captured(tmp_path / "m.jsonl")] == [*[None] * 4, TRACE]
 
 
-def test_a_canary_is_not_captured(tmp_path: Path) -> None:
+def test_what_the_watcher_asks_is_not_captured(tmp_path: Path) -> None:
     exported(tmp_path, capture=str(tmp_path), capture_slow_ms=0.000001)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
-        server.control(30).infer("m", 1, Canary("m", 1, as_json(read_config(tmp_path / "r" / "m"))).request)
+        server.control(30).infer("m", 1, HangCheck("m", 1, as_json(read_config(tmp_path / "r" / "m"))).request)
         with LookupClient(server.grpc, "m", 30) as client:
             client.lookup({"x": [[7]]})
         (line,) = lines(tmp_path / "m.jsonl", 1)

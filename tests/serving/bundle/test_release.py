@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.bundle.release import Release, read_release, release_of
+from serving.bundle.release import Release, read_release, release_path
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError
 from tests.support.attackers import Target, change, flip
@@ -32,7 +32,7 @@ def test_a_release_is_written_beside_the_model_and_replaced(target: Target) -> N
     assert (first.versions, second.versions) == ((2, 1), (1,))
     assert second.sequence > first.sequence
     later = Release(versions=(1,), sequence=second.sequence + 10**9)  # the clock was put back since
-    release_of(target.model).write_text(f'{{"versions": [1], "sequence": {later.sequence}}}')
+    release_path(target.model).write_text(f'{{"versions": [1], "sequence": {later.sequence}}}')
     assert "it was signed" in release(target, "1", key=False)
     assert read_release(target.model) == Release(versions=(1,), sequence=later.sequence + 1)
     assert sorted(path.name for path in target.repository.iterdir()) == [
@@ -59,7 +59,7 @@ def test_what_is_not_published_is_not_released(target: Target, name: str, versio
 
 def test_openssl_verifies_a_release(target: Target, tmp_path: Path) -> None:
     release(target, "1")
-    path = release_of(target.model)
+    path = release_path(target.model)
     statement = tmp_path / "statement"
     statement.write_bytes(b'tbe-serving/1 m.release.json "m"\n' + path.read_bytes())
     arguments = ("-pubin", "-inkey", target.trusted, "-in", statement, "-sigfile", path.with_suffix(".sig"))
@@ -67,22 +67,22 @@ def test_openssl_verifies_a_release(target: Target, tmp_path: Path) -> None:
 
 
 def unsigned(target: Target) -> None:
-    release_of(target.model).with_suffix(".sig").unlink()
+    release_path(target.model).with_suffix(".sig").unlink()
 
 
 def changed(target: Target) -> None:
-    change(release_of(target.model), '"versions":[2]', '"versions":[1]')
+    change(release_path(target.model), '"versions":[2]', '"versions":[1]')
 
 
 def by_somebody_else(target: Target) -> None:
-    flip(release_of(target.model).with_suffix(".sig"))
+    flip(release_path(target.model).with_suffix(".sig"))
 
 
 def of_another_model(target: Target) -> None:
     tbe_export("release", str(target.repository / "other"), "1", "--signing-key", str(target.key))
     for suffix in (".json", ".sig"):
-        theirs = release_of(target.repository / "other").with_suffix(suffix)
-        shutil.copy(theirs, release_of(target.model).with_suffix(suffix))
+        theirs = release_path(target.repository / "other").with_suffix(suffix)
+        shutil.copy(theirs, release_path(target.model).with_suffix(suffix))
 
 
 @pytest.mark.parametrize("spoil", [unsigned, changed, by_somebody_else, of_another_model])
@@ -99,7 +99,7 @@ def test_a_release_that_no_trusted_key_signed_is_refused(target: Target, spoil: 
      '{"versions":[7],"sequence":1,"more":1}', '{"versions":[7]}'],
 )  # fmt: skip
 def test_what_is_no_release_is_refused(tmp_path: Path, content: str) -> None:
-    release_of(tmp_path / "m").write_text(content)
+    release_path(tmp_path / "m").write_text(content)
     with pytest.raises(BundleError, match=r"m\.release\.json: expected what `tbe-export release` writes"):
         read_release(tmp_path / "m")
 

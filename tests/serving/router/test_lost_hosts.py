@@ -123,7 +123,7 @@ def control_of(address: str) -> Control:
 
 def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> None:
     """What tells `tbe-serve run` that a model hangs is answered, whoever else is lost."""
-    canary = {
+    nothing = {
         "inputs": [
             {"name": name, "datatype": dtype, "shape": [1, 0], "data": []}
             for name, dtype in (("values", "INT64"), ("lengths", "INT32"))
@@ -132,7 +132,7 @@ def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> 
     control, processes = control_of(served.router.grpc), stubs(served.router.triton, MODEL)
     with silent(served), triton.InferenceServerClient(served.router.grpc) as theirs:
         before = control.answered()[(MODEL, 1)]
-        control.infer(MODEL, 1, canary)
+        control.infer(MODEL, 1, nothing)
         assert control.answered()[(MODEL, 1)] == before + 1
         assert theirs.is_server_live()
         assert theirs.is_model_ready(MODEL)

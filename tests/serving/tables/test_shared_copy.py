@@ -70,7 +70,7 @@ path = mine.take(file, digest)
 assert path.read_bytes()[:digest.size_bytes] == file.read_bytes()
 second, inode = other(), path.stat().st_ino
 print(len(copies()), path.stat().st_ino == inode)
-mine.release()
+mine.close()
 print(len(copies()))
 second.communicate()
 print(len(copies()))
@@ -85,7 +85,7 @@ with (folder / copies()[0]).open("rb+") as left:
     left.write(b"another")
 mine = SharedCopies()
 print(mine.take(file, digest).read_bytes()[:digest.size_bytes] == file.read_bytes(), len(copies()))
-mine.release()
+mine.close()
 print(len(copies()))
 """
     assert run(tmp_path, bundle, program).split("\n") == ["True 1", "0"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.triton.installation import RELEASES, oldest_secure, release_of
+from serving.triton.installation import TRITON_RELEASES, oldest_secure, triton_release
 
 
 @pytest.mark.parametrize(
@@ -17,9 +17,9 @@ from serving.triton.installation import RELEASES, oldest_secure, release_of
     ],
 )
 def test_a_server_is_taken_for_the_newest_release_that_it_is_not_older_than(version: str, container: str) -> None:
-    assert release_of(version).container == container
+    assert triton_release(version).container == container
 
 
 def test_other_machines_may_reach_26_04_and_later() -> None:
     assert oldest_secure().container == "26.04"
-    assert [each.is_secure for each in RELEASES] == sorted(each.is_secure for each in RELEASES)
+    assert [each.is_secure for each in TRITON_RELEASES] == sorted(each.is_secure for each in TRITON_RELEASES)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.bundle.release import release_of
+from serving.bundle.release import release_path
 from serving.client import LookupClient
 from serving.server import Control
 from serving.server.launch.run_file import find_run_file
@@ -154,7 +154,7 @@ def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
         said.wait_for("over m.release.json of model 'm', got another")
         (target.repository / "m.release.sig").unlink()
         said.wait_for("only what a key of")
-        release_of(target.model).unlink()
+        release_path(target.model).unlink()
         said.wait_for("m.release.json: is gone")
         assert answers(server.grpc, seed=2) == 2
 
@@ -163,7 +163,7 @@ def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
         assert answers(server.grpc, seed=1) == 1
         said.wait_for("serves version 1, as released")
         assert [len(said.of(words)) for words in ("release refused", "serves version")] == [4, 2]
-    flip(release_of(target.model).with_suffix(".sig"))
+    flip(release_path(target.model).with_suffix(".sig"))
     done = tbe_serve("run", str(target.repository), *signed)
     assert (done.returncode, done.stdout) == (1, "")
     assert "m.release.sig: expected a signature by a key of" in done.stderr

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from export.plan.layout import aligned, whole_shard
 from export.plan.sharding import Sharding
 from export.plan.traffic import HOST_ID_BYTES, HOST_LENGTH_BYTES, SUM_BYTES, WEIGHT_BYTES
+from serving.bundle.manifest import aligned
 from serving.bundle.plan import ROUTER, Block, Shard, ShardingType
 from serving.bundle.tables import Table
 
@@ -70,7 +70,7 @@ def fold_hosts(tables: Sequence[Table], placement: Placement) -> Placement:
     for table in tables:
         if kinds[table.name] is ShardingType.DATA_PARALLEL:
             new_kinds[table.name] = ShardingType.TABLE_WISE
-            new_shards[table.name] = [whole_shard(table, 0)]
+            new_shards[table.name] = [table.whole_shard(0)]
         else:
             rank_of = {(each.rows, each.columns): hosts.index(host_of[each.rank]) for each in shards[table.name]}
             new_shards[table.name] = _joined(table.name, rank_of)

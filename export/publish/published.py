@@ -1,20 +1,71 @@
-"""Remove old versions of a model, but none that is in use."""
+"""Versions that are published: which one a path names, which are released, and which old ones are removed."""
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
 from serving.bundle.locks import in_use
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import open_bundle, versions
+from serving.bundle.opening import check_published, newest, open_bundle, versions
 from serving.bundle.plan import is_host_model
-from serving.bundle.release import read_release
+from serving.bundle.release import Release, next_release, read_release, release_path
+from serving.bundle.signature import TrustedKeys, sign
 from serving.errors import BundleError, ConfigurationError
-from serving.model.config_file import read_config, settings_of
+from serving.files import replacing
+from serving.model.config_file import CONFIG, read_config, settings_of
+
+
+def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
+    """The bundle that `path` names.
+
+    Args:
+        path: a bundle, <model>/<version>, or the folder of a model. The model's settings then say which version.
+        trusted: one of these keys must have signed the settings. None: anybody may have written them.
+
+    Raises:
+        BundleError: `trusted` did not sign the settings, or there is no version.
+        ConfigurationError: the settings cannot be read.
+    """
+    if not os.path.lexists(path / CONFIG):
+        return path
+    return path / str(settings_of(read_config(path, trusted)).version or newest(path))
+
+
+def release(model: Path, versions: Sequence[int], signing_key: Ed25519PrivateKey | None = None) -> Release:
+    """Write the release of a model. A reader sees the old one or the new one.
+
+    Args:
+        model: the model's folder, <repository>/<name>.
+        versions: what is to be served.
+        signing_key: signs the release. None: it is not signed.
+
+    Raises:
+        ConfigurationError: there is no such model, or a version is not published.
+        PublishError: the repository cannot be written to.
+    """
+    read_config(model)
+    check_published(model, versions)
+    before = None
+    with suppress(BundleError):  # what cannot be read is replaced
+        before = read_release(model)
+    new = next_release(versions, before)
+    path, content = release_path(model), msgspec.json.encode(new)
+    try:
+        with replacing(path) as file:
+            file.write(content)
+        if signing_key is not None:
+            sign(path, content, signing_key, Path(os.path.abspath(model)).name)
+    except OSError as error:
+        raise PublishError(f"{path}: cannot be written: {error.strerror}") from error
+    return new
 
 
 @dataclass(frozen=True, slots=True)

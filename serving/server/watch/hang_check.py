@@ -1,8 +1,8 @@
 """Find models that hang: their process runs, but makes no progress.
 
-A canary is a lookup without samples. It asks for no scores, because these need dense inputs. A model hangs if it
-answers neither the canary nor any other request, and reads nothing from the disk. A model that is only busy answers
-other requests meanwhile, or reads its tables.
+An idle model is asked for a lookup without samples. That asks for no scores, because these need dense inputs. A model
+hangs if it answers neither this lookup nor any other request, and reads nothing from the disk. A model that is only
+busy answers other requests meanwhile, or reads its tables.
 """
 
 import threading
@@ -16,13 +16,13 @@ from serving.request.tensors import LOOKED_UP
 from serving.router.hosts_config import hosts_of
 from serving.triton.control import Control
 
-# A model that answered no request for PERIOD_S is sent a canary. It hangs if it answers nothing for _PATIENCE_S more.
-# A router gets longer, because a host that does not answer delays the canary and the requests before it.
+# A model that answered no request for PERIOD_S is asked. It hangs if it answers nothing for _PATIENCE_S more.
+# A router gets longer, because a host that does not answer delays this lookup and the requests before it.
 PERIOD_S, _PATIENCE_S = 5.0, 20.0
 
 
-class Canary:
-    """The canaries of one version of a model.
+class HangCheck:
+    """Tells whether one version of a model hangs.
 
     Args:
         model: its name.
@@ -31,7 +31,7 @@ class Canary:
 
     Attributes:
         overdue_s: the model hangs if it made no progress for so long, in seconds.
-        request: the canary, as JSON.
+        request: the lookup without samples, as JSON.
     """
 
     def __init__(self, model: str, version: int, config: Any) -> None:
@@ -47,23 +47,23 @@ class Canary:
         self._thread: threading.Thread | None = None
 
     def is_overdue(self, progress: object, control: Control) -> bool:
-        """Whether the model hangs. Sends a canary if the model made no progress for PERIOD_S.
+        """Whether the model hangs. Asks it if it made no progress for PERIOD_S.
 
         Args:
             progress: any value that changes when the model makes progress, such as the number of its answers.
-            control: sends the canary. The model has to answer within its timeout.
+            control: sends the lookup. The model has to answer within its timeout.
         """
         now = time.monotonic()
         if progress != self._progress:
             self._progress, self._since = progress, now
         is_asked = self._thread is not None and self._thread.is_alive()
         if not is_asked and now - self._since > PERIOD_S:
-            self._thread = threading.Thread(target=self._ask, args=(control,), name="canary", daemon=True)
+            self._thread = threading.Thread(target=self._ask, args=(control,), name="hang check", daemon=True)
             self._thread.start()
         return now - self._since > self.overdue_s
 
     def _ask(self, control: Control) -> None:
-        """Send a canary, and ignore the answer. It shows in the server's counts."""
+        """Ask, and ignore the answer. It shows in the server's counts."""
         with suppress(ServingError):
             control.infer(self._model, self._version, self.request)
 

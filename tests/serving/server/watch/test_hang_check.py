@@ -10,7 +10,7 @@ from export import ExportConfig, export_model
 from serving.model.config_file import as_json, read_config
 from serving.model.settings import ServingSettings
 from serving.server import run_server
-from serving.server.watch.canary import Canary
+from serving.server.watch.hang_check import HangCheck
 from serving.triton.control import Control
 from tests.support.models import collection
 from tests.support.ranker import ranker
@@ -30,14 +30,14 @@ def hangs_after(monkeypatch: pytest.MonkeyPatch, settings: ServingSettings) -> i
     }
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    asked = Canary("m", 1, config)
+    asked = HangCheck("m", 1, config)
     asked.is_overdue(1, NOWHERE)
     while not asked.is_overdue(1, NOWHERE):
         now += 1
     return int(now) - 1
 
 
-def test_a_model_hangs_if_it_answers_neither_the_canary_nor_anybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_hangs_if_it_answers_neither_the_watcher_nor_anybody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hangs_after(monkeypatch, ServingSettings()) == 25
     assert hangs_after(monkeypatch, ServingSettings(shard_timeout_ms=30_000)) == 25  # it has no hosts
 
@@ -56,11 +56,11 @@ MODELS: dict[str, Any] = {
 }
 
 
-def test_every_kind_of_model_answers_its_canary(tmp_path: Path) -> None:
+def test_every_kind_of_model_answers_the_watcher(tmp_path: Path) -> None:
     """One that is refused counts as none: an idle model would be killed, again and again."""
     for name, make in MODELS.items():
         export_model(make().eval(), tmp_path / "r", name, ExportConfig(scores=name in ("scores", "two_tower")))
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         for name in MODELS:
-            canary = Canary(name, 1, as_json(read_config(tmp_path / "r" / name)))
-            server.control(30).infer(name, 1, canary.request)
+            check = HangCheck(name, 1, as_json(read_config(tmp_path / "r" / name)))
+            server.control(30).infer(name, 1, check.request)

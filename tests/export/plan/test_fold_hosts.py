@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from export.plan.hosts import Placement, fold_hosts, hosts_of, side_by_side
+from export.plan.router_plan import Placement, fold_hosts, hosts_of, side_by_side
 from serving.bundle.plan import ROUTER, Block, Shard, ShardingType, tiling_error
 from serving.bundle.tables import Table
 from tests.support.models import int8_table

@@ -73,7 +73,7 @@ def test_a_path_of_any_bytes_is_taken(mixed: Path, tmp_path: Path, monkeypatch: 
 
 
 _PRINTS = (
-    "from rich.table import Table; from serving.terminal.program import out; table = Table('name', 'path', title='t'); "
+    "from rich.table import Table; from serving.terminal.app import out; table = Table('name', 'path', title='t'); "
     "table.add_row('n' * 100, 'p' * 300); out.print(table); out.print('word ' * 60)"
 )
 

@@ -41,11 +41,11 @@ def complain(program: str, message: str) -> None:
     print(f"{program}: {_CONTROL.sub(' ', message.strip())}", file=sys.stderr, flush=True)
 
 
-def new_program(name: str, about: str) -> typer.Typer:
-    """A program without commands. Add each with `cls=Command` or a subclass."""
+def new_app(name: str, about: str) -> typer.Typer:
+    """A command line without commands. Add each with `cls=Command` or a subclass."""
     app = typer.Typer(
         name=name,
-        cls=_Program,
+        cls=_Commands,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,  # it would read [id, ...] as a style
@@ -103,7 +103,7 @@ class Command(TyperCommand):
             raise EnvironmentMismatch(f"{error.name}: expected this package, found none: {INSTALL}") from error
 
 
-class _Program(TyperGroup):
+class _Commands(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
         """Run a command and exit. Without a command, show the help."""
         args = sys.argv[1:] if args is None else args
