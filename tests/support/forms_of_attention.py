@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from tests.support.forms_inputs import DIM, POOLED, Form, ids, positional
+from tests.support.forms_inputs import DIM, POOLED, ROWS, Form, ids, of, positional
 from tests.support.forms_of_sequences import LONGEST, Rows, not_empty, seen
 from tests.support.models import collection
+from tests.support.sequences import sequences
 
 
 class OfTarget(Rows):
@@ -134,6 +135,31 @@ class Bidirectional(Rows):
         return answer
 
 
+class HeadsInBatch(nn.Module):
+    """gSASRec on TorchRec: ids [B, L] are B · L samples of one id each; heads are joined along the batch, and parted again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = sequences(ROWS[1:])
+        self.linears = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.positions = nn.Embedding(LONGEST, DIM)
+
+    def forward(self, events: Tensor) -> tuple[Tensor, list[Tensor]]:
+        every = events.long().flatten()
+        keyed = KeyedJaggedTensor(["visited"], every, lengths=torch.ones(every.shape[0], dtype=torch.int32))
+        states = self.rows(keyed)["visited"].values().view(*events.shape, DIM)
+        mask = (events != ROWS[1].rows - 1).float().unsqueeze(-1)
+        states = states + self.positions(torch.arange(states.shape[1]).unsqueeze(0).repeat(states.size(0), 1))
+        states *= mask
+        query, key, value = (torch.cat(linear(states).chunk(2, dim=2), dim=0) for linear in self.linears)
+        scores = torch.matmul(query, key.transpose(1, 2)) / key.size(-1) ** 0.5
+        scores = scores.masked_fill(mask.squeeze(-1).repeat(2, 1).unsqueeze(1) == 0, float("-inf"))
+        causal = torch.tril(torch.ones_like(scores[0]))[None, :, :].repeat(scores.size(0), 1, 1)
+        weights = torch.nan_to_num(scores.masked_fill(causal == 0, float("-inf")).softmax(dim=-1), nan=0.0)
+        attended = torch.cat(torch.matmul(weights, value).chunk(2, dim=0), dim=2)
+        return attended + states, [torch.stack(weights.chunk(2, dim=0), dim=1)]
+
+
 class Encoder(Rows):
     """nn.TransformerEncoder with a padding mask, and the mean over what is there."""
 
@@ -175,6 +201,7 @@ ATTENTION: dict[str, Form] = {
         positional(lambda random, n: ids(random, n, "item_id", "seen", "target", "visited", most=LONGEST)),
     ),
     "mind": (Interests, positional(seen)),
+    "heads_in_batch": (HeadsInBatch, positional(lambda random, n: of(random, ROWS[1].rows, n, LONGEST))),
     "sasrec": (Causal, positional(not_empty)),
     "bert4rec": (Bidirectional, positional(not_empty)),
     "transformer_encoder": (Encoder, positional(not_empty)),

@@ -1,5 +1,6 @@
 """Forms of habits in what follows the collections: asserts, branches on shapes, numpy's names, assignments."""
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -194,6 +195,34 @@ class Cosine(Network):
         return torch.einsum("bd,bd->b", user, item) / self.temperature.clamp(min=0.01)
 
 
+class OfBatchSize(Network):
+    """AdvancedNCF: a warning where a batch is small, a branch on the number of samples, and zeros in place of features."""
+
+    def forward(self, keyed: KeyedJaggedTensor, numbers: Tensor) -> Tensor:
+        pooled = self.bags(keyed)["user_id"]
+        batch_size = pooled.size(0)
+        if batch_size < 2:
+            logging.getLogger(__name__).debug("small batch: %s", batch_size)
+        absent = torch.zeros(batch_size, 2 * DIM, device=pooled.device)
+        answer: Tensor = self.top(torch.cat([pooled, absent, self.of_dense(numbers)], dim=1))
+        return answer
+
+
+class TablesOfOneName(nn.Module):
+    """AdvancedNCF: two collections have tables of the same names, and read the same keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors, self.network = collection(POOLED[:2]), collection(POOLED[:2], seed=1)
+        self.top = nn.Linear(DIM, 1)
+
+    def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
+        factors, network = self.factors(keyed), self.network(keyed)
+        product = factors["user_id"] * factors["item_id"] + network["user_id"] * network["item_id"]
+        answer: Tensor = self.top(product).sigmoid()
+        return answer
+
+
 class Across(Network):
     """Two towers in training: the scores of all users with all items of the batch. Samples meet."""
 
@@ -203,6 +232,7 @@ class Across(Network):
 
 
 OF_IDS: dict[str, Callable[[], nn.Module]] = {
+    "tables_of_one_name": TablesOfOneName,
     "regrouped": Regroups,
     "regrouped_before": lambda: Regroups(other_order=True),
 }
@@ -222,6 +252,7 @@ HABITS: dict[str, Form] = {
         "modes_and_settings": Modes,
         "no_grad": NoGrad,
         "cosine": Cosine,
+        "branch_on_batch_size": OfBatchSize,
         "across_samples": Across,
     }.items()
 } | {name: (make, positional(pooled_ids)) for name, make in OF_IDS.items()}

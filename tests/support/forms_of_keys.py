@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from tests.support.forms_inputs import DIM, POOLED, ROWS_OF, Form, ids, of, pooled_ids, positional
+from tests.support.forms_inputs import DIM, POOLED, ROWS_OF, Form, ids, numbers, of, pooled_ids, positional
 from tests.support.models import collection
 
 ORDER = ("user_id", "item_id", "words")
@@ -54,6 +54,19 @@ class OfSortedDict(Scored):
         values = torch.cat([features[key] for key in sorted(features)])
         keyed = KeyedJaggedTensor.from_lengths_sync(sorted(features), values, torch.tensor(lengths, dtype=torch.long))
         return self.scores(keyed)
+
+
+class Weighted(nn.Module):
+    """Scored ids (`idscore_features`): a weight for each id."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = collection(POOLED[:2], weighted=True)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, keyed: KeyedJaggedTensor, idscore: KeyedJaggedTensor | None = None) -> Tensor:
+        answer: Tensor = self.top(self.bags(keyed).values())
+        return answer if idscore is None else answer * 0
 
 
 class OfOffsets(Scored):
@@ -164,6 +177,12 @@ def offsets(random: np.random.Generator, samples: int) -> tuple[Tensor, Tensor]:
     return keyed.values(), keyed.offsets()
 
 
+def weighted(random: np.random.Generator, samples: int) -> tuple[KeyedJaggedTensor]:
+    keyed = ids(random, samples, "user_id", "item_id")
+    weights = numbers(random, keyed.values().numel())
+    return (KeyedJaggedTensor(keyed.keys(), keyed.values(), weights, lengths=keyed.lengths()),)
+
+
 def jagged(random: np.random.Generator, samples: int) -> tuple[dict[str, JaggedTensor]]:
     return (pooled_ids(random, samples).to_dict(),)
 
@@ -181,6 +200,7 @@ KEYS: dict[str, Form] = {
     "ids_of_sorted_dict": (OfSortedDict, sorted_dict),
     "ids_of_offsets": (OfOffsets, offsets),
     "ids_of_jagged": (OfJagged, jagged),
+    "ids_weighted": (Weighted, weighted),
     "ids_joined": (
         Joined,
         positional(lambda random, n: ids(random, n, "user_id"), lambda random, n: ids(random, n, "item_id", "words")),

@@ -60,6 +60,21 @@ class Position(Pooled):
         return self.pooled(keyed) + at
 
 
+class History(Pooled):
+    """MixFormer: a history of ids [B, T] into an nn.Embedding of the dense part, whose row 0 fills up; no mask is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events = nn.Embedding(20, DIM, padding_idx=0)
+
+    def forward(self, keyed: KeyedJaggedTensor, history: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            mask = history != 0
+        weight = mask.unsqueeze(-1).to(torch.float32)
+        mean: Tensor = (self.events(history) * weight).sum(dim=1) / weight.sum(dim=1).clamp_min(1.0)
+        return self.pooled(keyed) * mean
+
+
 class Mask(Pooled):
     """A bool mask chooses which of a sample's vectors count."""
 
@@ -140,6 +155,7 @@ def discrete(random: np.random.Generator, samples: int) -> Tensor:
 NUMBERS: dict[str, Form] = {
     "relation_ids": (Relation, positional(pooled_ids, lambda random, n: of(random, 7, n))),
     "relation_ids_of_parameter": (RelationOfParameter, positional(pooled_ids, lambda random, n: of(random, 7, n))),
+    "history_of_dense_part": (History, positional(pooled_ids, lambda random, n: of(random, 20, n, 6))),
     "integer_columns": (Position, positional(pooled_ids, discrete)),
     "bool_mask": (
         Mask,
