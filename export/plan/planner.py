@@ -19,7 +19,6 @@ import msgspec
 from export.errors import PlanError
 from export.plan.router_plan import Placement, fold_hosts, hosts_of, router_tables, side_by_side
 from export.plan.sharding import Sharding
-from export.plan.torchrec_planner import plan_by_torchrec
 from serving.bundle.manifest import DEVICE, aligned
 from serving.bundle.plan import ROUTER, Block, Plan, Rank, Shard, ShardingType, tiling_error
 from serving.bundle.tables import Feature, Table
@@ -169,6 +168,8 @@ def _plan_ranks(
 ) -> tuple[dict[str, ShardingType], dict[str, list[Shard]]]:
     """Place tables on ranks. If there is only one rank, each table is whole on it, whatever its sharding type."""
     if tables and sharding.ranks > 1:
+        from export.plan.torchrec_planner import plan_by_torchrec  # torch and torchrec: one rank needs neither
+
         return plan_by_torchrec(tables, readers, sharding)
     allowed = {table.name: sharding.types_of(table) for table in tables}
     kinds = {name: types[0] if len(types) == 1 else ShardingType.TABLE_WISE for name, types in allowed.items()}
