@@ -38,12 +38,12 @@ def part(**changes: Any) -> Callable[[Any], Any]:
     return lambda manifest: manifest["dense_part"].update(changes)
 
 
-def of_7(dense_input: Any) -> Callable[[Any], Any]:
+def of_7(dense_input: Any, **changes: Any) -> Callable[[Any], Any]:
     """A manifest of format 7, whose dense inputs had a width."""
 
     def change(manifest: Any) -> None:
         manifest["format_version"] = 7
-        manifest["dense_part"]["inputs"] = [dense_input]
+        manifest["dense_part"].update(changes, inputs=[dense_input])
 
     return change
 
@@ -66,6 +66,15 @@ def of_7(dense_input: Any) -> Callable[[Any], Any]:
         (part(inputs=[{"name": "a", "shape": 31 * [1]}]), "dense input 'a': expected at most 30 sizes, got 31"),
         (part(inputs=[{"name": "a", "shape": [1], "dtype": "FP16"}]), r"Invalid enum value 'FP16' - .*inputs\[0\].dtype"),
         (part(inputs=[{"name": "a", "width": 1}]), r"unknown field `width` - at `\$.dense_part.inputs\[0\]`"),
+        (part(jagged=[{"kind": "ROWS", "name": "f0"}]), "jagged: ROWS of 'f0': expected a feature that is not pooled, once"),
+        (part(jagged=[{"kind": "IDS", "name": "f9"}]), "jagged: IDS of 'f9': expected a key that has them, once"),
+        (part(jagged=[{"kind": "WEIGHTS", "name": "f0"}]), "jagged: WEIGHTS of 'f0': expected a key that has them, once"),
+        (part(jagged=2 * [{"kind": "LENGTHS", "name": "f0"}]), "jagged: LENGTHS of 'f0': expected a key that has them, once"),
+        (part(jagged=[{"kind": "VALUES", "name": "f0"}]), r"Invalid enum value 'VALUES' - at `\$.dense_part.jagged\[0\].kind`"),
+        (part(fixed_lengths={"f0": 0}), "fixed_lengths: 'f0': expected a key, and a length > 0, got 0"),
+        (part(fixed_lengths={"f9": 1}), "fixed_lengths: 'f9': expected a key"),
+        (of_7({"name": "a", "width": 1}, jagged=[]), "format_version 7 has no key `jagged`"),
+        (of_7({"name": "a", "width": 1}, fixed_lengths={}), "format_version 7 has no key `fixed_lengths`"),
         (of_7({"name": "a", "width": 0}), r"dense input 'a': expected sizes > 0, got \[0\]"),
         (of_7({"name": "a", "width": 1.5}), r"Expected `int`, got `float`"),
         (of_7({"name": "a"}), r"missing required field `width` - at `\$.dense_part.inputs\[0\]`"),
