@@ -86,6 +86,8 @@ def load_torchscript(bundle: Bundle, name: str) -> torch.jit.ScriptModule:
 # Batch sizes of the calls that are made while loading. TorchScript observes two calls, compiles at the next one, and
 # again at the first with another batch size. These calls take ten times as long as later ones.
 _FIRST_CALLS = (1, 1, 1, 2, 2)
+# What they raise if a program does not fit its manifest.
+_FAILURES = (RuntimeError, ValueError, MemoryError)
 
 
 class DenseProgram:
@@ -107,14 +109,14 @@ class DenseProgram:
         for samples in _FIRST_CALLS:
             try:
                 shapes = [numbers.shape for numbers in self._first_call(bundle.manifest, samples, 1).values()]
-            except (RuntimeError, ValueError) as error:
+            except _FAILURES as error:
                 why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
                 raise BundleError(f"{path}: cannot score: {why}: export it again") from error
             if shapes != [(samples, *each.shape) for each in part.outputs]:
                 raise BundleError(f"{path}: answers {shapes}: was compiled for another manifest: export it again")
         if part.jagged:
             # A model may fail without ids. Then so does such a request, alone.
-            with suppress(RuntimeError, ValueError):
+            with suppress(*_FAILURES):
                 self._first_call(bundle.manifest, 1, 0)
 
     def _first_call(self, manifest: Manifest, samples: int, ids: int) -> Outputs:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from export import IdPolicy, OutputDtype, Sharding, export_model
@@ -77,6 +79,28 @@ def check(engine: Engine, module: Mixed, relative: bool = False, tolerance: floa
 
 def test_requests_of_different_lengths_are_scored_alone_and_together(engine: Engine) -> None:
     check(engine, MODULE)
+
+
+@given(st.data())
+def test_merging_does_not_change_an_answer(engine: Engine, data: st.DataObject) -> None:
+    """Scores of any keys once, beside sequences, embeddings and lookups."""
+    random = np.random.default_rng(data.draw(st.integers(0, 1000), label="seed"))
+    requests = []
+    for _ in range(data.draw(st.integers(1, 6), label="requests")):
+        samples = data.draw(st.integers(0, 4), label="samples")
+        bags, dense = random_histories(random, samples, longest=data.draw(st.integers(0, 5), label="longest"))
+        once = data.draw(st.lists(st.sampled_from(list(bags)), unique=True, max_size=4), label="once")
+        user, _ = random_histories(random, 1)
+        outputs = data.draw(
+            st.lists(st.sampled_from([*OUTPUTS, "sequences"]), min_size=1, unique=True), label="outputs"
+        )
+        bags |= {name: user[name] for name in once}
+        requests.append(asked(bags, dense, once, outputs))
+    for request, found in zip(requests, together(engine, requests), strict=True):
+        alone = engine.outputs(request)
+        assert found.keys() == alone.keys() == {*request.outputs}
+        for name, numbers in alone.items():
+            np.testing.assert_allclose(found[name], numbers, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_features_may_be_asked_for_in_any_order(engine: Engine) -> None:

@@ -15,7 +15,10 @@ from serving.bundle.opening import open_bundle
 from serving.bundle.scores import SCORES
 from serving.engine import Engine
 from serving.errors import BundleError, InvalidRequest
+from tests.support.histories import with_histories
+from tests.support.json_edits import edits
 from tests.support.scored import EXACT, WIDTH, dlrm
+from tests.support.sequences import FP32, Mixed
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,23 @@ def test_a_manifest_that_contradicts_itself_is_refused(bundle: Path, change: Cal
     edit(bundle, change)
     with pytest.raises(BundleError, match=why):
         open_bundle(bundle)
+
+
+def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_path: Path) -> None:
+    bundle = with_histories(export_model(Mixed(), tmp_path / "r", "m", FP32), fixed_lengths={"seen": 2})
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    every = list(edits(manifest["dense_part"]))
+    refused = []
+    for number in np.random.default_rng(0).permutation(len(every))[:250]:
+        (bundle / "manifest.json").write_text(json.dumps({**manifest, "dense_part": every[number]}))
+        try:
+            Engine(open_bundle(bundle))
+        except BundleError as error:
+            refused.append(str(error))
+    assert len(refused) > 150
+    for said in refused:
+        assert str(bundle) in said
+        assert "\n" not in said
 
 
 def test_a_bundle_of_format_7_answers_as_before(bundle: Path) -> None:
