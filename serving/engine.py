@@ -115,7 +115,7 @@ def answer(
     merged_at = perf_counter()
     answers = look_up(batches)
     looked_up_at = perf_counter()
-    scores = dense.score_batch(batches[0], answers[0].embeddings) if dense is not None and batches else {}
+    scores = {} if dense is None else dense.score_all(schema, checked, batches, [each.embeddings for each in answers])
     times = checked_at, merged_at, looked_up_at, perf_counter()
     for number, error in failed_of(answers).items():
         errors[positions[number]] = error

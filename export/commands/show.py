@@ -185,9 +185,17 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
     table.caption = "trained: scores of the trained model itself; merged: of requests together and each alone"
     out.print(table)
     _show_auc({each.name: each.parity.auc for each in part.outputs if each.parity.auc is not None})
-    inputs = ", ".join(["embeddings", *map(_described, part.inputs)])
+    inputs = ", ".join(
+        [
+            "embeddings",
+            *map(_described, part.inputs),
+            *(f"{each.kind.value.lower()} of {each.name}" for each in part.jagged),
+        ]
+    )
     size = size_text(manifest.files[SCORES].size_bytes)
-    out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True)
+    out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True, markup=False)
+    for key, length in part.fixed_lengths.items():
+        out.print(f"scores need exactly {length} ids of {key} in each sample", soft_wrap=True, markup=False)
     if part.mixes_samples:
         why = part.mixed_by or "the scores of a sample depend on the others of its request"
         out.print(f"requests are scored one by one: samples may meet in {why}", soft_wrap=True, markup=False)

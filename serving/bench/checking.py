@@ -12,6 +12,9 @@ from serving.bench.requests import Prepared
 from serving.bundle.opening import Bundle
 from serving.bundle.tables import OutputDtype
 from serving.reference import Pooled, pool
+from serving.request.accept import accept
+from serving.request.jagged import jagged_inputs
+from serving.request.schema import Schema
 from serving.request.tensors import Outputs, Tensors
 
 if TYPE_CHECKING:
@@ -20,7 +23,6 @@ if TYPE_CHECKING:
 # How far rounding may move scores, relative to the largest score. If requests are merged, matrix products are summed
 # in another order. Each FP16 embedding is off by up to 2⁻¹¹.
 _ROUNDING = {OutputDtype.FP32: 1e-5, OutputDtype.FP16: 2**-10}
-_DTYPES = {OutputDtype.FP32: np.float32, OutputDtype.FP16: np.float16}
 
 
 class Checker:
@@ -75,21 +77,29 @@ class Checker:
         assert self._bundle.manifest.dense_part is not None  # noqa: S101  else there are no scores
         return DenseProgram(self._bundle, self._bundle.manifest.dense_part)
 
+    @cached_property
+    def _schema(self) -> Schema:
+        return Schema.of(self._bundle.manifest, None)  # nothing is looked up, so ids need no maps
+
     def _missed_scores(self, expected: Pooled, tensors: Tensors, samples: int, outputs: Outputs) -> Iterator[str]:
         """A line for each output whose scores are further off than rounding explains."""
         part, manifest = self._bundle.manifest.dense_part, self._bundle.manifest
         # If a sum may have left the range of its dtype, the input of the dense part is not known.
         if part is None or not any(each.name in outputs for each in part.outputs) or expected.is_unbounded:
             return
-        pooled = dict(zip(expected.features, expected.answers, strict=True))
+        dtype, looked_up = manifest.output_dtype.numpy, dict(zip(expected.features, expected.answers, strict=True))
         # A feature that is sent once has one row. It counts for all samples.
-        columns = [
-            np.broadcast_to(pooled[feature.name], (samples, table.dim))
-            for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
-        ]
-        embeddings = np.concatenate(columns, axis=1).astype(_DTYPES[manifest.output_dtype])
-        dense = [np.broadcast_to(tensors.dense[each.name], (samples, *each.shape)) for each in part.inputs]
-        (scores,) = self._dense.score(embeddings, [dense], [samples])
+        columns = [np.empty((samples, 0), dtype)]
+        rows: dict[tuple[int, int], Any] = {}
+        for position, (feature, table) in enumerate(zip(manifest.features, manifest.feature_tables, strict=True)):
+            found = looked_up[feature.name].astype(dtype)
+            if table.is_sequence:
+                rows[0, position] = found
+            else:
+                columns.append(np.broadcast_to(found, (samples, table.dim)))
+        request = accept(self._schema, tensors)
+        inputs = [*(request.dense or ()), *jagged_inputs(self._schema, request, rows, 0)]
+        (scores,) = self._dense.score(np.concatenate(columns, axis=1), [inputs], [samples])
         for each in part.outputs:
             if each.name in outputs:
                 right = scores[each.name]

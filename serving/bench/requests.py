@@ -107,6 +107,8 @@ def random_requests(
         for bags, key in zip(lengths, rows, strict=True):
             if key in longest:
                 np.minimum(bags, longest[key], out=bags)
+            if part is not None and key in part.fixed_lengths:
+                bags[:] = part.fixed_lengths[key]
         values = np.concatenate(
             [
                 _drawn(random, ids, known.get(key), height, bags.sum())

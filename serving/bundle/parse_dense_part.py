@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from serving.bundle.manifest import SEQUENCES_FORMAT_VERSION, Manifest
-from serving.bundle.scores import wrong_names
+from serving.bundle.scores import DensePart, JaggedKind, wrong_names
 
 # numpy has arrays of at most 32 dimensions. An input has two more than a sample: [1, B, *shape].
 _MOST_SIZES = 30
@@ -21,17 +21,24 @@ def say_shapes(document: Any) -> None:
             msgspec does.
     """
     part = document.get("dense_part")
-    inputs = part.get("inputs") if isinstance(part, dict) else None
+    if not isinstance(part, dict):
+        return
+    _expect_none(part, ("jagged", "fixed_lengths"), "$.dense_part")
+    inputs = part.get("inputs")
     for number, each in enumerate(inputs if isinstance(inputs, list) else ()):
         if not isinstance(each, dict):
             continue
-        place = f"`$.dense_part.inputs[{number}]`"
-        for key in ("shape", "dtype"):
-            if key in each:
-                raise ValueError(f"format_version {SEQUENCES_FORMAT_VERSION} has no key `{key}`, got it at {place}")
+        place = f"$.dense_part.inputs[{number}]"
+        _expect_none(each, ("shape", "dtype"), place)
         if "width" not in each:
-            raise ValueError(f"Object missing required field `width` - at {place}")
+            raise ValueError(f"Object missing required field `width` - at `{place}`")
         each["shape"] = [each.pop("width")]
+
+
+def _expect_none(node: Any, keys: Sequence[str], place: str) -> None:
+    for key in keys:
+        if key in node:
+            raise ValueError(f"format_version {SEQUENCES_FORMAT_VERSION} has no key `{key}`, got it at `{place}`")
 
 
 def in_dense_part(manifest: Manifest) -> Iterator[str]:
@@ -41,9 +48,10 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
         return
     if manifest.part_of is not None:
         yield "dense_part: expected none in a host's bundle: its answers are partial sums"
-    for table in manifest.tables:
-        if table.is_sequence:
-            yield f"dense_part: expected none beside a table that is not pooled, {table.name!r}"
+    if manifest.format_version == SEQUENCES_FORMAT_VERSION:
+        for table in manifest.tables:
+            if table.is_sequence:
+                yield f"dense_part: expected none beside a table that is not pooled, {table.name!r}"
     if not part.outputs:
         yield "dense_part: outputs: expected at least one"
     if part.mixed_by is not None and not part.mixes_samples:
@@ -54,6 +62,23 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
         *(("output", each.name, each.shape) for each in part.outputs),
     ):
         yield from _in_shape(f"dense {kind} {name!r}", shape)
+    yield from _in_jagged(manifest, part)
+
+
+def _in_jagged(manifest: Manifest, part: DensePart) -> Iterator[str]:
+    tables = zip(manifest.features, manifest.feature_tables, strict=True)
+    names = {
+        JaggedKind.ROWS: {feature.name for feature, table in tables if table.is_sequence},
+        JaggedKind.WEIGHTS: {*manifest.weighted_keys},
+    }
+    for each in part.jagged:
+        known = names.get(each.kind, manifest.keys.keys())
+        if each.name not in known or part.jagged.count(each) > 1:
+            what = "a feature that is not pooled" if each.kind is JaggedKind.ROWS else "a key that has them"
+            yield f"dense_part: jagged: {each.kind.value} of {each.name!r}: expected {what}, once"
+    for key, length in part.fixed_lengths.items():
+        if key not in manifest.keys or not 1 <= length < 2**31:
+            yield f"dense_part: fixed_lengths: {key!r}: expected a key, and a length > 0, got {length}"
 
 
 def _in_shape(where: str, shape: Sequence[int]) -> Iterator[str]:

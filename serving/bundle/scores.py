@@ -4,6 +4,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from serving.bundle.tables import is_name
@@ -68,7 +69,9 @@ class DenseInput(Strict, frozen=True, omit_defaults=True):
 
 
 class JaggedKind(enum.Enum):
-    """What a dense part takes of the ids of a request."""
+    """What a jagged input has: a row for each id of a feature that is not pooled, [n, dim], in the bundle's output
+    dtype; or of a key its lengths, int32 [B], its ids, int64 [n], or their weights, float32 [n], as they were sent.
+    """
 
     ROWS = "ROWS"
     LENGTHS = "LENGTHS"
@@ -77,7 +80,11 @@ class JaggedKind(enum.Enum):
 
 
 class JaggedInput(Strict, frozen=True):
-    """What the dense part takes of the ids of a request, beside embeddings and dense inputs."""
+    """What the dense part takes of the ids of a request, beside embeddings and dense inputs.
+
+    Attributes:
+        name: of a feature that is not pooled, for ROWS; of a key, for others.
+    """
 
     kind: JaggedKind
     name: str
@@ -142,6 +149,8 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
         mixed_by: the operator that may mix samples, and its line in the model, in words. None: there is none, or an
             earlier tbe-serving exported the bundle.
         is_own: whether it is a module of the user's own, instead of the trained model's layers.
+        jagged: the inputs that are made of ids, after the dense ones.
+        fixed_lengths: keys that have exactly so many ids in each bag where scores are asked for.
     """
 
     inputs: tuple[DenseInput, ...]
@@ -151,12 +160,13 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
     mixed_by: str | None = None
     is_own: bool = False
     jagged: tuple[JaggedInput, ...] = ()
-    fixed_lengths: dict[str, int] = {}
+    fixed_lengths: dict[str, int] = msgspec.field(default_factory=dict)
 
     @property
     def contract(self) -> list[object]:
-        """All of it that a client can see: names, shapes and dtypes of inputs and outputs."""
-        return [[each.contract for each in self.inputs], [[each.name, each.shape] for each in self.outputs]]
+        """All of it that a client can see: names, shapes and dtypes of inputs and outputs, and fixed lengths."""
+        inputs, outputs = [each.contract for each in self.inputs], [[each.name, each.shape] for each in self.outputs]
+        return [inputs, outputs, *([sorted(self.fixed_lengths.items())] if self.fixed_lengths else [])]
 
 
 def wrong_names(inputs: Sequence[str], outputs: Sequence[str]) -> Iterator[str]:

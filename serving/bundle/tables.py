@@ -11,6 +11,7 @@ import enum
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -184,10 +185,15 @@ class DefaultRow(Strict, frozen=True):
 
 
 class OutputDtype(enum.Enum):
-    """The dtype of the pooled embeddings, by its KServe name."""
+    """The dtype of embeddings, by its KServe name."""
 
     FP32 = "FP32"
     FP16 = "FP16"
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """The same of numpy."""
+        return np.dtype(np.float32) if self is OutputDtype.FP32 else np.dtype(np.float16)
 
 
 class Feature(Strict, frozen=True, omit_defaults=True):

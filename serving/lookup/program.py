@@ -4,19 +4,22 @@ import importlib.util
 import io
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from serving.bundle.manifest import PROGRAM
+from serving.bundle.manifest import PROGRAM, Manifest
 from serving.bundle.opening import Bundle, read_checked
 from serving.bundle.scores import SCORES, DensePart
 from serving.errors import BundleError, EnvironmentMismatch
 from serving.pins import INSTALL, check_pins
 from serving.request.bags import joined
-from serving.request.tensors import Batch, Dense, Embeddings, KjtRequest, Outputs
+from serving.request.jagged import jagged_inputs, zero_jagged
+from serving.request.schema import Schema
+from serving.request.sequences import rows_of
+from serving.request.tensors import Array, Batch, Checked, Embeddings, KjtRequest, Outputs
 
 # TBE's lookups, and the operators that split and join jagged tensors. They load the libraries that they need.
 _LIBRARIES = ("fbgemm_gpu_tbe_inference.so", "fbgemm_gpu_py.so")
@@ -83,6 +86,8 @@ def load_torchscript(bundle: Bundle, name: str) -> torch.jit.ScriptModule:
 # Batch sizes of the calls that are made while loading. TorchScript observes two calls, compiles at the next one, and
 # again at the first with another batch size. These calls take ten times as long as later ones.
 _FIRST_CALLS = (1, 1, 1, 2, 2)
+# What they raise if a program does not fit its manifest.
+_FAILURES = (RuntimeError, ValueError, MemoryError)
 
 
 class DenseProgram:
@@ -99,51 +104,70 @@ class DenseProgram:
         self.part = part
         path = bundle.path / SCORES
         self._forward = load_torchscript(bundle, SCORES).forward
-        width = sum(table.dim for table in bundle.manifest.feature_tables)
+        self._dtype = bundle.manifest.output_dtype.numpy
+        self._width = sum(table.dim for table in bundle.manifest.feature_tables if not table.is_sequence)
         for samples in _FIRST_CALLS:
-            dense = [np.zeros((samples, *each.shape), each.dtype.numpy) for each in part.inputs]
             try:
-                found = self._run(np.zeros((samples, width), np.float32), dense)
-                shapes = [numbers.shape for numbers in found.values()]
-            except (RuntimeError, ValueError) as error:
+                shapes = [numbers.shape for numbers in self._first_call(bundle.manifest, samples, 1).values()]
+            except _FAILURES as error:
                 why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
                 raise BundleError(f"{path}: cannot score: {why}: export it again") from error
             if shapes != [(samples, *each.shape) for each in part.outputs]:
                 raise BundleError(f"{path}: answers {shapes}: was compiled for another manifest: export it again")
+        if part.jagged:
+            # A model may fail without ids. Then so does such a request, alone.
+            with suppress(*_FAILURES):
+                self._first_call(bundle.manifest, 1, 0)
 
-    def score_batch(self, batch: Batch, embeddings: Embeddings) -> dict[int, Outputs]:
-        """Score the requests of a batch that ask for scores.
+    def _first_call(self, manifest: Manifest, samples: int, ids: int) -> Outputs:
+        """Score zeros: so many samples, each with so many ids of each key, or as many as the model takes."""
+        part = self.part
+        dense = [np.zeros((samples, *each.shape), each.dtype.numpy) for each in part.inputs]
+        jagged = zero_jagged(manifest, samples, ids)
+        return self._run(np.zeros((samples, self._width), self._dtype), [*dense, *jagged])
+
+    def score_all(
+        self, schema: Schema, checked: Checked, batches: Sequence[Batch], answers: Sequence[Embeddings]
+    ) -> dict[int, Outputs]:
+        """Score those requests that ask for scores.
 
         Args:
-            batch: the requests.
-            embeddings: the ranks' answer to the batch, float32 or float16 [B, D]. Before scoring, the row of a
-                feature that a request sends once is repeated for each of its samples.
+            schema: of the bundle.
+            checked: the requests.
+            batches: what was looked up for them.
+            answers: the ranks' answer to each batch, float32 or float16. Before scoring, the row of a feature that a
+                request sends once is repeated for each of its samples.
 
         Returns:
-            By the position of the request in the batch: the outputs that it asks for by name, float32 [B_r, …].
+            By the position of the request in `checked`: the outputs that it asks for by name, float32 [B_r, …].
         """
-        asking = [number for number, request in enumerate(batch.requests) if request.dense is not None]
+        asking = [number for number, request in enumerate(checked.requests) if request.dense is not None]
         if not asking:
             return {}
-        requests = [batch.requests[number] for number in asking]
-        if len(asking) < len(batch.requests) or any(request.once is not None for request in requests):
-            first = np.cumsum([0, *(request.height for request in batch.requests)])
-            parts = [embeddings[first[number] : first[number + 1]] for number in asking]
-            embeddings = joined([spread(part, each) for part, each in zip(parts, requests, strict=True)])
-        dense = [request.dense for request in requests if request.dense is not None]
-        scores = self.score(embeddings, dense, [each.samples for each in requests])
+        requests = [checked.requests[number] for number in asking]
+        samples = [each.samples for each in requests]
+        embeddings = np.empty((sum(samples), 0), self._dtype)
+        if self._width:  # else there is no batch of pooled features
+            embeddings = _pooled(batches[0], answers[0], asking)
+        rows = rows_of(batches, answers) if schema.scored_rows.any() else {}
+        inputs = [
+            [*(request.dense or ()), *jagged_inputs(schema, request, rows, number)]
+            for number, request in zip(asking, requests, strict=True)
+        ]
         return {
             number: {name: numbers for name, numbers in found.items() if name in request.outputs}
-            for number, request, found in zip(asking, requests, scores, strict=True)
+            for number, request, found in zip(asking, requests, self.score(embeddings, inputs, samples), strict=True)
         }
 
-    def score(self, embeddings: Embeddings, dense: Sequence[Dense], samples: Sequence[int]) -> list[Outputs]:
+    def score(
+        self, embeddings: Embeddings, inputs: Sequence[Sequence[Array]], samples: Sequence[int]
+    ) -> list[Outputs]:
         """Score R requests: by one call, or by one for each if the dense part mixes samples.
 
         Args:
-            embeddings: of all requests, one after another, with all features in the manifest's order; float32 or
-                float16 [B, D].
-            dense: the dense inputs of each request [R].
+            embeddings: of all requests, one after another, with all pooled features in the manifest's order; float32
+                or float16 [B, D].
+            inputs: of each request [R]: the dense inputs, then the jagged inputs, in the manifest's order.
             samples: B_r of each request [R]. Their sum is B.
 
         Returns:
@@ -152,17 +176,34 @@ class DenseProgram:
         ends = np.cumsum(samples).tolist()
         rows = [slice(end - count, end) for end, count in zip(ends, samples, strict=True)]
         if self.part.mixes_samples:
-            return [self._run(embeddings[each], inputs) for each, inputs in zip(rows, dense, strict=True)]
-        found = self._run(embeddings, [joined(each) for each in zip(*dense, strict=True)])
+            return [self._run(embeddings[each], own) for each, own in zip(rows, inputs, strict=True)]
+        found = self._run(embeddings, [joined(each) for each in zip(*inputs, strict=True)])
         return [{name: numbers[each] for name, numbers in found.items()} for each in rows]
 
-    def _run(self, embeddings: Embeddings, dense: Dense) -> Outputs:
+    def _run(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
         if not len(embeddings):
             return {each.name: np.empty((0, *each.shape), np.float32) for each in self.part.outputs}
         with torch.inference_mode(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch has no read-only tensors
-            found = self._forward(*map(torch.from_numpy, (embeddings, *dense)))
+            # Rows may be columns of an answer, and what comes once is one row: a program may take views of neither.
+            found = self._forward(*(torch.from_numpy(np.ascontiguousarray(each)) for each in (embeddings, *inputs)))
         return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
+
+
+def _pooled(batch: Batch, embeddings: Embeddings, asking: Sequence[int]) -> Embeddings:
+    """What the scores of some requests of a batch are made of, one request after another, [B, D].
+
+    Args:
+        batch: its features are pooled.
+        embeddings: the answer to it.
+        asking: the requests.
+    """
+    requests = [batch.requests[number] for number in asking]
+    if len(asking) == len(batch.requests) and all(request.once is None for request in requests):
+        return embeddings
+    first = np.cumsum([0, *(request.height for request in batch.requests)])
+    parts = [embeddings[first[number] : first[number + 1]] for number in asking]
+    return joined([spread(part, each) for part, each in zip(parts, requests, strict=True)])
 
 
 def spread(embeddings: Embeddings, request: KjtRequest) -> Embeddings:

@@ -126,8 +126,8 @@ class ServingSettings:
     max_sequence_bytes: int = _setting(
         256 << 20,
         _between(1, _INT64),
-        "Most bytes of the unpooled rows that a request asks for, n × dim as FP32; also of the requests of one group "
-        "together. Requests for more are refused.",
+        "Most bytes of the unpooled rows that a request asks for, n × dim as FP32, and of the sequences that its "
+        "scores are made of; also of the requests of one group together. Requests for more are refused.",
     )
     # Under overload, an answer takes at most about twice this. Twice the default is within a client's default
     # deadline, 1 s.

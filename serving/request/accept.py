@@ -11,6 +11,7 @@ from serving.errors import InvalidRequest, Reason
 from serving.request.bags import bag_bounds, id_bounds, once_of, ranges, samples_of
 from serving.request.batches import Limits, check_sequences, check_size
 from serving.request.dense import accept_dense, wants_scores
+from serving.request.jagged import accept_jagged
 from serving.request.schema import Schema, Selection
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Mask, Tensors
 
@@ -51,10 +52,10 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     request = KjtRequest(selection, values, lengths, weights, samples, once=once, outputs=tensors.outputs)  # type: ignore[arg-type]
     if selection.reads is not None:
         request = _reordered(request, selection.keys, selection.reads, selection)
-    if limits is not None and selection.pooled is not selection:
-        check_sequences(request, limits)
     if part is not None and tensors.tables is None and wants_scores(part, tensors.outputs):
         request = _with_dense(schema, request, tensors)
+    if limits is not None and (selection.pooled is not selection or request.jagged_bytes):
+        check_sequences(request, limits)
     if request.once is not None:
         _expect_output(request, request.once)
     return request
@@ -103,7 +104,7 @@ def _expect_weights(weighted: bool, weights: Array | None, ids: int) -> None:
 
 
 def _with_dense(schema: Schema, request: KjtRequest, tensors: Tensors) -> KjtRequest:
-    """A request for scores: with all features in the schema's order, and with its dense inputs.
+    """A request for scores: with all features in the schema's order, and with its dense and jagged inputs.
 
     Raises:
         InvalidRequest: a feature or a dense input is missing or wrong.
@@ -116,7 +117,7 @@ def _with_dense(schema: Schema, request: KjtRequest, tensors: Tensors) -> KjtReq
     if not selection.default:
         request = _reordered(request, selection.names, selection.positions.argsort(), schema.every)
     dense = accept_dense(schema.dense_part.inputs, tensors.dense, request.samples, tensors.once)
-    return replace(request, dense=dense)
+    return accept_jagged(schema, replace(request, dense=dense))
 
 
 def _reordered(

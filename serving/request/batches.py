@@ -46,7 +46,7 @@ class Limits(Protocol):
 
     @property
     def max_sequence_bytes(self) -> int:
-        """Most bytes of unpooled rows, as FP32, in the answer to a request, and to the requests of one group."""
+        """Most bytes of unpooled rows, as FP32, and of jagged inputs of scores: of a request, and of one group."""
 
     @property
     def max_busy_ms(self) -> int:
@@ -64,7 +64,7 @@ def check_size(ids: int, samples: int, limits: Limits) -> None:
 
 
 def check_sequences(request: KjtRequest, limits: Limits) -> None:
-    """Refuse a request whose unpooled rows would take more bytes than `limits` allow. Its lengths may be wrong.
+    """Refuse a request whose sequences would take more bytes than `limits` allow. Its lengths may be wrong.
 
     Raises:
         InvalidRequest: naming the limit, the bytes that it asks for, and what to do.
@@ -73,13 +73,14 @@ def check_sequences(request: KjtRequest, limits: Limits) -> None:
 
 
 def sequence_bytes(request: KjtRequest) -> int:
-    """Bytes of the unpooled rows that a request asks for, as FP32."""
+    """Bytes of the unpooled rows that a request asks for, as FP32, and of the jagged inputs of its scores."""
     selection = request.selection
     if selection.pooled is selection or SEQUENCES not in request.outputs:
-        return 0
+        return request.jagged_bytes
     bags = bag_bounds(len(selection.names), request.samples, request.once)
     ids = np.diff(bounds_of(request.lengths.astype(np.int64))[bags])
-    return int(ids[selection.sequence] @ selection.dims[selection.sequence]) * np.dtype(np.float32).itemsize
+    answered = int(ids[selection.sequence] @ selection.dims[selection.sequence]) * np.dtype(np.float32).itemsize
+    return answered + request.jagged_bytes
 
 
 def grouped(requests: Sequence[KjtRequest], limits: Limits) -> Iterator[list[int]]:
@@ -113,7 +114,10 @@ def _expect_at_most(what: str, found: int, limit: int, setting: str) -> None:
 
 
 def batches_of(schema: Schema, checked: Checked) -> list[Batch]:
-    """The batches to look up for some requests, without outputs that none wants. Scores are made of the first one."""
+    """The batches to look up for some requests, without outputs that none wants.
+
+    Where features are pooled, scores are made of the first one; and of rows, where the dense part takes some.
+    """
     requests = checked.requests
     if all(map(_is_whole, requests)):
         return [merge(schema, checked)] if requests else []
@@ -139,9 +143,10 @@ def outputs_of(checked: Checked, batches: Sequence[Batch], answers: Sequence[Emb
                     found |= {ONCE: embeddings} if batch.is_once else _divided(embeddings, request)
     if len(batches) == 1 and batches[0].row_bounds is None:
         return outputs  # type: ignore[return-value]
-    by_feature = rows_of(batches, answers)
+    wanting = [SEQUENCES in each.outputs and _has_sequences(each) for each in checked.requests]
+    by_feature = rows_of(batches, answers) if any(wanting) else {}
     for number, (found, request) in enumerate(zip(outputs, checked.requests, strict=True)):
-        if SEQUENCES in request.outputs and _has_sequences(request):
+        if wanting[number]:
             positions = request.selection.positions[request.selection.sequence].tolist()
             found[SEQUENCES] = joined([by_feature[number, position].reshape(-1) for position in positions])
     return outputs  # type: ignore[return-value]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DensePart
+from serving.bundle.scores import DensePart, JaggedKind
 from serving.bundle.tables import DefaultRow, IdPolicy
 from serving.errors import InvalidRequest, Reason
 from serving.request.id_maps import IdMaps
@@ -130,11 +130,15 @@ class Schema:
         every: all features, in the manifest's order.
         weighted: whether a request carries a weight for each id.
         dense_part: what scores are made by; None: there are no scores.
+        jagged: the feature of each jagged input of the dense part, or the first that reads its key: its position.
+        scored_rows: the features whose rows scores are made of; bool [F].
     """
 
     every: Selection
     weighted: bool
     dense_part: DensePart | None = None
+    jagged: tuple[int, ...] = field(init=False)
+    scored_rows: npt.NDArray[np.bool_] = field(init=False)
     _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
     _selections: dict[tuple[str | int, ...] | None, Selection] = field(init=False, default_factory=dict)
 
@@ -142,6 +146,14 @@ class Schema:
         for position, key in enumerate(self.every.key_of):
             self._positions.setdefault(key, []).append(position)
         self._selections[None] = self.every
+        jagged = () if self.dense_part is None else self.dense_part.jagged
+        positions = [
+            self.every.names.index(each.name) if each.kind is JaggedKind.ROWS else self.first_of(each.name)
+            for each in jagged
+        ]
+        rows = [at for each, at in zip(jagged, positions, strict=True) if each.kind is JaggedKind.ROWS]
+        object.__setattr__(self, "jagged", tuple(positions))
+        object.__setattr__(self, "scored_rows", np.isin(self.every.positions, rows))
 
     @classmethod
     def of(cls, manifest: Manifest, id_maps: IdMaps | None) -> "Schema":
@@ -166,6 +178,10 @@ class Schema:
             default=True,
         )
         return cls(every, manifest.weighted, manifest.dense_part)
+
+    def first_of(self, key: str) -> int:
+        """The position of the first feature that reads `key`."""
+        return self._positions[key][0]
 
     def select(self, keys: Sequence[str] | None) -> Selection:
         """The features that read `keys`, in that order; all features where it is None.

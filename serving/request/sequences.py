@@ -23,6 +23,7 @@ from serving.request.tensors import (
     Ids,
     KjtRequest,
     Lengths,
+    Mask,
     Weights,
 )
 
@@ -66,7 +67,7 @@ _MOST_ROWS = 32 << 10
 
 
 def row_batches(schema: Schema, checked: Checked) -> Iterator[Batch]:
-    """The sequences that requests ask for, as bags of one id."""
+    """The sequences that requests ask for, and those that their scores are made of, as bags of one id."""
     asked = _asked(schema, checked)
     if asked is None:
         return
@@ -125,7 +126,7 @@ class _Asked:
 def _asked(schema: Schema, checked: Checked) -> _Asked | None:
     """What is asked for; None where nothing is."""
     requests = checked.requests
-    wanted = [request.selection.sequence & (SEQUENCES in request.outputs) for request in requests]
+    wanted = [_wanted(schema, request) for request in requests]
     segments = np.flatnonzero(joined(wanted))
     if not segments.size:
         return None
@@ -150,6 +151,13 @@ def _asked(schema: Schema, checked: Checked) -> _Asked | None:
         bounds_of(bounds[:, -1]),
         bounds,
     )
+
+
+def _wanted(schema: Schema, request: KjtRequest) -> Mask:
+    """The sequences whose rows a request is answered with, or its scores are made of: bool [F]."""
+    if SEQUENCES in request.outputs or request.dense is None:
+        return request.selection.sequence & (SEQUENCES in request.outputs)
+    return schema.scored_rows  # it has all features, in the schema's order
 
 
 def _place(starts: Ids, sizes: Ids) -> slice | Ids:

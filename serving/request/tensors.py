@@ -182,6 +182,8 @@ class KjtRequest:
         outputs: the outputs that are asked for.
         rowless: the ids of sequences that read no row, but zeros; bool [N]. None: there are none.
         once: the features that come once; bool [F]. None: there are none.
+        jagged: the jagged inputs of its scores as they were sent, in the manifest's order; None in place of rows.
+        jagged_bytes: of all of them, rows as FP32, once what comes once is repeated for each sample.
     """
 
     selection: Selection
@@ -194,6 +196,8 @@ class KjtRequest:
     outputs: Collection[str] = LOOKED_UP
     rowless: npt.NDArray[np.bool_] | None = None
     once: Mask | None = None
+    jagged: Sequence[Array | None] = ()
+    jagged_bytes: int = 0
 
     @property
     def height(self) -> int:

@@ -22,8 +22,10 @@ from serving.bundle.plan import IdDtype
 from serving.client import Rows
 from serving.engine import Engine
 from tests.support.bundle_reader import DTYPES, POOLINGS, Bags, Reader
+from tests.support.histories import random_histories, with_histories
 from tests.support.managed import bags_of, behind, mch, trained, zch
 from tests.support.ranker import ranker
+from tests.support.sequences import Mixed
 
 
 def collection(*, weighted: bool = False) -> EmbeddingBagCollection:
@@ -199,6 +201,20 @@ def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dty
         assert re.search(said, text)
     assert re.search(r'name: "like"\s+data_type: TYPE_FP32\s+dims: -1\s+\}', text)
     assert re.search(r'name: "both"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: 2\s+\}', text)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("output_dtype", [OutputDtype.FP32, OutputDtype.FP16])
+def test_a_reader_written_from_the_specification_scores_sequences(output_dtype: OutputDtype, tmp_path: Path) -> None:
+    bundle = export_model(Mixed(), tmp_path / "r", "m", ExportConfig(output_dtype=output_dtype))
+    reader = Reader(with_histories(bundle, fixed_lengths={"seen": 2}))
+    bags, dense = random_histories(np.random.default_rng(0), 5)
+    bags["seen"] = [[1, 2]] * 5
+    with torch.no_grad():
+        found = reader.score(bags, dense)
+    for name, answer in Engine.open(bundle).score(bags, dense).items():
+        np.testing.assert_allclose(found[name], answer, rtol=2e-3, atol=2e-3)
+    assert reader.digest("contract") in (bundle.parent / "config.pbtxt").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

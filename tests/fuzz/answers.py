@@ -1,6 +1,6 @@
 """What bags of ids are answered with, in plain numpy. Shares no code with the server."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,9 +44,12 @@ class Feature:
 
 @dataclass(frozen=True)
 class Bags:
-    """What is looked up: by feature, the rows of its ids, [n], and its bag sizes, [B], or [1] if it comes `once`."""
+    """What is looked up: by feature, its ids as they were sent and the rows of these, [n], and its bag sizes, [B], or [1]
+    if it comes `once`.
+    """
 
     features: Mapping[str, Feature]
+    ids: Mapping[str, npt.NDArray[np.int64]]
     rows: Mapping[str, npt.NDArray[np.int64]]
     lengths: Mapping[str, npt.NDArray[np.int32]]
     samples: int
@@ -83,17 +86,18 @@ def bags_of(
         samples, left_over = divmod(lengths.size - len(once), len(features) - len(once))
     if left_over or samples < 0 or (lengths < 0).any() or int(lengths.sum(dtype=object)) != values.size:
         return None
-    position, rows = 0, {}
+    position, ids, rows = 0, {}, {}
     ends = np.cumsum([1 if name in once else samples for name in features])
     by_feature = dict(zip(features, np.split(lengths, ends[:-1]), strict=True))
     for name, feature in features.items():
         count = int(by_feature[name].sum(dtype=np.int64))
-        found = feature.rows(values[position : position + count])
+        ids[name] = values[position : position + count]
+        found = feature.rows(ids[name])
         position += count
         if found is None:
             return None
         rows[name] = found
-    return Bags(features, rows, by_feature, samples, once)
+    return Bags(features, ids, rows, by_feature, samples, once)
 
 
 def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
@@ -115,11 +119,20 @@ def answer_lookup(bags: Bags, wanted: Collection[str]) -> Answer:
 
 
 def embeddings_of(bags: Bags) -> Doubles:
-    """What scores are made of: all features, [B, D]. What comes once is repeated."""
-    width = {name: each.numbers.shape[1] for name, each in bags.features.items()}
+    """What scores are made of: all features that are pooled, [B, D]. What comes once is repeated."""
+    width = {name: each.numbers.shape[1] for name, each in bags.features.items() if not each.is_sequence}
     return np.concatenate(
-        [np.broadcast_to(_pooled(bags, name), (bags.samples, width[name])) for name in bags.features], axis=1
+        [np.broadcast_to(_pooled(bags, name), (bags.samples, width[name])) for name in width], axis=1
     )
+
+
+def histories(bags: Bags, name: str) -> Iterator[tuple[npt.NDArray[np.int64], Doubles]]:
+    """The ids of each sample, [n], and their rows, [n, dim]. What comes once is each sample's."""
+    ends = np.cumsum(bags.lengths[name]).tolist()
+    for sample in range(bags.samples):
+        at = 0 if name in bags.once else sample
+        here = slice(ends[at] - int(bags.lengths[name][at]), ends[at])
+        yield bags.ids[name][here], _numbers(bags.features[name], bags.rows[name][here])
 
 
 def _pooled(bags: Bags, name: str) -> Doubles:

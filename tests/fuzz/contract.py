@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,23 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from tritonclient.grpc import service_pb2 as pb
 
-from tests.fuzz.answers import Answer, Doubles, Feature, answer_lookup, bags_of, embeddings_of
+from tests.fuzz.answers import Answer, Bags, Doubles, Feature, answer_lookup, bags_of, embeddings_of
 
 _IDS = {"values": ("INT64", np.int64), "lengths": ("INT32", np.int32)}
 # Dense numbers beyond this may leave the range of FP32 on their way.
 _MODERATE = 1e6
+
+
+class Dense(NamedTuple):
+    """A dense input: its dtype, and the shape of a sample."""
+
+    datatype: str
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        """The same of numpy."""
+        return {"FP32": np.float32, "INT64": np.int64, "INT32": np.int32, "BOOL": np.bool_}[self.datatype]
 
 
 @dataclass(frozen=True)
@@ -23,14 +35,27 @@ class Scores:
     """What a model makes of its embeddings.
 
     Attributes:
-        dense: the width of each dense input.
+        dense: the dense inputs.
         names: of the outputs.
-        of: the outputs, from embeddings [B, D] in the default order, and dense inputs [B, width].
+        of: the outputs, from embeddings [B, D] in the default order, dense inputs [B, …], and what is looked up.
+        jagged: what it takes of ids: (kind, feature) each.
+        fixed: features with exactly so many ids in each bag.
     """
 
-    dense: Mapping[str, int]
+    dense: Mapping[str, Dense]
     names: tuple[str, ...]
-    of: Callable[[Doubles, Mapping[str, Doubles]], Answer]
+    of: Callable[[Doubles, Mapping[str, npt.NDArray[Any]], Bags], Answer]
+    jagged: tuple[tuple[str, str], ...] = ()
+    fixed: Mapping[str, int] = field(default_factory=dict)
+
+    def jagged_bytes(self, bags: Bags) -> int:
+        """Of what it takes of ids, rows as FP32."""
+        found = 0
+        for kind, name in self.jagged:
+            size = len(bags.lengths[name]) if kind == "LENGTHS" else len(bags.ids[name])
+            each = {"LENGTHS": 4, "IDS": 8, "ROWS": 4 * bags.features[name].numbers.shape[1]}[kind]
+            found += size * each * (bags.samples if name in bags.once else 1)
+        return found
 
 
 @dataclass(frozen=True)
@@ -51,8 +76,8 @@ class Model:
         return {each.table: replace(each, is_sequence=True) for each in self.features.values()}
 
     @property
-    def dense(self) -> Mapping[str, int]:
-        """The width of each dense input."""
+    def dense(self) -> Mapping[str, Dense]:
+        """The dense inputs, by name."""
         return {} if self.scores is None else self.scores.dense
 
     @property
@@ -98,7 +123,8 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     bags = bags_of(asked, values, lengths, once, rows[0] if rows else 1)
     if bags is None or values.size > model.most_ids or bags.samples > model.most_samples:
         return REFUSE
-    if "sequences" in wanted and bags.sequence_bytes > model.most_sequence_bytes:
+    sequence_bytes = bags.sequence_bytes if "sequences" in wanted else 0
+    if sequence_bytes > model.most_sequence_bytes:
         return REFUSE
     comes_once = any(not each.is_sequence for name, each in asked.items() if name in once)
     if comes_once and "embeddings" in wanted and "once" not in wanted:
@@ -110,23 +136,32 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
             return REFUSE
         if any(len(each) != (1 if name in once else bags.samples) for name, each in dense.items()):
             return REFUSE
+        if any((bags.lengths[name] != length).any() for name, length in model.scores.fixed.items()):
+            return REFUSE
+        if sequence_bytes + model.scores.jagged_bytes(bags) > model.most_sequence_bytes:
+            return REFUSE
+        if any(each.dtype == np.bool_ and (each.view(np.uint8) > 1).any() for each in dense.values()):
+            return REFUSE
         bags = bags.in_order(list(model.features))
-        answer |= answer_lookup(bags, wanted & {"embeddings", "once"})  # which are in the default order beside scores
+        answer |= answer_lookup(bags, wanted)  # in the default order beside scores
         with np.errstate(invalid="ignore"):  # bytes at random may be a NaN that signals
             doubles = {
-                name: np.broadcast_to(each.astype(np.float64), (bags.samples, each.shape[1]))
+                name: np.broadcast_to(
+                    each.astype(np.float64) if each.dtype == np.float32 else each, (bags.samples, *each.shape[1:])
+                )
                 for name, each in dense.items()
             }
-        scores = model.scores.of(embeddings_of(bags), doubles)
+        scores = model.scores.of(embeddings_of(bags), doubles, bags)
         answer |= {name: numbers for name, numbers in scores.items() if name in wanted}
-        must &= not any((np.abs(each[np.isfinite(each)]) > _MODERATE).any() for each in dense.values())
+        floats = [each for each in dense.values() if each.dtype == np.float32]
+        must &= not any((np.abs(each[np.isfinite(each)]) > _MODERATE).any() for each in floats)
     else:  # dense inputs that nobody needs: whether they are looked at is not said
         must &= not dense or (not is_rows and not once and all(len(each) == bags.samples for each in dense.values()))
     return Verdict(answer, must=must)
 
 
 def _arrays(model: Model, request: Any) -> dict[str, npt.NDArray[Any]] | None:
-    """The inputs by name: `values` [N], `lengths` [F·B], and of the dense ones those that are there, [B, width]. None
+    """The inputs by name: `values` [N], `lengths` [F·B], and of the dense ones those that are there, [B, …]. None
     where they are not right.
     """
     names = [each.name for each in request.inputs]
@@ -136,10 +171,10 @@ def _arrays(model: Model, request: Any) -> dict[str, npt.NDArray[Any]] | None:
         return None
     arrays = {}
     for tensor, raw in zip(request.inputs, request.raw_input_contents, strict=False):
-        datatype, dtype = _IDS.get(tensor.name, ("FP32", np.float32))
-        inner = tensor.shape[1:]
-        width = model.dense.get(tensor.name)
-        is_shape = len(inner) == 1 if width is None else len(inner) == 2 and inner[1] == width
+        dense = model.dense.get(tensor.name)
+        datatype, dtype = _IDS[tensor.name] if dense is None else (dense.datatype, dense.dtype)
+        inner, shape = tensor.shape[1:], () if dense is None else dense.shape
+        is_shape = len(inner) == 1 + len(shape) and (*inner[1:],) == shape
         if tensor.datatype != datatype or tensor.shape[:1] != [1] or not is_shape or inner[0] < 0:
             return None
         size = int(np.prod([int(each) for each in inner], dtype=object))

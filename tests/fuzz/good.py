@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from tests.fuzz.contract import Model
+from tests.fuzz.contract import Dense, Model
 
 Random = np.random.Generator
 
@@ -30,7 +30,8 @@ def good_request(model: Model, random: Random) -> "pb.ModelInferRequest":
         once = request.parameters["once"].string_param.split(",") if "once" in request.parameters else []
         single = [name for name in model.dense if random.random() < 0.2 and len(once) < len(model.features)]
         for name in random.permutation(list(model.dense)).tolist():
-            add_input(request, name, "FP32", _dense(random, 1 if name in single else samples, model.dense[name]))
+            each = model.dense[name]
+            add_input(request, name, each.datatype, _dense(random, 1 if name in single else samples, each))
         if single:
             request.parameters["once"].string_param = ",".join((*once, *single))
         scores = list(model.scores.names)
@@ -59,7 +60,11 @@ def _asking(
     once = [name for name in asked if parameter == "features" and random.random() < 0.5] * int(random.random() < 0.4)
     if len(once) == len(asked):
         samples = 1
-    lengths = [random.integers(0, 5, 1 if name in once else samples).astype(np.int32) for name in asked]
+    fixed = model.scores.fixed if every and model.scores is not None else {}
+    lengths = [
+        random.integers(fixed.get(name, 0), fixed.get(name, 4) + 1, 1 if name in once else samples).astype(np.int32)
+        for name in asked
+    ]
     ids = [random.choice(known[name].ids, bags.sum()) for name, bags in zip(asked, lengths, strict=True)]
     request = pb.ModelInferRequest(model_name=model.name)
     add_input(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
@@ -71,11 +76,15 @@ def _asking(
     return request, samples
 
 
-def _dense(random: Random, samples: int, width: int) -> "np.ndarray":  # type: ignore[type-arg]
-    """Numbers [B, width], some of which may be none."""
-    numbers = random.normal(size=(samples, width)).astype(np.float32)
+def _dense(random: Random, samples: int, of: Dense) -> "np.ndarray":  # type: ignore[type-arg]
+    """Numbers [B, …], some of which may be none."""
+    shape = (samples, *of.shape)
+    if of.datatype != "FP32":
+        last = 1 if of.datatype == "BOOL" else np.iinfo(of.dtype).max
+        return random.integers(0 if of.datatype == "BOOL" else -last, last, shape, endpoint=True).astype(of.dtype)
+    numbers = random.normal(size=shape).astype(np.float32)
     if numbers.size and random.random() < 0.3:
-        numbers[random.integers(samples), random.integers(width)] = pick(random, NUMBERS[:-2])
+        numbers.flat[random.integers(numbers.size)] = pick(random, NUMBERS[:-2])
     return numbers
 
 

@@ -1,5 +1,5 @@
 """What is fuzzed, and what it has to answer: a whole model with every id policy, raw ids and scores, one whose samples
-would meet if requests were scored together, and one of sequences.
+would meet if requests were scored together, one of sequences, and one whose scores are made of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,15 @@ from pathlib import Path
 from torch import nn
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
+from serving.bundle.scores import DenseInput, InputDtype, JaggedInput, JaggedKind
 from serving.bundle.tables import DefaultRow
 from serving.model.settings import ServingSettings
 from tests.fuzz.answers import Feature
-from tests.fuzz.contract import Model, Scores
+from tests.fuzz.contract import Dense, Model, Scores
+from tests.fuzz.reads import FIXED, JAGGED, OUTPUTS, TYPED, Reads
+from tests.support.histories import say
 from tests.support.models import MIXED, Spec, float_tables
+from tests.support.own_dense_part import with_dense_part
 from tests.support.sequences import POOLED, ROWS, Mixed
 from tests.support.whole import DENSE, RAW, Meeting, Whole
 
@@ -23,7 +27,12 @@ PLAIN: dict[str, str | int] = {"user": "error", "item": "zero", "genre": "modulo
 
 def publish(repository: Path) -> list[Model]:
     """Export all into `repository`, their rows as they are (FP32)."""
-    return [_whole(repository, "m", Whole()), _whole(repository, "meets", Meeting()), _of_sequences(repository)]
+    return [
+        _whole(repository, "m", Whole()),
+        _whole(repository, "meets", Meeting()),
+        _of_sequences(repository, "rows"),
+        _that_reads(repository),
+    ]
 
 
 def _config() -> ExportConfig:
@@ -52,15 +61,26 @@ def _whole(repository: Path, name: str, module: Whole) -> Model:
     # The first of equal ids counts.
     known = dict(zip(raw_ids[::-1], rows[::-1], strict=True))
     features = _features((*MIXED, RAW), module, {**PLAIN, "raw": known})
-    scores = Scores(DENSE, ("like", "both"), module.behind)
+    dense = {name: Dense("FP32", (width,)) for name, width in DENSE.items()}
+    scores = Scores(dense, ("like", "both"), lambda embeddings, dense, _: module.behind(embeddings, dense))
     return Model(name, bundle.name, features, MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES, scores)
 
 
-def _of_sequences(repository: Path) -> Model:
+def _of_sequences(repository: Path, name: str) -> Model:
     module = Mixed()
-    bundle = export_model(module, repository, "rows", _config())
+    bundle = export_model(module, repository, name, _config())
     features = _features((*POOLED, *ROWS), module, PLAIN)
-    return Model("rows", bundle.name, features, MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES)
+    return Model(name, bundle.name, features, MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES)
+
+
+def _that_reads(repository: Path) -> Model:
+    """`reads` has inputs of every dtype, and scores that are made of sequences."""
+    model = _of_sequences(repository, "reads")
+    jagged = tuple(JaggedInput(JaggedKind(kind), name) for kind, name in JAGGED)
+    inputs = [DenseInput(name, each.shape, InputDtype(each.datatype)) for name, each in TYPED.items()]
+    said = say(jagged=jagged, fixed_lengths=FIXED)
+    with_dense_part(repository / "reads" / model.version, Reads(), inputs, OUTPUTS, said)
+    return replace(model, scores=Scores(TYPED, tuple(OUTPUTS), Reads.behind, JAGGED, FIXED))
 
 
 def _features(

@@ -103,6 +103,21 @@ FAULTS = {
         "score = program.DenseProgram.score; program.DenseProgram.score = lambda self, *given: "
         "(setattr(self, 'part', structs.replace(self.part, mixes_samples=False)), score(self, *given))[1]",
     ),
+    "a history that comes once counts for one sample": (
+        "reads",
+        "jagged._comes_once = lambda request, feature: False",
+    ),
+    "histories are those of a neighbour": (
+        "reads",
+        "inputs = jagged.jagged_inputs; program.jagged_inputs = lambda schema, request, rows, number: "
+        "inputs(schema, request, rows, 0)",
+    ),
+    "ids are seen modulo the rows of their table": (
+        "reads",
+        "sent = jagged._sent; jagged._sent = lambda kind, *given: "
+        "sent(kind, *given) % 20 if kind is JaggedKind.IDS else sent(kind, *given)",
+    ),
+    "a bag may have any number of ids": ("reads", "jagged._expect_length = lambda *_: None"),
     "sequences may be of any size": ("rows", "accept.check_sequences = lambda request, limits: None"),
 }
 FAULTY = """
@@ -112,7 +127,8 @@ from msgspec import structs
 from serving import engine
 from serving.backend import TritonPythonModel
 from serving.lookup import program
-from serving.request import accept, batches, kjt, schema
+from serving.bundle.scores import JaggedKind
+from serving.request import accept, batches, jagged, kjt, schema
 """
 
 

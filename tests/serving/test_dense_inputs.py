@@ -22,6 +22,7 @@ from serving.errors import InvalidRequest
 from serving.model.settings import ServingSettings
 from serving.request.captured import read_captured
 from serving.request.tensors import Tensors
+from tests.support.commands import tbe_export
 from tests.support.host_faults import until
 from tests.support.models import SUM, collection, flat, random_bags
 from tests.support.own_dense_part import with_dense_part
@@ -199,6 +200,11 @@ def test_captured_requests_keep_them(served: Served) -> None:
         assert found.dense[name].dtype == numbers.dtype
         np.testing.assert_array_equal(found.dense[name], numbers)
     np.testing.assert_array_equal(Engine.open(served.bundle).outputs(found)["like"], expected(ids, dense)["like"])
+
+
+def test_inspect_shows_their_dtypes_and_shapes(served: Served) -> None:
+    shown = tbe_export("inspect", str(served.bundle)).stdout
+    assert "takes embeddings, batch.price [B, 2, 3], relation INT64 [B], day INT32 [B, 1], new BOOL [B, 2]" in shown
 
 
 def test_bench_makes_and_checks_requests_of_them(served: Served) -> None:

@@ -103,20 +103,35 @@ class Reader:
             else [each["name"], each["shape"], each.get("dtype", "FP32")]
             for each in part["inputs"]
         ]
-        return [inputs, [[each["name"], each["shape"]] for each in part["outputs"]]]
+        fixed = sorted([key, length] for key, length in part.get("fixed_lengths", {}).items())
+        return [inputs, [[each["name"], each["shape"]] for each in part["outputs"]], *([fixed] if fixed else [])]
 
     def score(self, request: Mapping[str, Bags], dense: Mapping[str, Any]) -> dict[str, Any]:
         """{output: [B, …]} for {key: bags} of all keys, and {dense input: [B, *shape]} [6]."""
         part = self.manifest["dense_part"]
-        pooled = self.lookup({key: request[key] for key in self.keys})
-        every = np.concatenate([pooled[feature["name"]] for feature in self.manifest["features"]], axis=1)
+        found = self.lookup({key: request[key] for key in self.keys})
+        samples = len(next(iter(request.values())))
+        pooled = [
+            found[each["name"]]
+            for each in self.manifest["features"]
+            if self.tables[each["table"]]["pooling"] != "NONE"
+        ]
+        every = np.concatenate([np.empty((samples, 0), FLOATS[self.manifest["output_dtype"]]), *pooled], axis=1)
         inputs = [np.asarray(dense[each["name"]], DENSE[each.get("dtype", "FP32")]) for each in part["inputs"]]
         assert [each.shape for each in inputs] == [(len(every), *each["shape"]) for each in part["inputs"]]
         program = torch.jit.load(io.BytesIO(self.files["scores.pt"]))  # type: ignore[no-untyped-call]
-        found = program.forward(*map(torch.from_numpy, (every, *inputs)))
-        for each, numbers in zip(part["outputs"], found, strict=True):
+        jagged = []
+        for each in part.get("jagged", []):
+            if each["kind"] == "ROWS":
+                jagged.append(np.ascontiguousarray(found[each["name"]]))
+                continue
+            bags = request[each["name"]]
+            lengths, ids = [len(bag) for bag in bags], [id_ for bag in bags for id_ in bag]
+            jagged.append(np.array(lengths, np.int32) if each["kind"] == "LENGTHS" else np.array(ids, np.int64))
+        scores = program.forward(*map(torch.from_numpy, (every, *inputs, *jagged)))
+        for each, numbers in zip(part["outputs"], scores, strict=True):
             assert list(numbers.shape) == [len(every), *each["shape"]]
-        return {each["name"]: numbers.numpy() for each, numbers in zip(part["outputs"], found, strict=True)}
+        return {each["name"]: numbers.numpy() for each, numbers in zip(part["outputs"], scores, strict=True)}
 
     def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """{feature: [B, dim], of a sequence [n, dim]} for {key: bags} [5]."""

@@ -15,7 +15,10 @@ from serving.bundle.opening import open_bundle
 from serving.bundle.scores import SCORES
 from serving.engine import Engine
 from serving.errors import BundleError, InvalidRequest
+from tests.support.histories import with_histories
+from tests.support.json_edits import edits
 from tests.support.scored import EXACT, WIDTH, dlrm
+from tests.support.sequences import FP32, Mixed
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +41,12 @@ def part(**changes: Any) -> Callable[[Any], Any]:
     return lambda manifest: manifest["dense_part"].update(changes)
 
 
-def of_7(dense_input: Any) -> Callable[[Any], Any]:
+def of_7(dense_input: Any, **changes: Any) -> Callable[[Any], Any]:
     """A manifest of format 7, whose dense inputs had a width."""
 
     def change(manifest: Any) -> None:
         manifest["format_version"] = 7
-        manifest["dense_part"]["inputs"] = [dense_input]
+        manifest["dense_part"].update(changes, inputs=[dense_input])
 
     return change
 
@@ -66,6 +69,15 @@ def of_7(dense_input: Any) -> Callable[[Any], Any]:
         (part(inputs=[{"name": "a", "shape": 31 * [1]}]), "dense input 'a': expected at most 30 sizes, got 31"),
         (part(inputs=[{"name": "a", "shape": [1], "dtype": "FP16"}]), r"Invalid enum value 'FP16' - .*inputs\[0\].dtype"),
         (part(inputs=[{"name": "a", "width": 1}]), r"unknown field `width` - at `\$.dense_part.inputs\[0\]`"),
+        (part(jagged=[{"kind": "ROWS", "name": "f0"}]), "jagged: ROWS of 'f0': expected a feature that is not pooled, once"),
+        (part(jagged=[{"kind": "IDS", "name": "f9"}]), "jagged: IDS of 'f9': expected a key that has them, once"),
+        (part(jagged=[{"kind": "WEIGHTS", "name": "f0"}]), "jagged: WEIGHTS of 'f0': expected a key that has them, once"),
+        (part(jagged=2 * [{"kind": "LENGTHS", "name": "f0"}]), "jagged: LENGTHS of 'f0': expected a key that has them, once"),
+        (part(jagged=[{"kind": "VALUES", "name": "f0"}]), r"Invalid enum value 'VALUES' - at `\$.dense_part.jagged\[0\].kind`"),
+        (part(fixed_lengths={"f0": 0}), "fixed_lengths: 'f0': expected a key, and a length > 0, got 0"),
+        (part(fixed_lengths={"f9": 1}), "fixed_lengths: 'f9': expected a key"),
+        (of_7({"name": "a", "width": 1}, jagged=[]), "format_version 7 has no key `jagged`"),
+        (of_7({"name": "a", "width": 1}, fixed_lengths={}), "format_version 7 has no key `fixed_lengths`"),
         (of_7({"name": "a", "width": 0}), r"dense input 'a': expected sizes > 0, got \[0\]"),
         (of_7({"name": "a", "width": 1.5}), r"Expected `int`, got `float`"),
         (of_7({"name": "a"}), r"missing required field `width` - at `\$.dense_part.inputs\[0\]`"),
@@ -81,6 +93,23 @@ def test_a_manifest_that_contradicts_itself_is_refused(bundle: Path, change: Cal
     edit(bundle, change)
     with pytest.raises(BundleError, match=why):
         open_bundle(bundle)
+
+
+def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_path: Path) -> None:
+    bundle = with_histories(export_model(Mixed(), tmp_path / "r", "m", FP32), fixed_lengths={"seen": 2})
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    every = list(edits(manifest["dense_part"]))
+    refused = []
+    for number in np.random.default_rng(0).permutation(len(every))[:250]:
+        (bundle / "manifest.json").write_text(json.dumps({**manifest, "dense_part": every[number]}))
+        try:
+            Engine(open_bundle(bundle))
+        except BundleError as error:
+            refused.append(str(error))
+    assert len(refused) > 150
+    for said in refused:
+        assert str(bundle) in said
+        assert "\n" not in said
 
 
 def test_a_bundle_of_format_7_answers_as_before(bundle: Path) -> None:

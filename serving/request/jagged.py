@@ -1,0 +1,123 @@
+"""The jagged inputs of a request's scores: what the dense part takes of its ids, beside embeddings.
+
+Lengths, ids and weights are taken as they were sent, before maps and id policies change them; rows as they were
+looked up. What comes once is repeated for each sample when the scores are made, and not before.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from serving.bundle.manifest import Manifest
+from serving.bundle.scores import JaggedKind
+from serving.errors import InvalidRequest, Reason
+from serving.request.bags import bag_bounds, id_bounds
+from serving.request.schema import Schema
+from serving.request.tensors import Array, Embeddings, KjtRequest, Lengths
+
+# [n, dim] by number of the request, and position of the feature in the schema.
+RowsOfAll = Mapping[tuple[int, int], Embeddings]
+_ROW_ITEM_BYTES = np.dtype(np.float32).itemsize
+
+
+def accept_jagged(schema: Schema, request: KjtRequest) -> KjtRequest:
+    """A request for scores with its jagged inputs, as they were sent: views of its arrays.
+
+    Args:
+        schema: of a model with scores.
+        request: it has all features, in the schema's order.
+
+    Raises:
+        InvalidRequest: a length is wrong, or not the one that the model takes.
+    """
+    part, names = schema.dense_part, request.selection.names
+    assert part is not None  # noqa: S101  scores are asked for
+    if not part.jagged and not part.fixed_lengths:
+        return request
+    bags, ids = bag_bounds(len(names), request.samples, request.once), id_bounds(names, request)
+    for key, length in part.fixed_lengths.items():
+        at = schema.first_of(key)
+        _expect_length(key, length, request.lengths[bags[at] : bags[at + 1]])
+    jagged: list[Array | None] = []
+    size_bytes = 0
+    for each, at in zip(part.jagged, schema.jagged, strict=True):
+        of_ids = slice(ids[at], ids[at + 1])
+        if each.kind is JaggedKind.ROWS:
+            found = None
+            own_bytes = int(ids[at + 1] - ids[at]) * int(request.selection.dims[at]) * _ROW_ITEM_BYTES
+        else:
+            found = _sent(each.kind, request, slice(bags[at], bags[at + 1]), of_ids)
+            own_bytes = found.nbytes
+        jagged.append(found)
+        size_bytes += own_bytes * (request.samples if _comes_once(request, at) else 1)
+    return replace(request, jagged=jagged, jagged_bytes=size_bytes)
+
+
+def jagged_inputs(schema: Schema, request: KjtRequest, rows: RowsOfAll, number: int) -> list[Array]:
+    """The jagged inputs of a request's scores.
+
+    Args:
+        schema: of a model with scores.
+        request: as `accept_jagged` gave it.
+        rows: what was looked up.
+        number: of the request there.
+    """
+    found = []
+    for array, at in zip(request.jagged, schema.jagged, strict=True):
+        each = rows[number, at] if array is None else array
+        if _comes_once(request, at):
+            each = np.tile(each, (request.samples, *(1 for _ in each.shape[1:])))
+        found.append(each)
+    return found
+
+
+def zero_jagged(manifest: Manifest, samples: int, ids: int) -> list[Array]:
+    """Jagged inputs for a call that warms a dense part up: zeros, with lengths that fit.
+
+    Args:
+        manifest: of a bundle with scores.
+        samples: B.
+        ids: in each bag of each key, unless the model takes a fixed number of them.
+    """
+    part = manifest.dense_part
+    assert part is not None  # noqa: S101  it has scores
+    features = {
+        each.name: (each.key, table.dim)
+        for each, table in zip(manifest.features, manifest.feature_tables, strict=True)
+    }
+    found: list[Array] = []
+    for each in part.jagged:
+        key, dim = features[each.name] if each.kind is JaggedKind.ROWS else (each.name, 0)
+        length = part.fixed_lengths.get(key, ids)
+        if each.kind is JaggedKind.ROWS:
+            found.append(np.zeros((samples * length, dim), manifest.output_dtype.numpy))
+        elif each.kind is JaggedKind.LENGTHS:
+            found.append(np.full(samples, length, np.int32))
+        else:
+            found.append(np.zeros(samples * length, np.int64 if each.kind is JaggedKind.IDS else np.float32))
+    return found
+
+
+def _sent(kind: JaggedKind, request: KjtRequest, bags: slice, ids: slice) -> Array:
+    if kind is JaggedKind.LENGTHS:
+        return request.lengths[bags]
+    if kind is JaggedKind.IDS:
+        return request.values[ids]
+    assert request.weights is not None  # noqa: S101  the ids of this key have weights
+    return request.weights[ids]
+
+
+def _comes_once(request: KjtRequest, feature: int) -> bool:
+    return request.once is not None and bool(request.once[feature])
+
+
+def _expect_length(key: str, expected: int, lengths: Lengths) -> None:
+    others = np.flatnonzero(lengths != expected)
+    if others.size:
+        sample = int(others[0])
+        raise InvalidRequest(
+            f"feature {key!r}: expected {expected} ids for each sample, the model takes so many, got "
+            f"{lengths[sample]} in sample {sample}",
+            Reason.LENGTHS,
+        )

@@ -1,0 +1,68 @@
+"""A model that takes dense inputs of every dtype, and whose scores are made of sequences; and the same in numpy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.answers import Answer, Bags, Doubles, histories
+from tests.fuzz.contract import Dense
+from tests.support.histories import sums
+
+TYPED = {
+    "price": Dense("FP32", (2, 2)),
+    "relation": Dense("INT64", ()),
+    "day": Dense("INT32", (1,)),
+    "new": Dense("BOOL", (2,)),
+}
+OUTPUTS: Mapping[str, tuple[int, ...]] = {"like": (), "attended": (32,), "first": (32,), "sent": (3,)}
+JAGGED = (
+    ("ROWS", "recent"),
+    ("LENGTHS", "recent"),
+    ("IDS", "recent"),
+    ("ROWS", "seen"),
+    ("LENGTHS", "genres"),
+    ("IDS", "genres"),
+)
+FIXED = {"seen": 2}
+
+
+class Reads(nn.Module):
+    """Each input is seen in the answer."""
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        price: Tensor,
+        relation: Tensor,
+        day: Tensor,
+        new: Tensor,
+        recent: Tensor,
+        lengths: Tensor,
+        ids: Tensor,
+        seen: Tensor,
+        genres_lengths: Tensor,
+        genres: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        like = embeddings.sum(1) + price.sum([1, 2]) + relation % 11 + day.view(-1) % 13
+        attended = sums(recent * (1 + ids % 3).unsqueeze(1), lengths) * torch.where(new[:, :1], 1.0, -1.0)
+        first = seen.view(lengths.numel(), 2, 32)[:, 0] * new[:, 1:].float()
+        sent = [lengths.float(), genres_lengths.float(), sums(genres % 7, genres_lengths)]
+        return like, attended, first, torch.stack(sent, dim=1)
+
+    @staticmethod
+    def behind(embeddings: Doubles, dense: Mapping[str, npt.NDArray[Any]], bags: Bags) -> Answer:
+        """The same in numpy."""
+        with np.errstate(invalid="ignore"):
+            like = embeddings.sum(1) + dense["price"].sum((1, 2)) + dense["relation"] % 11 + dense["day"][:, 0] % 13
+        found = {name: np.zeros((bags.samples, *shape)) for name, shape in OUTPUTS.items()} | {"like": like}
+        every = zip(*(histories(bags, name) for name in ("recent", "seen", "genres")), strict=True)
+        for sample, ((ids, recent), (_, seen), (genres, _)) in enumerate(every):
+            sign, flag = np.where(dense["new"][sample], (1.0, 1.0), (-1.0, 0.0))
+            found["attended"][sample] = (recent * (1 + ids % 3)[:, np.newaxis]).sum(0) * sign
+            found["first"][sample] = seen[0] * flag
+            found["sent"][sample] = [len(ids), len(genres), (genres % 7).sum()]
+        return found
