@@ -66,7 +66,7 @@ class Call:
             args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)), memo)
         except Exception as error:  # its classes may raise anything
             raise ModelError(f"example: cannot be copied (copy.deepcopy): {last_line(error)}") from error
-        return Call(args, kwargs, {**self.leaves, **leaves})
+        return Call(args, kwargs, {path: memo[id(leaf)] for path, leaf in self.leaves.items()})
 
     def answer_of(self, model: nn.Module) -> Any:
         """What a model answers to it."""

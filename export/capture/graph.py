@@ -5,20 +5,24 @@ graph says that they are ids of the example in another order, and that nothing e
 """
 
 import io
+import operator
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torchrec import KeyedJaggedTensor
 
 from export.capture.answers import outputs_of
 from export.capture.bags import Bag, GivenKeys
 from export.capture.signature import Collections, Signature, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.errors import ModelError, first_line
-from export.trained.keyed import line_of_error
+from export.trained.keyed import is_users, line_of_error, line_of_stack
 from export.trained.managed import is_sequence
 from export.trained.running import evaluating, quiet
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -58,12 +62,14 @@ class Captured:
             and lengths.
         inputs: what it takes.
         outputs: their names.
+        left: names of what it answers beside tensors, in a form that has no row for each sample.
         made: the keys of each KJT that a collection gets and that the forward made itself.
     """
 
     module: fx.GraphModule
     inputs: Sequence[Input]
     outputs: Sequence[str]
+    left: Sequence[str]
     made: Sequence[Sequence[str]]
 
 
@@ -85,7 +91,9 @@ def captured(
         ModelError: naming the line of the model's code that cannot be followed.
     """
     whole = _Whole(model, collections, signature, list(inputs))
-    with torch.no_grad(), evaluating(model), quiet(), redirect_stderr(io.StringIO()), _plain_attention():
+    lines: list[str] = []
+    silent = redirect_stderr(io.StringIO())
+    with torch.no_grad(), evaluating(model), quiet(), silent, _plain_attention(), _plain_data(), _noting(lines):
         try:
             program = torch.export.export(
                 whole, tuple(inputs.values()), dynamic_shapes=(_dims(whole, signature),), strict=False
@@ -93,11 +101,71 @@ def captured(
         except ModelError:
             raise
         except Exception as error:  # the user's code may raise anything
-            raise ModelError(
-                f"{type(model).__name__}: its forward cannot be followed for any number of samples"
-                f"{line_of_error(error)}: {first_line(error)}"
-            ) from error
-        return Captured(program.module(check_guards=False), whole.inputs, whole.seen.outputs, whole.seen.made)
+            raise ModelError(f"{type(model).__name__}: {_refusal(error, lines)}") from error
+        return Captured(
+            inlined(program.module(check_guards=False)),
+            whole.inputs,
+            whole.seen.outputs,
+            whole.seen.left,
+            whole.seen.made,
+        )
+
+
+def _refusal(error: Exception, lines: Sequence[str]) -> str:
+    """Why a forward cannot be followed.
+
+    Args:
+        error: of torch.export.
+        lines: those where a size was compared with another, or with a number.
+    """
+    said = first_line(error)
+    if said.startswith("Constraints violated"):
+        where = f": see{' and'.join(lines)}" if lines else ""
+        return (
+            "its forward can be called with the number of samples of the example alone, or torch.export cannot tell "
+            f"that it can be called with others{where}: take sizes of tensors as they are (x.size(0), x.shape), not "
+            "len(x), int(…) or a number of the example"
+        )
+    if "data-dependent" in said:
+        return (
+            f"what its forward does hangs on numbers of the request{line_of_error(error)}: {said}: take a number "
+            "that does not change, such as the longest sequence that it was trained with"
+        )
+    return f"its forward cannot be followed for any number of samples{line_of_error(error)}: {said}"
+
+
+@contextmanager
+def _noting(lines: list[str]) -> Iterator[None]:
+    """In the block, note the lines of the model's code where torch.export compares sizes: torch does not tell."""
+    log_guard = ShapeEnv._log_guard
+
+    def noted(env: Any, *args: Any, **kwargs: Any) -> None:
+        if (line := line_of_stack()) and line not in lines:
+            lines.append(line)
+        log_guard(env, *args, **kwargs)
+
+    kind: Any = ShapeEnv
+    kind._log_guard = noted
+    try:
+        yield
+    finally:
+        kind._log_guard = log_guard
+
+
+@contextmanager
+def _plain_data() -> Iterator[None]:
+    """In the block, `.data` in the model's code is `.detach()`, which torch.export can follow."""
+    kind: Any = torch.Tensor
+    plain: Any = torch._C.TensorBase.data
+
+    def data(tensor: Tensor) -> Any:
+        return tensor.detach() if is_users(Path(sys._getframe(1).f_code.co_filename)) else plain.__get__(tensor)
+
+    kind.data = property(data, plain.__set__, plain.__delete__)
+    try:
+        yield
+    finally:
+        del kind.data
 
 
 @contextmanager
@@ -117,6 +185,7 @@ class _Seen:
 
     outputs: Sequence[str] = ()
     made: Sequence[Sequence[str]] = ()
+    left: Sequence[str] = ()
 
 
 class _Whole(nn.Module):
@@ -149,8 +218,8 @@ class _Whole(nn.Module):
         by_sample = {each: found for each, found in given.items() if isinstance(each, str)}
         call = self.signature.called(tensors[0].shape[0], _bags(given), by_sample, known=True)
         with answering(self.collections, answer):
-            found = outputs_of(self.model, call.answer_of(self.model))
-        self.seen.outputs, self.seen.made = list(found), [kjt.keys() for kjt in made]
+            found, left = outputs_of(self.model, call.answer_of(self.model))
+        self.seen.outputs, self.seen.left, self.seen.made = list(found), left, [kjt.keys() for kjt in made]
         return (*found.values(), *(each for kjt in made for each in (kjt.values(), kjt.lengths())))
 
 
@@ -177,3 +246,31 @@ def _dims(whole: _Whole, signature: Signature) -> tuple[dict[int, Any], ...]:
         else:
             dims.append({0: torch.export.Dim.AUTO})
     return tuple(dims)
+
+
+def inlined(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph without blocks that only say whether gradients are recorded, or that nothing is cast."""
+    graph, copies = fx.Graph(), dict[fx.Node, Any]()
+    for node in module.graph.nodes:
+        block, given = _block_of(node)
+        if block is None:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            continue
+        inner = inlined(getattr(module, str(block.target))).graph
+        arguments = (each for each in inner.nodes if each.op == "placeholder")
+        within = {each: copies[own] for each, own in zip(arguments, given, strict=True)}
+        copies[node] = graph.graph_copy(inner, within)
+    for node in [each for each in graph.nodes if each.op == "call_function" and each.target is operator.getitem]:
+        if not isinstance(node.args[0], fx.Node):  # an answer of a block
+            node.replace_all_uses_with(node.args[0][node.args[1]])
+            graph.erase_node(node)
+    return fx.GraphModule(module, graph)
+
+
+def _block_of(node: fx.Node) -> tuple[Any, Sequence[Any]]:
+    """The block that a step runs, and its arguments. None: it is no such step."""
+    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        return node.args[1], node.args[2:]
+    if node.target is torch.ops.higher_order.wrap_with_autocast and not node.args[2]:
+        return node.args[4], node.args[5:]
+    return None, ()

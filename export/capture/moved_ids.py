@@ -73,7 +73,7 @@ def placed(model: nn.Module, signature: Signature, found: Captured, inputs: Mapp
         for samples in _SAMPLES:
             given = _marked(inputs, samples)
             ids, sizes = moving(*given.values())
-            for key, own in zip(keys, _bags(keys, ids, sizes, samples), strict=True):
+            for key, own in zip(keys, _bags(keys, ids, sizes), strict=True):
                 place = _place_of(key, own, given, signature)
                 if place is None or places.setdefault(key, place) != place:
                     raise ModelError(
@@ -173,9 +173,9 @@ def _marked(inputs: Mapping[Input, Tensor], samples: int) -> dict[Input, Tensor]
     return found
 
 
-def _bags(keys: Sequence[str], ids: Tensor, lengths: Tensor, samples: int) -> list[tuple[Tensor, Tensor]]:
+def _bags(keys: Sequence[str], ids: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The ids and lengths of each key of a KJT."""
-    by_key = lengths.reshape(len(keys), samples)
+    by_key = lengths.reshape(len(keys), -1)
     pieces: Any = ids.split(by_key.sum(1).tolist())  # type: ignore[no-untyped-call]
     return list(zip(pieces, by_key, strict=True))
 
@@ -191,7 +191,7 @@ def _place_of(
         )
         return Places("", ()) if is_same else None
     count = signature.fixed[key]
-    if not (lengths == count).all() or not count:
+    if not count or len(ids) % count or not (lengths.view(len(ids) // count, -1).sum(1) == count).all():
         return None
     for each, marks in given.items():
         if isinstance(each, str) and not marks.is_floating_point() and marks.dtype is not torch.bool:

@@ -3,7 +3,7 @@
 It is read off one call, in which the collections only note what they are called with: no row is needed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -61,10 +61,15 @@ def answering(collections: Collections, answer: Answer) -> Iterator[None]:
         for collection, columns in collections.items():
             collection.forward = forward_of(collection, columns)
             stack.callback(delattr, collection, "forward")
-        concat = KeyedJaggedTensor.concat
-        KeyedJaggedTensor.concat = staticmethod(GivenKeys.concat)
-        stack.callback(setattr, KeyedJaggedTensor, "concat", staticmethod(concat))
+        for name, ours in (("concat", GivenKeys.concat), ("from_jt_dict", _from_jt_dict)):
+            stack.callback(setattr, KeyedJaggedTensor, name, staticmethod(getattr(KeyedJaggedTensor, name)))
+            setattr(KeyedJaggedTensor, name, staticmethod(ours))
         yield
+
+
+def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+    """As KeyedJaggedTensor.from_jt_dict, for any number of samples."""
+    return kjt_of_bags({key: _bag_of(each) for key, each in jt_dict.items()})
 
 
 def keyed_tensor(columns: Columns, pooled: Tensor) -> KeyedTensor:
@@ -152,6 +157,7 @@ class Signature:
         call: the example.
         samples: of the example.
         keyed: the KJTs in it, by path.
+        jagged: the JaggedTensors in it: the key of each, by path. One that no collection gets has its path for a key.
         parts: the KJTs that the forward makes of their parts.
         by_sample: the tensors with a row for each sample, by path.
         fixed: the keys that the forward makes of such tensors itself, with the number of ids in each of their bags.
@@ -161,6 +167,7 @@ class Signature:
     call: Call
     samples: int
     keyed: Mapping[str, KeyedJaggedTensor]
+    jagged: Mapping[str, str]
     parts: Sequence[Parts]
     by_sample: Mapping[str, Tensor]
     fixed: Mapping[str, int]
@@ -169,7 +176,7 @@ class Signature:
     @property
     def constants(self) -> list[str]:
         """The leaves that stay as in the example."""
-        taken = {*self.keyed, *self.by_sample, *(path for each in self.parts for path in each.paths)}
+        taken = {*self.keyed, *self.jagged, *self.by_sample, *(path for each in self.parts for path in each.paths)}
         return [path for path in self.call.leaves if path not in taken]
 
     def bags(self) -> dict[str, Bag]:
@@ -177,6 +184,7 @@ class Signature:
         found: dict[str, Bag] = {}
         for kjt in self.keyed.values():
             found |= bags_of(kjt)
+        found |= {key: _bag_of(self.call.leaves[path]) for path, key in self.jagged.items()}
         for each in self.parts:
             values, lengths = self.call.leaves[each.values], self.call.leaves[each.lengths]
             weights = None if each.weights is None else self.call.leaves[each.weights]
@@ -199,6 +207,9 @@ class Signature:
         for path, kjt in self.keyed.items():
             taken = {key: _as_in(kjt, bags.get(key), samples) for key in _keys(kjt)}
             leaves[path] = GivenKeys(taken) if known else kjt_of_bags(taken)
+        for path, key in self.jagged.items():
+            bag = _as_in(self.call.leaves[path], bags.get(key), samples)
+            leaves[path] = JaggedTensor(bag.ids, weights=bag.weights, lengths=bag.lengths)
         for each in self.parts:
             of_key = [bags[key] for key in each.keys]
             old = self.call.leaves[each.lengths]
@@ -233,12 +244,16 @@ def _keys(kjt: KeyedJaggedTensor) -> list[str]:
     return found
 
 
-def _as_in(kjt: KeyedJaggedTensor, bag: Bag | None, samples: int) -> Bag:
+def _bag_of(jagged: JaggedTensor) -> Bag:
+    return Bag(jagged.values(), jagged.lengths(), jagged.weights_or_none())
+
+
+def _as_in(jagged: KeyedJaggedTensor | JaggedTensor, bag: Bag | None, samples: int) -> Bag:
     """A bag with the dtypes that a KJT has; without ids where there is none."""
-    ids, lengths, weights = kjt.values(), kjt.lengths(), kjt.weights_or_none()
+    ids, lengths, weights = jagged.values(), jagged.lengths(), jagged.weights_or_none()
     if bag is None:
         none = torch.zeros(samples, dtype=lengths.dtype)
-        return Bag(ids.new_empty(0), none, None if weights is None else weights.new_empty(0))
+        return Bag(ids[:0], none, None if weights is None else weights[:0])
     own = None if weights is None else (torch.ones(bag.ids.shape[0]) if bag.weights is None else bag.weights)
     return Bag(bag.ids.to(ids.dtype), bag.lengths.to(lengths.dtype), own)
 
@@ -282,28 +297,63 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
             ) from error
     if not heard:
         raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
-    samples = int(heard[0][1].stride())
     made = [each for _, each in heard if type(each) is not GivenKeys]
     parts = [found for each in made if (found := _parts_of(each, given.leaves)) is not None]
-    known = {
-        key
-        for each in (*kjts.values(), *parts)
-        for key in (each.keys() if isinstance(each, KeyedJaggedTensor) else each.keys)
-    }
-    fixed = {
-        key: _fixed_length(model, key, bag) for each in made for key, bag in bags_of(each).items() if key not in known
-    }
     taken = {path for each in parts for path in each.paths}
+    samples = _samples_of(call, heard[0][1], taken)
+    for columns, each in heard:
+        if columns.spans and each.stride() != samples:
+            raise ModelError(
+                f"{type(model).__name__}: gives a collection {each.stride()} bags of each key for {samples} samples "
+                "of the example: expected one for each: pooled embeddings have a row for each sample"
+            )
+    jagged = _keys_of_jagged(call, made)
+    known = {key for each in kjts.values() for key in _keys(each)} | {key for each in parts for key in each.keys}
+    fixed = {
+        key: _fixed_length(model, key, bag, samples)
+        for each in made
+        for key, bag in bags_of(each).items()
+        if key not in known and key not in jagged.values()
+    }
     by_sample = {
         path: each
         for path, each in call.leaves.items()
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
-    return Signature(call, samples, kjts, [*dict.fromkeys(parts)], by_sample, fixed, {})
+    return Signature(call, samples, kjts, jagged, [*dict.fromkeys(parts)], by_sample, fixed, {})
 
 
-def _fixed_length(model: nn.Module, key: str, bag: Bag) -> int:
-    lengths = {*bag.lengths.tolist()}
+def _samples_of(call: Call, kjt: KeyedJaggedTensor, parts: Collection[str]) -> int:
+    """The samples of an example: those of its KJTs. One that the forward made may have a bag for each id instead."""
+    given = next((each for each in call.leaves.values() if isinstance(each, KeyedJaggedTensor)), None)
+    if given is not None or parts:
+        return int((given or kjt).stride())
+    sizes = [
+        each.shape[0]
+        for each in call.leaves.values()
+        if isinstance(each, Tensor) and each.dim() > 0 and each.shape[0] and kjt.stride() % each.shape[0] == 0
+    ]
+    return max(sizes, default=int(kjt.stride()))
+
+
+def _keys_of_jagged(call: Call, made: Sequence[KeyedJaggedTensor]) -> dict[str, str]:
+    """For each JaggedTensor of an example, by path, the key that has its ids; its path where none has."""
+    bags = {key: bag for each in made for key, bag in bags_of(each).items()}
+    found: dict[str, str] = {}
+    for path, leaf in call.leaves.items():
+        if isinstance(leaf, JaggedTensor):
+            same = [key for key, bag in bags.items() if key not in found.values() and _are_equal(bag, _bag_of(leaf))]
+            # Of several keys with these ids, the one that it is called by.
+            found[path] = min(same, key=lambda key: not path.endswith(key), default=path)
+    return found
+
+
+def _are_equal(one: Bag, other: Bag) -> bool:
+    return torch.equal(one.ids, other.ids) and torch.equal(one.lengths.long(), other.lengths.long())
+
+
+def _fixed_length(model: nn.Module, key: str, bag: Bag, samples: int) -> int:
+    lengths = {*bag.lengths.view(samples, -1).sum(1).tolist()}
     if len(lengths) != 1:
         raise ModelError(
             f"{type(model).__name__}: makes the ids of key {key!r} itself, {min(lengths)} to {max(lengths)} for a "
@@ -319,7 +369,9 @@ def _parts_of(kjt: KeyedJaggedTensor, leaves: Mapping[str, Any]) -> Parts | None
         same = (
             path
             for path, each in leaves.items()
-            if isinstance(each, Tensor) and each.data_ptr() == tensor.data_ptr() and each.numel() == tensor.numel()
+            if isinstance(each, Tensor)
+            and each.numel() == tensor.numel() > 0
+            and each.data_ptr() == tensor.data_ptr()
         )
         return next(same, None)
 

@@ -20,7 +20,7 @@ from export.capture.given import Given
 from export.errors import first_line
 from export.scores.jagged import Counts, rows_of_jagged
 from export.scores.operators import rows_behind
-from export.scores.samples import Call, Rows, fits, is_number, per_sample
+from export.scores.samples import Call, Rows, fits, is_number, is_numbering, per_sample
 from export.trained.keyed import short_line_of
 from export.trained.running import quiet
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -42,7 +42,6 @@ _OF_FIXED_LENGTH = (
 _COMPARED = 61
 # What TorchScript and torch.export write in their own ways.
 _WRITTEN_OTHERWISE = (torch.ops.aten._to_copy.default, torch.ops.aten.slice.Tensor)
-_WITHOUT_ANSWER = (torch.ops.aten._assert_tensor_metadata.default,)
 
 
 def what_mixes_samples(
@@ -100,15 +99,13 @@ def _dims(given: Given, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], 
     """
     samples: Any = torch.export.Dim("samples", min=2)
     dims: list[dict[int, Any]] = [{0: samples} for _ in (given.embeddings, *given.dense)]
-    ids: dict[str, Any] = {}
     for each in jagged:
         key = _key_of(given, each)
         if key is None:
             dims.append({0: samples})
             continue
         count = given.fixed.get(key)
-        own = ids.setdefault(key, torch.export.Dim(f"ids_{len(ids)}", min=2) if count is None else count * samples)
-        dims.append({0: own})
+        dims.append({0: torch.export.Dim.AUTO if count is None else count * samples})
     return tuple(dims)
 
 
@@ -217,27 +214,42 @@ def _first_unknown(graph: fx.Graph, keys: Mapping[str, str | None], lengths: Map
         if key is not None and count is None:
             sizes[key] = size.node.expr
         rows[node] = Rows(0, key=key) if count is None else Rows(0, count)
+    answer = next(node for node in graph.nodes if node.op == "output")
+    needed = _needed(answer)
     counts = Counts({node: lengths[node.name] for node in inputs if node.name in lengths}, samples)
     for node in graph.nodes:
-        if node.op != "call_function" or is_number(node) or node.target in _WITHOUT_ANSWER:
+        if node not in needed or node.op != "call_function" or is_number(node) or is_numbering(node, samples):
             continue
-        if not any(each in rows or is_number(each) for each in node.all_input_nodes) and _is_known(node):
+        made_of = node.all_input_nodes
+        if _is_known(node) and not any(
+            each in rows or is_number(each) or is_numbering(each, samples) for each in made_of
+        ):
             continue  # it is the same for all samples
         if counts.is_offsets(node):
             continue
-        found = _rows_of(node, rows, counts)
+        found = _rows_of(node, rows, counts, samples)
         value = node.meta["val"]
         if found is None or (isinstance(value, Tensor) and not fits(found, value.shape, sizes[found.key])):
             return f"{node.target}{short_line_of(node)}"
         rows[node] = found
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    for each in output.all_input_nodes:
+    for each in answer.all_input_nodes:
         if rows.get(each) != Rows(0) or per_sample(each.meta["val"].shape[0], samples) != 1:
             return f"an answer whose rows are not samples{short_line_of(each)}"
     return None
 
 
-def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts) -> Rows | None:
+def _needed(answer: fx.Node) -> set[fx.Node]:
+    """The steps that an answer is made of. Others check numbers: where one fails, requests are scored one by one."""
+    needed, waiting = set[fx.Node](), [answer]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return needed
+
+
+def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts, samples: Any) -> Rows | None:
     """Where the samples of a step are; None: it may let them meet."""
     if node.target is operator.getitem:
         return rows[node.all_input_nodes[0]]
@@ -252,7 +264,7 @@ def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts) -> Row
     op = cast(torch._ops.OpOverload, node.target)
     # Where they are among ids, they are not to meet other ids either.
     plain = {each: replace(found, key=None) for each, found in given.items()}
-    found = rows_behind(op, Call(node, plain), is_sized=any(map(is_number, node.all_input_nodes)))
+    found = rows_behind(op, Call(node, plain, samples), is_sized=any(map(is_number, node.all_input_nodes)))
     return found and replace(found, key=next(iter(keys), None))
 
 

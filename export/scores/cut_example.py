@@ -57,7 +57,7 @@ class FromExample:
                 for path, numbers in zip(paths, given.dense, strict=True)
             }
             call = self.signature.called(given.samples, given.bags, by_sample)
-            found = outputs_of(of, call.answer_of(of))
+            found, _ = outputs_of(of, call.answer_of(of))
             return {name: found[name] for name in outputs}
 
         cut = Cut(module, tuple(paths), outputs, answer, jagged)
@@ -73,8 +73,8 @@ class FromExample:
         for each in taken:
             if isinstance(each, JaggedInput) and each.name not in keys | features:
                 raise ModelError(
-                    f"{type(model).__name__}: uses the ids of key {each.name!r}, which no collection looks up: give "
-                    "them as a tensor with a row for each sample"
+                    f"{type(model).__name__}: uses {each.name!r}, which no collection looks up: requests bring ids "
+                    "of tables, and tensors of one shape for each sample: give it as such a tensor"
                 )
 
     def _said(self, taken: tuple[Input, ...], outputs: tuple[str, ...]) -> Iterator[str]:
@@ -85,7 +85,7 @@ class FromExample:
             yield f"example: requests do not bring {', '.join(unused)}: no score needs it"
         if signature.constants:
             yield f"example: {', '.join(signature.constants)} stays as it is in the example, for all requests"
-        if left := [name for name in self.graph.outputs if name not in outputs]:
+        if left := [*(name for name in self.graph.outputs if name not in outputs), *self.graph.left]:
             yield f"example: the outputs {', '.join(left)} are left out: they have no row for each sample"
 
     def given(self, samples: int = _PROBED, dense: tuple[str, ...] = ()) -> Given:

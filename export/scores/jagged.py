@@ -75,6 +75,11 @@ class _Use:
         """Whether an argument has a row for each sample."""
         return self._at(position) == Rows(0)
 
+    def are_dense(self, position: int) -> bool:
+        """Whether each tensor of a list has a row for each sample."""
+        given: Any = self._args[position]
+        return all(self._rows.get(each) == Rows(0) for each in given)
+
     def is_jagged(self, position: int, offsets: int) -> bool:
         """Whether an argument has the rows of the ids that another one has the offsets of."""
         of = self._of(offsets)
@@ -124,11 +129,19 @@ def _jagged_bmm(use: _Use) -> Rows | None:
     return Rows(0) if use.is_jagged(0, 2) and use.is_jagged(1, 2) else None
 
 
+def _regrouped(use: _Use) -> Rows | None:
+    """(tensors, …): columns of tensors with a row for each sample, in another order."""
+    return Rows(0) if use.are_dense(0) else None
+
+
 _RULES: Mapping[str, Callable[[_Use], Rows | None]] = {
     **dict.fromkeys(("jagged_to_padded_dense", "jagged_to_padded_dense_forward"), _to_dense),
     **dict.fromkeys(("jagged_2d_to_dense", "jagged_1d_to_dense"), _to_dense),
     **dict.fromkeys(("dense_to_jagged", "dense_to_jagged_forward"), _to_jagged),
     **dict.fromkeys(("jagged_dense_elementwise_add_jagged_output", "jagged_dense_elementwise_mul"), _both),
+    **dict.fromkeys(
+        ("permute_multi_embedding", "permute_multi_embedding_function", "regroup_keyed_tensor"), _regrouped
+    ),
     "jagged_dense_bmm": _bmm,
     "jagged_jagged_bmm": _jagged_bmm,
     "jagged_softmax": _softmax,

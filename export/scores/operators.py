@@ -187,10 +187,15 @@ def _embedding(call: Call) -> Rows | None:
 
 
 def _index(call: Call) -> Rows | None:
-    """x[:, i, j] with the same places for all samples; or rows of what is the same for all, at places of samples."""
+    """x[:, i, j] with the same places for all samples; or rows of what is the same for all, at places of samples; or
+    x[arange(B), i, j], which is at places of each sample."""
     indices = call.given["indices"]
     used = [dim for dim, each in enumerate(indices) if each is not None]
     found = call.rows("self")
+    if call.is_numbered("indices"):
+        others = call.each_rows("indices")[1:]
+        is_flat = used == list(range(len(used))) and all(len(each.meta["val"].shape) == 1 for each in indices[1:])
+        return found if found == Rows(0) and is_flat and all(each in (None, Rows(0)) for each in others) else None
     if found is None:
         return call.each_rows("indices")[0] if used == [0] else None
     if not call.is_constant("indices") or not used or used != list(range(used[0], used[-1] + 1)) or found.dim in used:

@@ -26,18 +26,19 @@ class Call:
     Args:
         node: a step of a graph of ATen.
         rows: where the samples of earlier steps are. Steps that are the same for all samples are not in it.
+        samples: the symbol of B.
 
     Attributes:
         given: its arguments by name.
         out: what it answers with: a tensor without numbers, or several.
     """
 
-    def __init__(self, node: fx.Node, rows: Mapping[fx.Node, Rows]) -> None:
+    def __init__(self, node: fx.Node, rows: Mapping[fx.Node, Rows], samples: Any) -> None:
         schema = cast(torch._ops.OpOverload, node.target)._schema.arguments
         names, defaults = [each.name for each in schema], {each.name: each.default_value for each in schema}
         self.given: dict[str, Any] = {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
         self.out: Any = node.meta["val"]
-        self._rows = rows
+        self._rows, self._samples = rows, samples
 
     def rows(self, name: str) -> Rows | None:
         """Where the samples of an argument are; None: it is the same for all samples."""
@@ -53,6 +54,11 @@ class Call:
             if isinstance(each, fx.Node)
         ]
 
+    def is_numbered(self, name: str) -> bool:
+        """Whether the first tensor of an argument says which sample each of its rows is of."""
+        first = self.given[name][0]
+        return isinstance(first, fx.Node) and is_numbering(first, self._samples)
+
     def is_constant(self, *names: str) -> bool:
         """Whether some arguments are the same for all samples."""
         return not any(any(self.each_rows(name)) for name in names)
@@ -67,6 +73,15 @@ class Call:
         given = self.given.get(name)
         named = [given] if isinstance(given, int) else list(given or ())
         return [dim % max(1, len(self.shape(of))) for dim in named]
+
+
+def is_numbering(node: fx.Node, samples: Any) -> bool:
+    """Whether a step is the numbers 0 to B − 1: which sample a row is of."""
+    if str(node.target) != "aten.arange.start_step":
+        return False
+    start, end, *step = node.args
+    size = end.meta.get("val") if isinstance(end, fx.Node) else None
+    return bool(start == 0 and step in ([], [1]) and isinstance(size, torch.SymInt) and size.node.expr == samples)
 
 
 def is_number(node: fx.Node) -> bool:

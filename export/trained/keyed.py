@@ -32,7 +32,7 @@ _FRAME = re.compile(r'File "(.+)", line ([0-9]+), in ')
 def line_of(node: fx.Node) -> str:
     """The line of the model's code of a step of a graph. Empty: its stack trace was not kept."""
     for path, line in reversed(_FRAME.findall(node.stack_trace or "")):
-        if _is_users(Path(path)):
+        if is_users(Path(path)):
             return _where(path, int(line))
     return ""
 
@@ -45,12 +45,21 @@ def short_line_of(node: fx.Node) -> str:
 def line_of_error(error: Exception) -> str:
     """The line of the model's code that raised an error: the innermost one that is not torch's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if frame.lineno is not None and _is_users(Path(frame.filename)):
+        if frame.lineno is not None and is_users(Path(frame.filename)):
             return _where(frame.filename, frame.lineno)
     return ""
 
 
-def _is_users(path: Path) -> bool:
+def line_of_stack() -> str:
+    """The line of the model's code that is running: the innermost one that is not torch's."""
+    for frame in reversed(traceback.extract_stack()):
+        if frame.lineno is not None and is_users(Path(frame.filename)):
+            return _where(frame.filename, frame.lineno)
+    return ""
+
+
+def is_users(path: Path) -> bool:
+    """Whether a file is none of torch, torchrec or this package."""
     return path.exists() and not any(path.is_relative_to(each) for each in _NOT_THE_USERS)
 
 
