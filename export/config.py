@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from export.plan.sharding import Sharding, check_patterns, last_match
 from serving.arguments import check_argument, check_arguments
@@ -12,6 +13,9 @@ from serving.bundle.scores import DenseDtype
 from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
 from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
+
+# One call of a model, as torch.export takes it: its arguments by position, or by name.
+Example = tuple[Any, ...] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +38,8 @@ class ExportConfig:
             inputs.
         dense_dtype: how the weights of that part are kept.
         dense_widths: the columns of dense inputs that no nn.Linear takes, by name.
+        example: one call of the model that works, as torch.export takes it: its arguments as a tuple, or by name as a
+            dict (`export.capture.example`). None: its forward takes one KJT, and dense inputs [B, width].
         labelled: a file of requests for scores with labels, on which their AUC is measured. None measures none.
         sharding: the ranks, and how tables are placed on them; one rank by default.
         serving: how all versions of the model are served. None gives a new model the defaults, and leaves the
@@ -52,6 +58,7 @@ class ExportConfig:
     scores: bool = False
     dense_dtype: DenseDtype = DenseDtype.FP32
     dense_widths: Mapping[str, int] = field(default_factory=dict)
+    example: Example | None = field(default=None, compare=False)
     labelled: Path | None = None
     sharding: Sharding = field(default_factory=Sharding)
     serving: ServingSettings | None = None
@@ -67,6 +74,8 @@ class ExportConfig:
         for name, width in self.dense_widths.items():
             if width < 1:
                 raise ConfigurationError(f"dense_widths (--dense-width) {name!r}: expected > 0, got {width}")
+        if self.example is not None and self.dense_widths:
+            raise ConfigurationError("dense_widths (--dense-width): expected none beside an example, which has them")
         if self.dense_widths and not self.scores:
             raise ConfigurationError("dense_widths (--dense-width): expected --scores beside it")
         if self.labelled is not None and not self.scores:

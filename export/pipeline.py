@@ -6,15 +6,14 @@ hosts by their digests, so it comes last. Until then the bundles of the hosts ar
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 from torch import nn
 
-from export.capture.example import Example
-from export.config import ExportConfig, Progress
+from export.config import Example, ExportConfig, Progress
 from export.errors import PublishError
 from export.hosts import host_bundles, open_parts, part_manifest, part_models, recorded_errors, tables_of_host
 from export.parity.answers import Answers, answer_assembled, answer_probe, assembled_manifest
@@ -71,8 +70,7 @@ def export_model(
         example: one call of the module that works, as torch.export takes it: its arguments as a tuple, or by name as
             a dict. They may hold KeyedJaggedTensors and tensors in dicts, dataclasses and objects of any class. What
             reaches a collection is a key of requests; other tensors with a row for each sample are dense inputs,
-            called by their path; all else stays as it is in the example. None: the forward takes one KJT, and dense
-            inputs [B, width].
+            called by their path; all else stays as it is in the example. None: that of `config`.
         signing_key: a PEM file with an Ed25519 private key. It signs the bundle, and the settings of a new model
             (`serving.bundle.signature`). None signs nothing.
         progress: called as rows are stored.
@@ -90,7 +88,10 @@ def export_model(
         ParityError: a table's answers move further than its limit, or the module itself answers otherwise.
         PublishError: the repository cannot take the bundle.
     """
-    prepared = prepare(module, config, checkpoint, signing_key, progress, dense, example)
+    config = config or ExportConfig()
+    if example is not None:
+        config = replace(config, example=example)
+    prepared = prepare(module, config, checkpoint, signing_key, progress, dense)
     return Export(prepared, Path(repository), name).publish(version)
 
 
@@ -318,7 +319,7 @@ def plan_model(
     Raises:
         ModelError, ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
-    trained = collect_tables(module).tables
+    trained = collect_tables(module, follow=config.example is None).tables
     if checkpoint is not None:  # it has to hold the tables, even where the plan needs no row
         weights = open_weights(module, trained, checkpoint)
         for table in trained:

@@ -9,7 +9,6 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
-from export.capture.example import Example
 from export.config import ExportConfig, Progress
 from export.errors import ModelError
 from export.ids.id_maps import BuiltMaps, build_maps
@@ -213,14 +212,12 @@ def prepare(
     signing_key: Path | None,
     progress: Callable[[Progress], None],
     dense: nn.Module | None = None,
-    example: Example | None = None,
 ) -> Prepared:
     """Collect the tables of `module`, and decide how they are stored and where; arguments as `export_model`."""
     config = config or ExportConfig()
+    example = config.example
     if example is not None and dense is not None:
-        raise ConfigurationError("example: expected no dense beside it, which is not followed")
-    if example is not None and config.dense_widths:
-        raise ConfigurationError("dense_widths (--dense-width): expected none beside an example, which has them")
+        raise ConfigurationError("example: expected no dense beside it, which takes the place of what it would show")
     if dense is not None and not config.scores:
         raise ConfigurationError("dense: expected scores beside it: ExportConfig(scores=True)")
     key = None if signing_key is None else read_signing_key(signing_key)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.running import dotted
 
-# The arguments of a call: by position, or by name.
-Example = tuple[Any, ...] | Mapping[str, Any]
 # What has nothing in it that a request could bring.
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, nn.Module, type)
 

@@ -14,7 +14,8 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.bags import Bag, Bags, GivenKeys, bags_of, kjt_of_bags
-from export.capture.example import Call, Example
+from export.capture.example import Call
+from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of_error
 from export.trained.managed import inner_of, is_sequence

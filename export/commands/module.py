@@ -45,22 +45,43 @@ def build_module(spec: str, *, meta: bool) -> "nn.Module":
     """
     from torch import nn
 
-    package, _, function = spec.partition(":")
-    sys.path.insert(0, "")  # as `python -m` does, so that modules in the working directory are found
-    try:
-        build = getattr(importlib.import_module(package), function)
-        with _tables_on_meta() if meta else nullcontext():
-            module = build()
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
-        said = f"{type(error).__name__}: {error}"
-        if place := _last_own_line(error):
-            raise ModelError(f"--model {spec}: {said} ({place}); --verbose shows how it came there") from error
-        raise ConfigurationError(
-            f"--model {spec}: expected package.module:function, without arguments: {said}"
-        ) from error
+    with _tables_on_meta() if meta else nullcontext():
+        module = _made("--model", spec)
     if not isinstance(module, nn.Module):
         raise ModelError(f"--model {spec}: expected a torch.nn.Module, got {type(module).__name__}")
     return module
+
+
+def named_example(spec: str) -> tuple[Any, ...] | dict[str, Any]:
+    """The arguments of a call that `spec` names: a tuple, or a dict; or a function that returns one.
+
+    Raises:
+        ConfigurationError: there is nothing of that name, or it is something else.
+        ModelError: the function raised something.
+    """
+    found = _made("--example", spec)
+    if not isinstance(found, tuple | dict):
+        raise ConfigurationError(
+            f"--example {spec}: expected the arguments of a call, as a tuple, or by name as a dict, got "
+            f"{type(found).__name__}: (batch,) is the tuple of one"
+        )
+    return found
+
+
+def _made(option: str, spec: str) -> Any:
+    """What `spec` names: `package.module:name`. A function is called."""
+    package, _, name = spec.partition(":")
+    sys.path.insert(0, "")  # as `python -m` does, so that modules in the working directory are found
+    try:
+        found = getattr(importlib.import_module(package), name)
+        return found() if option == "--model" or callable(found) else found
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        said = f"{type(error).__name__}: {error}"
+        if place := _last_own_line(error):
+            raise ModelError(f"{option} {spec}: {said} ({place}); --verbose shows how it came there") from error
+        raise ConfigurationError(
+            f"{option} {spec}: expected package.module:function, without arguments: {said}"
+        ) from error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from export.commands.module import named_example
 from export.commands.values import dense_dtype, id_dtype, id_policy, output_dtype, weight_dtype
 from export.sizes import bytes_per_s, size_bytes
 from serving.bundle.plan import ShardingType
@@ -140,6 +141,13 @@ OPTIONS = (
         by="INPUT",
         parse=integer,
         help="With --scores: columns of a dense input that no nn.Linear takes.",
+    ),
+    ExportOption(
+        name="example",
+        typed=str,
+        parse=lambda _, spec: named_example(spec),
+        help="package.module:name of one call of the model: its arguments as a tuple, or by name as a dict; or of a "
+        "function without arguments that returns them. For models that take more than one KJT and tensors.",
     ),
     ExportOption(
         name="labelled",

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from export.commands.module import CheckpointOption, build_module
+from export.commands.module import CheckpointOption, build_module, named_example
 from export.commands.show import (
     show_cached,
     show_hosts,
@@ -62,6 +62,10 @@ def verify(
         str | None, typer.Option(help="package.module:function of the model, to compare with its float rows.")
     ] = None,
     checkpoint: CheckpointOption = None,
+    example: Annotated[
+        str | None,
+        typer.Option(help="package.module:name of a call of the model, as `tbe-export model --example` took it."),
+    ] = None,
     trusted_keys: Annotated[
         Path | None, typer.Option(help="PEM file with Ed25519 public keys. One of them must have signed the bundle.")
     ] = None,
@@ -70,14 +74,19 @@ def verify(
     """Read every byte of a bundle and check what it answers, at every step; exits with 1 if anything differs."""
     if checkpoint is not None and model is None:
         raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
+    if example is not None and model is None:
+        raise ConfigurationError("--example: expected --model too: it is a call of that")
     check_pins()
     from export.parity.verify import as_json
     from export.parity.verify import verify as verify_any
     from export.trained.tables import collect_tables
 
-    trained = None if model is None else collect_tables(build_module(model, meta=checkpoint is not None))
+    call = None if example is None else named_example(example)
+    trained = None
+    if model is not None:
+        trained = collect_tables(build_module(model, meta=checkpoint is not None), follow=call is None)
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
-    verification = verify_any(bundle_of(bundle, trusted), trained, checkpoint, trusted)
+    verification = verify_any(bundle_of(bundle, trusted), trained, checkpoint, trusted, call)
     if json_:
         print(as_json(verification))
     else:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from export.capture.example import Example
+from export.config import Example
 from export.errors import ModelError
 from export.ids.id_maps import build_maps
 from export.parity.answers import Answers, answer_assembled, answer_probe

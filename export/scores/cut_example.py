@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from export.capture.answers import outputs_of
 from export.capture.bags import Bag
-from export.capture.example import Example
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS, Captured, Input, captured, ids_of, lengths_of, rows_of, weights_of
 from export.capture.moved_ids import placed
 from export.capture.scriptable import scriptable
 from export.capture.signature import Collections, Signature, read_signature
+from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut
 from serving.bundle.scores import INPUT_DTYPES, DenseInput, InputDtype, JaggedInput, wrong_names

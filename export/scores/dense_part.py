@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from export.capture.bags import Bags, bags_of
-from export.capture.example import Example
 from export.capture.given import Given
 from export.capture.signature import Collections, Columns
+from export.config import Example
 from export.errors import ModelError, ParityError, compiler_line
 from export.rows.table_error import finite
 from export.scores.apart import what_branches, what_is_one_step, what_mixes_samples

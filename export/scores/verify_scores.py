@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import torch
 
-from export.capture.example import Example
 from export.capture.given import Given
+from export.config import Example
 from export.errors import ModelError
 from export.ids.id_maps import build_maps
 from export.scores.dense_part import ByFeature, Scored, compare_scores, dense_part, given_for, with_answer
