@@ -146,14 +146,15 @@ class DenseProgram:
             return {}
         requests = [checked.requests[number] for number in asking]
         samples = [each.samples for each in requests]
-        embeddings = np.empty((sum(samples), 0), self._dtype)
-        if self._width:  # else there is no batch of pooled features
+        inputs: list[Sequence[Array]] = [request.dense or () for request in requests]
+        if self.part.jagged:
+            rows = rows_of(batches, answers)
+            for at, (number, request) in enumerate(zip(asking, requests, strict=True)):
+                inputs[at] = [*inputs[at], *jagged_inputs(schema, request, rows, number)]
+        if self._width:
             embeddings = _pooled(batches[0], answers[0], asking)
-        rows = rows_of(batches, answers) if schema.scored_rows.any() else {}
-        inputs = [
-            [*(request.dense or ()), *jagged_inputs(schema, request, rows, number)]
-            for number, request in zip(asking, requests, strict=True)
-        ]
+        else:  # there is no batch of pooled features
+            embeddings = np.empty((sum(samples), 0), self._dtype)
         return {
             number: {name: numbers for name, numbers in found.items() if name in request.outputs}
             for number, request, found in zip(asking, requests, self.score(embeddings, inputs, samples), strict=True)

@@ -123,21 +123,28 @@ def accept_dense(
     _expect_known(inputs, given)
     found = []
     for each in inputs:
-        is_once, dtype = each.name in once, each.dtype.numpy
-        array, shape = given.get(each.name), (1 if is_once else samples, *each.shape)
-        rows = "a row for all samples" if is_once else "a row for each sample"
-        expected = f"dense input {each.name!r}: expected {dtype} {list(shape)}, {rows}"
-        if array is None:
-            raise InvalidRequest(
-                f"{expected}, got none: scores need it; ask for the output `embeddings` alone to look up without",
-                Reason.DENSE,
-            )
-        if array.dtype != dtype or array.shape != shape:
-            raise InvalidRequest(f"{expected}, got {array.dtype} {list(array.shape)}", Reason.DENSE)
-        if each.dtype is InputDtype.BOOL and (array.view(np.uint8) > 1).any():
-            raise InvalidRequest(f"{expected}, got a byte that is neither 0 nor 1", Reason.DENSE)
+        is_once, array = each.name in once, given.get(each.name)
+        shape = (1 if is_once else samples, *each.shape)
+        if array is None or array.dtype != each.dtype.numpy or array.shape != shape or _has_odd_bytes(array):
+            raise _refusal(each, shape, "all samples" if is_once else "each sample", array)
         found.append(np.broadcast_to(array, (samples, *each.shape)) if is_once else array)
     return found
+
+
+def _has_odd_bytes(array: Array) -> bool:
+    """Whether it has booleans that are neither 0 nor 1."""
+    return array.dtype == np.bool_ and bool((array.view(np.uint8) > 1).any())
+
+
+def _refusal(of: DenseInput, shape: Sequence[int], samples: str, array: Array | None) -> InvalidRequest:
+    if array is None:
+        got = "none: scores need it; ask for the output `embeddings` alone to look up without"
+    elif array.dtype != of.dtype.numpy or array.shape != shape:
+        got = f"{array.dtype} {list(array.shape)}"
+    else:
+        got = "a byte that is neither 0 nor 1"
+    expected = f"{of.dtype.numpy} {list(shape)}, a row for {samples}"
+    return InvalidRequest(f"dense input {of.name!r}: expected {expected}, got {got}", Reason.DENSE)
 
 
 def _expect_known(inputs: Sequence[DenseInput], given: Collection[str]) -> None:

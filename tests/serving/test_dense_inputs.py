@@ -183,6 +183,10 @@ def test_lines_of_json_have_them(served: Served) -> None:
     assert answered.returncode == 1
     assert "line 2: dense input 'relation': expected integers, which travel as INT64, got float64" in answered.stderr
     assert_right({name: np.array(each) for name, each in json.loads(answered.stdout).items()}, ids, dense)
+    single = json.dumps({"features": ids, "dense": {**json.loads(line)["dense"], "relation": [2**40 + 1]}})
+    answered = tbe_serve("score", "m", "--once", "relation", "--url", served.server.grpc, stdin=single)
+    scores = {name: np.array(each) for name, each in json.loads(answered.stdout).items()}
+    assert_right(scores, ids, {**dense, "relation": np.full(2, 2**40 + 1)})
 
 
 def test_captured_requests_keep_them(served: Served) -> None:

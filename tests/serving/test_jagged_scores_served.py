@@ -13,14 +13,15 @@ import pytest
 
 from export import Sharding, export_model
 from serving.bundle.opening import open_bundle
-from serving.client import AsyncLookupClient, LookupClient
+from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.engine import Engine
-from serving.errors import InvalidRequest
+from serving.errors import HostUnavailable, InvalidRequest, ServerUnavailable
 from serving.model.settings import ServingSettings
+from serving.router.hosts_config import OnLost
 from tests.support.histories import assert_scores, expected, random_histories, with_histories
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.sequences import FP32, Mixed, assert_mixed
-from tests.support.servers import Running, at_once, metric, running, tbe_serve
+from tests.support.servers import Running, at_once, lose, metric, running, tbe_serve
 
 MODULE = Mixed()
 
@@ -117,3 +118,30 @@ def test_over_hosts_rows_travel(tmp_path: Path) -> None:
             assert_scores(client.score(user, dense, once=["recent", "genres"]), right)
         with Engine.open(served.bundle, served.hosts) as engine:
             assert_scores(engine.score(repeated, dense), right)
+
+
+def test_of_a_lost_host_scores_that_need_its_rows_fail_alone_or_are_made_of_zeros(tmp_path: Path) -> None:
+    """Rows of `item` are on one host, those of `word` on the other."""
+    types = {"item": "table_wise", "word": "table_wise", "user": "data_parallel", "genre": "data_parallel"}
+    sharding = Sharding(ranks=2, ranks_per_host=1, types=types)
+    router = with_histories(export_hosts(tmp_path, MODULE, replace(FP32, sharding=sharding)))
+    manifest = open_bundle(router).manifest
+    (lost,) = (manifest.plan.ranks[shard.rank].host for shard in manifest.plan.shards_by_table["item"])
+    bags, dense = random_histories(np.random.default_rng(1), 3)
+    bags["recent"], bags["seen"] = [[1, 2], [], [3]], [[4], [], []]
+    without: dict[str, Any] = {**bags, "recent": [[], [], []]}  # rows of `seen` are in no score
+    with (
+        fleet(tmp_path, router, "--shard-timeout-ms", "1000") as served,
+        LookupClient(served.router.grpc, MODEL, 60, retries=Retries(attempts=1)) as client,
+        Engine.open(served.bundle, replace(served.hosts, on_lost={"item": OnLost.ZERO})) as engine,
+    ):
+        assert_scores(client.score(bags, dense), expected(MODULE, bags, dense))
+        lose(served.servers[lost])
+        answers = at_once([partial(client.score, each, dense) for each in (bags, without) * 4])
+        for needs, needs_none in zip(answers[::2], answers[1::2], strict=True):
+            assert isinstance(needs, HostUnavailable | ServerUnavailable), needs
+            assert "tables 'item': host" in str(needs)
+            assert_scores(needs_none, expected(MODULE, without, dense))
+        found, right = engine.score(bags, dense), expected(MODULE, bags, dense)
+        assert not found["attended"].any()
+        assert_scores(found, {**right, "attended": np.zeros((3, 32))})
