@@ -127,6 +127,11 @@ class _Converter:
         for node in reversed(self._module.graph.nodes):
             if is_writing(node):
                 self._expect_no_ids(node)
+            if node in needed and _is_random(node):
+                raise ModelError(
+                    f"{type(self._model).__name__}: its forward draws random numbers in eval mode, by "
+                    f"{node.target}{line_of(node)}: no two of its answers are the same: have it draw none"
+                )
             if node in needed or is_writing(node):
                 needed |= {node, *(() if self._counts_samples(node) else node.all_input_nodes)}
         return needed
@@ -265,6 +270,23 @@ class _Converter:
             copied.meta["stack_trace"] = node.meta.get("stack_trace")
 
 
+def _is_random(node: fx.Node) -> bool:
+    """Whether a step draws random numbers. Dropout does not, in eval mode."""
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    arguments = op._schema.arguments
+    given: dict[str, Any] = {each.name: each.default_value for each in arguments}
+    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
+    # Dropout in eval mode, and attention without dropout, draw none.
+    is_training = given.get("train", given.get("training", True))
+    return bool(is_training) and given.get("dropout_p") != 0.0
+
+
+# Steps that answer with their first argument in eval mode, which their third one says.
+_DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
+
+
 def is_writing(node: fx.Node) -> bool:
     """Whether a step of a graph of ATen changes a tensor in place, or checks one."""
     op = node.target
@@ -331,7 +353,7 @@ _RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
         ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default", "aten.to.other"),
         _to_dtype,
     ),
-    "aten.dropout.default": lambda _, __, args: args[0],
+    **dict.fromkeys(_DROPOUTS, lambda _, __, args: args[0]),
     "aten.lift_fresh_copy.default": lambda to, _, args: to._method("clone", args[0]),
 }
 

@@ -173,7 +173,9 @@ def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpo
         CheckpointError: a table is on the meta device, or sharded over several processes.
     """
     source = type(module).__name__
-    state = module.state_dict()
+    # A module may leave its own path out of its state dict, as torchrec's PredictModule does.
+    own = [*module.named_parameters(), *module.named_buffers()]
+    state = {name: each.detach() for name, each in own} | module.state_dict()
     stored = {}
     for table in tables:
         tensor = state[table.key]
