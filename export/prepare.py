@@ -16,7 +16,8 @@ from export.plan.planner import plan_shards
 from export.rows.quantize import check_dim, smallest_dtype
 from export.scores.auc import LabelledRequest, read_labelled
 from export.scores.cut_example import follow_example
-from export.scores.dense_part import Scored, columns_of, dense_part
+from export.scores.dense_part import Scored, dense_part
+from export.scores.requests import columns_of
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, TrainedTable, collect_tables
 from serving.bundle.manifest import NEWEST_FORMAT_VERSION, Manifest, format_version_of
