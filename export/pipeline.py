@@ -59,7 +59,7 @@ def export_model(
         repository: Triton's model repository; made if it is missing.
         name: the model's name in the repository.
         config: dtypes, id policies and limits by table; INT8 and `error` for all where None.
-        version: the version's number; the next free one where None.
+        version: its number; the next free one where None.
         checkpoint: the weights: a file, a folder, or a Checkpoint of tables that you read yourself. None takes those
             in `module` itself.
         dense: with `config.scores`, takes the place of what follows the collections. Its forward takes the pooled
@@ -306,9 +306,7 @@ def plan_model(
     checkpoint: WeightSource = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Describe what `export_model` would write: dtypes, plan and byte offsets.
-
-    Rows are read only where `max_error` leaves a dtype to be chosen.
+    """What `export_model` would write. Rows are read only where `max_error` leaves a dtype to be chosen.
 
     Raises:
         ModelError, ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.

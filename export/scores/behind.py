@@ -1,4 +1,4 @@
-"""What follows the collections of a model, in three ways: followed by torch.fx, from an example, or the user's own."""
+"""What follows the collections of a model: as torch.fx follows it, as an example shows, or of the user's own."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
