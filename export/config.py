@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from export.plan.sharding import Sharding, check_patterns, last_match
 from serving.arguments import check_argument, check_arguments
@@ -15,7 +14,7 @@ from serving.errors import ConfigurationError
 from serving.model.settings import ServingSettings
 
 # One call of a model, as torch.export takes it: its arguments by position, or by name.
-Example = tuple[Any, ...] | Mapping[str, Any]
+Example = tuple[object, ...] | Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
