@@ -92,9 +92,17 @@ class GivenKeys(KeyedJaggedTensor):  # type: ignore[misc]
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nobody put other tensors in the place of its own."""
+        """Whether nobody put other tensors in the place of its own, or of those of `to_dict`, which lookups read."""
         now = (self._values, self._weights, self._lengths)
-        return list(self._keys) == list(self.given) and all(a is b for a, b in zip(self.parts, now, strict=True))
+        if list(self._keys) != list(self.given) or any(a is not b for a, b in zip(self.parts, now, strict=True)):
+            return False
+        if self._jt_dict is None:
+            return True
+        found = {key: (each._values, each._weights, each._lengths) for key, each in self._jt_dict.items()}
+        own = {key: (bag.ids, bag.weights, bag.lengths) for key, bag in self.given.items()}
+        return found.keys() == own.keys() and all(
+            a is b for key, bag in own.items() for a, b in zip(bag, found[key], strict=True)
+        )
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
         """As KeyedJaggedTensor.split."""
@@ -114,8 +122,10 @@ class GivenKeys(KeyedJaggedTensor):  # type: ignore[misc]
         return JaggedTensor(bag.ids, weights=bag.weights, lengths=bag.lengths)
 
     def to_dict(self) -> dict[str, JaggedTensor]:
-        """As KeyedJaggedTensor.to_dict."""
-        return {key: self[key] for key in self.given}
+        """As KeyedJaggedTensor.to_dict, which keeps what it answers, too."""
+        if self._jt_dict is None:
+            self._jt_dict: dict[str, JaggedTensor] | None = {key: self[key] for key in self.given}
+        return self._jt_dict or {}
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:

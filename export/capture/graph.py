@@ -20,10 +20,18 @@ from torchrec import KeyedJaggedTensor
 
 from export.capture.answers import outputs_of
 from export.capture.bags import Bag, GivenKeys
-from export.capture.signature import Collections, Signature, answering, dtype_of, jagged_tensors, keyed_tensor
+from export.capture.signature import (
+    Collections,
+    Signature,
+    answering,
+    dtype_of,
+    jagged_tensors,
+    keyed_tensor,
+    keys_of_features,
+)
 from export.errors import ModelError, first_line
 from export.trained.keyed import is_users, line_of_error, line_of_stack
-from export.trained.managed import is_sequence
+from export.trained.managed import is_sequence, takes_weights
 from export.trained.running import evaluating, quiet
 from serving.bundle.scores import JaggedInput, JaggedKind
 
@@ -54,23 +62,38 @@ def rows_of(feature: str) -> JaggedInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """A KJT that the forward makes itself.
+
+    Attributes:
+        keys: of it.
+        is_weighted: whether the collection that gets it takes weights.
+        line: of the model's code, where the collection gets it.
+    """
+
+    keys: Sequence[str]
+    is_weighted: bool
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
 class Captured:
     """A model as a graph of ATen.
 
     Attributes:
-        module: takes `inputs`, in order. Answers the outputs of the model, in order; then, of each of `made`, values
-            and lengths.
+        module: takes `inputs`, in order. Answers the outputs of the model, in order; then, of each of `made`, values,
+            lengths, and weights where it has some that count.
         inputs: what it takes.
         outputs: their names.
         left: names of what it answers beside tensors, in a form that has no row for each sample.
-        made: the keys of each KJT that a collection gets and that the forward made itself.
+        made: the KJTs that a collection gets and that the forward made itself.
     """
 
     module: fx.GraphModule
     inputs: Sequence[Input]
     outputs: Sequence[str]
     left: Sequence[str]
-    made: Sequence[Sequence[str]]
+    made: Sequence[Made]
 
 
 def captured(
@@ -91,9 +114,9 @@ def captured(
         ModelError: naming the line of the model's code that cannot be followed.
     """
     whole = _Whole(model, collections, signature, list(inputs))
-    lines: list[str] = []
+    compared: list[tuple[Any, str]] = []
     silent = redirect_stderr(io.StringIO())
-    with torch.no_grad(), evaluating(model), quiet(), silent, _plain_attention(), _plain_data(), _noting(lines):
+    with torch.no_grad(), evaluating(model), quiet(), silent, _plain_attention(), _plain_data(), _noting(compared):
         try:
             program = torch.export.export(
                 whole, tuple(inputs.values()), dynamic_shapes=(_dims(whole, signature),), strict=False
@@ -101,14 +124,49 @@ def captured(
         except ModelError:
             raise
         except Exception as error:  # the user's code may raise anything
+            lines = [*dict.fromkeys(line for _, line in compared if line)]
             raise ModelError(f"{type(model).__name__}: {_refusal(error, lines)}") from error
-        return Captured(
-            inlined(program.module(check_guards=False)),
-            whole.inputs,
-            whole.seen.outputs,
-            whole.seen.left,
-            whole.seen.made,
-        )
+        module = inlined(program.module(check_guards=False))
+    _expect_any_number(model, module, whole.inputs, compared)
+    return Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made)
+
+
+def _expect_any_number(
+    model: nn.Module, module: fx.GraphModule, inputs: Sequence[Input], compared: Sequence[tuple[Any, str]]
+) -> None:
+    """Refuse a forward that does something else for other numbers of ids: the graph has one of its ways alone.
+
+    Args:
+        model: for messages.
+        module: the graph.
+        inputs: what it takes.
+        compared: each comparison of sizes that torch.export decided, and its line.
+    """
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, each in zip(nodes, inputs, strict=True):
+        size = node.meta["val"].shape[0]
+        if isinstance(each, JaggedInput) and not isinstance(size, torch.SymInt):
+            lines = [*dict.fromkeys(line for _, line in compared if line)]
+            raise ModelError(
+                f"{type(model).__name__}: its forward can be called with {size} ids of {each.name!r} alone"
+                f"{': see' + ' and'.join(lines) if lines else ''}: take sizes of tensors as they are (x.size(0), "
+                "x.shape), not len(x), int(…) or a number of the example"
+            )
+    size = nodes[0].meta["val"].shape[0].node
+    sizes = {symbol for node in nodes for each in node.meta["val"].shape for symbol in _symbols_of(each)}
+    for known, line in compared:
+        guard = size.shape_env.simplify(known)  # by what else it found out
+        decides = guard.free_symbols - size.expr.free_symbols
+        if decides and decides <= sizes and getattr(guard, "rel_op", "") != "==":
+            raise ModelError(
+                f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: {guard}: "
+                "expected the same steps for any number of ids: requests are merged, and have more"
+            )
+
+
+def _symbols_of(size: Any) -> set[Any]:
+    found: set[Any] = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+    return found
 
 
 def _refusal(error: Exception, lines: Sequence[str]) -> str:
@@ -135,14 +193,13 @@ def _refusal(error: Exception, lines: Sequence[str]) -> str:
 
 
 @contextmanager
-def _noting(lines: list[str]) -> Iterator[None]:
-    """In the block, note the lines of the model's code where torch.export compares sizes: torch does not tell."""
+def _noting(compared: list[tuple[Any, str]]) -> Iterator[None]:
+    """In the block, note what torch.export finds out about sizes, and the line of the model's code."""
     log_guard = ShapeEnv._log_guard
 
-    def noted(env: Any, *args: Any, **kwargs: Any) -> None:
-        if (line := line_of_stack()) and line not in lines:
-            lines.append(line)
-        log_guard(env, *args, **kwargs)
+    def noted(env: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
+        compared.append((guard, line_of_stack()))
+        log_guard(env, prefix, guard, *args, **kwargs)
 
     kind: Any = ShapeEnv
     kind._log_guard = noted
@@ -184,7 +241,7 @@ class _Seen:
     """What was seen while a model was followed. torch.export puts back what a forward sets in a module itself."""
 
     outputs: Sequence[str] = ()
-    made: Sequence[Sequence[str]] = ()
+    made: Sequence[Made] = ()
     left: Sequence[str] = ()
 
 
@@ -206,11 +263,14 @@ class _Whole(nn.Module):
             for each, found in given.items()
             if isinstance(each, JaggedInput) and each.kind is JaggedKind.ROWS
         }
-        made: list[KeyedJaggedTensor] = []
+        made: list[Made] = []
+        parts: list[Tensor] = []
 
         def answer(collection: nn.Module, columns: Any, kjt: KeyedJaggedTensor) -> Any:
             if type(kjt) is not GivenKeys or not kjt.is_unchanged:
-                made.append(kjt)
+                is_weighted = takes_weights(collection)
+                made.append(Made(kjt.keys(), is_weighted, line_of_stack()))
+                parts.extend(_parts_of(kjt, is_weighted))
             if is_sequence(collection):
                 return jagged_tensors(columns, kjt, rows, dtype_of(collection))
             return keyed_tensor(columns, given[EMBEDDINGS].to(dtype_of(collection)))
@@ -219,8 +279,17 @@ class _Whole(nn.Module):
         call = self.signature.called(tensors[0].shape[0], _bags(given), by_sample, known=True)
         with answering(self.collections, answer):
             found, left = outputs_of(self.model, call.answer_of(self.model))
-        self.seen.outputs, self.seen.left, self.seen.made = list(found), left, [kjt.keys() for kjt in made]
-        return (*found.values(), *(each for kjt in made for each in (kjt.values(), kjt.lengths())))
+        self.seen.outputs, self.seen.left, self.seen.made = list(found), left, made
+        return (*found.values(), *parts)
+
+
+def _parts_of(kjt: KeyedJaggedTensor, is_weighted: bool) -> list[Tensor]:
+    """The values, lengths and weights of a KJT that a collection looks up: those that `to_dict` keeps, if it does."""
+    if kjt._jt_dict is None:
+        return [kjt.values(), kjt.lengths(), *([kjt.weights()] if is_weighted else [])]
+    parts = [kjt._jt_dict[key] for key in kjt.keys()]  # noqa: SIM118  no mapping
+    found = [torch.cat([each.values() for each in parts]), torch.cat([each.lengths() for each in parts])]
+    return [*found, *([torch.cat([each.weights() for each in parts])] if is_weighted else [])]
 
 
 def _bags(given: Mapping[Input, Tensor]) -> dict[str, Bag]:
@@ -232,11 +301,7 @@ def _bags(given: Mapping[Input, Tensor]) -> dict[str, Bag]:
 def _dims(whole: _Whole, signature: Signature) -> tuple[dict[int, Any], ...]:
     """The dimensions of inputs that are not always of one size."""
     samples: Any = torch.export.Dim("samples", min=2)
-    key_of = {
-        feature: key
-        for columns in whole.collections.values()
-        for feature, key in zip(columns.features, columns.keys, strict=True)
-    }
+    key_of = keys_of_features(whole.collections)
     dims = []
     for each in whole.inputs:
         if isinstance(each, str) or each.kind is JaggedKind.LENGTHS:

@@ -1,8 +1,9 @@
 """Whether the ids that a forward gives to a collection are those of the example, in another order and nothing else.
 
 A forward may make a KJT itself, of tensors of the example. The graph says which operators do it: those that move
-numbers pass, all others are refused. The moving part of the graph is then run on numbers that are all different: they
-say where each id comes from, whatever the ids are.
+numbers pass, all others are refused, and so is what is written to on the way. The moving part of the graph is then
+run on numbers that are all different, and larger than sizes are: they say where each id comes from, whatever the ids
+are. Lengths and weights likewise.
 """
 
 import operator
@@ -13,11 +14,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from export.capture.graph import Captured, Input, ids_of, lengths_of
-from export.capture.signature import Places, Signature
-from export.errors import ModelError
+from export.capture.graph import Captured, Input, Made, ids_of, lengths_of, weights_of
+from export.capture.signature import Collections, Places, Signature, keys_of_features
+from export.capture.writes import is_writing, written
+from export.errors import ModelError, last_line
 from export.trained.keyed import line_of
-from serving.bundle.scores import JaggedInput
+from serving.bundle.scores import JaggedInput, JaggedKind
 
 # Operators that put numbers elsewhere, and change none.
 _MOVING = (
@@ -32,7 +34,7 @@ _MOVING = (
     "aten.movedim.int", "aten.swapaxes.default", "aten.ravel.default", "aten.lift_fresh_copy.default",
     "aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default",
 )  # fmt: skip
-# Those that may also make other numbers of them: of one dtype of integers another, which has them all.
+# Those that may also make other numbers of them: not where the other dtype has them all.
 _CASTS = ("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten._to_copy.default", "aten.long.default")
 # What is made in the likeness of a tensor has none of its numbers.
 _ALIKE = (
@@ -45,9 +47,17 @@ _ALIKE = (
 )
 # Batch sizes that the moving part is run for.
 _SAMPLES = (2, 3, 7)
+# No number that a forward makes of sizes is as large.
+_FIRST_MARK = 1_000_003
 
 
-def placed(model: nn.Module, signature: Signature, found: Captured, inputs: Mapping[Input, Tensor]) -> Signature:
+def placed(
+    model: nn.Module,
+    signature: Signature,
+    found: Captured,
+    inputs: Mapping[Input, Tensor],
+    collections: Collections,
+) -> Signature:
     """The signature, with where the ids of keys are that the forward makes KJTs of itself.
 
     Args:
@@ -55,36 +65,38 @@ def placed(model: nn.Module, signature: Signature, found: Captured, inputs: Mapp
         signature: as it was followed by.
         found: the graph.
         inputs: an example of its inputs.
+        collections: of the model.
 
     Raises:
         ModelError: naming the line that changes ids, or puts those of several samples together.
     """
-    answers = answers_of(found.module.graph)[len(found.outputs) :]
+    answers = iter(answers_of(found.module.graph)[len(found.outputs) :])
     places: dict[str, Places] = dict(signature.placed)
-    for keys, values, lengths in zip(found.made, answers[::2], answers[1::2], strict=True):
-        for node in (values, lengths):
-            if (wrong := _not_moved(node)) is not None:
-                raise ModelError(
-                    f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, keys))} by "
-                    f"{wrong.target}{line_of(wrong)}: expected ids as a request brings them, in another order alone: "
-                    "do it before the model, and give what comes of it as its argument"
-                )
-        moving = _moving_part(found.module, values, lengths)
+    keys_of = keys_of_features(collections)
+    for made in found.made:
+        parts = [next(answers) for _ in range(3 if made.is_weighted else 2)]
+        if (wrong := _not_moved(found.module, parts)) is not None:
+            raise ModelError(
+                f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, made.keys))} by "
+                f"{wrong.target}{line_of(wrong) or made.line}: expected ids as a request brings them, in another "
+                "order alone: do it before the model, and give what comes of it as its argument"
+            )
+        moving = _moving_part(found.module, parts)
         for samples in _SAMPLES:
-            given = _marked(inputs, samples)
-            ids, sizes = moving(*given.values())
-            for key, own in zip(keys, _bags(keys, ids, sizes), strict=True):
+            given = _marked(inputs, samples, keys_of, signature)
+            for key, own in zip(made.keys, _run(model, moving, made, given), strict=True):
                 place = _place_of(key, own, given, signature)
                 if place is None or places.setdefault(key, place) != place:
                     raise ModelError(
                         f"{type(model).__name__}: gives a collection ids of key {key!r} that are not those of one "
-                        f"sample of the example for each of its samples{line_of(values)}: give it a "
-                        "KeyedJaggedTensor, or a tensor [B, n]"
+                        "sample of the example for each of its samples, or have other lengths or weights"
+                        f"{made.line}: give it a KeyedJaggedTensor, or a tensor [B, n]"
                     )
     by_place = [(each.path, number) for each in places.values() for number in each.places]
     if len({*by_place}) < len(by_place):
         raise ModelError(
-            f"{type(model).__name__}: several keys have the ids of one tensor: expected one key for each"
+            f"{type(model).__name__}: several keys have the ids of one tensor{found.made[-1].line}: expected one key "
+            "for each"
         )
     return replace(signature, placed={key: each for key, each in places.items() if each.path})
 
@@ -104,25 +116,53 @@ def _flat(value: Any) -> list[fx.Node]:
     return [each for part in value or () for each in _flat(part)] if isinstance(value, list | tuple) else []
 
 
-def _not_moved(answer: fx.Node) -> fx.Node | None:
-    """The first step on the way to an answer that may change numbers of inputs; None: there is none."""
+def _run(
+    model: nn.Module, moving: nn.Module, made: Made, given: Mapping[Input, Tensor]
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """The ids, lengths and weights of each key of a KJT that is made of marked inputs."""
+    try:
+        ids, lengths, *weights = moving(*given.values())
+        by_key = lengths.reshape(len(made.keys), -1)
+        sizes = by_key.sum(1).tolist()
+        of_ids = ids.split(sizes)
+        of_weights = weights[0].split(sizes) if weights else [None] * len(sizes)
+    except Exception as error:  # of numbers that are not as many as it expects
+        raise ModelError(
+            f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, made.keys))}{made.line} in a "
+            f"way that cannot be done for any number of samples and ids: {last_line(error)}"
+        ) from error
+    return list(zip(of_ids, by_key, of_weights, strict=True))
+
+
+def _not_moved(module: fx.GraphModule, answers: Sequence[fx.Node]) -> fx.Node | None:
+    """The first step on the way to some answers that may change numbers of inputs; None: there is none."""
     seen: set[fx.Node] = set()
-    waiting = [answer]
+    waiting = [*answers]
     while waiting:
         node = waiting.pop()
-        if node in seen or not _has_inputs(node):
+        if node in seen:
             continue
         seen.add(node)
-        if node.op == "placeholder" or node.target is operator.getitem:
+        if not str(node.target).endswith(_ALIKE):
             waiting += node.all_input_nodes
-            continue
-        name = str(node.target)
-        value = node.meta.get("val")
-        is_cast = name in _CASTS and isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64)
-        if name not in _MOVING and not is_cast:
+        if _has_inputs(node) and not _moves(node):
             return node
-        waiting += [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor | list | tuple)]
-    return None
+    return next(
+        (node for node in module.graph.nodes if is_writing(node) and not seen.isdisjoint(written(node))), None
+    )
+
+
+def _moves(node: fx.Node) -> bool:
+    """Whether a step puts numbers elsewhere, and changes none."""
+    name, value = str(node.target), node.meta.get("val")
+    if node.op == "placeholder" or node.target is operator.getitem or name in _MOVING:
+        return True
+    old = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if name not in _CASTS or not isinstance(value, Tensor) or not isinstance(old, Tensor):
+        return False
+    if old.dtype.is_floating_point:
+        return old.dtype.itemsize <= value.dtype.itemsize and value.dtype in (torch.float32, torch.float64)
+    return value.dtype in (torch.int32, torch.int64)
 
 
 def _has_inputs(node: fx.Node, known: dict[fx.Node, bool] | None = None) -> bool:
@@ -137,7 +177,7 @@ def _has_inputs(node: fx.Node, known: dict[fx.Node, bool] | None = None) -> bool
     return known[node]
 
 
-def _moving_part(module: fx.GraphModule, *answers: fx.Node) -> nn.Module:
+def _moving_part(module: fx.GraphModule, answers: Sequence[fx.Node]) -> nn.Module:
     """What makes some answers of a graph, and nothing else."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     needed = {*answers}
@@ -151,54 +191,77 @@ def _moving_part(module: fx.GraphModule, *answers: fx.Node) -> nn.Module:
     return fx.GraphModule(module, graph)
 
 
-def _marked(inputs: Mapping[Input, Tensor], samples: int) -> dict[Input, Tensor]:
-    """Inputs of which each id is another number."""
+def _marked(
+    inputs: Mapping[Input, Tensor], samples: int, keys_of: Mapping[str, str], signature: Signature
+) -> dict[Input, Tensor]:
+    """Inputs of which each id and weight is another number, and each length of a key.
+
+    Args:
+        inputs: an example of each.
+        samples: how many.
+        keys_of: the key of each feature.
+        signature: has the keys of fixed length.
+    """
+    generator = torch.Generator().manual_seed(samples)
+    lengths = {
+        each.name: torch.randperm(samples + 5, generator=generator)[:samples] + 1
+        for each in inputs
+        if isinstance(each, JaggedInput) and each.kind is JaggedKind.LENGTHS
+    }
     found: dict[Input, Tensor] = {}
-    first = 1
+    first = _FIRST_MARK
     for each, old in inputs.items():
         size = samples
         if isinstance(each, JaggedInput):
-            size = samples + 3 if each != lengths_of(each.name) else samples
-        shape = (size, *old.shape[1:])
-        if old.is_floating_point() or old.dtype is torch.bool:
-            found[each] = torch.zeros(shape, dtype=old.dtype)
-        elif isinstance(each, JaggedInput) and each == lengths_of(each.name):
-            lengths = torch.ones(samples, dtype=old.dtype)
-            lengths[0], lengths[-1] = 2, 3
-            found[each] = lengths
+            key = keys_of.get(each.name, each.name) if each.kind is JaggedKind.ROWS else each.name
+            size = int(lengths[key].sum()) if key in lengths else signature.fixed[key] * samples
+            if each.kind is JaggedKind.LENGTHS:
+                found[each] = lengths[key].to(old.dtype)
+                continue
+        shape = torch.Size((size, *old.shape[1:]))
+        is_marked = not old.is_floating_point() and old.dtype is not torch.bool
+        if is_marked or (isinstance(each, JaggedInput) and each.kind is JaggedKind.WEIGHTS):
+            marks = torch.randperm(shape.numel(), generator=generator) + first
+            first += shape.numel()
+            if is_marked and first > torch.iinfo(old.dtype).max:  # some are alike: other batch sizes tell them apart
+                marks %= torch.iinfo(old.dtype).max
+            found[each] = marks.to(old.dtype).view(shape)
         else:
-            count = int(torch.Size(shape).numel())
-            found[each] = torch.arange(first, first + count).to(old.dtype).view(shape)
-            first += count
+            found[each] = torch.zeros(shape, dtype=old.dtype)
     return found
 
 
-def _bags(keys: Sequence[str], ids: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The ids and lengths of each key of a KJT."""
-    by_key = lengths.reshape(len(keys), -1)
-    pieces: Any = ids.split(by_key.sum(1).tolist())  # type: ignore[no-untyped-call]
-    return list(zip(pieces, by_key, strict=True))
-
-
 def _place_of(
-    key: str, own: tuple[Tensor, Tensor], given: Mapping[Input, Tensor], signature: Signature
+    key: str,
+    own: tuple[Tensor, Tensor, Tensor | None],
+    given: Mapping[Input, Tensor],
+    signature: Signature,
 ) -> Places | None:
     """Where the ids of a key are: in a tensor with a row for each sample; or, without a path, those of that key."""
-    ids, lengths = own
+    ids, lengths, weights = own
     if ids_of(key) in given:
-        is_same = torch.equal(ids.long(), given[ids_of(key)].long()) and torch.equal(
-            lengths.long(), given[lengths_of(key)].long()
-        )
+        is_same = torch.equal(ids.long(), given[ids_of(key)].long())
+        is_same &= torch.equal(lengths.long(), given[lengths_of(key)].long())
+        if weights is not None:
+            is_same &= weights_of(key) in given and torch.equal(weights.float(), given[weights_of(key)].float())
         return Places("", ()) if is_same else None
     count = signature.fixed[key]
-    if not count or len(ids) % count or not (lengths.view(len(ids) // count, -1).sum(1) == count).all():
+    if weights is not None or not count or len(ids) % count:
+        return None
+    if not (lengths.view(len(ids) // count, -1).sum(1) == count).all():
         return None
     for each, marks in given.items():
         if isinstance(each, str) and not marks.is_floating_point() and marks.dtype is not torch.bool:
-            rows, low = marks.reshape(len(marks), -1), int(marks.min())
-            found = ids.long().view(len(marks), count) - low
-            width = rows.shape[1]
-            places = found - torch.arange(len(marks))[:, None] * width
-            if bool(((places >= 0) & (places < width)).all()) and bool((places == places[0]).all()):
-                return Places(each, tuple(cast(list[int], places[0].tolist())))
+            rows = marks.reshape(len(marks), -1)
+            if len(ids) != len(rows) * count:
+                continue
+            places = [_column_of(rows, column) for column in ids.view(len(rows), count).unbind(1)]
+            if None not in places:
+                return Places(each, tuple(cast(list[int], places)))
     return None
+
+
+def _column_of(rows: Tensor, numbers: Tensor) -> int | None:
+    """The column of a matrix that has some numbers."""
+    found = (rows == numbers[:, None]).all(0).nonzero().flatten().tolist()
+    return int(found[0]) if found else None

@@ -10,19 +10,12 @@ from torch import Tensor, fx, nn
 
 from export.capture.graph import EMBEDDINGS, Captured, Input, ids_of
 from export.capture.moved_ids import answers_of
-from export.capture.signature import Signature
+from export.capture.signature import Collections, Signature
+from export.capture.writes import is_writing, written
 from export.errors import ModelError
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 
-# Steps that change no number: checks of torch.export, which are true of any request, and one of gradients.
-_WITHOUT_EFFECT = (
-    "aten.detach_.default",
-    "aten._assert_scalar.default",
-    "aten._assert_tensor_metadata.default",
-    "aten.sym_constrain_range_for_size.default",
-    "aten.sym_constrain_range.default",
-)
 # Arguments that are the same for all that is on a CPU.
 _OF_DEVICES = ("device", "layout", "pin_memory")
 _NUMBERS: Mapping[Any, Any] = {
@@ -36,7 +29,7 @@ _MADE = "_tensor_constant"
 
 
 def scriptable(
-    model: nn.Module, found: Captured, signature: Signature
+    model: nn.Module, found: Captured, signature: Signature, collections: Collections
 ) -> tuple[fx.GraphModule, tuple[Input, ...], tuple[str, ...]]:
     """What TorchScript compiles of a model.
 
@@ -44,6 +37,7 @@ def scriptable(
         model: that was followed.
         found: the graph.
         signature: what its inputs are.
+        collections: of the model.
 
     Returns:
         The graph. It takes the inputs that come next, `embeddings` first, and answers a tuple of tensors float32.
@@ -51,7 +45,7 @@ def scriptable(
         The names of its outputs: without those that have no row for each sample, or are an input of the request.
 
     Raises:
-        ModelError: it changes ids in place, uses ids that no collection looks up, or has no answer.
+        ModelError: it changes ids or tables in place, uses ids that no collection looks up, or has no answer.
     """
     graph = found.module.graph
     answers = answers_of(graph)[: len(found.outputs)]
@@ -67,7 +61,7 @@ def scriptable(
             f"{type(model).__name__}: expected an answer with a row for each sample, got "
             + ", ".join(f"{name!r} {_shape(each)}" for name, each in zip(found.outputs, answers, strict=True))
         )
-    return _Converter(model, found, signature, inputs).converted(outputs)
+    return _Converter(model, found, signature, collections, inputs).converted(outputs)
 
 
 def _is_by_sample(value: Tensor, samples: Any) -> bool:
@@ -95,13 +89,19 @@ def _origin(node: fx.Node) -> fx.Node:
 
 class _Converter:
     def __init__(
-        self, model: nn.Module, found: Captured, signature: Signature, inputs: Mapping[fx.Node, Input]
+        self,
+        model: nn.Module,
+        found: Captured,
+        signature: Signature,
+        collections: Collections,
+        inputs: Mapping[fx.Node, Input],
     ) -> None:
         self._model, self._module, self._signature, self._inputs = model, found.module, signature, inputs
         self._graph = fx.Graph()
         self._root: dict[str, Any] = {}
         self._copies: dict[Any, Any] = {}
         self._samples = next(iter(inputs)).meta["val"].shape[0].node.expr
+        self._tables = {id(each) for collection in collections for each in collection.parameters()}
         self._states = {id(each): name for name, each in (*model.named_parameters(), *_kept_buffers(model))}
 
     def converted(self, outputs: Mapping[str, fx.Node]) -> tuple[fx.GraphModule, tuple[Input, ...], tuple[str, ...]]:
@@ -126,7 +126,7 @@ class _Converter:
         needed = {*outputs}
         for node in reversed(self._module.graph.nodes):
             if is_writing(node):
-                self._expect_no_ids(node)
+                self._expect_no_lookup(node)
             if node in needed and _is_random(node):
                 raise ModelError(
                     f"{type(self._model).__name__}: its forward draws random numbers in eval mode, by "
@@ -145,10 +145,16 @@ class _Converter:
             and value.node.expr == self._samples
         )
 
-    def _expect_no_ids(self, node: fx.Node) -> None:
-        """Refuse a step that changes ids in place."""
+    def _expect_no_lookup(self, node: fx.Node) -> None:
+        """Refuse a step that changes ids, or a table, in place."""
         placed = {each.path for each in self._signature.placed.values()}
-        for root in _written(node):
+        for root in written(node):
+            table = self._tensor(root)
+            if id(table) in self._tables:
+                raise ModelError(
+                    f"{type(self._model).__name__}: its forward writes to {self._states.get(id(table))!r}"
+                    f"{line_of(node)}, which lookups would not see: do it before the export"
+                )
             found = self._inputs.get(root)
             if found in placed or (isinstance(found, JaggedInput) and found.kind is not JaggedKind.ROWS):
                 raise ModelError(
@@ -311,34 +317,6 @@ def _is_random(node: fx.Node) -> bool:
 
 # Steps that answer with their first argument in eval mode, which their third one says.
 _DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
-
-
-def is_writing(node: fx.Node) -> bool:
-    """Whether a step of a graph of ATen changes a tensor in place, or checks one."""
-    op = node.target
-    return isinstance(op, torch._ops.OpOverload) and str(op) not in _WITHOUT_EFFECT and op._schema.is_mutable
-
-
-# Operators whose answer is a view of their first argument, or may be; and the one that puts the ids of keys together.
-_VIEWS = (
-    "aten.alias.default", "aten.detach.default", "aten.view.default", "aten.reshape.default", "aten.select.int",
-    "aten.slice.Tensor", "aten.narrow.default", "aten.permute.default", "aten.transpose.int", "aten.t.default",
-    "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.expand.default",
-    "aten.to.dtype", "aten.to.device", "aten.contiguous.default", "aten.flatten.using_ints", "aten.unflatten.int",
-    "aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.unbind.int",
-    "aten.view_as.default", "aten.diagonal.default", "aten.cat.default",
-)  # fmt: skip
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The steps whose tensors a writing step changes: its first argument, and what that is a view of."""
-    waiting = node.all_input_nodes[:1]
-    while waiting:
-        found = waiting.pop()
-        yield found
-        is_view = found.target is operator.getitem or str(found.target) in _VIEWS or is_writing(found)
-        if found.op == "call_function" and is_view:
-            waiting += found.all_input_nodes if str(found.target) == "aten.cat.default" else found.all_input_nodes[:1]
 
 
 def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from export.capture.bags import Bag, Bags, GivenKeys, bags_of, kjt_of_bags
 from export.capture.example import Call
 from export.config import Example
 from export.errors import ModelError, last_line
-from export.trained.keyed import line_of_error
+from export.trained.keyed import line_of_error, line_of_stack
 from export.trained.managed import inner_of, is_sequence
 from export.trained.running import evaluating, quiet
 
@@ -43,6 +43,17 @@ class Columns:
 
 
 Collections = Mapping[nn.Module, Columns]
+
+
+def keys_of_features(collections: Collections) -> dict[str, str]:
+    """The key that each feature reads."""
+    return {
+        feature: key
+        for columns in collections.values()
+        for feature, key in zip(columns.features, columns.keys, strict=True)
+    }
+
+
 # What a collection answers to a KJT that it is called with.
 Answer = Callable[[nn.Module, Columns, KeyedJaggedTensor], Any]
 
@@ -274,11 +285,13 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
     call = Call.of(model, example)
     kjts = {path: each for path, each in call.leaves.items() if isinstance(each, KeyedJaggedTensor)}
     heard: list[tuple[Columns, KeyedJaggedTensor]] = []
+    lines: dict[int, str] = {}
 
     def answer(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:
         if not isinstance(given, KeyedJaggedTensor):
             raise ModelError(f"a collection gets a {type(given).__name__}, expected a KeyedJaggedTensor")
         heard.append((columns, given))
+        lines[id(given)] = line_of_stack()
         dtype, samples = dtype_of(collection), given.stride()
         if not is_sequence(collection):
             width = max((last for _, last in columns.spans), default=0)
@@ -289,7 +302,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
 
     leaves = {path: GivenKeys(bags_of(each)) for path, each in kjts.items()}
     given = call.with_leaves(leaves)
-    with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer):
+    with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), _without_rows(collections):
         try:
             given.answer_of(model)
         except Exception as error:  # the user's code may raise anything
@@ -298,6 +311,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
             ) from error
     if not heard:
         raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
+    _expect_keys_once(model, call, heard)
     made = [each for _, each in heard if type(each) is not GivenKeys]
     parts = [found for each in made if (found := _parts_of(each, given.leaves)) is not None]
     taken = {path for each in parts for path in each.paths}
@@ -311,7 +325,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
     jagged = _keys_of_jagged(call, made)
     known = {key for each in kjts.values() for key in _keys(each)} | {key for each in parts for key in each.keys}
     fixed = {
-        key: _fixed_length(model, key, bag, samples)
+        key: _fixed_length(model, key, bag, samples, lines[id(each)])
         for each in made
         for key, bag in bags_of(each).items()
         if key not in known and key not in jagged.values()
@@ -322,6 +336,36 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
     return Signature(call, samples, kjts, jagged, [*dict.fromkeys(parts)], by_sample, fixed, {})
+
+
+@contextmanager
+def _without_rows(collections: Collections) -> Iterator[None]:
+    """In the block, tables have one number in place of all: a forward that writes to one must not reach them."""
+    parts = [part for collection in collections for part in collection.modules()]
+    kept = [(part, name, each) for part in parts for name, each in part._parameters.items() if each is not None]
+    for part, name, each in kept:
+        alike = torch.zeros((), dtype=each.dtype, device=each.device).expand(each.shape)
+        part._parameters[name] = nn.Parameter(alike, requires_grad=False)
+    try:
+        yield
+    finally:
+        for part, name, each in kept:
+            part._parameters[name] = each
+
+
+def _expect_keys_once(model: nn.Module, call: Call, heard: Sequence[tuple[Columns, KeyedJaggedTensor]]) -> None:
+    """Refuse two KJTs of an example that have ids of one key: a request brings each key once."""
+    found: dict[str, str] = {}
+    read = {key for columns, _ in heard for key in columns.keys}
+    for path, leaf in call.leaves.items():
+        for key in _keys(leaf) if isinstance(leaf, KeyedJaggedTensor) else ():
+            if key in read and key in found:
+                raise ModelError(
+                    f"{type(model).__name__}: {found[key]!r} and {path!r} have ids of one key, {key!r}, and a "
+                    "request brings each key once: expected a feature of its own for each, such as "
+                    f"feature_names=[{key!r}, …] of one table"
+                )
+            found[key] = path
 
 
 def _samples_of(call: Call, kjt: KeyedJaggedTensor, parts: Collection[str]) -> int:
@@ -353,12 +397,12 @@ def _are_equal(one: Bag, other: Bag) -> bool:
     return torch.equal(one.ids, other.ids) and torch.equal(one.lengths.long(), other.lengths.long())
 
 
-def _fixed_length(model: nn.Module, key: str, bag: Bag, samples: int) -> int:
+def _fixed_length(model: nn.Module, key: str, bag: Bag, samples: int, line: str) -> int:
     lengths = {*bag.lengths.view(samples, -1).sum(1).tolist()}
     if len(lengths) != 1:
         raise ModelError(
-            f"{type(model).__name__}: makes the ids of key {key!r} itself, {min(lengths)} to {max(lengths)} for a "
-            "sample of the example: expected as many for each sample, or a KeyedJaggedTensor in the example"
+            f"{type(model).__name__}: makes the ids of key {key!r} itself{line}, {min(lengths)} to {max(lengths)} "
+            "for a sample of the example: expected as many for each sample, or a KeyedJaggedTensor in the example"
         )
     return int(lengths.pop())
 

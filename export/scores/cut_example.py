@@ -12,11 +12,11 @@ from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS, Captured, Input, captured, ids_of, lengths_of, rows_of, weights_of
 from export.capture.moved_ids import placed
 from export.capture.scriptable import rows_read_by, scriptable
-from export.capture.signature import Collections, Signature, read_signature
+from export.capture.signature import Collections, Signature, keys_of_features, read_signature
 from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut
-from serving.bundle.scores import INPUT_DTYPES, DenseInput, InputDtype, JaggedInput, wrong_names
+from serving.bundle.scores import INPUT_DTYPES, DenseInput, InputDtype, JaggedInput, JaggedKind, wrong_names
 
 # Samples that a model is followed for, and of a probe.
 _FOLLOWED, _PROBED = 7, 64
@@ -42,7 +42,7 @@ class FromExample:
         Raises:
             ModelError: it cannot be served, naming the line.
         """
-        module, taken, outputs = scriptable(model, self.graph, self.signature)
+        module, taken, outputs = scriptable(model, self.graph, self.signature, self.collections)
         self._expect_looked_up(model, taken)
         paths = [each for each in taken if isinstance(each, str) and each != EMBEDDINGS]
         nodes = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
@@ -114,26 +114,22 @@ def follow_example(model: nn.Module, collections: Collections, example: Example)
     signature = read_signature(model, collections, example)
     inputs = _inputs(signature, collections)
     found = captured(model, collections, signature, inputs)
-    signature = placed(model, signature, found, inputs)
-    return FromExample(replace(signature, fixed=_fixed(model, signature, found)), found, collections)
+    signature = placed(model, signature, found, inputs, collections)
+    return FromExample(replace(signature, fixed=_fixed(signature, found, collections)), found, collections)
 
 
-def _fixed(model: nn.Module, signature: Signature, found: Captured) -> dict[str, int]:
+def _fixed(signature: Signature, found: Captured, collections: Collections) -> dict[str, int]:
     """The keys that have as many ids in each sample: the forward makes them so, or can be called with no others."""
     fixed = dict(signature.fixed)
+    keys = keys_of_features(collections)
     nodes = [node for node in found.module.graph.nodes if node.op == "placeholder"]
     samples = nodes[0].meta["val"].shape[0].node.expr
     for node, each in zip(nodes, found.inputs, strict=True):
-        if isinstance(each, JaggedInput) and each == ids_of(each.name) and node.users:
-            size = node.meta["val"].shape[0]
-            ratio = size.node.expr / samples if isinstance(size, torch.SymInt) else None
-            if ratio is None:
-                raise ModelError(
-                    f"{type(model).__name__}: its forward can be called with {size} ids of key {each.name!r} alone: "
-                    "expected one that takes any number"
-                )
+        if isinstance(each, JaggedInput) and each.kind is not JaggedKind.LENGTHS:
+            ratio = node.meta["val"].shape[0].node.expr / samples
             if ratio.is_Integer:
-                fixed[each.name] = int(ratio)
+                key = keys.get(each.name, each.name) if each.kind is JaggedKind.ROWS else each.name
+                fixed[key] = int(ratio)
     return fixed
 
 

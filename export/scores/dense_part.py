@@ -21,6 +21,7 @@ from export.scores.behind import behind_example, behind_forward, behind_own
 from export.scores.cut import Cut, changes_inputs, keep_inputs
 from export.scores.dense_inputs import with_dtype, with_weights
 from export.scores.eager_model import answers_behind, model_errors
+from export.scores.other_requests import other_requests
 from export.scores.probes import Numbers, Run, allowed, answered, largest, pieces_of, scale_of, scaled, shown_to_mix
 from export.scores.requests import ByFeature, columns_of, with_answer
 from export.scores.trace import WAY_OUT
@@ -109,8 +110,12 @@ def dense_part(
     run = partial(_run, entry, module, found)
     probes = [given, *(probe for probe, _ in answered(run, scaled(given)))]
     if own is None:
-        for probe, each in zip(probes, answers_behind(entry, found, module, columns, probes), strict=True):
-            _check_cut(entry, each, run(probe))
+        others = [] if example is None else [*other_requests(given, columns)]
+        answers = answers_behind(entry, found, module, columns, probes, [each for _, each in others])
+        for probe, each in zip(probes, answers, strict=False):
+            _check_cut(entry, each or {}, run(probe))
+        for (what, other), each in zip(others, answers[len(probes) :], strict=True):
+            _check_other(entry, what, each, next((own for _, own in answered(run, [other])), None))
     if changes_inputs(module, given.tensors(found.jagged)):
         keep_inputs(module)
     program = _compiled(entry, module, dtype)
@@ -209,6 +214,21 @@ def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], cut_out: Mapping[s
                 f"{type(entry).__name__}: output {name!r}: what follows the collections answers otherwise than the "
                 f"model, by {largest(cut_out[name], numbers):.3g}: something that a graph of its forward does not "
                 f"have changes it, such as a hook, autocast, random numbers, or += on a part of a tensor: {WAY_OUT}"
+            )
+
+
+def _check_other(
+    entry: nn.Module, what: str, model: Mapping[str, Tensor] | None, cut_out: Mapping[str, Numbers] | None
+) -> None:
+    """Refuse a model that does something else for such a request than its graph. One that cannot answer it may be."""
+    for name, each in (model or {}).items() if cut_out is not None else ():
+        numbers, own = each.numpy(), (cut_out or {})[name]
+        if numbers.size == own.size:  # .squeeze() may have left out the dimension of one sample
+            numbers = numbers.reshape(own.shape)
+        if largest(own, numbers) > allowed(numbers, DenseDtype.FP32):
+            raise ParityError(
+                f"{type(entry).__name__}: output {name!r}: its forward does something else for a request {what}, by "
+                f"{largest(own, numbers):.3g}: expected the same steps for any number of samples and ids: {WAY_OUT}"
             )
 
 

@@ -11,10 +11,10 @@ from torchrec.types import CacheMixin
 
 from export.capture.given import Given
 from export.capture.signature import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
-from export.errors import ModelError, last_line
+from export.errors import ModelError, ParityError, last_line
 from export.scores.cut import Cut
 from export.scores.trace import WAY_OUT
-from export.trained.managed import is_sequence
+from export.trained.managed import is_sequence, takes_weights
 from export.trained.running import copied, evaluating, quiet
 
 
@@ -39,8 +39,13 @@ def model_errors(model: nn.Module, what: str, said: Callable[[Exception], str] =
 
 
 def answers_behind(
-    model: nn.Module, found: Cut, weights: fx.GraphModule, collections: Collections, probes: Sequence[Given]
-) -> list[dict[str, Tensor]]:
+    model: nn.Module,
+    found: Cut,
+    weights: fx.GraphModule,
+    collections: Collections,
+    probes: Sequence[Given],
+    others: Sequence[Given] = (),
+) -> list[dict[str, Tensor] | None]:
     """What a model answers by its own forward, where its collections answer with embeddings and rows that are given.
 
     Args:
@@ -49,12 +54,14 @@ def answers_behind(
         weights: what was cut out, with the weights that serve.
         collections: of the model.
         probes: what is given.
+        others: what may be given, and some models cannot be run on.
 
     Returns:
-        Float32 [B, …] by output, for each probe.
+        Float32 [B, …] by output, for each probe, then for each of the others; None: it cannot be run on it.
 
     Raises:
-        ModelError: it cannot be run, answers with something else, or changes a buffer.
+        ModelError: it cannot be run on a probe, answers with something else, or changes a buffer.
+        ParityError: it gives a collection other ids than those that are given.
     """
     own = copied(model, collections)
     columns = {
@@ -62,7 +69,12 @@ def answers_behind(
     }
     _take_weights(own, weights)
     before = {name: each.clone() for name, each in _buffers(own, columns)}
-    answers = [_answer_behind(own, found, columns, probe) for probe in probes]
+    answers: list[dict[str, Tensor] | None] = [_answer_behind(own, found, columns, probe) for probe in probes]
+    for other in others:
+        try:
+            answers.append(_answer_behind(own, found, columns, other))
+        except ModelError:
+            answers.append(None)
     for name, each in _buffers(own, columns):
         if not torch.equal(each, before[name]):
             raise ModelError(
@@ -73,7 +85,10 @@ def answers_behind(
 
 
 def _answer_behind(model: nn.Module, found: Cut, collections: Collections, given: Given) -> dict[str, Tensor]:
+    wrong: list[str] = []
+
     def answer(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor) -> Any:
+        wrong.extend(_others(collection, columns, ids, given))
         dtype = dtype_of(collection)
         if is_sequence(collection):
             return jagged_tensors(columns, ids, {name: each.clone() for name, each in given.rows.items()}, dtype)
@@ -81,7 +96,29 @@ def _answer_behind(model: nn.Module, found: Cut, collections: Collections, given
 
     what = f"its forward fails for embeddings and dense inputs [{given.samples}, width]"
     with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), model_errors(model, what):
-        return {name: each.float() for name, each in found.answer(model, given.copied()).items()}
+        answered = {name: each.float() for name, each in found.answer(model, given.copied()).items()}
+    if wrong:
+        raise ParityError(
+            f"{type(model).__name__}: gives a collection ids, lengths or weights of key {wrong[0]!r} that are not "
+            "those of the request: lookups would not see it: do it before the model"
+        )
+    return answered
+
+
+def _others(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor, given: Given) -> Iterator[str]:
+    """The keys of which a collection looks up something else than is given."""
+    found = ids.to_dict()  # as collections do
+    for key in columns.keys:
+        bag, own = given.bags.get(key), found[key]
+        if bag is None:
+            continue
+        is_same = torch.equal(own.values().long(), bag.ids.long())
+        if key not in given.fixed:
+            is_same &= torch.equal(own.lengths().long(), bag.lengths.long())
+        if takes_weights(collection) and bag.weights is not None:
+            is_same &= torch.equal(own.weights().float(), bag.weights.float())
+        if not is_same:
+            yield key
 
 
 def _take_weights(model: nn.Module, weights: fx.GraphModule) -> None:

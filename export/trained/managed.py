@@ -46,6 +46,13 @@ def is_sequence(collection: Any) -> bool:
     return isinstance(inner_of(collection)[1], EmbeddingCollectionInterface)
 
 
+def takes_weights(collection: Any) -> bool:
+    """Whether a collection weighs rows by the weights of a KJT. Feature processors put their own in their place."""
+    inner = inner_of(collection)[1]
+    own = isinstance(collection, FeatureProcessedEmbeddingBagCollection)
+    return bool(not own and not is_sequence(collection) and inner.is_weighted())
+
+
 _PROCESSORS = "_feature_processors"
 
 

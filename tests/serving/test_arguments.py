@@ -65,6 +65,7 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (ExportConfig, "output_dtype", ["fp16", None, 16]),
     (ExportConfig, "sharding", ["auto", None, {}, 4]),
     (ExportConfig, "serving", [{}, "x", 5]),
+    (ExportConfig, "example", ["x", 5, [1]]),
     *((Sharding, name, [*NO_INTS, None]) for name in ("ranks", "machine_bytes", "batch_size", "row_wise_over")),
     (Sharding, "column_wise_over", [*NO_INTS, None]),
     *((Sharding, name, NO_INTS) for name in ("ranks_per_host", "memory_bytes")),
@@ -117,6 +118,11 @@ def test_an_argument_of_another_type_is_refused_by_name(
         with pytest.raises(ConfigurationError, match=rf"^{name}( '\*'| '\w+'| 5)?: expected .*, got ") as refused:
             make(**{name: value})
         assert "ForwardRef" not in str(refused.value)
+
+
+@pytest.mark.parametrize("example", [(), (1, "x", None), {"ids": 5}, {}])
+def test_an_example_has_arguments_of_any_type(example: Any) -> None:
+    assert ExportConfig(example=example).example == example
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""What is asked for the example of a call: the features and dense inputs of a request; and what the module answers.
+
+It shares no code with `export`: how an example is read there, and how its answers are named, is what it checks.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+Numbers = npt.NDArray[Any]
+
+
+def asked(module: nn.Module, example: Any) -> tuple[dict[str, Any], dict[str, Numbers]]:
+    """The features in an example, and its tensors by their path, whether they are dense inputs or not."""
+    features: dict[str, Any] = {}
+    tensors: dict[str, Numbers] = {}
+    names = list(inspect.signature(module.forward).parameters)
+    for path, leaf in found_in("", example if isinstance(example, dict) else dict(zip(names, example, strict=False))):
+        if isinstance(leaf, KeyedJaggedTensor):
+            for key in leaf.keys():  # noqa: SIM118  no mapping
+                features[key] = column_of(leaf[key])
+        elif isinstance(leaf, JaggedTensor):
+            features[path.rpartition(".")[2]] = column_of(leaf)
+        else:
+            tensors[path] = leaf.numpy()
+    return features, tensors
+
+
+def column_of(jagged: JaggedTensor) -> dict[str, Numbers]:
+    found = {"values": jagged.values().numpy(), "lengths": jagged.lengths().numpy()}
+    return found if jagged.weights_or_none() is None else {**found, "weights": jagged.weights().numpy()}
+
+
+def found_in(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors and jagged tensors in a value, with their paths."""
+    if isinstance(value, Tensor | KeyedJaggedTensor | JaggedTensor):
+        yield path, value
+    elif isinstance(value, KeyedTensor):
+        yield path, value.values()
+    else:
+        for name, part in parts_of(value):
+            yield from found_in(f"{path}.{name}" if path else name, part)
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    if hasattr(value, "_asdict"):
+        return list(value._asdict().items())
+    if isinstance(value, list | tuple):
+        return [(str(number), each) for number, each in enumerate(value)]
+    return list(vars(value).items()) if hasattr(value, "__dict__") else []
+
+
+def answered(module: nn.Module, example: Any) -> dict[str, Numbers]:
+    """The tensors that a module answers to an example, run by TorchRec, by the names that they are served by."""
+    with torch.no_grad():
+        answer = module(**example) if isinstance(example, dict) else module(*example)
+    return {name: each.float().numpy() for name, each in outputs_in("", answer)}
+
+
+def outputs_in(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path or "scores", value
+        return
+    if isinstance(value, KeyedTensor):
+        value = value.to_dict()
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from outputs_in(f"{path}.{name}" if path else name, each)
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from outputs_in(f"{path or 'scores'}_{number}", each)
+
+
+def assert_close(found: Mapping[str, Numbers], right: Mapping[str, Numbers], tolerance: float = 1e-5) -> None:
+    """That each output that is served is right but for rounding, relative to its largest number."""
+    for name, numbers in found.items():
+        expected = right[name]
+        assert numbers.shape == expected.shape, f"{name}: {numbers.shape}, not {expected.shape}"
+        scale = float(np.abs(expected).max(initial=0))
+        np.testing.assert_allclose(numbers, expected, rtol=0, atol=tolerance * max(scale, 1e-3), err_msg=name)
