@@ -48,6 +48,11 @@ def bags_of(kjt: KeyedJaggedTensor) -> dict[str, Bag]:
     return {key: Bag(*each) for key, each in zip(kjt.keys(), zip(ids, lengths, weights, strict=True), strict=True)}
 
 
+def bag_of(jagged: JaggedTensor) -> Bag:
+    """The ids of a JaggedTensor."""
+    return Bag(jagged.values(), jagged.lengths(), jagged.weights_or_none())
+
+
 def kjt_of_bags(bags: Bags) -> KeyedJaggedTensor:
     """A KJT with copies of the ids, which a model may write to."""
     values, weights, lengths = _joined(bags)

@@ -5,7 +5,6 @@ graph says that they are ids of the example in another order, and that nothing e
 """
 
 import io
-import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -18,17 +17,11 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torchrec import KeyedJaggedTensor
 
+from export.capture.answering import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.answers import outputs_of
 from export.capture.bags import Bag, GivenKeys
-from export.capture.signature import (
-    Collections,
-    Signature,
-    answering,
-    dtype_of,
-    jagged_tensors,
-    keyed_tensor,
-    keys_of_features,
-)
+from export.capture.signature import Signature
+from export.capture.steps import inlined
 from export.errors import ModelError, first_line
 from export.trained.keyed import is_users, line_of_error, line_of_stack
 from export.trained.managed import is_sequence, takes_weights
@@ -311,31 +304,3 @@ def _dims(whole: _Whole, signature: Signature) -> tuple[dict[int, Any], ...]:
         else:
             dims.append({0: torch.export.Dim.AUTO})
     return tuple(dims)
-
-
-def inlined(module: fx.GraphModule) -> fx.GraphModule:
-    """A graph without blocks that only say whether gradients are recorded, or that nothing is cast."""
-    graph, copies = fx.Graph(), dict[fx.Node, Any]()
-    for node in module.graph.nodes:
-        block, given = _block_of(node)
-        if block is None:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            continue
-        inner = inlined(getattr(module, str(block.target))).graph
-        arguments = (each for each in inner.nodes if each.op == "placeholder")
-        within = {each: copies[own] for each, own in zip(arguments, given, strict=True)}
-        copies[node] = graph.graph_copy(inner, within)
-    for node in [each for each in graph.nodes if each.op == "call_function" and each.target is operator.getitem]:
-        if not isinstance(node.args[0], fx.Node):  # an answer of a block
-            node.replace_all_uses_with(node.args[0][node.args[1]])
-            graph.erase_node(node)
-    return fx.GraphModule(module, graph)
-
-
-def _block_of(node: fx.Node) -> tuple[Any, Sequence[Any]]:
-    """The block that a step runs, and its arguments. None: it is no such step."""
-    if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-        return node.args[1], node.args[2:]
-    if node.target is torch.ops.higher_order.wrap_with_autocast and not node.args[2]:
-        return node.args[4], node.args[5:]
-    return None, ()

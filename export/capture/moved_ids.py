@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
+from export.capture.answering import Collections, keys_of_features
 from export.capture.graph import Captured, Input, Made, ids_of, lengths_of, weights_of
-from export.capture.signature import Collections, Places, Signature, keys_of_features
+from export.capture.signature import Places, Signature
 from export.capture.writes import is_writing, written
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of

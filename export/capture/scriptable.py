@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from export.capture.answering import Collections
 from export.capture.graph import EMBEDDINGS, Captured, Input, ids_of
 from export.capture.moved_ids import answers_of
-from export.capture.signature import Collections, Signature
+from export.capture.signature import Signature
+from export.capture.steps import attribute_of, is_random, origin_of
 from export.capture.writes import is_writing, written
 from export.errors import ModelError
 from export.trained.keyed import line_of
@@ -54,7 +56,7 @@ def scriptable(
     outputs = {
         name: answer
         for name, answer in zip(found.outputs, answers, strict=True)
-        if _is_by_sample(answer.meta["val"], samples) and _origin(answer) not in inputs
+        if _is_by_sample(answer.meta["val"], samples) and origin_of(answer) not in inputs
     }
     if not outputs:
         raise ModelError(
@@ -70,21 +72,6 @@ def _is_by_sample(value: Tensor, samples: Any) -> bool:
 
 def _shape(answer: fx.Node) -> str:
     return str([each if isinstance(each, int) else "B" for each in answer.meta["val"].shape])
-
-
-_HANDED_ON = ("aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.detach_.default")
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """What a step only hands on."""
-    while str(node.target) in (
-        "aten.detach.default",
-        "aten.alias.default",
-        "aten.clone.default",
-        "aten.detach_.default",
-    ):
-        node = node.all_input_nodes[0]
-    return node
 
 
 class _Converter:
@@ -127,7 +114,7 @@ class _Converter:
         for node in reversed(self._module.graph.nodes):
             if is_writing(node):
                 self._expect_no_lookup(node)
-            if node in needed and _is_random(node):
+            if node in needed and is_random(node):
                 raise ModelError(
                     f"{type(self._model).__name__}: its forward draws random numbers in eval mode, by "
                     f"{node.target}{line_of(node)}: no two of its answers are the same: have it draw none"
@@ -222,7 +209,7 @@ class _Converter:
 
     def _convert(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
-            return self._attribute(_attribute_of(self._module, str(node.target)))
+            return self._attribute(attribute_of(self._module, str(node.target)))
         if self._counts_samples(node):
             return self._method("size", self._embeddings, 0)
         args = fx.map_arg(node.args, self._copies.__getitem__)
@@ -262,7 +249,7 @@ class _Converter:
     def _tensor(self, node: Any) -> Tensor | None:
         """The tensor of the model that a step gets. None: it is no such step."""
         is_get = isinstance(node, fx.Node) and node.op == "get_attr"
-        return _attribute_of(self._module, str(node.target)) if is_get else None
+        return attribute_of(self._module, str(node.target)) if is_get else None
 
     def _operator(self, target: Any, *args: Any) -> fx.Node:
         return self._graph.call_function(target, args)
@@ -276,60 +263,10 @@ class _Converter:
             copied.meta["stack_trace"] = node.meta.get("stack_trace")
 
 
-def rows_read_by(argument: fx.Node) -> int | None:
-    """The rows of the embedding that all integers of an input read; of several the fewest. None: there is none."""
-    found = []
-    for user in argument.users:
-        if str(user.target) == "aten.embedding.default" and user.args[1] is argument:
-            found.append(int(user.args[0].meta["val"].shape[0]))  # type: ignore[union-attr]
-        elif str(user.target) in _WHOLE and (rows := rows_read_by(user)) is not None:
-            found.append(rows)
-    return min(found, default=None)
-
-
-# Steps that hand on all numbers.
-_WHOLE = (
-    "aten.to.dtype",
-    "aten.to.device",
-    "aten.view.default",
-    "aten.reshape.default",
-    "aten.unsqueeze.default",
-    "aten.squeeze.dim",
-    "aten.squeeze.default",
-    "aten.flatten.using_ints",
-    "aten.contiguous.default",
-    "aten.long.default",
-)
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Whether a step draws random numbers. Dropout does not, in eval mode."""
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    arguments = op._schema.arguments
-    given: dict[str, Any] = {each.name: each.default_value for each in arguments}
-    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
-    # Dropout in eval mode, and attention without dropout, draw none.
-    is_training = given.get("train", given.get("training", True))
-    return bool(is_training) and given.get("dropout_p") != 0.0
-
-
-# Steps that answer with their first argument in eval mode, which their third one says.
-_DROPOUTS = ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
-
-
 def _kept_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that are in the model's state dict."""
     state = model.state_dict(keep_vars=True)
     yield from ((name, each) for name, each in model.named_buffers() if name in state)
-
-
-def _attribute_of(module: nn.Module, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _size(to: _Converter, _: fx.Node, args: Any) -> Any:
@@ -357,7 +294,10 @@ _RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
         ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default", "aten.to.other"),
         _to_dtype,
     ),
-    **dict.fromkeys(_DROPOUTS, lambda _, __, args: args[0]),
+    **dict.fromkeys(
+        ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"),
+        lambda _, __, args: args[0],
+    ),
     "aten.lift_fresh_copy.default": lambda to, _, args: to._method("clone", args[0]),
 }
 

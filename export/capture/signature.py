@@ -3,133 +3,23 @@
 It is read off one call, in which the collections only note what they are called with: no row is needed.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from export.capture.bags import Bag, Bags, GivenKeys, bags_of, kjt_of_bags
+from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
+from export.capture.bags import Bag, Bags, GivenKeys, bag_of, bags_of, kjt_of_bags
 from export.capture.example import Call
 from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of_error, line_of_stack
-from export.trained.managed import inner_of, is_sequence
+from export.trained.managed import is_sequence
 from export.trained.running import evaluating, quiet
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The answers of a collection.
-
-    Attributes:
-        names: as TorchRec names them.
-        features: the feature of each, as the bundle names it.
-        keys: the key that each reads.
-        dims: the columns of each.
-        spans: the columns of each within those of all pooled features side by side, [first, last). Of a collection
-            that does not pool, none.
-    """
-
-    names: Sequence[str]
-    features: Sequence[str]
-    keys: Sequence[str]
-    dims: Sequence[int]
-    spans: Sequence[tuple[int, int]]
-
-
-Collections = Mapping[nn.Module, Columns]
-
-
-def keys_of_features(collections: Collections) -> dict[str, str]:
-    """The key that each feature reads."""
-    return {
-        feature: key
-        for columns in collections.values()
-        for feature, key in zip(columns.features, columns.keys, strict=True)
-    }
-
-
-# What a collection answers to a KJT that it is called with.
-Answer = Callable[[nn.Module, Columns, KeyedJaggedTensor], Any]
-
-
-@contextmanager
-def answering(collections: Collections, answer: Answer) -> Iterator[None]:
-    """Have collections answer with what `answer` says: a KeyedTensor, or JaggedTensors by name."""
-
-    def forward_of(collection: nn.Module, columns: Columns) -> Callable[..., Any]:
-        def forward(features: KeyedJaggedTensor, *_: object, **__: object) -> Any:
-            found = answer(collection, columns, features)
-            return (found, None) if isinstance(collection, BaseManagedCollisionEmbeddingCollection) else found
-
-        return forward
-
-    with ExitStack() as stack:
-        for collection, columns in collections.items():
-            collection.forward = forward_of(collection, columns)
-            stack.callback(delattr, collection, "forward")
-        for name, ours in (("concat", GivenKeys.concat), ("from_jt_dict", _from_jt_dict)):
-            stack.callback(setattr, KeyedJaggedTensor, name, staticmethod(getattr(KeyedJaggedTensor, name)))
-            setattr(KeyedJaggedTensor, name, staticmethod(ours))
-        yield
-
-
-def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-    """As KeyedJaggedTensor.from_jt_dict, for any number of samples."""
-    return kjt_of_bags({key: _bag_of(each) for key, each in jt_dict.items()})
-
-
-def keyed_tensor(columns: Columns, pooled: Tensor) -> KeyedTensor:
-    """The answer of a collection that pools, out of the embeddings of all pooled features, [B, D]."""
-    pieces = [pooled[:, first:last] for first, last in joined(columns.spans)]
-    return KeyedTensor(
-        list(columns.names), list(columns.dims), pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
-    )
-
-
-def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbouring columns as one span."""
-    found: list[tuple[int, int]] = []
-    for first, last in spans:
-        if found and found[-1][1] == first:
-            found[-1] = (found[-1][0], last)
-        else:
-            found.append((first, last))
-    return found
-
-
-def jagged_tensors(
-    columns: Columns, given: KeyedJaggedTensor, rows: Mapping[str, Tensor], dtype: torch.dtype
-) -> dict[str, JaggedTensor]:
-    """The answer of a collection that does not pool.
-
-    Args:
-        columns: of the collection.
-        given: what it is called with.
-        rows: of each feature, floats [n, dim].
-        dtype: of its tables.
-    """
-    lengths = given.lengths().view(len(given.keys()), -1)
-    place = {key: number for number, key in enumerate(given.keys())}
-    return {
-        name: JaggedTensor(rows[feature].to(dtype), lengths=_lengths_of(given, key, lengths, place))
-        for name, feature, key in zip(columns.names, columns.features, columns.keys, strict=True)
-    }
-
-
-def _lengths_of(given: KeyedJaggedTensor, key: str, lengths: Tensor, place: Mapping[str, int]) -> Tensor:
-    return given.given[key].lengths if isinstance(given, GivenKeys) else lengths[place[key]]
-
-
-def dtype_of(collection: Any) -> torch.dtype:
-    """The dtype of what a collection answers with."""
-    found: torch.dtype = next(inner_of(collection)[1].parameters()).dtype
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +86,7 @@ class Signature:
         found: dict[str, Bag] = {}
         for kjt in self.keyed.values():
             found |= bags_of(kjt)
-        found |= {key: _bag_of(self.call.leaves[path]) for path, key in self.jagged.items()}
+        found |= {key: bag_of(self.call.leaves[path]) for path, key in self.jagged.items()}
         for each in self.parts:
             values, lengths = self.call.leaves[each.values], self.call.leaves[each.lengths]
             weights = None if each.weights is None else self.call.leaves[each.weights]
@@ -254,10 +144,6 @@ class Signature:
 def _keys(kjt: KeyedJaggedTensor) -> list[str]:
     found: list[str] = kjt.keys()
     return found
-
-
-def _bag_of(jagged: JaggedTensor) -> Bag:
-    return Bag(jagged.values(), jagged.lengths(), jagged.weights_or_none())
 
 
 def _as_in(jagged: KeyedJaggedTensor | JaggedTensor, bag: Bag | None, samples: int) -> Bag:
@@ -387,7 +273,7 @@ def _keys_of_jagged(call: Call, made: Sequence[KeyedJaggedTensor]) -> dict[str, 
     found: dict[str, str] = {}
     for path, leaf in call.leaves.items():
         if isinstance(leaf, JaggedTensor):
-            same = [key for key, bag in bags.items() if key not in found.values() and _are_equal(bag, _bag_of(leaf))]
+            same = [key for key, bag in bags.items() if key not in found.values() and _are_equal(bag, bag_of(leaf))]
             # Of several keys with these ids, the one that it is called by.
             found[path] = min(same, key=lambda key: not path.endswith(key), default=path)
     return found

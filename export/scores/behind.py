@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from export.capture.answering import Collections
 from export.capture.given import Given
-from export.capture.signature import Collections
 from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut, cut

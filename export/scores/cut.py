@@ -11,10 +11,10 @@ from torch import fx, nn
 from torchrec import KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from export.capture.answering import Columns, joined
 from export.capture.bags import kjt_of_bags
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS
-from export.capture.signature import Columns, joined
 from export.errors import ModelError
 from export.scores.trace import WAY_OUT, not_tensors, tensors_of, traced
 from export.trained.follow import selects

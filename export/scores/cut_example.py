@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx, nn
 
+from export.capture.answering import Collections, keys_of_features
 from export.capture.answers import outputs_of
 from export.capture.bags import Bag
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS, Captured, Input, captured, ids_of, lengths_of, rows_of, weights_of
 from export.capture.moved_ids import placed
-from export.capture.scriptable import rows_read_by, scriptable
-from export.capture.signature import Collections, Signature, keys_of_features, read_signature
+from export.capture.scriptable import scriptable
+from export.capture.signature import Signature, read_signature
+from export.capture.steps import rows_read_by
 from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut

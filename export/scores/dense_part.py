@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from export.capture.answering import Collections
 from export.capture.given import Given
-from export.capture.signature import Collections
 from export.config import Example
 from export.errors import ModelError, ParityError, compiler_line
 from export.rows.table_error import finite

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
+from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.capture.given import Given
-from export.capture.signature import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.errors import ModelError, ParityError, last_line
 from export.scores.cut import Cut
 from export.scores.trace import WAY_OUT

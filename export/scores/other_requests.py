@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
+from export.capture.answering import Collections
 from export.capture.bags import Bag
 from export.capture.given import Given
-from export.capture.signature import Collections
 from export.trained.managed import inner_of, is_sequence
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
+from export.capture.answering import Columns
 from export.capture.bags import Bags, bags_of
 from export.capture.given import Given
-from export.capture.signature import Columns
 from export.trained.managed import inner_of, is_sequence
 from export.trained.probe import kjt_of, make_probe
 from export.trained.tables import Trained

@@ -1,0 +1,124 @@
+"""Collections that look nothing up: they answer with what they are told, as TorchRec's answer."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+
+from export.capture.bags import GivenKeys, bag_of, kjt_of_bags
+from export.trained.managed import inner_of
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The answers of a collection.
+
+    Attributes:
+        names: as TorchRec names them.
+        features: the feature of each, as the bundle names it.
+        keys: the key that each reads.
+        dims: the columns of each.
+        spans: the columns of each within those of all pooled features side by side, [first, last). Of a collection
+            that does not pool, none.
+    """
+
+    names: Sequence[str]
+    features: Sequence[str]
+    keys: Sequence[str]
+    dims: Sequence[int]
+    spans: Sequence[tuple[int, int]]
+
+
+Collections = Mapping[nn.Module, Columns]
+
+
+def keys_of_features(collections: Collections) -> dict[str, str]:
+    """The key that each feature reads."""
+    return {
+        feature: key
+        for columns in collections.values()
+        for feature, key in zip(columns.features, columns.keys, strict=True)
+    }
+
+
+# What a collection answers to a KJT that it is called with.
+Answer = Callable[[nn.Module, Columns, KeyedJaggedTensor], Any]
+
+
+@contextmanager
+def answering(collections: Collections, answer: Answer) -> Iterator[None]:
+    """Have collections answer with what `answer` says: a KeyedTensor, or JaggedTensors by name."""
+
+    def forward_of(collection: nn.Module, columns: Columns) -> Callable[..., Any]:
+        def forward(features: KeyedJaggedTensor, *_: object, **__: object) -> Any:
+            found = answer(collection, columns, features)
+            return (found, None) if isinstance(collection, BaseManagedCollisionEmbeddingCollection) else found
+
+        return forward
+
+    with ExitStack() as stack:
+        for collection, columns in collections.items():
+            collection.forward = forward_of(collection, columns)
+            stack.callback(delattr, collection, "forward")
+        for name, ours in (("concat", GivenKeys.concat), ("from_jt_dict", _from_jt_dict)):
+            stack.callback(setattr, KeyedJaggedTensor, name, staticmethod(getattr(KeyedJaggedTensor, name)))
+            setattr(KeyedJaggedTensor, name, staticmethod(ours))
+        yield
+
+
+def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+    """As KeyedJaggedTensor.from_jt_dict, for any number of samples."""
+    return kjt_of_bags({key: bag_of(each) for key, each in jt_dict.items()})
+
+
+def keyed_tensor(columns: Columns, pooled: Tensor) -> KeyedTensor:
+    """The answer of a collection that pools, out of the embeddings of all pooled features, [B, D]."""
+    pieces = [pooled[:, first:last] for first, last in joined(columns.spans)]
+    return KeyedTensor(
+        list(columns.names), list(columns.dims), pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+    )
+
+
+def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring columns as one span."""
+    found: list[tuple[int, int]] = []
+    for first, last in spans:
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return found
+
+
+def jagged_tensors(
+    columns: Columns, given: KeyedJaggedTensor, rows: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, JaggedTensor]:
+    """The answer of a collection that does not pool.
+
+    Args:
+        columns: of the collection.
+        given: what it is called with.
+        rows: of each feature, floats [n, dim].
+        dtype: of its tables.
+    """
+    lengths = given.lengths().view(len(given.keys()), -1)
+    place = {key: number for number, key in enumerate(given.keys())}
+    return {
+        name: JaggedTensor(rows[feature].to(dtype), lengths=_lengths_of(given, key, lengths, place))
+        for name, feature, key in zip(columns.names, columns.features, columns.keys, strict=True)
+    }
+
+
+def _lengths_of(given: KeyedJaggedTensor, key: str, lengths: Tensor, place: Mapping[str, int]) -> Tensor:
+    return given.given[key].lengths if isinstance(given, GivenKeys) else lengths[place[key]]
+
+
+def dtype_of(collection: Any) -> torch.dtype:
+    """The dtype of what a collection answers with."""
+    found: torch.dtype = next(inner_of(collection)[1].parameters()).dtype
+    return found
