@@ -29,14 +29,7 @@ from serving.errors import BundleError
 from serving.files import UNREADABLE, json_tree
 
 # Version 3 has no shared keys, no left_out, no notes, and no parity with the trained module.
-_READABLE_VERSIONS = (
-    3,
-    FORMAT_VERSION,
-    HOSTS_FORMAT_VERSION,
-    IDS_FORMAT_VERSION,
-    SEQUENCES_FORMAT_VERSION,
-    NEWEST_FORMAT_VERSION,
-)
+_READABLE_VERSIONS = range(3, NEWEST_FORMAT_VERSION + 1)
 # The names of a bundle's other files.
 _RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, SCORES, IDS)
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
