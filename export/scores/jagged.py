@@ -129,6 +129,11 @@ def _jagged_bmm(use: _Use) -> Rows | None:
     return Rows(0) if use.is_jagged(0, 2) and use.is_jagged(1, 2) else None
 
 
+def _columns(use: _Use) -> Rows | None:
+    """(tensor, …): columns of a tensor with a row for each sample, in another order."""
+    return Rows(0) if use.is_dense(0) else None
+
+
 def _regrouped(use: _Use) -> Rows | None:
     """(tensors, …): columns of tensors with a row for each sample, in another order."""
     return Rows(0) if use.are_dense(0) else None
@@ -139,6 +144,7 @@ _RULES: Mapping[str, Callable[[_Use], Rows | None]] = {
     **dict.fromkeys(("jagged_2d_to_dense", "jagged_1d_to_dense"), _to_dense),
     **dict.fromkeys(("dense_to_jagged", "dense_to_jagged_forward"), _to_jagged),
     **dict.fromkeys(("jagged_dense_elementwise_add_jagged_output", "jagged_dense_elementwise_mul"), _both),
+    **dict.fromkeys(("permute_pooled_embs", "permute_pooled_embs_auto_grad"), _columns),
     **dict.fromkeys(
         ("permute_multi_embedding", "permute_multi_embedding_function", "regroup_keyed_tensor"), _regrouped
     ),

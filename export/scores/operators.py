@@ -107,8 +107,10 @@ def _alike(call: Call) -> Rows | None:
     if len(along) != 1 or isinstance(call.given.get("fill_value"), fx.Node):
         return None
     (dim,) = along
-    (symbol,) = call.out.shape[dim].node.expr.free_symbols
-    return Rows(dim, per_sample(call.out.shape[dim], symbol) or 0)
+    symbols = call.out.shape[dim].node.expr.free_symbols
+    if len(symbols) != 1:
+        return None  # a size that is made of several
+    return Rows(dim, per_sample(call.out.shape[dim], *symbols) or 0)
 
 
 def _slice(call: Call) -> Rows | None:
