@@ -53,13 +53,15 @@ def ratio_of(name: str, repeats: Iterable[float]) -> Result:
 
 
 def interleave(
-    candidates: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 20
+    candidates: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 20, pause_s: float = 0.0
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Call all candidates in each of `rounds` rounds; seconds of each call by name.
 
     Candidates that go through the same requests have different ones in a round, and each comes first as often as any
     other. Who asks for what another one has just asked for finds the ids in the processor's cache: of two equal
     engines, the same one took 0.8 of the time of the other.
+
+    Nobody is asked for `pause_s` before each call: after a few milliseconds code and data are no longer near.
     """
     random = np.random.default_rng(0)
     names = list(candidates)
@@ -73,6 +75,8 @@ def interleave(
             order = random.permutation(names).tolist()
             orders = [order[first:] + order[:first] for first in range(len(order))]
         for name in orders.pop():
+            if pause_s:
+                time.sleep(pause_s)
             start = time.perf_counter()
             candidates[name]()
             times[name].append(time.perf_counter() - start)

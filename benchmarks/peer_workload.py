@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float32]
 
 MODEL = "ours"
 # In padded ids: no id.
-_PAD = -1
+PAD = -1
 _BLOCK = 1 << 16
 # Requests by their number of samples.
 SIZES = {1: 256, 128: 32}
@@ -42,6 +42,7 @@ class PeerWorkload:
         rows, dims: of each table.
         features: the table each reads, and the most ids it has a sample.
         requests: by their number of samples, int64 [requests, samples, ids], padded with −1 at the end of a bag.
+        sequences: numbers of the features that are not pooled: each of their ids is answered by a row.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PeerWorkload:
     dims: Sequence[int]
     features: Sequence[tuple[int, int]]
     requests: Mapping[int, Ids]
+    sequences: Sequence[int] = ()
 
     @property
     def width(self) -> int:
@@ -95,8 +97,8 @@ class PeerWorkload:
         """Our features lie table by table."""
         bags = np.split(padded, np.cumsum([ids for _, ids in self.features])[:-1], axis=1)
         ordered = [bags[n] for n in self.order]
-        values = np.concatenate([bag[bag != _PAD] for bag in ordered])
-        lengths = np.concatenate([(bag != _PAD).sum(axis=1) for bag in ordered]).astype(np.int32)
+        values = np.concatenate([bag[bag != PAD] for bag in ordered])
+        lengths = np.concatenate([(bag != PAD).sum(axis=1) for bag in ordered]).astype(np.int32)
         return Tensors(None, values, lengths)
 
     @property
@@ -115,7 +117,10 @@ class PeerWorkload:
         assert self.order == list(range(len(self.features))), "features of one table must be side by side"
         folder.mkdir(parents=True)
         tables = [{"rows": rows + 1, "dim": dim} for rows, dim in zip(self.rows, self.dims, strict=True)]
-        features = [{"table": table, "ids": ids} for table, ids in self.features]
+        features = [
+            {"table": table, "ids": ids, "pooled": number not in self.sequences}
+            for number, (table, ids) in enumerate(self.features)
+        ]
         (folder / "tables.json").write_text(json.dumps({"tables": tables, "features": features}))
         for kind in kinds:
             for number in range(len(self.rows)):
@@ -142,7 +147,7 @@ class PeerWorkload:
     def padded(self, samples: int) -> Ids:
         """The requests as peers take them: padded with the number of the row of zeros."""
         padding = np.repeat([self.rows[table] for table, _ in self.features], [ids for _, ids in self.features])
-        ids: Ids = np.where(self.requests[samples] == _PAD, padding, self.requests[samples])
+        ids: Ids = np.where(self.requests[samples] == PAD, padding, self.requests[samples])
         return ids
 
     def _write_requests(self, folder: Path, samples: int) -> None:
@@ -159,7 +164,7 @@ class PeerWorkload:
             bags = padded[:, start : start + ids]
             start += ids
             rows = self.stored(table).rows(torch.from_numpy(np.maximum(bags, 0).ravel())).double().numpy()
-            parts.append((rows.reshape(*bags.shape, -1) * (bags != _PAD)[:, :, np.newaxis]).sum(axis=1))
+            parts.append((rows.reshape(*bags.shape, -1) * (bags != PAD)[:, :, np.newaxis]).sum(axis=1))
         answer: Floats = np.concatenate(parts, axis=1).astype(np.float32)
         return answer
 
@@ -223,7 +228,7 @@ def movielens() -> PeerWorkload:
     columns = []
     for name in FEATURES:
         values, lengths = samples.features[name].take(samples.test[: 32 * 128])
-        column = np.full((len(lengths), int(lengths.max())), _PAD, np.int64)
+        column = np.full((len(lengths), int(lengths.max())), PAD, np.int64)
         column[np.arange(column.shape[1]) < lengths[:, np.newaxis]] = values
         columns.append(column)
     padded = np.concatenate(columns, axis=1)

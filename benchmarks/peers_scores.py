@@ -2,29 +2,31 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
-from benchmarks.peer_servers import HERE, PEERS
+from benchmarks.peer_servers import HERE, PEERS, Peer
 from benchmarks.peer_workload import MODEL, dlrm
 from benchmarks.peers_served import NOTHING, Comparison, Line, compare, seen
 from benchmarks.scores_workload import OUTPUT, ScoresWorkload
+from benchmarks.sequences_workload import SequencesWorkload
 from benchmarks.served import publish_do_nothing
 from benchmarks.workload import DIM, ROW_CAP
-from serving.client import LookupClient
+from serving.client import LookupClient, ModelInfo
 from serving.engine import Engine
 from serving.lookup.program import torchscript
+from serving.request.tensors import Tensors
 from serving.server import Ports, run_server
 
-NAME = "scores"
+NAME, SEQUENCES_NAME = "scores", "scores_sequences"
 LOADS = ((1, 1), (1, 32), (128, 1), (128, 32))
 ROUNDS = 3
 ROUNDS_IN_PROCESS = {1: 500, 128: 150}
@@ -34,6 +36,7 @@ SERVERS = {
     for name, peer in PEERS.items()
     if peer.kind == "fp32" and peer.protocol != "redis"
 }
+PLAIN = {"grpc_aio_int8": SERVERS["grpc_aio_int8"]}
 # How far scores may be from the float model's. They are normal numbers of about 6.
 TOLERANCE = {"int8": 0.3}
 
@@ -46,9 +49,38 @@ class Spread(NamedTuple):
     high: float
 
 
+class Asked(Protocol):
+    """A whole model, and requests for its scores."""
+
+    def tensors(self, samples: int) -> list[Tensors]:
+        """The requests as we take them."""
+
+    def export(self, repository: Path) -> Path:
+        """Our bundle."""
+
+    def write(self, folder: Path, info: ModelInfo) -> None:
+        """What peers and the load generator read."""
+
+
 def run(folder: Path) -> Iterator[Result]:
     """DLRM_DCN with the 26 tables of DLRM-v2; answers a second of 32 clients, and p50 of one."""
-    workload = ScoresWorkload.make(dlrm(ROW_CAP, NAME, dim=DIM))
+    yield from beside(NAME, ScoresWorkload.make(dlrm(ROW_CAP, NAME, dim=DIM)), folder, SERVERS)
+
+
+def run_sequences(folder: Path) -> Iterator[Result]:
+    """A ranker over a user's history, beside a plain gRPC server."""
+    yield from beside(SEQUENCES_NAME, SequencesWorkload.make(), folder, PLAIN)
+
+
+def beside(name: str, workload: Asked, folder: Path, servers: Mapping[str, Peer]) -> Iterator[Result]:
+    """A whole model under all loads; answers a second of 32 clients, and p50 of one.
+
+    Args:
+        name: of the figures.
+        workload: the model, and what is asked of it.
+        folder: to work in.
+        servers: the others.
+    """
     repository = folder / "repository"
     bundle = workload.export(repository)
     with (
@@ -58,14 +90,14 @@ def run(folder: Path) -> Iterator[Result]:
         workload.write(folder / "rows", client.info())
     for samples, _ in LOADS:
         publish_do_nothing(repository, samples, (1, samples, 1), like=MODEL, output=OUTPUT)
-    yield from _in_process(workload, in_memory(bundle), folder / "rows")
-    lines, absent = compare(Comparison(NAME, folder, LOADS, ROUNDS, TOLERANCE), SERVERS)
-    yield from seen(NAME, lines, absent)
-    yield from ratios(lines)
+    yield from _in_process(name, workload, in_memory(bundle), folder / "rows")
+    lines, absent = compare(Comparison(name, folder, LOADS, ROUNDS, TOLERANCE), servers)
+    yield from seen(name, lines, absent)
+    yield from ratios(lines, name)
     shutil.rmtree(folder)
 
 
-def _in_process(workload: ScoresWorkload, engine: Engine, rows: Path) -> Iterator[Result]:
+def _in_process(what: str, workload: Asked, engine: Engine, rows: Path) -> Iterator[Result]:
     """Ours with all its checks; the program that the others serve, which checks nothing."""
     sys.path.insert(0, str(HERE))
     from model import Model  # type: ignore[import-not-found]
@@ -82,18 +114,18 @@ def _in_process(workload: ScoresWorkload, engine: Engine, rows: Path) -> Iterato
         }
         found = {name: p50(seconds) for name, seconds in interleave(candidates, times).items()}
         for name, seconds in found.items():
-            yield Result(f"scores_alone_{name}_p50_b{samples}_s", seconds)
-        yield ratio(f"peers_over_ours_scores_inprocess_b{samples}", found["peers"] / found["ours"])
+            yield Result(f"{what}_alone_{name}_p50_b{samples}_s", seconds)
+        yield ratio(f"peers_over_ours_{what}_inprocess_b{samples}", found["peers"] / found["ours"])
 
 
-def ratios(lines: Sequence[Line]) -> Iterator[Result]:
+def ratios(lines: Sequence[Line], what: str = NAME) -> Iterator[Result]:
     """The best peer ÷ ours for each load: p50 of one client, the time that an answer takes of several."""
     for samples, clients in LOADS:
         here = [line for line in lines if (line["samples"], line["clients"]) == (samples, clients)]
         peers = [peer_over_ours(line) for line in here if line["candidate"] not in (MODEL, NOTHING)]
         if peers:
             best = min(peers)
-            name = f"best_peer_over_ours_scores_{'p50' if clients == 1 else f'c{clients}'}_b{samples}"
+            name = f"best_peer_over_ours_{what}_{'p50' if clients == 1 else f'c{clients}'}_b{samples}"
             yield ratio(name, best.value)
             yield ratio(f"{name}_low", best.low)
             yield ratio(f"{name}_high", best.high)

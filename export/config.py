@@ -38,7 +38,10 @@ class ExportConfig:
         dense_dtype: how the weights of that part are kept.
         dense_widths: the columns of dense inputs that no nn.Linear takes, by name.
         example: one call of the model that works, as torch.export takes it: its arguments as a tuple, or by name as a
-            dict (`export.capture.example`). None: its forward takes one KJT, and dense inputs [B, width].
+            dict. They may hold KeyedJaggedTensors and tensors in dicts, dataclasses and objects of any class. What
+            reaches a collection is a key of requests; other tensors with a row for each sample are dense inputs,
+            called by their path; all else stays as it is in the example. None: its forward takes one KJT, and dense
+            inputs [B, width].
         labelled: a file of requests for scores with labels, on which their AUC is measured. None measures none.
         sharding: the ranks, and how tables are placed on them; one rank by default.
         serving: how all versions of the model are served. None gives a new model the defaults, and leaves the

@@ -53,26 +53,20 @@ def export_model(
     After an error nothing is published, and no earlier version has changed.
 
     Args:
-        module: holds one or more EmbeddingBagCollections or EmbeddingCollections, perhaps behind position weights or
-            managed collision modules. Every module around them must hand on its ids unchanged.
-            What it does with pooled embeddings is left out of the bundle (`Manifest.left_out`), unless
-            `config.scores` is set.
+        module: holds EmbeddingBagCollections or EmbeddingCollections, perhaps behind position weights or managed
+            collision modules. It must hand on its ids unchanged. What it does with embeddings is left out of the
+            bundle (`Manifest.left_out`), unless `config.scores` is set.
         repository: Triton's model repository; made if it is missing.
         name: the model's name in the repository.
         config: dtypes, id policies and limits by table; INT8 and `error` for all where None.
-        version: the version's number; the next free one where None.
+        version: its number; the next free one where None.
         checkpoint: the weights: a file, a folder, or a Checkpoint of tables that you read yourself. None takes those
             in `module` itself.
-        dense: with `config.scores`, takes the place of what follows the collections, where that cannot be followed.
-            Its forward takes the pooled embeddings by feature, `dict[str, Tensor]` [B, dim] each, and dense inputs
-            [B, width] by name, and answers scores [B, …]. TorchScript compiles it with its own weights. Nothing
-            compares its scores with those of `module`.
-        example: one call of the module that works, as torch.export takes it: its arguments as a tuple, or by name as
-            a dict. They may hold KeyedJaggedTensors and tensors in dicts, dataclasses and objects of any class. What
-            reaches a collection is a key of requests; other tensors with a row for each sample are dense inputs,
-            called by their path; all else stays as it is in the example. None: that of `config`.
-        signing_key: a PEM file with an Ed25519 private key. It signs the bundle, and the settings of a new model
-            (`serving.bundle.signature`). None signs nothing.
+        dense: with `config.scores`, takes the place of what follows the collections. Its forward takes the pooled
+            embeddings by feature, `dict[str, Tensor]` [B, dim] each, and dense inputs [B, width] by name. TorchScript
+            compiles it with its own weights. Nothing compares its scores with those of `module`.
+        example: one call of the module that works; None: that of `config`.
+        signing_key: a PEM file with an Ed25519 private key, for the bundle and a new model's settings; None: neither.
         progress: called as rows are stored.
 
     Returns:
@@ -312,9 +306,7 @@ def plan_model(
     checkpoint: WeightSource = None,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Manifest:
-    """Describe what `export_model` would write: dtypes, plan and byte offsets.
-
-    Rows are read only where `max_error` leaves a dtype to be chosen.
+    """What `export_model` would write. Rows are read only where `max_error` leaves a dtype to be chosen.
 
     Raises:
         ModelError, ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.

@@ -16,7 +16,8 @@ from export.plan.planner import plan_shards
 from export.rows.quantize import check_dim, smallest_dtype
 from export.scores.auc import LabelledRequest, read_labelled
 from export.scores.cut_example import follow_example
-from export.scores.dense_part import Scored, columns_of, dense_part
+from export.scores.dense_part import Scored, dense_part
+from export.scores.requests import columns_of
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, TrainedTable, collect_tables
 from serving.bundle.manifest import NEWEST_FORMAT_VERSION, Manifest, format_version_of
@@ -74,8 +75,8 @@ def describe(
             )
     if config.id_dtype is IdDtype.INT32 and (raw := next((t.name for t in trained if t.id_map is not None), None)):
         raise ConfigurationError(
-            f"id_dtype: expected int64: the ids of table {raw!r} are remapped by a managed collision module, so that "
-            "any int64 is one"
+            f"id_dtype: expected int64: the ids of table {raw!r} are remapped by a managed collision module, which "
+            "takes int64"
         )
     features = tuple(_features(trained))
     manifest = Manifest(
@@ -96,7 +97,7 @@ def describe(
 
 
 def _id_policy(table: TrainedTable, config: ExportConfig) -> IdPolicy | DefaultRow:
-    """The policy for ids outside a table. A table with a map has no such ids, and none may be set for it.
+    """The policy for ids outside a table. For a table with a map none may be set: its map says what an id is.
 
     Raises:
         ConfigurationError: one is.
@@ -104,8 +105,8 @@ def _id_policy(table: TrainedTable, config: ExportConfig) -> IdPolicy | DefaultR
     policy = config.id_policy_of(table.name)
     if table.id_map is not None and policy is not IdPolicy.ERROR:
         raise ConfigurationError(
-            f"id_policy: table {table.name!r}: its ids are remapped by a managed collision module, so that any int64 "
-            f"is one: expected no policy, got {policy.value}: name the other tables"
+            f"id_policy: table {table.name!r}: its ids are remapped by a managed collision module, which says what "
+            f"an id is: expected no policy, got {policy.value}: name the other tables"
         )
     return policy
 

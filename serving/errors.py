@@ -68,7 +68,7 @@ class InvalidRequest(ServingError):
 
 
 class IdsOutside(InvalidRequest):
-    """Ids are outside [0, rows) of a table whose id policy is `error`.
+    """Ids are outside of a table whose id policy is `error`: it has no such row, or its map takes no such id.
 
     Attributes:
         counts: how many ids, by table.

@@ -33,8 +33,10 @@ def _row_of_other(table: Table, id_map: IdMap, id_: int) -> int:
     if id_map.hashed is None:
         return table.rows - 1
     bounds, buckets = id_map.hashed.bounds, len(id_map.hashed.bounds) - 1
-    bucket = id_ % buckets
-    hashed = _murmur3(id_ // buckets if id_map.hashed.divided else id_)
+    bucket, place = id_ % buckets, id_ // buckets
+    if (size := id_map.hashed.input_hash_size) is not None:
+        bucket, place = divmod(id_, (size + buckets - 1) // buckets)
+    hashed = _murmur3(place if id_map.hashed.divided else id_)
     return bounds[bucket] + hashed % (bounds[bucket + 1] - bounds[bucket])
 
 

@@ -67,16 +67,19 @@ class _Whole(torch.nn.Module):
         assert tables.packed
         self.weights = [tables.weights[feature["table"]] for feature in tables.spec["features"]]
         self.ids = [int(feature["ids"]) for feature in tables.spec["features"]]
+        # Ids of a bag: a sequence is bags of one id each.
+        self.bags = [int(feature["ids"]) if feature["pooled"] else 1 for feature in tables.spec["features"]]
         self.dense = dense
 
     def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         parts: list[torch.Tensor] = []
         start = 0
-        for weight, width in zip(self.weights, self.ids):  # noqa: B905  TorchScript knows no strict
+        for weight, width, size in zip(self.weights, self.ids, self.bags):  # noqa: B905  TorchScript knows no strict
             bag = ids[:, start : start + width].contiguous().view(-1)
             start += width
-            offsets = torch.arange(0, bag.numel() + 1, width)
-            parts.append(
-                torch.ops.quantized.embedding_bag_byte_rowwise_offsets(weight, bag, offsets, include_last_offset=True)
+            offsets = torch.arange(0, bag.numel() + 1, size)
+            rows = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
+                weight, bag, offsets, include_last_offset=True
             )
+            parts.append(rows.view(ids.size(0), -1))
         return self.dense(torch.cat(parts, 1), dense)

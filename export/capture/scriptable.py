@@ -276,6 +276,32 @@ class _Converter:
             copied.meta["stack_trace"] = node.meta.get("stack_trace")
 
 
+def rows_read_by(argument: fx.Node) -> int | None:
+    """The rows of the embedding that all integers of an input read; of several the fewest. None: there is none."""
+    found = []
+    for user in argument.users:
+        if str(user.target) == "aten.embedding.default" and user.args[1] is argument:
+            found.append(int(user.args[0].meta["val"].shape[0]))  # type: ignore[union-attr]
+        elif str(user.target) in _WHOLE and (rows := rows_read_by(user)) is not None:
+            found.append(rows)
+    return min(found, default=None)
+
+
+# Steps that hand on all numbers.
+_WHOLE = (
+    "aten.to.dtype",
+    "aten.to.device",
+    "aten.view.default",
+    "aten.reshape.default",
+    "aten.unsqueeze.default",
+    "aten.squeeze.dim",
+    "aten.squeeze.default",
+    "aten.flatten.using_ints",
+    "aten.contiguous.default",
+    "aten.long.default",
+)
+
+
 def _is_random(node: fx.Node) -> bool:
     """Whether a step draws random numbers. Dropout does not, in eval mode."""
     op = node.target

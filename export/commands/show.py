@@ -9,6 +9,7 @@ from rich.table import Table
 
 from export.plan.report import PlanReport, Transfer
 from export.sizes import size_text
+from serving.bundle.id_maps import IdMap
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.plan import ROUTER
 from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc
@@ -23,6 +24,7 @@ _MARKS = {
     "·w": "its ids carry weights",
     "·p": "its ids are weighted by their position in the bag",
     "·m": "any int64 is an id, which a map gives a row; it knows so many ids",
+    "·h": "as ·m, but an id is below the module's input_hash_size, which is rounded up to a multiple of its buckets",
 }
 
 
@@ -41,13 +43,17 @@ def show_tables(manifest: Manifest) -> None:
             f"{spec.rows:,} × {spec.dim}",
             spec.pooling.value + marks[spec.name],
             spec.dtype.value,
-            spec.id_policy.value if spec.id_map is None else f"{spec.id_map.known:,} known·m",
+            spec.id_policy.value if spec.id_map is None else f"{spec.id_map.known:,} known{_map_mark(spec.id_map)}",
             size_text(4 * spec.rows * spec.dim),
             size_text(spec.rows * spec.row_bytes),
         )
-    found = [*marks.values(), *("·m" for spec in manifest.tables if spec.id_map is not None)]
+    found = [*marks.values(), *(_map_mark(spec.id_map) for spec in manifest.tables if spec.id_map is not None)]
     table.caption = "; ".join(f"{mark}: {meaning}" for mark, meaning in _MARKS.items() if mark in found) or None
     out.print(table)
+
+
+def _map_mark(id_map: IdMap) -> str:
+    return "·m" if id_map.valid_ids is None else "·h"
 
 
 def _weighted_marks(manifest: Manifest) -> dict[str, str]:

@@ -76,13 +76,12 @@ def _probed(table: TrainedTable, state: HashZch, weights: Checkpoint) -> KnownId
                 f"{trained_with}: make the module with total_num_buckets={trained_with}"
             )
     bounds = np.array(state.bounds)
-    ids = identities
-    if state.divided:  # of what an id was divided, its bucket says the rest
-        ids = ids * buckets + np.repeat(np.arange(buckets), np.diff(bounds))
-    ids = np.unique(ids)
-    of = ids % buckets
+    hashed = HashedIds(bounds=state.bounds, divided=state.divided, input_hash_size=state.input_hash_size or None)
+    ids = np.unique(_undivided(identities, np.repeat(np.arange(buckets), np.diff(bounds)), hashed))
+    count = ids.size if hashed.block else int((identities != _EMPTY).sum())
+    of, numbers = hashed.parts_of(ids)
     rows, _ = torch.ops.fbgemm.zero_collision_hash(
-        input=torch.from_numpy(ids // buckets if state.divided else ids),
+        input=torch.from_numpy(numbers),
         identities=torch.from_numpy(identities[:, np.newaxis]),
         max_probe=state.max_probe,
         circular_probe=True,
@@ -90,5 +89,16 @@ def _probed(table: TrainedTable, state: HashZch, weights: Checkpoint) -> KnownId
         local_sizes=torch.from_numpy(np.diff(bounds)[of]),
         offsets=torch.from_numpy(bounds[of]),
     )
-    count = int((identities != _EMPTY).sum())
-    return KnownIds(ids, rows.numpy(), count, HashedIds(bounds=state.bounds, divided=state.divided))
+    return KnownIds(ids, rows.numpy(), count, hashed)
+
+
+def _undivided(identities: Numbers, buckets: Numbers, hashed: HashedIds) -> Numbers:
+    """The ids that `identities`, int64 [rows], are of, where each is in one of `buckets`, int64 [rows].
+
+    With an `input_hash_size`, those that are no ids of their buckets, such as marks, are left out: no id finds them.
+    """
+    if hashed.block is None:
+        return identities * hashed.buckets + buckets if hashed.divided else identities
+    ids = identities + buckets * hashed.block if hashed.divided else identities
+    is_there: Numbers = ids[hashed.parts_of(ids)[0] == buckets]
+    return is_there

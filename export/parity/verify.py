@@ -17,7 +17,7 @@ from export.parity.answers import Answers, answer_assembled, answer_probe
 from export.parity.fresh_process import FreshProcess
 from export.prepare import with_position_weights
 from export.rows.table_error import Tally
-from export.scores.dense_part import request_for
+from export.scores.requests import request_for
 from export.scores.verify_scores import scored_of, verify_scores
 from export.trained.checkpoint import Checkpoint, WeightSource, blocks, open_weights
 from export.trained.tables import Trained, TrainedTable

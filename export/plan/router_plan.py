@@ -44,8 +44,9 @@ def _stored(table: Table) -> int:
 def _saved(table: Table, readers: Sequence[str], sharding: Sharding) -> float:
     """The bytes that a sample would move to and from a host with the whole table."""
     ids = sum(sharding.pooling_factors_of(table.name, len(readers)))
+    bags = ids if table.is_sequence else len(readers)
     id_bytes = HOST_ID_BYTES + (WEIGHT_BYTES if table.weighted else 0)
-    return ids * id_bytes + len(readers) * (HOST_LENGTH_BYTES + table.dim * SUM_BYTES)
+    return ids * id_bytes + bags * (HOST_LENGTH_BYTES + table.dim * SUM_BYTES)
 
 
 # The host of each rank, the sharding type of each table, and the shards of each table. All byte offsets are 0.

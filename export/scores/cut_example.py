@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from export.capture.answers import outputs_of
 from export.capture.bags import Bag
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS, Captured, Input, captured, ids_of, lengths_of, rows_of, weights_of
 from export.capture.moved_ids import placed
-from export.capture.scriptable import scriptable
+from export.capture.scriptable import rows_read_by, scriptable
 from export.capture.signature import Collections, Signature, keys_of_features, read_signature
 from export.config import Example
 from export.errors import ModelError
@@ -45,7 +45,9 @@ class FromExample:
         module, taken, outputs = scriptable(model, self.graph, self.signature, self.collections)
         self._expect_looked_up(model, taken)
         paths = [each for each in taken if isinstance(each, str) and each != EMBEDDINGS]
-        dense = tuple(_dense_input(path, self.signature.by_sample[path]) for path in paths)
+        nodes = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
+        arguments = dict(zip(self.graph.inputs, nodes, strict=True))
+        dense = tuple(_dense_input(path, self.signature.by_sample[path], arguments[path]) for path in paths)
         for wrong in wrong_names([each.name for each in dense], outputs):
             raise ModelError(f"{type(model).__name__}: {wrong}")
         jagged = tuple(each for each in taken if isinstance(each, JaggedInput))
@@ -131,9 +133,11 @@ def _fixed(signature: Signature, found: Captured, collections: Collections) -> d
     return fixed
 
 
-def _dense_input(path: str, old: Tensor) -> DenseInput:
+def _dense_input(path: str, old: Tensor, argument: fx.Node) -> DenseInput:
     dtype = INPUT_DTYPES.get(torch.zeros((), dtype=_WIRE.get(old.dtype, torch.float32)).numpy().dtype)
-    return DenseInput(path, tuple(old.shape[1:]), dtype or InputDtype.FP32)
+    is_integer = dtype in (InputDtype.INT64, InputDtype.INT32)
+    rows = rows_read_by(argument) if is_integer else None
+    return DenseInput(path, tuple(old.shape[1:]), dtype or InputDtype.FP32, rows)
 
 
 # What travels where the model takes another dtype.

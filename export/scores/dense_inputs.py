@@ -5,11 +5,12 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.ao.quantization import quantize_dynamic
+from torch.fx.node import map_aggregate
 
 from export.errors import CheckpointError
 from export.scores.cut import Cut, as_taken
@@ -119,18 +120,27 @@ def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
             )
             quantized: nn.Module = quantize_dynamic(module, {nn.Linear}, torch.qint8, inplace=True)  # type: ignore[no-untyped-call]
         return quantized
-    arguments = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in arguments:
-        taken = as_taken(node)
-        if taken.target == "float":  # the embeddings
-            taken.target, taken.args = "to", (node, torch.bfloat16)
-        elif taken is not node:
-            taken.args = (node, torch.bfloat16 if taken.args[1] is torch.float32 else taken.args[1])
-        elif isinstance(node.meta.get("val"), Tensor):
-            continue  # ids
-        else:
-            with module.graph.inserting_after(node):
-                narrow = module.graph.call_method("to", (node, torch.bfloat16))
-            node.replace_all_uses_with(narrow, partial(operator.is_not, narrow))
+    nodes = list(module.graph.nodes)
+    if any(isinstance(node.target, torch._ops.OpOverloadPacket) for node in nodes):
+        for node in nodes:  # it says of each step in which dtype it is done
+            node.args, node.kwargs = map_aggregate(node.args, _narrow), map_aggregate(node.kwargs, _narrow)
+    else:
+        _narrow_inputs(module)
     module.recompile()
     return module.bfloat16()
+
+
+def _narrow(argument: Any) -> Any:
+    return torch.bfloat16 if argument is torch.float32 else argument
+
+
+def _narrow_inputs(module: fx.GraphModule) -> None:
+    """Have all that a dense part takes brought to bfloat16."""
+    for node in [each for each in module.graph.nodes if each.op == "placeholder"]:
+        taken = as_taken(node)
+        if taken is not node:  # the embeddings, which become float32
+            taken.target, taken.args = "to", (node, torch.bfloat16)
+            continue
+        with module.graph.inserting_after(node):
+            narrow = module.graph.call_method("to", (node, torch.bfloat16))
+        node.replace_all_uses_with(narrow, partial(operator.is_not, narrow))

@@ -8,38 +8,33 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, fx, nn
-from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
-from export.capture.bags import Bags, bags_of
 from export.capture.given import Given
-from export.capture.signature import Collections, Columns
+from export.capture.signature import Collections
 from export.config import Example
 from export.errors import ModelError, ParityError, compiler_line
 from export.rows.table_error import finite
 from export.scores.apart import what_branches, what_is_one_step, what_mixes_samples
-from export.scores.cut import Cut, changes_inputs, cut, keep_inputs
-from export.scores.cut_example import follow_example
-from export.scores.dense_inputs import inputs_of, with_dtype, with_weights
+from export.scores.behind import behind_example, behind_forward, behind_own
+from export.scores.cut import Cut, changes_inputs, keep_inputs
+from export.scores.dense_inputs import with_dtype, with_weights
 from export.scores.eager_model import answers_behind, model_errors
 from export.scores.other_requests import other_requests
 from export.scores.probes import Numbers, Run, allowed, answered, largest, pieces_of, scale_of, scaled, shown_to_mix
+from export.scores.requests import ByFeature, columns_of, with_answer
 from export.scores.trace import WAY_OUT
-from export.scores.user_dense import around
 from export.trained.checkpoint import Checkpoint
 from export.trained.keyed import line_of
-from export.trained.managed import inner_of, is_sequence, looking_up
-from export.trained.probe import kjt_of, listening, make_probe
+from export.trained.managed import is_sequence, looking_up
+from export.trained.probe import listening
 from export.trained.running import evaluating, quiet
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DenseDtype, DenseInput, DensePart, InputDtype, ScoreOutput, ScoreParity
+from serving.bundle.scores import DenseDtype, DensePart, JaggedInput, ScoreOutput, ScoreParity
 from serving.lookup.program import torchscript
 from serving.request.tensors import Ids, Tensors
-
-ByFeature = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +89,24 @@ def dense_part(
         ParityError: what was cut out answers otherwise than the model.
     """
     columns = columns_of(trained, manifest)
-    notes: list[str] = []
-    path, entry = "", own
     if own is not None:
-        _expect_pooled(trained)
-        checkpoint = None
-        found = around(own, _spans(manifest), widths)
-        inputs = inputs_of(found, widths)
+        behind = behind_own(trained, manifest, known, widths, own)
     elif example is not None:
-        entry = trained.module
-        followed = follow_example(entry, columns, example)
-        found, inputs, notes = followed.cut(entry)
+        behind = behind_example(trained, manifest, columns, example)
     else:
-        _expect_pooled(trained)
-        path, entry = _entry(trained)
-        found = cut(entry, columns)
-        inputs = inputs_of(found, widths)
-    assert entry is not None  # noqa: S101  one of the three
-    if keys := [each.name for each in inputs if each.name in manifest.keys]:
+        behind = behind_forward(trained, manifest, known, widths, columns)
+    entry, found, given = behind.entry, behind.cut, behind.given
+    if keys := [each.name for each in behind.inputs if each.name in manifest.keys]:
         raise ModelError(
             f"{type(entry).__name__}: dense input {keys[0]!r}: expected a name that no key has: rename it in the "
             "forward"
         )
-    if example is not None and own is None:
-        given = followed.given(dense=found.inputs)
-        request = request_of(manifest, given.bags)
-    else:
-        request = request_for(manifest, None, known)
-        given = given_for(manifest, request, inputs)
     own_answers: Mapping[str, Numbers] | None = None
     answer = None
     if own is None and checkpoint is None:
         answer = partial(_own_answer, entry, found)
         given, own_answers = _answers_of_model(entry, found, columns, given)
-    module = with_weights(found, path, checkpoint)
+    module = with_weights(found, behind.path, None if own is not None else checkpoint)
     run = partial(_run, entry, module, found)
     probes = [given, *(probe for probe, _ in answered(run, scaled(given)))]
     if own is None:
@@ -142,14 +121,10 @@ def dense_part(
     program = _compiled(entry, module, dtype)
     serve = partial(_run, entry, program, found)
     outputs = _compared(entry, run, serve, probes, dtype)
-    if dtype is DenseDtype.INT8 and any(isinstance(each, nn.Linear) for each in module.modules()):
-        mixed_by: str | None = "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
-    else:
-        mixed_by = what_is_one_step(module) if own is None else what_branches(program)
-        mixed_by = mixed_by or what_mixes_samples(module, given, found.jagged, None if own is None else program)
-        mixed_by = mixed_by or shown_to_mix(serve, given, dtype)
+    mixed_by = _mixed_by(module, found.jagged, given, dtype, None if own is None else program)
+    mixed_by = mixed_by or shown_to_mix(serve, given, dtype)
     part = DensePart(
-        inputs,
+        behind.inputs,
         outputs,
         dtype,
         mixes_samples=mixed_by is not None,
@@ -158,7 +133,21 @@ def dense_part(
         jagged=found.jagged,
         fixed_lengths={key: count for key, count in given.fixed.items() if key in manifest.keys},
     )
-    return Scored(program, part, request, given, own_answers, answer, tuple(notes))
+    return Scored(program, part, behind.request, given, own_answers, answer, behind.notes)
+
+
+def _mixed_by(
+    module: fx.GraphModule,
+    jagged: Sequence[JaggedInput],
+    given: Given,
+    dtype: DenseDtype,
+    own: torch.jit.ScriptModule | None,
+) -> str | None:
+    """What may let samples meet, as it is read off the operators; None: nothing."""
+    if dtype is DenseDtype.INT8 and any(isinstance(each, nn.Linear) for each in module.modules()):
+        return "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
+    mixed_by = what_is_one_step(module) if own is None else what_branches(own)
+    return mixed_by or what_mixes_samples(module, given, jagged, own)
 
 
 def compare_scores(scored: Scored, answer: ByFeature) -> DensePart:
@@ -184,136 +173,9 @@ def compare_scores(scored: Scored, answer: ByFeature) -> DensePart:
     return msgspec.structs.replace(scored.part, outputs=tuple(outputs))
 
 
-def with_answer(given: Given, answer: ByFeature) -> Given:
-    """What is given, with embeddings and rows of an answer to its request, by feature."""
-    pooled = [each for name, each in answer.items() if name not in given.keys]
-    embeddings = np.concatenate(pooled, axis=1) if pooled else np.zeros((given.samples, 0), np.float32)
-    rows = {name: torch.from_numpy(answer[name]) for name in given.rows}
-    return replace(given, embeddings=torch.from_numpy(embeddings), rows=rows)
-
-
-def request_of(manifest: Manifest, bags: Bags) -> Tensors:
-    """A request for all keys."""
-    own = [bags[key] for key in manifest.keys]
-    values = torch.cat([each.ids for each in own]).long().numpy()
-    lengths = torch.cat([each.lengths for each in own]).int().numpy()
-    if not manifest.weighted:
-        return Tensors(None, values, lengths)
-    weights = [torch.ones(len(each.ids)) if each.weights is None else each.weights.float() for each in own]
-    return Tensors(None, values, lengths, torch.cat(weights).numpy())
-
-
-def make_dense(inputs: Sequence[DenseInput], samples: int) -> tuple[Tensor, ...]:
-    """Seeded dense inputs beside `make_probe`, [B, *shape] each: FP32 within [0, 1), the others 0 or 1."""
-    generator = torch.Generator().manual_seed(0)
-
-    def make(of: DenseInput) -> Tensor:
-        if of.dtype is InputDtype.FP32:
-            return torch.rand(samples, *of.shape, generator=generator)
-        integers = torch.randint(0, 2, (samples, *of.shape), generator=generator)
-        return torch.from_numpy(integers.numpy().astype(of.dtype.numpy))
-
-    return tuple(make(each) for each in inputs)
-
-
-def request_for(manifest: Manifest, part: DensePart | None, known: Mapping[str, Ids]) -> Tensors:
-    """A request for scores, where no example of a call is known.
-
-    A model that takes ids or rows may take no more ids of a key than it was trained with: there is one in each bag.
-
-    Args:
-        manifest: of the bundle.
-        part: its dense part; None: of a model whose scores are made of pooled embeddings.
-        known: ids of each key with a map.
-    """
-    if part is None or not part.jagged:
-        return make_probe(manifest, known)
-    keys = {feature.name: feature.key for feature in manifest.features}
-    ones = {keys.get(each.name, each.name): 1 for each in part.jagged}
-    return make_probe(manifest, known, ones | part.fixed_lengths)
-
-
-def given_for(manifest: Manifest, request: Tensors, part: DensePart | Sequence[DenseInput]) -> Given:
-    """What a dense part is given beside a request, with random embeddings and rows.
-
-    Args:
-        manifest: of the bundle.
-        request: for all keys.
-        part: the dense part; or the dense inputs of one that takes nothing else.
-    """
-    inputs, fixed = (part.inputs, part.fixed_lengths) if isinstance(part, DensePart) else (part, {})
-    generator = torch.Generator().manual_seed(0)
-    samples = request.lengths.size // len(manifest.keys)
-    bags = bags_of(kjt_of(manifest, request, torch.device("cpu")))
-    width, rows, keys = 0, dict[str, Tensor](), dict[str, str]()
-    for feature, table in zip(manifest.features, manifest.feature_tables, strict=True):
-        if table.is_sequence:
-            keys[feature.name] = feature.key
-            rows[feature.name] = torch.randn(len(bags[feature.key].ids), table.dim, generator=generator)
-        else:
-            width += table.dim
-    embeddings = torch.randn(samples, width, generator=generator)
-    return Given(embeddings, make_dense(inputs, samples), bags, rows, keys, fixed)
-
-
 def save_scores(program: torch.jit.ScriptModule, path: Path) -> None:
     """Write a dense part to `path`."""
     path.write_bytes(program.save_to_buffer())
-
-
-def _entry(trained: Trained) -> tuple[str, nn.Module]:
-    """The model around the collections, and its path in the module that was given."""
-    entries = [each.module for each in trained.found.entries]
-    if len(entries) != 1 or entries[0] in trained.found.collections.values():
-        found = ", ".join(type(each).__name__ for each in entries)
-        raise ModelError(
-            f"{type(trained.module).__name__}: expected one module around all collections, with scores, found "
-            f"{found}: give that module, or export without --scores"
-        )
-    (path,) = (name for name, each in trained.module.named_modules() if each is entries[0])
-    return path, entries[0]
-
-
-def _expect_pooled(trained: Trained) -> None:
-    for name, collection in trained.found.collections.items():
-        if is_sequence(collection):
-            raise ModelError(
-                f"{name} ({type(collection).__name__}): scores are made of rows that are not pooled: give an example "
-                "of a call: export_model(example=(…)), --example package.module:function"
-            )
-
-
-def columns_of(trained: Trained, manifest: Manifest) -> dict[nn.Module, Columns]:
-    """Where the answers of each collection are in those of the bundle."""
-    spans, dims = (
-        _spans(manifest),
-        {each.name: table.dim for each, table in zip(manifest.features, manifest.feature_tables, strict=True)},
-    )
-    found = {}
-    for path, own in trained.by_collection.items():
-        collection = trained.found.collections[path]
-        _, inner = inner_of(collection)
-        configs = inner.embedding_configs() if is_sequence(collection) else inner.embedding_bag_configs()
-        features = [name for table in own for name in table.features]
-        found[collection] = Columns(
-            names=[name for each in get_embedding_names_by_table(configs) for name in each],
-            features=features,
-            keys=[key for table in own for key in table.keys],
-            dims=[dims[name] for name in features],
-            spans=[] if is_sequence(collection) else [spans[name] for name in features],
-        )
-    return found
-
-
-def _spans(manifest: Manifest) -> dict[str, tuple[int, int]]:
-    """The columns of each pooled feature in the embeddings of a request, [first, last)."""
-    pooled = [
-        (feature.name, table.dim)
-        for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
-        if not table.is_sequence
-    ]
-    ends = np.cumsum([dim for _, dim in pooled]).tolist()
-    return {name: (end - dim, end) for (name, dim), end in zip(pooled, ends, strict=True)}
 
 
 def _answers_of_model(

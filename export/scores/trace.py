@@ -9,7 +9,10 @@ from export.errors import ModelError, first_line
 from export.trained.keyed import KeyedTracer, line_of_error
 from export.trained.running import evaluating, quiet
 
-WAY_OUT = "give export_model(dense=…), a module of your own that takes pooled embeddings, or export without --scores"
+WAY_OUT = (
+    "give an example of a call (example=…, --example) if you gave none, or dense=…, a module of your own that takes "
+    "pooled embeddings, or export without --scores"
+)
 
 
 def traced(entry: nn.Module, collections: Collection[nn.Module]) -> fx.GraphModule:

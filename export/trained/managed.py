@@ -4,7 +4,8 @@ Managed collision modules turn raw ids into row numbers. `ManagedCollisionEmbedd
 EmbeddingBagCollection and such a module for each table, `ManagedCollisionEmbeddingCollection` an EmbeddingCollection.
 In eval, MCHManagedCollisionModule searches its sorted raw ids, and gives unknown ids the last row.
 HashZchManagedCollisionModule calls FBGEMM's `zero_collision_hash`, which gives unknown ids the row of their hash. In
-eval, neither changes its state.
+eval, neither changes its state. A HashZchManagedCollisionModule with an `input_hash_size` fails for ids outside of
+[0, that size), which it rounds up to a multiple of its buckets.
 
 Feature processors weigh ids by their position in the bag. `FeatureProcessedEmbeddingBagCollection` has a weighted
 EmbeddingBagCollection and its processors: a PositionWeightedModule for each key, or a
@@ -111,7 +112,9 @@ class HashZch:
         identities: the key of its ids in a state dict, by row, -1 where there is none; int64 [rows, 1].
         bucket_count: the key of the number of buckets; int64 [1, 1]. Older checkpoints do not have it.
         bounds: the rows of the buckets: bucket b has the rows [bounds[b], bounds[b + 1]).
-        divided: whether ids are divided by the number of buckets before they are hashed.
+        divided: whether it is the place of an id among those of its bucket that is hashed, and not the id.
+        input_hash_size: so many ids are dealt out to the buckets in equal runs, rounded up; others fail. 0: any int64
+            is an id, and the buckets take turns.
         max_probe: the most rows that are searched for an id.
     """
 
@@ -119,6 +122,7 @@ class HashZch:
     bucket_count: str
     bounds: tuple[int, ...]
     divided: bool
+    input_hash_size: int
     max_probe: int
 
     @property
@@ -148,6 +152,7 @@ def _state_of(path: str, module: Any) -> TrainedIdMap:
         f"{path}._hash_zch_bucket",
         tuple(module._output_segments),
         module.input_mapper._inference_dispatch_div_train_world_size,
+        module.input_mapper._input_hash_size,
         module._max_probe,
     )
 
@@ -184,7 +189,9 @@ def _unknown(module: Any) -> str | None:
         }
     elif type(module) is HashZchManagedCollisionModule:
         refused = {
-            "has an input_hash_size: expected 0, with which any int64 is an id": module._input_hash_size != 0,
+            "has an input_hash_size that is no number of ids: expected one from 0 to 2⁶³ − 1": not (
+                0 <= module._input_hash_size < 2**63
+            ),
             "has disable_fallback: expected other ids to read the row of their hash": module._disable_fallback,
             "has an opt_in_prob: FBGEMM cannot look such ids up on a CPU": module._opt_in_prob != -1,
             "is a shard of a module (start_bucket, end_bucket)": module.is_sharded,

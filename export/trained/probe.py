@@ -21,7 +21,7 @@ from export.trained.managed import inner_of, looking_up
 from export.trained.running import evaluating, quiet
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import Manifest
-from serving.bundle.tables import Pooling
+from serving.bundle.tables import ANY_INT64, Pooling
 from serving.request.tensors import Ids, Tensors
 
 _SEED = 20_451
@@ -36,8 +36,8 @@ def make_probe(
 ) -> Tensors:
     """A seeded request: for each key bags of 0 to 8 ids, an empty one, and one of 100 with the first and last id.
 
-    No bag is longer than its position weights. Where any int64 is an id, half of the ids are those that the map has;
-    the others are random, and the least and the largest.
+    No bag is longer than its position weights. Of ids that are remapped, half are those that the map has; the others
+    are random, and the least and the largest.
 
     Args:
         manifest: of the bundle.
@@ -55,9 +55,7 @@ def make_probe(
         lengths[number] = counts.get(key, lengths[number])
     columns = []
     for (key, height), bags in zip(rows.items(), lengths, strict=True):
-        ids = random.integers(0, height, bags.sum())
-        ids[:2] = (0, height - 1)[: ids.size]
-        columns.append(_raw(random, known[key], ids.size) if key in known else ids)
+        columns.append(_ids(random, height, known.get(key), bags.sum()))
     values = np.concatenate(columns)
     weights = random.normal(size=values.size).astype(np.float32) if manifest.weighted else None
     if weights is not None:
@@ -66,12 +64,23 @@ def make_probe(
     return Tensors(None, values, lengths.ravel(), weights)
 
 
-def _raw(random: np.random.Generator, known: Ids, count: int) -> Ids:
-    """Ids of a table with a map, int64 [count]."""
-    ids = random.integers(_LEAST, _MOST, count, np.int64, endpoint=True)
-    if known.size:
+def _ids(random: np.random.Generator, valid: int, known: Ids | None, count: int) -> Ids:
+    """Ids of one key, int64 [count].
+
+    Args:
+        random: numbers.
+        valid: how many ids are valid.
+        known: those that the map has. None: there is no map.
+        count: how many ids are made.
+    """
+    most = min(valid, _MOST + 1)
+    extremes: tuple[int, ...] = (0, most - 1)
+    ids = random.integers(0, most, count)
+    if valid == ANY_INT64:  # a second draw, so that such probes stay what they were
+        ids, extremes = random.integers(_LEAST, _MOST, count, np.int64, endpoint=True), _EXTREMES
+    if known is not None and known.size:
         ids = np.where(random.random(count) < 0.5, random.choice(known, count), ids)
-    ids[: len(_EXTREMES)] = _EXTREMES[:count]
+    ids[: len(extremes)] = extremes[:count]
     return ids
 
 

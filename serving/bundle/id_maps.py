@@ -20,6 +20,7 @@ _FIRST_MIX, _SECOND_MIX = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A8
 _HALF = np.uint64(32)
 _SEED_STEP = np.uint64(0x9E3779B97F4A7C15)
 _SEED_MIX = np.uint64(0xD6E8FEB86659FD93)
+_INT64S = 2**63  # so many int64 are not negative
 # Largest number of buckets or entries: the upper half of a hash times such a number is below 2⁶⁴.
 _MOST = 2**32 - 1
 
@@ -32,11 +33,33 @@ class HashedIds(Strict, frozen=True, omit_defaults=True):
 
     Attributes:
         bounds: the rows of training's buckets. Bucket b has the rows [bounds[b], bounds[b + 1]).
-        divided: whether ids are divided by the number of buckets before they are hashed.
+        divided: whether it is the place of an id among those of its bucket that is hashed, and not the id.
+        input_hash_size: so many ids are dealt out to the buckets in equal runs, rounded up; others are refused. None:
+            any int64 is an id, and the buckets take turns.
     """
 
     bounds: tuple[int, ...]
     divided: bool = False
+    input_hash_size: int | None = None
+
+    @property
+    def buckets(self) -> int:
+        """Number of training's buckets."""
+        return len(self.bounds) - 1
+
+    @property
+    def block(self) -> int | None:
+        """Length of a run: bucket b has the ids [b · block, (b + 1) · block). None: the buckets take turns."""
+        return None if self.input_hash_size is None else -(-self.input_hash_size // self.buckets)
+
+    def parts_of(self, ids: Numbers) -> tuple[Numbers, Numbers]:
+        """The bucket of each id, and what of it is hashed: int64 [n] both.
+
+        With an `input_hash_size`, ids outside have a bucket that there is not.
+        """
+        if self.block is None:
+            return ids % self.buckets, ids // self.buckets if self.divided else ids
+        return ids // self.block, ids % self.block if self.divided else ids
 
 
 class IdMap(Strict, frozen=True, omit_defaults=True):
@@ -59,6 +82,13 @@ class IdMap(Strict, frozen=True, omit_defaults=True):
     hashed: HashedIds | None = None
 
     @property
+    def valid_ids(self) -> int | None:
+        """The ids are those in [0, valid_ids). None: any int64 is one."""
+        if self.hashed is None or self.hashed.block is None:
+            return None
+        return min(self.hashed.block * self.hashed.buckets, _INT64S)
+
+    @property
     def regions(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The bytes of the seeds and of the entries: [start, stop) each."""
         seeds, entries = self.seeds_offset, self.entries_offset
@@ -76,6 +106,9 @@ class IdMap(Strict, frozen=True, omit_defaults=True):
             is_rising = all(low < high for low, high in pairwise(bounds))
             if len(bounds) < 2 or (bounds[0], bounds[-1]) != (0, rows) or not is_rising:
                 return f"hashed: expected bounds that rise from 0 to {rows}, got {list(bounds[:8])}"
+            size = self.hashed.input_hash_size
+            if size is not None and not 0 < size < _INT64S:
+                return f"hashed: input_hash_size: expected a number from 1 to 2⁶³ − 1, got {size}"
         return None
 
 

@@ -35,7 +35,7 @@ IDS_FORMAT_VERSION = 6
 # The format of bundles with id maps, or tables that are not pooled, on hosts or not. Earlier releases wrote it for
 # bundles with a dense part, too.
 SEQUENCES_FORMAT_VERSION = 7
-# The format of bundles with a dense part, on hosts or not.
+# The format of bundles with a dense part, or an id map with an input_hash_size, on hosts or not.
 NEWEST_FORMAT_VERSION = 8
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
@@ -166,11 +166,11 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
 
     @property
     def rows_of_keys(self) -> dict[str, int]:
-        """The number of valid ids of each key: the least rows of the tables that read it.
+        """The number of valid ids of each key: the least of the tables that read it.
 
-        It is 2⁶³ if all these tables have id maps: then any int64 is a valid id.
+        It is `ANY_INT64` if any int64 is a valid id of all these tables.
         """
-        rows = {table.name: table.rows if table.id_map is None else 2**63 for table in self.tables}
+        rows = {table.name: table.valid_ids for table in self.tables}
         return {key: min(rows[each.table] for each in read) for key, read in self.keys.items()}
 
     @property
@@ -239,6 +239,8 @@ def format_version_of(
     is_narrow = id_dtype is IdDtype.INT32 and not on_hosts
     by_position = any(feature.position_weights is not None for feature in features)
     tables = tuple(tables)
+    if any(table.id_map is not None and table.id_map.valid_ids is not None for table in tables):
+        return NEWEST_FORMAT_VERSION
     if any(table.id_map is not None or table.is_sequence for table in tables):
         return SEQUENCES_FORMAT_VERSION
     if is_narrow or by_position or any(table.id_policy is IdPolicy.MODULO for table in tables):

@@ -99,6 +99,10 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
             (SEQUENCES_FORMAT_VERSION, f"$.tables[{n}]", table, ("id_map",))
             for n, table in enumerate(document["tables"])
         ),
+        *(
+            (NEWEST_FORMAT_VERSION, f"$.tables[{n}].id_map.hashed", _hashed(table), ("input_hash_size",))
+            for n, table in enumerate(document["tables"])
+        ),
         *((FORMAT_VERSION, f"$.parity[{n}]", parity, ("trained",)) for n, parity in enumerate(parities)),
     ]
     for since, place, found, keys in places:
@@ -113,6 +117,13 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
     for table in document["tables"]:
         if "id_map" in table and (table["id_map"] is None or table["id_map"].get("hashed", table) is None):
             yield f"table {table['name']!r}: id_map: expected a map, or no such key, got null"
+        elif _hashed(table).get("input_hash_size", table) is None:
+            yield f"table {table['name']!r}: input_hash_size: expected a number, or no such key, got null"
+
+
+def _hashed(table: Any) -> Any:
+    """What the map of a table says of unknown ids. Empty: nothing."""
+    return (table.get("id_map") or {}).get("hashed") or {}
 
 
 def _check_consistency(path: Path, manifest: Manifest) -> None:

@@ -54,11 +54,13 @@ class DenseInput(Strict, frozen=True, omit_defaults=True):
     Attributes:
         name: the argument of the model's forward, or its path in an example input, such as `batch.dense_features`.
         shape: of one sample. () is one number.
+        rows: of integers that read rows of an embedding in the dense part: each is in [0, rows). None: any may come.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: InputDtype = InputDtype.FP32
+    rows: int | None = None
 
     @property
     def contract(self) -> list[object]:

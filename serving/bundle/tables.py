@@ -30,6 +30,8 @@ FP16_UNIT = 2.0**-11
 FP16_SUBNORMAL = 2.0**-25
 FP32_UNIT = 2.0**-24
 
+# The number of valid ids where any int64 is one.
+ANY_INT64 = 2**64
 _SCALE_AND_BIAS_BYTES = 4
 # Requests and config.pbtxt list names with commas. Control characters break lines of logs and metrics.
 _NAME = re.compile(r"[^,\x00-\x1f\x7f-\x9f]+")
@@ -225,7 +227,7 @@ class Table(Strict, frozen=True, omit_defaults=True):
     Attributes:
         weighted: whether its rows are weighted when they are pooled, by per-id weights or position weights.
         dtype: how its rows are stored.
-        id_map: maps raw ids to rows. Then any int64 is a valid id, and the id policy is `error`. None: ids are row
+        id_map: maps raw ids to rows. Then it says what a valid id is, and the id policy is `error`. None: ids are row
             numbers.
     """
 
@@ -242,6 +244,14 @@ class Table(Strict, frozen=True, omit_defaults=True):
     def is_sequence(self) -> bool:
         """Whether the answer has a row for each id, not a pooled one."""
         return self.pooling is Pooling.NONE
+
+    @property
+    def valid_ids(self) -> int:
+        """The valid ids are those in [0, valid_ids). `ANY_INT64`: any int64 is one."""
+        if self.id_map is None:
+            return self.rows
+        found = self.id_map.valid_ids
+        return ANY_INT64 if found is None else found
 
     @property
     def row_bytes(self) -> int:

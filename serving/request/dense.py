@@ -125,14 +125,16 @@ def accept_dense(
     for each in inputs:
         is_once, array = each.name in once, given.get(each.name)
         shape = (1 if is_once else samples, *each.shape)
-        if array is None or array.dtype != each.dtype.numpy or array.shape != shape or _has_odd_bytes(array):
+        if array is None or array.dtype != each.dtype.numpy or array.shape != shape or _has_others(each, array):
             raise _refusal(each, shape, "all samples" if is_once else "each sample", array)
         found.append(np.broadcast_to(array, (samples, *each.shape)) if is_once else array)
     return found
 
 
-def _has_odd_bytes(array: Array) -> bool:
-    """Whether it has booleans that are neither 0 nor 1."""
+def _has_others(of: DenseInput, array: Array) -> bool:
+    """Whether it has booleans that are neither 0 nor 1, or integers outside [0, rows)."""
+    if of.rows is not None:
+        return bool(array.size) and (array.min() < 0 or array.max() >= of.rows)
     return array.dtype == np.bool_ and bool((array.view(np.uint8) > 1).any())
 
 
@@ -141,8 +143,11 @@ def _refusal(of: DenseInput, shape: Sequence[int], samples: str, array: Array | 
         got = "none: scores need it; ask for the output `embeddings` alone to look up without"
     elif array.dtype != of.dtype.numpy or array.shape != shape:
         got = f"{array.dtype} {list(array.shape)}"
-    else:
+    elif of.rows is None:
         got = "a byte that is neither 0 nor 1"
+    else:
+        outside = np.argwhere((array < 0) | (array >= of.rows))[0]  # type: ignore[operator]
+        got = f"{array[tuple(outside)]} in sample {outside[0]}, which is outside [0, {of.rows})"
     expected = f"{of.dtype.numpy} {list(shape)}, a row for {samples}"
     return InvalidRequest(f"dense input {of.name!r}: expected {expected}, got {got}", Reason.DENSE)
 

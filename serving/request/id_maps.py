@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from serving.bundle.id_maps import IDS, HashedIds, buckets_of, entries_of, hashes_of
 from serving.bundle.manifest import Manifest
-from serving.bundle.tables import Table
+from serving.bundle.tables import ANY_INT64, Table
 from serving.errors import BundleError
 
 Ids = npt.NDArray[np.int64]
@@ -21,6 +21,9 @@ _FINISH = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 
 class IdMaps:
     """The maps of a bundle over its mapped file. Processes share the pages.
+
+    Attributes:
+        last_ids: the last id of each map, as a number without a sign: uint64 [n]. 2⁶⁴ − 1: any int64 is one.
 
     Args:
         directory: of the bundle.
@@ -43,6 +46,7 @@ class IdMaps:
         self._first_seed = np.array([each.seeds_offset for each in every])
         self._first_entry = np.array([each.entries_offset // 16 for each in every])
         self._last_row = np.array([table.rows - 1 for table in tables])
+        self.last_ids = np.array([table.valid_ids - 1 for table in tables], np.uint64)
         self._hashed = {number: each.hashed for number, each in enumerate(every) if each.hashed is not None}
 
     @classmethod
@@ -73,7 +77,7 @@ class IdMaps:
             maps: the number of the map of each; int64 [n].
 
         Returns:
-            int64 [n], each in [0, rows) of its table, unless the file was damaged.
+            int64 [n], each in [0, rows) of its table, unless the file was damaged. -1: the table takes no such id.
         """
         # A single map is the same for all ids: numpy repeats it.
         of = slice(None) if self._last_row.size == 1 else maps
@@ -95,24 +99,35 @@ class IdMaps:
 def known_of_keys(known: Mapping[str, Ids], manifest: Manifest) -> dict[str, Ids]:
     """Ids for each key that is read by tables with maps alone: those that the map of the first one has, int64 [n].
 
+    All of these tables take them.
+
     Args:
         known: of each table with a map.
         manifest: of the bundle.
     """
+    valid = manifest.rows_of_keys
     return {
-        key: known[features[0].table]
+        key: _valid(known[features[0].table], valid[key])
         for key, features in manifest.keys.items()
         if known.keys() >= {feature.table for feature in features}
     }
 
 
+def _valid(ids: Ids, count: int) -> Ids:
+    """Those of `ids` that are valid, where `count` are."""
+    return ids if count == ANY_INT64 else ids[ids.view(np.uint64) < np.uint64(count)]
+
+
 def _hashed_rows(ids: Ids, hashed: HashedIds) -> Ids:
-    """What `zero_collision_hash` answers for ids that it does not find: int64 [n]."""
+    """What `zero_collision_hash` answers for ids that it does not find: int64 [n]. -1: the id has no bucket."""
     bounds = np.array(hashed.bounds)
-    buckets = bounds.size - 1
-    of = ids % buckets
-    hashes = _murmur(ids // buckets if hashed.divided else ids)
-    rows: Ids = (hashes % np.diff(bounds).astype(np.uint64)[of]).astype(np.int64) + bounds[of]
+    of, numbers = hashed.parts_of(ids)
+    has_none = None if hashed.block is None else (of < 0) | (of >= hashed.buckets)
+    if has_none is not None:
+        of[has_none] = 0
+    rows: Ids = (_murmur(numbers) % np.diff(bounds).astype(np.uint64)[of]).astype(np.int64) + bounds[of]
+    if has_none is not None:
+        rows[has_none] = -1
     return rows
 
 

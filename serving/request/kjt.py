@@ -37,6 +37,7 @@ from serving.request.schema import Schema, Selection
 from serving.request.tensors import Batch, Checked, Embeddings, Ids, KjtRequest, Lengths, Weights
 
 _UINT64 = np.dtype(np.uint64)
+_ANY = np.uint64(2**64 - 1)
 _NO_SEGMENTS: Ids = np.empty(0, np.int64)
 _NO_LENGTHS: Lengths = np.empty(0, np.int32)
 _NOBODY = Checked((), _NO_SEGMENTS, None, _NO_LENGTHS, *[np.zeros(1, np.int64)] * 3)
@@ -85,8 +86,8 @@ def _policies_applied(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]] 
 def check(requests: Sequence[KjtRequest]) -> Checked:
     """Check the lengths and ids of all requests at once. Nothing that fails here reaches FBGEMM.
 
-    An id of a table with a map becomes the row that the map says. An id outside a table whose policy is `modulo`
-    becomes id mod rows.
+    An id of a table with a map becomes the row that the map says, if it takes the id. An id outside a table
+    whose policy is `modulo` becomes id mod rows.
 
     Returns:
         The requests, one behind the other. With R = 1 the arrays are the request's own: nothing is copied, unless
@@ -105,7 +106,9 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
         values = _remapped(requests, id_maps, values, ids)
     outside = _segments_outside(values, ids, rows)
     if outside.size:
-        if (joined([request.selection.maps for request in requests])[outside] >= 0).any():
+        mapped = outside[joined([request.selection.maps for request in requests])[outside] >= 0]
+        # An id that a map does not take has no row, which is -1.
+        if any(int(values[ids[at] : ids[at + 1]].max()) >= int(rows[at]) for at in mapped):
             raise InternalError(f"{IDS}: expected rows of its tables, got others: publish the bundle again")
         if not joined([request.selection.modulo for request in requests])[outside].all():
             raise InvalidRequest("values: expected ids in [0, rows)", Reason.IDS)
@@ -118,11 +121,11 @@ def check(requests: Sequence[KjtRequest]) -> Checked:
 
 
 def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
-    """Do what the tables' id policies say to the ids of one request that are outside [0, rows).
+    """Do what the tables' id policies say to the ids of one request that are outside their tables.
 
     Policy `zero` leaves an id out of its bag, and in a sequence its row is zeros; `default_row` reads that row in its
-    place; `error` refuses the request. For `modulo`, and for a table with a map, no id is outside; `check` changes
-    them.
+    place; `error` refuses the request. For `modulo` no id is outside, and for a table with a map those that it does
+    not take; `check` changes the others.
 
     Returns:
         A request that `check` takes, its arrays copied; and how many ids were outside, by table.
@@ -136,8 +139,7 @@ def apply_id_policies(request: KjtRequest) -> tuple[KjtRequest, dict[str, int]]:
     expect_short_bags(request)
     feature_of = np.repeat(np.arange(len(ids)), ids)  # of each id, int64 [N]
     bag_of = np.repeat(np.arange(request.lengths.size), request.lengths)  # of each id, int64 [N]
-    outside = request.values.view(np.uint64) >= np.repeat(selection.rows, ids)
-    outside &= ~(selection.modulo | (selection.maps >= 0))[feature_of]
+    outside = request.values.view(np.uint64) > np.repeat(_last_ids(selection), ids)
     counts = _counts_by_table(selection, feature_of[outside])
     refused = outside & ~(selection.zero | (selection.default_rows >= 0))[feature_of]
     if refused.any():
@@ -274,6 +276,14 @@ def _counted_weights(requests: Sequence[KjtRequest], id_bounds: Ids) -> Weights 
     return np.where(np.repeat(weighted, np.diff(id_bounds)), weights, np.float32(1))
 
 
+def _last_ids(selection: Selection) -> npt.NDArray[np.uint64]:
+    """The last id that each feature takes, as a number without a sign: uint64 [F]. 2⁶⁴ − 1: it takes any int64."""
+    last = np.where(selection.modulo, _ANY, selection.rows - np.uint64(1))
+    if selection.id_maps is None:
+        return last
+    return np.where(selection.maps >= 0, selection.id_maps.last_ids[selection.maps], last)
+
+
 def _counts_by_table(selection: Selection, features: Ids) -> dict[str, int]:
     """How often each table occurs among those of `features`, positions int64 [n]; only tables that do."""
     counts: dict[str, int] = {}
@@ -287,8 +297,9 @@ def _ids_outside(request: KjtRequest, at: int, bag: int, counts: dict[str, int])
     """Name the id at position `at` of the values, which is in the bag at position `bag` of the lengths."""
     selection = request.selection
     feature, sample = place_of(bag, bag_bounds(len(selection.names), request.samples, request.once))
+    valid = 1 + _last_ids(selection).tolist()[feature]
     return IdsOutside(
-        f"{selection.what} {selection.names[feature]!r}: expected an id in [0, {selection.rows[feature]}), "
+        f"{selection.what} {selection.names[feature]!r}: expected an id in [0, {valid}), "
         f"got {request.values[at]} for sample {sample} (values[{at}])",
         counts,
     )

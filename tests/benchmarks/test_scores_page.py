@@ -75,7 +75,10 @@ def test_the_page_says_who_is_ahead_with_scores() -> None:
     assert "litserve int8 by" not in said
 
 
-@pytest.mark.parametrize("heading", ["## Scores of whole models", "### Scores beside other servers", "## Sequences"])
+@pytest.mark.parametrize(
+    "heading",
+    ["## Scores of whole models", "### Scores beside other servers", "### Scores of sequences", "## Sequences"],
+)
 def test_a_run_without_them_says_so(heading: str) -> None:
     assert "Not in this run." in section(run_with([]), heading)
 
@@ -104,5 +107,39 @@ def test_the_page_has_what_sequences_take() -> None:
     assert said.count(" | 1.00 ms | 16.0 ms | 128.0 ms |\n") == len(kinds)
     assert said.count(" | 0.10 | 1.60 | 12.80 |\n") == 2
     assert "1,234; `sequences_over_donothing_rps_c32_b1` is 0.77." in said
+    for above, each in pairwise(said.splitlines()):
+        assert not each.startswith("|") or above == "" or above.count("|") == each.count("|"), (above, each)
+
+
+def test_the_page_has_what_scores_of_sequences_take() -> None:
+    wheres = ("p50_b1", "cold_p50_b1", "p50_b128")
+    found = [
+        Result(f"scores_sequences_{name}_{where}_s", 1e-3 * number)
+        for name in ("inprocess", "eager", "served")
+        for number, where in enumerate(wheres, start=1)
+    ]
+    found += [
+        ratio(f"scores_sequences_{name}_{where}", number / 10)
+        for name in ("over_eager", "served_over_eager")
+        for number, where in enumerate(wheres, start=1)
+    ]
+    for name in ("inprocess", "served"):
+        found += [Result(f"scores_sequences_{name}_{way}_p50_n500_s", 5e-3) for way in ("once", "repeated")]
+        found.append(ratio(f"repeated_over_once_scores_sequences_{name}_p50_n500", 1.25))
+    found += [
+        Result("scores_sequences_eager_p50_n500_s", 6e-3),
+        ratio("scores_sequences_once_over_eager_p50_n500", 0.9),
+    ]
+    lines = []
+    for load in LOADS:
+        ours = line(MODEL, load, [1e-3, 1e-3])
+        lines += [ours, line(NOTHING, load, [5e-4, 5e-4], ours), line("grpc_aio_int8", load, [2e-3, 3e-3], ours)]
+    found += [*seen("scores_sequences", lines, {}), *peers_scores.ratios(lines, "scores_sequences")]
+    said = section(run_with(found), "### Scores of sequences")
+    assert said.count(" | 1.00 ms | 2.00 ms | 3.00 ms |\n") == 3
+    assert said.count(" | 0.10 | 0.20 | 0.30 |\n") == 2
+    assert said.count(" | 5.00 ms | 5.00 ms | 1.25 |\n") == 2
+    assert "| grpc aio int8 | 2.50 ms | 13,333 | 2.50 ms | 13,333 |" in said
+    assert "| `best_peer_over_ours_scores_sequences_p50_b128` | 2.50 (2.00 to 3.00) |" in said
     for above, each in pairwise(said.splitlines()):
         assert not each.startswith("|") or above == "" or above.count("|") == each.count("|"), (above, each)

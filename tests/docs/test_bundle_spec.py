@@ -23,7 +23,7 @@ from serving.client import Rows
 from serving.engine import Engine
 from tests.support.bundle_reader import DTYPES, POOLINGS, Bags, Reader
 from tests.support.histories import random_histories, with_histories
-from tests.support.managed import bags_of, behind, mch, trained, zch
+from tests.support.managed import bags_of, behind, dealt, mch, trained, zch
 from tests.support.ranker import ranker
 from tests.support.sequences import Mixed
 
@@ -166,6 +166,22 @@ def test_raw_ids_read_the_rows_that_the_specification_says(divided: bool, tmp_pa
     expected = Engine.open(bundle).lookup(request)
     for name, answer in reader.lookup(request).items():
         np.testing.assert_allclose(answer, expected[name], rtol=1e-6, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_raw_ids_of_an_input_hash_size_read_the_rows_that_the_specification_says(
+    divided: bool, tmp_path: Path
+) -> None:
+    module = dealt(buckets=3, size=100, divided=divided)
+    bundle = export_model(module, tmp_path / "repository", "raw")
+    reader = Reader(bundle)
+    assert reader.manifest["format_version"] == 8
+    request: dict[str, Bags] = {"x": [[id_] for id_ in range(102)], "y": [[]] * 102}
+    expected = Engine.open(bundle).lookup(request)
+    for name, answer in reader.lookup(request).items():
+        np.testing.assert_allclose(answer, expected[name], rtol=1e-6, atol=1e-5, err_msg=name)
+    with pytest.raises(AssertionError):
+        reader.lookup({"x": [[102]]})
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import clients, files, lying, memory, servers, whole
+from tests.faults import clients, files, histories, lying, memory, servers, whole
 from tests.faults.hosts import machines
 from tests.support.ending import end_together
 
@@ -33,9 +33,12 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
         lambda: "scores: " + servers.restarted(folder / "scored-again", 10, whole.published).line(),
         lambda: whole.damaged_rolled_out(folder / "damaged", whole.DAMAGES).line(),
         lambda: whole.shed(folder / "shed", 200).line(),
+        lambda: "scores of sequences: " + servers.stub_killed(folder / "histories", 10, histories.published).line(),
+        lambda: histories.host_lost(folder / "lost", 10).line(),
         lambda: lying.lied(folder / "lying", 20).line(),
     ]
-    (folder / "lying").mkdir()
+    for made in ("lost", "lying"):
+        (folder / made).mkdir()
     for fault in faults:
         figures.append(fault())
         print(figures[-1], file=sys.stderr)

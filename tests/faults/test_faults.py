@@ -7,17 +7,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults import clients, files, lying, memory, servers, whole
+from tests.faults import clients, files, histories, lying, memory, servers, whole
 from tests.faults.tools import Asked, published
 from tests.support.growth import keeps_growing
 
-BOTH = pytest.mark.parametrize(
-    "asked",
-    [pytest.param(published, id="lookups"), pytest.param(whole.published, id="scores", marks=pytest.mark.long)],
-)
+LOADS = [
+    pytest.param(published, id="lookups"),
+    pytest.param(whole.published, id="scores", marks=pytest.mark.long),
+    pytest.param(histories.published, id="sequences"),
+]
 
 
-@BOTH
+@pytest.mark.parametrize("asked", LOADS[:2])
 def test_clients_find_a_server_that_was_killed_and_started_again(
     asked: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
@@ -29,7 +30,7 @@ def test_clients_find_a_server_that_was_killed_and_started_again(
     assert seen.left == 0
 
 
-@BOTH
+@pytest.mark.parametrize("asked", LOADS)
 def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     asked: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
@@ -135,3 +136,13 @@ def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: P
     print(seen.line())
     assert seen.refused > seen.lies
     assert (seen.nameless, seen.answered_out_of_a_lie, seen.others_wrong, seen.others_failed) == (0, 0, 0, 0)
+
+
+def test_scores_of_sequences_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are_right(
+    tmp_path: Path,
+) -> None:
+    seen = histories.host_lost(tmp_path, 1)
+    print(seen.line())
+    assert (seen.wrong, seen.nameless, seen.others_failed) == (0, 0, 0)
+    assert seen.refused > 0
+    assert (seen.others_right, seen.right_again) == (8, 8)

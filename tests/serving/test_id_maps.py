@@ -180,7 +180,7 @@ def test_scores_of_raw_ids(tmp_path: Path) -> None:
         export_model(Ranker(remapped=True), tmp_path / "none", "m", config)
 
 
-def test_scores_behind_sequences_are_refused_by_name(tmp_path: Path) -> None:
+def test_scores_behind_sequences_without_an_example_are_refused_by_name(tmp_path: Path) -> None:
     class Scored(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -189,5 +189,5 @@ def test_scores_behind_sequences_are_refused_by_name(tmp_path: Path) -> None:
         def forward(self, features: Any) -> Any:
             return self.rows(features)[0]["words"].values()
 
-    with pytest.raises(ModelError, match=r"rows \(ManagedCollisionEmbeddingCollection\): scores are made of emb"):
+    with pytest.raises(ModelError, match=r"rows \(Managed.*\): scores are made of rows .*: give an example of a call"):
         export_model(Scored(), tmp_path / "r", "m", ExportConfig(scores=True))

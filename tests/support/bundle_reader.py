@@ -207,8 +207,12 @@ class Reader:
             return int(table["rows"]) - 1
         bounds = map_["hashed"]["bounds"]
         buckets = len(bounds) - 1
-        b = id_ % buckets
-        x = id_ // buckets if map_["hashed"].get("divided", False) else id_
+        b, place = id_ % buckets, id_ // buckets
+        if "input_hash_size" in map_["hashed"]:
+            block = -(-map_["hashed"]["input_hash_size"] // buckets)
+            b, place = id_ // block, id_ % block
+            assert 0 <= b < buckets
+        x = place if map_["hashed"].get("divided", False) else id_
         return int(bounds[b] + murmur(x & WORD) % (bounds[b + 1] - bounds[b]))
 
     def row(self, table: Any, id_: int) -> npt.NDArray[np.float32]:

@@ -72,6 +72,25 @@ def managed(specs: Sequence[Spec] = SPECS) -> BaseManagedCollisionEmbeddingColle
     return trained(untrained(specs))
 
 
+def undealt(
+    buckets: int = 3, size: int = 100, divided: bool = False, pooling: str = "SUM"
+) -> BaseManagedCollisionEmbeddingCollection:
+    """HashZch with an `input_hash_size`: it takes no other ids. Also for `--model`."""
+    module = zch(12 * buckets, buckets, input_hash_size=size, inference_dispatch_div_train_world_size=divided)
+    return behind({"dealt": module}, [Spec("dealt", 12 * buckets, 8, pooling, ("x", "y"))])
+
+
+def dealt(
+    buckets: int = 3, size: int = 100, divided: bool = False, pooling: str = "SUM"
+) -> BaseManagedCollisionEmbeddingCollection:
+    """As `undealt`, trained: some ids have rows of their own."""
+    module: Any = undealt(buckets, size, divided, pooling).eval()
+    (remapping,) = module._managed_collision_collection._managed_collision_modules.values()
+    ids = np.random.default_rng(0).integers(0, size, 9 * buckets)
+    fill(remapping, [0, size - 1, *ids.tolist()])
+    return module
+
+
 def ids_of(random: np.random.Generator, count: int) -> list[int]:
     """Ids that repeat, so that some become known, among others that do not."""
     often = random.integers(-100, 200, count) * 1_000_003**2

@@ -66,6 +66,8 @@ def of_7(dense_input: Any, **changes: Any) -> Callable[[Any], Any]:
         (part(inputs=[{"name": "a,b", "shape": [1]}]), "dense input 'a,b': expected a name of its own"),
         (part(inputs=2 * [{"name": "a", "shape": [1]}]), "dense input 'a': expected a name of its own"),
         (part(inputs=[{"name": "a", "shape": [2, 0]}]), r"dense input 'a': expected sizes > 0, got \[2, 0\]"),
+        (part(inputs=[{"name": "a", "shape": [1], "dtype": "INT64", "rows": 0}]), "rows: expected a number > 0, of integers"),
+        (part(inputs=[{"name": "a", "shape": [1], "rows": 5}]), "rows: expected a number > 0, of integers alone, got 5"),
         (part(inputs=[{"name": "a", "shape": 31 * [1]}]), "dense input 'a': expected at most 30 sizes, got 31"),
         (part(inputs=[{"name": "a", "shape": [1], "dtype": "FP16"}]), r"Invalid enum value 'FP16' - .*inputs\[0\].dtype"),
         (part(inputs=[{"name": "a", "width": 1}]), r"unknown field `width` - at `\$.dense_part.inputs\[0\]`"),

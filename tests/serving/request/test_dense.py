@@ -145,3 +145,12 @@ def test_other_arrays_are_refused_by_name(change: dict[str, Any], why: str) -> N
     with pytest.raises(InvalidRequest) as refused:
         accept_dense(INPUTS, GOOD | change, 3)
     assert str(refused.value) == f"dense input {why}"
+
+
+@pytest.mark.parametrize("outside", [-1, 7, 2**40])
+def test_integers_that_read_no_row_of_an_embedding_are_refused(outside: int) -> None:
+    country = DenseInput("country", (2,), InputDtype.INT64, rows=7)
+    accept_dense([country], {"country": np.array([[0, 6], [3, 3]])}, 2)
+    accept_dense([country], {"country": np.empty((0, 2), np.int64)}, 0)
+    with pytest.raises(InvalidRequest, match=rf"'country': .*, got {outside} in sample 1, which is outside \[0, 7\)"):
+        accept_dense([country], {"country": np.array([[0, 6], [outside, 3]])}, 2)

@@ -1,0 +1,135 @@
+"""A ranker over a user's history and requests for its scores, as every candidate needs them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from benchmarks.peer_workload import MODEL, PAD, SIZES, Floats, Ids, PeerWorkload, save_requests
+from benchmarks.sequences_model import DENSE, LONGEST, WIDTH, Din, JaggedDin, save_behind_rows, train
+from export import ExportConfig, export_model
+from serving.client import ModelInfo
+from serving.client.messages import infer_request
+from serving.model.settings import ServingSettings
+from serving.request.tensors import Tensors
+
+OUTPUT = "scores"
+ROWS, DIM = 100_000, 64
+# The most ids that a sample has of each pooled feature.
+POOLED = (1, 1, 1, 1, 2, 5, 10, 10)
+ITEM_TABLE = len(POOLED)
+HISTORY, TARGET = f"f{ITEM_TABLE}", f"f{ITEM_TABLE + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class SequencesWorkload:
+    """A ranker, and what is asked of it.
+
+    Attributes:
+        tables: the tables, and the ids of the requests. Histories have 1 to `LONGEST` ids.
+        model: with FP32 rows; answers scores [B].
+        dense: dense inputs by the number of samples, [requests, samples, WIDTH].
+    """
+
+    tables: PeerWorkload
+    model: Din
+    dense: Mapping[int, Floats]
+
+    @classmethod
+    def make(cls, sizes: Mapping[int, int] = SIZES, rows: int = ROWS) -> Self:
+        """With random rows, and a dense part that was trained on the requests.
+
+        Args:
+            sizes: how many requests there are, by their number of samples.
+            rows: of each table.
+        """
+        random = np.random.default_rng(0)
+        features = [*enumerate(POOLED), (ITEM_TABLE, LONGEST), (ITEM_TABLE, 1)]
+        last = sum(POOLED)
+        requests: dict[int, Ids] = {}
+        for samples, count in sizes.items():
+            padded = random.integers(0, rows, (count, samples, last + LONGEST + 1))
+            lengths = random.integers(1, LONGEST + 1, (count, samples, 1))
+            padded[..., last:-1][np.arange(LONGEST) >= lengths] = PAD
+            requests[samples] = padded
+        tables = PeerWorkload(
+            "scores_sequences", [rows] * (ITEM_TABLE + 1), [DIM] * (ITEM_TABLE + 1), features, requests, (8, 9)
+        )
+        dense = {samples: random.random((count, samples, WIDTH), np.float32) for samples, count in sizes.items()}
+        workload = cls(tables, _model(tables), dense)
+        train(workload.model, [workload.kjt(each) for each in workload.tensors(max(sizes))])
+        workload.model.eval()
+        return workload
+
+    def jagged(self) -> JaggedDin:
+        """The same model without padding. It shares the weights."""
+        found = JaggedDin(self.model.bags, self.model.items, HISTORY, TARGET)
+        found.behind = self.model.behind
+        return found.eval()
+
+    def tensors(self, samples: int) -> list[Tensors]:
+        """The requests as we take them."""
+        return [
+            replace(tensors, outputs=(OUTPUT,), dense={DENSE: dense})
+            for tensors, dense in zip(self.tables.tensors(samples), self.dense[samples], strict=True)
+        ]
+
+    def export(self, repository: Path) -> Path:
+        """Our bundle. Clients with 128 samples each wait longer than a model has them wait by default."""
+        config = ExportConfig(scores=True, serving=ServingSettings(max_busy_ms=10_000))
+        return export_model(self.model, repository, MODEL, config, example=self.example())
+
+    def example(self) -> tuple[KeyedJaggedTensor, torch.Tensor]:
+        """A call of the model."""
+        (first, *_) = self.tensors(max(self.tables.requests))
+        return self.kjt(first), torch.from_numpy(first.dense[DENSE])
+
+    def kjt(self, tensors: Tensors) -> KeyedJaggedTensor:
+        """The ids of a request, as TorchRec takes them."""
+        keys = [f"f{number}" for number in self.tables.order]
+        return KeyedJaggedTensor(keys, torch.from_numpy(tensors.values), lengths=torch.from_numpy(tensors.lengths))
+
+    def eager(self, tensors: Tensors) -> Floats:
+        """The model's own scores, by TorchRec: [B]."""
+        with torch.inference_mode():
+            scores: Floats = self.model(self.kjt(tensors), torch.from_numpy(tensors.dense[DENSE])).numpy()
+        return scores
+
+    def write(self, folder: Path, info: ModelInfo) -> None:
+        """What peers and the load generator read.
+
+        Args:
+            info: of our model, as it is served.
+        """
+        self.tables.write_tables(folder, ["int8"])
+        save_behind_rows(self.model, folder / "dense.pt")
+        (folder / "dense.json").write_text(json.dumps({"inputs": WIDTH + 1, "outputs": 1}))
+        for samples in self.tables.requests:
+            tensors = self.tensors(samples)
+            ours = [infer_request(MODEL, each, info).SerializeToString() for each in tensors]
+            lengths = (self.tables.requests[samples][..., -LONGEST - 1 : -1] != PAD).sum(axis=2, keepdims=True)
+            dense = np.concatenate([self.dense[samples], lengths.astype(np.float32)], axis=2)
+            arrays = {"ids": self.tables.padded(samples), "dense": dense}
+            save_requests(folder, samples, arrays, ours, self.eager(tensors[0])[:, np.newaxis])
+
+
+def _model(tables: PeerWorkload) -> Din:
+    """With the float rows of the tables."""
+    *bags, item = tables.module().embedding_bag_configs()
+    config = EmbeddingConfig(
+        name=item.name,
+        num_embeddings=item.num_embeddings,
+        embedding_dim=item.embedding_dim,
+        feature_names=item.feature_names,
+    )
+    pooled, items = EmbeddingBagCollection(tables=bags), EmbeddingCollection(tables=[config])
+    with torch.no_grad():
+        for number, rows in enumerate(tables.rows):
+            held = items.embeddings if number == ITEM_TABLE else pooled.embedding_bags
+            held[f"t{number}"].weight.copy_(tables.stored(number).read(0, rows))
+    return Din(pooled, items, HISTORY, TARGET)

@@ -1,0 +1,128 @@
+"""What scores are made of: a request for them, with what a dense part is given beside it; and where answers are."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+from export.capture.bags import Bags, bags_of
+from export.capture.given import Given
+from export.capture.signature import Columns
+from export.trained.managed import inner_of, is_sequence
+from export.trained.probe import kjt_of, make_probe
+from export.trained.tables import Trained
+from serving.bundle.manifest import Manifest
+from serving.bundle.scores import DenseInput, DensePart, InputDtype
+from serving.request.tensors import Ids, Tensors
+
+ByFeature = Mapping[str, npt.NDArray[Any]]
+
+
+def with_answer(given: Given, answer: ByFeature) -> Given:
+    """What is given, with embeddings and rows of an answer to its request, by feature."""
+    pooled = [each for name, each in answer.items() if name not in given.keys]
+    embeddings = np.concatenate(pooled, axis=1) if pooled else np.zeros((given.samples, 0), np.float32)
+    rows = {name: torch.from_numpy(answer[name]) for name in given.rows}
+    return replace(given, embeddings=torch.from_numpy(embeddings), rows=rows)
+
+
+def request_of(manifest: Manifest, bags: Bags) -> Tensors:
+    """A request for all keys."""
+    own = [bags[key] for key in manifest.keys]
+    values = torch.cat([each.ids for each in own]).long().numpy()
+    lengths = torch.cat([each.lengths for each in own]).int().numpy()
+    if not manifest.weighted:
+        return Tensors(None, values, lengths)
+    weights = [torch.ones(len(each.ids)) if each.weights is None else each.weights.float() for each in own]
+    return Tensors(None, values, lengths, torch.cat(weights).numpy())
+
+
+def make_dense(inputs: Sequence[DenseInput], samples: int) -> tuple[Tensor, ...]:
+    """Seeded dense inputs beside `make_probe`, [B, *shape] each: FP32 within [0, 1), the others 0 or 1."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(of: DenseInput) -> Tensor:
+        if of.dtype is InputDtype.FP32:
+            return torch.rand(samples, *of.shape, generator=generator)
+        integers = torch.randint(0, 2, (samples, *of.shape), generator=generator)
+        return torch.from_numpy(integers.numpy().astype(of.dtype.numpy))
+
+    return tuple(make(each) for each in inputs)
+
+
+def request_for(manifest: Manifest, part: DensePart | None, known: Mapping[str, Ids]) -> Tensors:
+    """A request for scores, where no example of a call is known.
+
+    A model that takes ids or rows may take no more ids of a key than it was trained with: there is one in each bag.
+
+    Args:
+        manifest: of the bundle.
+        part: its dense part; None: of a model whose scores are made of pooled embeddings.
+        known: ids of each key with a map.
+    """
+    if part is None or not part.jagged:
+        return make_probe(manifest, known)
+    keys = {feature.name: feature.key for feature in manifest.features}
+    ones = {keys.get(each.name, each.name): 1 for each in part.jagged}
+    return make_probe(manifest, known, ones | part.fixed_lengths)
+
+
+def given_for(manifest: Manifest, request: Tensors, part: DensePart | Sequence[DenseInput]) -> Given:
+    """What a dense part is given beside a request, with random embeddings and rows.
+
+    Args:
+        manifest: of the bundle.
+        request: for all keys.
+        part: the dense part; or the dense inputs of one that takes nothing else.
+    """
+    inputs, fixed = (part.inputs, part.fixed_lengths) if isinstance(part, DensePart) else (part, {})
+    generator = torch.Generator().manual_seed(0)
+    samples = request.lengths.size // len(manifest.keys)
+    bags = bags_of(kjt_of(manifest, request, torch.device("cpu")))
+    width, rows, keys = 0, dict[str, Tensor](), dict[str, str]()
+    for feature, table in zip(manifest.features, manifest.feature_tables, strict=True):
+        if table.is_sequence:
+            keys[feature.name] = feature.key
+            rows[feature.name] = torch.randn(len(bags[feature.key].ids), table.dim, generator=generator)
+        else:
+            width += table.dim
+    embeddings = torch.randn(samples, width, generator=generator)
+    return Given(embeddings, make_dense(inputs, samples), bags, rows, keys, fixed)
+
+
+def columns_of(trained: Trained, manifest: Manifest) -> dict[nn.Module, Columns]:
+    """Where the answers of each collection are in those of the bundle."""
+    spans, dims = (
+        spans_of(manifest),
+        {each.name: table.dim for each, table in zip(manifest.features, manifest.feature_tables, strict=True)},
+    )
+    found = {}
+    for path, own in trained.by_collection.items():
+        collection = trained.found.collections[path]
+        _, inner = inner_of(collection)
+        configs = inner.embedding_configs() if is_sequence(collection) else inner.embedding_bag_configs()
+        features = [name for table in own for name in table.features]
+        found[collection] = Columns(
+            names=[name for each in get_embedding_names_by_table(configs) for name in each],
+            features=features,
+            keys=[key for table in own for key in table.keys],
+            dims=[dims[name] for name in features],
+            spans=[] if is_sequence(collection) else [spans[name] for name in features],
+        )
+    return found
+
+
+def spans_of(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """The columns of each pooled feature in the embeddings of a request, [first, last)."""
+    pooled = [
+        (feature.name, table.dim)
+        for feature, table in zip(manifest.features, manifest.feature_tables, strict=True)
+        if not table.is_sequence
+    ]
+    ends = np.cumsum([dim for _, dim in pooled]).tolist()
+    return {name: (end - dim, end) for (name, dim), end in zip(pooled, ends, strict=True)}

@@ -1,0 +1,84 @@
+"""Benchmarks of a ranker over a history: everyone is asked the same and answers it."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.peer_servers import HERE
+from benchmarks.scores_sequences import ITEMS, _for_items
+from benchmarks.sequences_model import DENSE, LONGEST, WIDTH
+from benchmarks.sequences_workload import HISTORY, OUTPUT, TARGET, SequencesWorkload
+from serving.client import ModelInfo
+from serving.engine import Engine
+
+TOLERANCE = 0.1
+
+
+@pytest.fixture(scope="module")
+def workload() -> SequencesWorkload:
+    return SequencesWorkload.make({1: 4, 16: 4}, rows=300)
+
+
+def test_everyone_is_asked_for_the_same_scores_and_answers_them(tmp_path: Path, workload: SequencesWorkload) -> None:
+    sys.path.insert(0, str(HERE))
+    from model import Model  # type: ignore[import-not-found]
+
+    engine = Engine.open(workload.export(tmp_path / "repository"))
+    keys: dict[str, tuple[str, ...]] = {f"f{n}": (f"f{n}",) for n in workload.tables.order}
+    info = ModelInfo(dict.fromkeys(keys, 64), keys, (), np.dtype(np.float32), "", np.dtype(np.int64), frozenset(), {})
+    workload.write(tmp_path / "rows", info)
+    peer = Model(tmp_path / "rows", "int8")
+    assert list(engine.bundle.manifest.keys) == list(keys)
+    for samples in workload.tables.requests:
+        saved = np.load(tmp_path / "rows" / f"requests_{samples}.npz")
+        assert saved["dense"].shape[2] == WIDTH + 1
+        for number, tensors in enumerate(workload.tensors(samples)):
+            expected = workload.eager(tensors)
+            assert expected.shape == (samples,)
+            np.testing.assert_allclose(engine.outputs(tensors)[OUTPUT], expected, atol=TOLERANCE)
+            found = peer(saved["ids"][number], saved["dense"][number])
+            np.testing.assert_allclose(found[:, 0], expected, atol=TOLERANCE)
+            if number == 0:
+                np.testing.assert_array_equal(saved["answer"][:, 0], expected)
+    # What would pass if nobody looked at the ids, or at the dense inputs.
+    assert np.ptp(expected) > 10 * TOLERANCE
+
+
+def test_padded_and_jagged_are_one_model(workload: SequencesWorkload) -> None:
+    padded, jagged = workload.model, workload.jagged()
+    for tensors in workload.tensors(16):
+        ids, dense = workload.kjt(tensors), workload.example()[1]
+        np.testing.assert_allclose(padded(ids, dense).detach(), jagged(ids, dense).detach(), atol=1e-4)
+
+
+def test_scores_depend_on_history_target_and_dense_inputs(workload: SequencesWorkload) -> None:
+    tensors, other = workload.tensors(16)[:2]
+    before = workload.eager(tensors)
+    keys = [f"f{number}" for number in workload.tables.order]
+    for key in (HISTORY, TARGET):
+        at = keys.index(key) * 16
+        start, end = tensors.lengths[:at].sum(), tensors.lengths[: at + 16].sum()
+        values = tensors.values.astype(np.int64)
+        values[start:end] = (values[start:end] + 7) % 300
+        assert (
+            np.abs(workload.eager(type(tensors)(None, values, tensors.lengths, dense=tensors.dense)) - before).max()
+            > 0.1
+        )
+    changed = type(tensors)(None, tensors.values, tensors.lengths, dense=other.dense)
+    assert np.abs(workload.eager(changed) - before).max() > 0.1
+    lengths = tensors.lengths[keys.index(HISTORY) * 16 :][:16]
+    assert 1 <= lengths.min() < lengths.max() <= LONGEST
+
+
+def test_500_items_are_asked_for_with_the_user_once_and_repeated(workload: SequencesWorkload) -> None:
+    keys = [f"f{number}" for number in workload.tables.order]
+    (user, *_) = workload.tensors(1)
+    once, repeated = _for_items(user, keys, 0)
+    assert TARGET not in once.once
+    assert len(once.once) == len(keys) - 1
+    assert repeated.lengths.size == len(keys) * ITEMS
+    assert repeated.values.size == ITEMS * (once.values.size - ITEMS) + ITEMS
+    assert once.dense[DENSE].shape == repeated.dense[DENSE].shape == (ITEMS, WIDTH)
+    np.testing.assert_array_equal(once.values[-ITEMS:], repeated.values[-ITEMS:])
