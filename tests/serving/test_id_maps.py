@@ -189,5 +189,7 @@ def test_scores_behind_sequences_without_an_example_are_refused_by_name(tmp_path
         def forward(self, features: Any) -> Any:
             return self.rows(features)[0]["words"].values()
 
-    with pytest.raises(ModelError, match=r"rows \(Managed.*\): scores are made of rows .*: give an example of a call"):
+    with pytest.raises(
+        ModelError, match=r"rows \(Managed.*\): scores are made of rows .*: give an example of a call"
+    ):
         export_model(Scored(), tmp_path / "r", "m", ExportConfig(scores=True))
