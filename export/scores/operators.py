@@ -107,6 +107,8 @@ def _alike(call: Call) -> Rows | None:
     if len(along) != 1 or isinstance(call.given.get("fill_value"), fx.Node):
         return None
     (dim,) = along
+    if len(call.out.shape[dim].node.expr.free_symbols) != 1:
+        return None  # as many as there are ids of several keys
     (symbol,) = call.out.shape[dim].node.expr.free_symbols
     return Rows(dim, per_sample(call.out.shape[dim], symbol) or 0)
 
