@@ -222,7 +222,8 @@ def _first_unknown(graph: fx.Graph, keys: Mapping[str, str | None], lengths: Map
             continue
         made_of = node.all_input_nodes
         if _is_known(node) and not any(
-            each in rows or is_number(each) or is_numbering(each, samples) for each in made_of
+            each in rows or is_number(each) or is_numbering(each, samples) or counts.is_offsets(each)
+            for each in made_of
         ):
             continue  # it is the same for all samples
         if counts.is_offsets(node):
@@ -255,8 +256,8 @@ def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts, sample
         return rows[node.all_input_nodes[0]]
     if str(node.target).startswith("fbgemm."):
         return rows_of_jagged(node, rows, counts)
-    if not _is_known(node):
-        return None
+    if not _is_known(node) or any(map(counts.is_offsets, node.all_input_nodes)):
+        return None  # as numbers, offsets count the ids of the samples before
     given = {each: rows[each] for each in node.all_input_nodes if each in rows}
     keys = {each.key for each in given.values()}
     if len(keys) > 1:

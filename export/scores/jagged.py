@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from export.scores.samples import Rows
+from export.scores.samples import Rows, is_number
 
 _OFFSETS = "fbgemm.asynchronous_complete_cumsum.default"
 # What hands on the numbers of a tensor [B], perhaps with dimensions of size 1.
@@ -19,6 +19,8 @@ _SAME = (
     "aten.clone.default", "aten._to_copy.default",
     "aten.select.int", "aten.squeeze.dims", "aten.squeeze.dim", "aten.unsqueeze.default",
 )  # fmt: skip
+# They have all lengths. Others do not have large ones.
+_DTYPES = (torch.int32, torch.int64)
 
 
 class Counts:
@@ -47,7 +49,7 @@ class Counts:
                 return self._lengths[node]
             if str(node.target) == "aten.full.default":
                 return node.args[1] if isinstance(node.args[1], int) else None
-            if str(node.target) not in _SAME:
+            if str(node.target) not in _SAME or node.meta["val"].dtype not in _DTYPES:
                 return None
             node = node.args[0]
         return None
@@ -64,7 +66,9 @@ def rows_of_jagged(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts) 
     """Where the samples are behind one of FBGEMM's operators; None: it may let them meet."""
     name = str(node.target).removeprefix("fbgemm.").partition(".")[0]
     rule = _RULES.get(name)
-    return None if rule is None else rule(_Use(node, rows, counts))
+    if rule is None or any(map(is_number, node.all_input_nodes)):
+        return None  # a size that is made of the number of ids, or of samples
+    return rule(_Use(node, rows, counts))
 
 
 class _Use:
