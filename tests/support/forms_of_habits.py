@@ -62,7 +62,7 @@ class Numpy(Network):
         pooled = torch.cat([self.bags(keyed).values(), self.of_dense(numbers)], axis=1)  # type: ignore[call-arg]
         centred = pooled - pooled.mean(axis=1, keepdims=True)  # type: ignore[call-overload]
         scaled = centred * np.float32(0.5) / np.sqrt(DIM)
-        total: Tensor = scaled.sum(axis=-1)
+        total: Tensor = np.square(DIM) * (scaled * scaled).sum(axis=-1)
         return total
 
 

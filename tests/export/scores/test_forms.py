@@ -1,15 +1,55 @@
-"""Each form that public rankers bring runs by itself, whatever the number of samples."""
+"""Each form that public rankers bring: it runs by itself, and is served as it answers by itself, or refused by name."""
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torchrec import JaggedTensor, KeyedTensor
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from export import WeightDtype, export_model
+from export.errors import ModelError
+from serving.engine import Engine
+from serving.request.accept import accept
+from serving.request.dense import encode_dense
+from serving.request.encoding import encode
+from tests.support.asked import Numbers, answered, asked, assert_close, column_of
 from tests.support.forms import call, example_of, forms, module_of
+from tests.support.forms_of_keys import ORDER
+from tests.support.oracle import exported_table
+from tests.support.scored import EXACT
+
+# Forms that are refused, and what the message says: the line, where the forward has one that is to be changed.
+REFUSED = {
+    "collection_asked_twice": "'user_features' and 'item_features' have ids of one key, 'item_id'",
+    "ids_of_sorted_dict": "number of samples of the example alone.*line [0-9]+: `lengths.extend",
+    "ids_of_offsets": "makes the ids of key 'user_id' itself at .*line [0-9]+: `",
+    "ids_padded": "makes the ids of key 'words' itself at .*line [0-9]+: `",
+    "ids_hashed": "by aten.remainder.Scalar at .*line [0-9]+: `return self.scores",
+    "ids_of_pairs": "cannot be followed for any number of samples at .*line [0-9]+: `pairs = ",
+    "across_samples": r"expected an answer with a row for each sample, got 'scores' \['B', 'B'\]",
+    "sequences_answered": "expected a tensor, .* got 'scores_0.seen', which is jagged",
+    "score_by_candidate": r"expected an answer with a row for each sample, got 'scores' \['B'\]",
+    "longest_of_lengths": "hangs on numbers of the request at .*line [0-9]+: `longest = int",
+    "numbers_by_event": "uses 'batch.prices.seen_price', which no collection looks up",
+    "heads_in_batch": "number of samples of the example alone.*line [0-9]+: `states = ",
+}
+# `.squeeze()` of an answer of one sample leaves out the dimension of samples. What is served keeps it.
+SQUEEZED = ("squeezed_answer", "values_and_lengths")
+# They take long, and others of their kind are there.
+LONG = (
+    "sasrec", "transformer_encoder", "mind", "din_with_pooled_target", "predicting_wrapper", "defaults_given_as_none",
+    "regrouped_before", "jagged_to_dense", "relation_ids_of_parameter", "recurrent", "batch_named_tuple", "positions",
+    "no_grad", "cosine", "din", "named_tuple_answer",
+)  # fmt: skip
+SERVED = [
+    pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in forms() if name not in REFUSED
+]
 
 
 @pytest.mark.parametrize("name", forms())
@@ -40,3 +80,102 @@ def tensors_of(answer: Any) -> Iterator[Tensor]:
     elif is_dataclass(answer):
         for field in fields(answer):
             yield from tensors_of(getattr(answer, field.name))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_form_is_served_as_it_answers_by_itself(tmp_path: Path, name: str) -> None:
+    """Alone, and merged with others, from examples that its own is not."""
+    module = module_of(name)
+    bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example_of(name, 6))
+    with Engine.open(bundle) as engine:
+        compare(engine, name, module, (1, 2, 3, 8))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_form_that_is_not_served_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    module = module_of(name)
+    with pytest.raises(ModelError, match=f"^{type(module).__name__}: .*{REFUSED[name]}") as refused:
+        export_model(module, tmp_path / "r", "m", EXACT, example=example_of(name, 6))
+    assert not re.search("object at 0x", str(refused.value))
+
+
+@pytest.mark.parametrize("name", ["batch_by_group", "ids_of_matrix", "bert4rec", "beside_pooled"])
+def test_a_form_is_served_by_its_rows_as_they_are_stored(tmp_path: Path, name: str) -> None:
+    """INT8 tables: the module has the rows of the bundle."""
+    module = module_of(name)
+    config = replace(EXACT, dtype={"*": WeightDtype.INT8})
+    bundle = export_model(module, tmp_path / "r", "m", config, example=example_of(name, 6))
+    with_rows_of(bundle, module)
+    with Engine.open(bundle) as engine:
+        compare(engine, name, module, (1, 5))
+
+
+def with_rows_of(bundle: Path, module: nn.Module) -> None:
+    """Give a module the rows of a bundle, as they are stored."""
+    for part in module.modules():
+        if isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
+            tables: Any = part.embedding_bags if isinstance(part, EmbeddingBagCollection) else part.embeddings
+            for table, layer in tables.items():
+                layer.weight.data = torch.from_numpy(exported_table(bundle, table))
+
+
+def compare(engine: Engine, name: str, module: nn.Module, sizes: tuple[int, ...]) -> None:
+    part = engine.bundle.manifest.dense_part
+    assert part is not None
+    inputs, outputs, requests, expected = part.inputs, [each.name for each in part.outputs], [], []
+    for samples in sizes:
+        example = example_of(name, samples, seed=7)
+        features, tensors = request_of(name, module, example)
+        dense = {each.name: tensors[each.name] for each in inputs}
+        right = answered(module, example)
+        if name in SQUEEZED and samples == 1:
+            right = {each: numbers[np.newaxis] for each, numbers in right.items()}
+        weighted = [key for key, each in features.items() if isinstance(each, dict) and "weights" in each]
+        found = engine.score(features, dense)
+        assert_close(found, right)
+        assert [*found] == outputs
+        requests.append(replace(encode(features, weighted), outputs=outputs, dense=encode_dense(inputs, dense)))
+        expected.append(right)
+    together = engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
+    for merged, right in zip(together, expected, strict=True):
+        assert isinstance(merged, Mapping), merged
+        assert_close(merged, right)
+
+
+def request_of(name: str, module: nn.Module, example: Any) -> tuple[dict[str, Any], dict[str, Numbers]]:
+    """The features of an example, and its tensors by their path."""
+    features, tensors = asked(module, example)
+    keys = {key for each in module.modules() for key in features_of(each)}
+    if name in TENSORS:
+        features = TENSORS[name](tensors)
+    return {key: each for key, each in features.items() if key in keys}, tensors
+
+
+def features_of(module: nn.Module) -> Iterator[str]:
+    configs: Any = ()
+    if isinstance(module, EmbeddingBagCollection):
+        configs = module.embedding_bag_configs()
+    elif isinstance(module, EmbeddingCollection):
+        configs = module.embedding_configs()
+    for config in configs:
+        yield from config.feature_names
+
+
+def of_parts(values: str, lengths: str) -> Callable[[dict[str, Numbers]], dict[str, Any]]:
+    def features(tensors: dict[str, Numbers]) -> dict[str, Any]:
+        given = [torch.from_numpy(tensors[each]) for each in (values, lengths)]
+        keyed = KeyedJaggedTensor(list(ORDER), given[0], lengths=given[1])
+        return {key: column_of(keyed[key]) for key in ORDER}
+
+    return features
+
+
+# Forms whose ids are tensors: the bags in them.
+TENSORS: dict[str, Callable[[dict[str, Numbers]], dict[str, Any]]] = {
+    "ids_of_matrix": lambda tensors: dict(zip(ORDER, tensors["ids"].T.tolist(), strict=True)),
+    "ids_of_columns": lambda tensors: dict(
+        zip(ORDER, (tensors[each].tolist() for each in ("user_ids", "item_ids", "words")), strict=True)
+    ),
+    "values_and_lengths": of_parts("values", "lengths"),
+    "dict_of_tensors": of_parts("batch.id_list_features.values", "batch.id_list_features.lengths"),
+}
