@@ -150,13 +150,13 @@ def test_tables_of_one_name_in_both_collections_are_two(tmp_path: Path) -> None:
     assert_rows(answer, module.rows, bags, {"x": "x@rows.t"})
 
 
-def test_scores_of_sequences_are_refused_by_name(tmp_path: Path) -> None:
+def test_scores_of_sequences_without_an_example_are_refused_by_name(tmp_path: Path) -> None:
     class Scored(Mixed):
         def forward(self, kjt: Any) -> Any:
             return self.pooled(kjt).values().sum(1, keepdim=True) + self.rows(kjt)["words"].values().sum()
 
     with pytest.raises(
-        ModelError, match=r"rows \(EmbeddingCollection\): scores are made of embeddings that are pooled"
+        ModelError, match=r"rows \(EmbeddingCollection\): scores are made of rows .*: give an example of a call"
     ):
         export_model(Scored(), tmp_path / "r", "m", ExportConfig(scores=True))
 
