@@ -73,7 +73,15 @@ class Call:
 
 
 def _own(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.copy(leaf)
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    own = copy.copy(leaf)
+    for name, each in vars(leaf).items():
+        if isinstance(each, Tensor):
+            setattr(own, name, each.detach().clone())
+    if isinstance(own, KeyedJaggedTensor):
+        own._jt_dict = None  # made of the tensors of the other
+    return own
 
 
 def _leaves(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:

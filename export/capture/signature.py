@@ -168,7 +168,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         ModelError: the call fails, or calls no collection; or a collection gets ids that are neither those of a KJT
             of the example, nor taken from one of its tensors.
     """
-    call = Call.of(model, example)
+    call = Call.of(model, example).with_leaves({})  # what is asked of a KJT, it keeps
     kjts = {path: each for path, each in call.leaves.items() if isinstance(each, KeyedJaggedTensor)}
     heard: list[tuple[Columns, KeyedJaggedTensor]] = []
     lines: dict[int, str] = {}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
+from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from export import ExportConfig, export_model
 from export.errors import ExportError, ModelError
@@ -20,7 +20,7 @@ from export.pipeline import plan_model
 from serving.engine import Engine
 from tests.support.models import SUM, collection
 from tests.support.scored import EXACT, WIDTH, even, own_scores, random_request
-from tests.support.unchanged import EXPORTS, _state, assert_unchanged
+from tests.support.unchanged import EXPORTS, _state, assert_example_unchanged, assert_unchanged, example_state
 
 
 class Tied(nn.Module):
@@ -187,6 +187,62 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an attribute": lambda m: setattr(m, "seen", 1),
     "a new attribute": lambda m: setattr(m, "new", 1),
 }
+
+
+class OfBatch(nn.Module):
+    """It writes to its arguments, and keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = even()
+
+    def forward(self, ids: KeyedJaggedTensor, batch: dict[str, Any]) -> Tensor:
+        batch["price"].clamp_(0, 1)
+        batch["events"].values().mul_(2)
+        batch["seen"] = ids.lengths()
+        return self.bags(ids).values().sum(1) + batch["price"].sum(1)  # type: ignore[no-any-return]
+
+
+def example_of_batch() -> tuple[Any, ...]:
+    values, lengths = torch.arange(24) % 7, torch.ones(24, dtype=torch.int32)
+    ids = KeyedJaggedTensor(["f0", "f1", "f2", "f3"], values, lengths=lengths)
+    price = torch.randn(6, 2, requires_grad=True)
+    (price * 2).sum().backward()  # type: ignore[no-untyped-call]
+    return ids, {"price": price, "events": JaggedTensor(torch.rand(6), lengths=lengths[:6]), "names": ["a", None]}
+
+
+def test_an_example_stays_as_it_is(tmp_path: Path) -> None:
+    module, example = OfBatch().eval(), example_of_batch()
+    before = dict(example_state(example))
+    with suppress(ExportError):  # it is the example that counts
+        export_model(module, tmp_path, "m", EXACT, example=example)
+    assert_example_unchanged(example, before)
+    assert "example.0._stride" in before
+    assert isinstance(example[1]["price"].grad, Tensor)
+
+
+CHANGES_OF_EXAMPLE: dict[str, Callable[[Any], Any]] = {
+    "a tensor's numbers": lambda e: e[1]["price"].data.zero_(),
+    "a tensor": lambda e: e[1].update(price=e[1]["price"].detach().clone()),
+    "a gradient": lambda e: e[1]["price"].grad.zero_(),
+    "a hook": lambda e: e[1]["price"].register_hook(lambda _: None),
+    "requires_grad": lambda e: e[1]["price"].requires_grad_(False),
+    "ids": lambda e: e[0].values()[0].add_(1),
+    "what a KJT keeps": lambda e: e[0].offsets(),
+    "values of a JaggedTensor": lambda e: e[1]["events"].values().mul_(2),
+    "an entry": lambda e: e[1].update(seen=1),
+    "an item": lambda e: e[1]["names"].append("c"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_EXAMPLE)
+def test_what_looks_at_examples_sees_every_change(change: str) -> None:
+    example = example_of_batch()
+    before = dict(example_state(example))
+    assert_example_unchanged(example, before)
+    CHANGES_OF_EXAMPLE[change](example)
+    with pytest.raises(AssertionError, match="the export changed"):
+        assert_example_unchanged(example, before)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -1,4 +1,4 @@
-"""Exports leave the models that they are given as they were: after `watch`, every export of a process is looked at.
+"""Exports leave the models and examples that they are given as they were: after `watch`, each of a process is looked at.
 
 Whoever imports `export_model` and the like afterwards has those that look. Nothing here imports torch before they do.
 """
@@ -50,11 +50,14 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
 
         given = [each for each in (module, kwargs.get("dense")) if isinstance(each, nn.Module)]
         before = [dict(_state(each)) for each in given]
+        example = kwargs.get("example")
+        of_example = dict(example_state(example))
         try:
             return function(module, *args, **kwargs)
         finally:
             for each, state in zip(given, before, strict=True):
                 assert_unchanged(each, state)
+            assert_example_unchanged(example, of_example)
 
     return called
 
@@ -80,6 +83,42 @@ def _state(module: "nn.Module") -> Iterator[tuple[str, Any]]:
     for name, each in [*module.named_parameters(), *module.named_buffers()]:
         yield f"{name}: numbers", each.detach().clone()
         yield f"{name}: of it", [each.requires_grad, each.grad, each._version]
+
+
+def assert_example_unchanged(example: Any, before: dict[str, Any]) -> None:
+    """It has the same objects in the same places, and its tensors the same numbers and gradients."""
+    after = dict(example_state(example))
+    assert list(after) == list(before), "the export changed what the example has"
+    changed = [name for name, state in before.items() if not _same(state, after[name])]
+    assert not changed, f"the export changed {changed} of the example"
+
+
+def example_state(value: Any, path: str = "example") -> Iterator[tuple[str, Any]]:
+    """All that an example is, by path. Objects are held, so that no other gets the identity of one."""
+    from torch import Tensor
+
+    yield path, value
+    if isinstance(value, Tensor):
+        yield f"{path}: numbers", value.detach().clone()
+        if value.grad is not None:
+            yield f"{path}: gradient", value.grad.clone()
+        yield (
+            f"{path}: of it",
+            [value.requires_grad, value.grad, value._version, value._backward_hooks, len(vars(value))],
+        )
+        return
+    parts: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        yield f"{path}: keys", list(value)
+        parts = [(repr(key), each) for key, each in value.items()]
+    elif isinstance(value, list | tuple):
+        yield f"{path}: length", len(value)
+        parts = [(str(number), each) for number, each in enumerate(value)]
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield f"{path}: fields", list(vars(value))
+        parts = list(vars(value).items())
+    for name, each in parts:
+        yield from example_state(each, f"{path}.{name}")
 
 
 def _same(one: Any, other: Any) -> bool:
