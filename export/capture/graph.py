@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torchrec import KeyedJaggedTensor
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.answering import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.answers import outputs_of
@@ -61,11 +62,13 @@ class Made:
     Attributes:
         keys: of it.
         is_weighted: whether the collection that gets it takes weights.
+        is_raw: whether any int64 is an id of it.
         line: of the model's code, where the collection gets it.
     """
 
     keys: Sequence[str]
     is_weighted: bool
+    is_raw: bool
     line: str
 
 
@@ -262,7 +265,8 @@ class _Whole(nn.Module):
         def answer(collection: nn.Module, columns: Any, kjt: KeyedJaggedTensor) -> Any:
             if type(kjt) is not GivenKeys or not kjt.is_unchanged:
                 is_weighted = takes_weights(collection)
-                made.append(Made(kjt.keys(), is_weighted, line_of_stack()))
+                is_raw = isinstance(collection, BaseManagedCollisionEmbeddingCollection)
+                made.append(Made(kjt.keys(), is_weighted, is_raw, line_of_stack()))
                 parts.extend(_parts_of(kjt, is_weighted))
             if is_sequence(collection):
                 return jagged_tensors(columns, kjt, rows, dtype_of(collection))

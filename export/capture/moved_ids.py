@@ -76,7 +76,9 @@ def placed(
     keys_of = keys_of_features(collections)
     for made in found.made:
         parts = [next(answers) for _ in range(3 if made.is_weighted else 2)]
-        if (wrong := _not_moved(found.module, parts)) is not None:
+        ids, *others = parts
+        wrong = _not_moved(found.module, [ids], made.is_raw) or _not_moved(found.module, others, is_raw=False)
+        if wrong is not None:
             raise ModelError(
                 f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, made.keys))} by "
                 f"{wrong.target}{line_of(wrong) or made.line}: expected ids as a request brings them, in another "
@@ -135,7 +137,7 @@ def _run(
     return list(zip(of_ids, by_key, of_weights, strict=True))
 
 
-def _not_moved(module: fx.GraphModule, answers: Sequence[fx.Node]) -> fx.Node | None:
+def _not_moved(module: fx.GraphModule, answers: Sequence[fx.Node], is_raw: bool) -> fx.Node | None:
     """The first step on the way to some answers that may change numbers of inputs; None: there is none."""
     seen: set[fx.Node] = set()
     waiting = [*answers]
@@ -146,15 +148,15 @@ def _not_moved(module: fx.GraphModule, answers: Sequence[fx.Node]) -> fx.Node | 
         seen.add(node)
         if not str(node.target).endswith(_ALIKE):
             waiting += node.all_input_nodes
-        if _has_inputs(node) and not _moves(node):
+        if _has_inputs(node) and not _moves(node, is_raw):
             return node
     return next(
         (node for node in module.graph.nodes if is_writing(node) and not seen.isdisjoint(written(node))), None
     )
 
 
-def _moves(node: fx.Node) -> bool:
-    """Whether a step puts numbers elsewhere, and changes none."""
+def _moves(node: fx.Node, is_raw: bool) -> bool:
+    """Whether a step puts ids elsewhere, and changes none. Of raw ids, int32 has not all."""
     name, value = str(node.target), node.meta.get("val")
     if node.op == "placeholder" or node.target is operator.getitem or name in _MOVING:
         return True
@@ -163,7 +165,8 @@ def _moves(node: fx.Node) -> bool:
         return False
     if old.dtype.is_floating_point:
         return old.dtype.itemsize <= value.dtype.itemsize and value.dtype in (torch.float32, torch.float64)
-    return value.dtype in (torch.int32, torch.int64)
+    is_narrowed = value.dtype.itemsize < old.dtype.itemsize
+    return value.dtype in (torch.int32, torch.int64) and not (is_raw and is_narrowed)
 
 
 def _has_inputs(node: fx.Node, known: dict[fx.Node, bool] | None = None) -> bool:

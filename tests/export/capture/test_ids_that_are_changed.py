@@ -20,7 +20,8 @@ from export.errors import ExportError
 from serving.engine import Engine
 from tests.support.asked import answered, asked, assert_close
 from tests.support.forms_inputs import DIM, POOLED, ids, numbers, of
-from tests.support.models import collection
+from tests.support.managed import behind, mch, trained
+from tests.support.models import Spec, collection
 from tests.support.scored import EXACT
 
 ORDER = ["user_id", "item_id", "words"]
@@ -585,3 +586,24 @@ def compare(case: Callable[..., Any], module: nn.Module, bundle: Path) -> None:
             columns = zip(ORDER, SERVED.get(case, ()), strict=False)
             features |= {key: tensors["ids"][:, column].tolist() for key, column in columns}
             assert_close(engine.score(features, {"price": tensors["price"]}), answered(module, given))
+
+
+class RawIds(nn.Module):
+    """Raw ids of a tensor, which are cast on the way: int32 has not all of them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rows = trained(behind({"raw": mch(40)}, [Spec("raw", 40, 8, "SUM", ("raw_ids",))]), keys=("raw_ids",))
+        self.dtype = dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        keyed = Keyed(["raw_ids"], ids.to(self.dtype), lengths=torch.ones(ids.shape[0], dtype=torch.int32))
+        answer: Tensor = self.rows(keyed)[0].values().sum(1)
+        return answer
+
+
+def test_raw_ids_that_are_narrowed_are_refused(tmp_path: Path) -> None:
+    example = (torch.arange(5),)
+    export_model(RawIds(torch.int64), tmp_path, "same", EXACT, example=example)
+    with pytest.raises(ExportError, match=r"'raw_ids' by aten.to.dtype at .*: `keyed = "):
+        export_model(RawIds(torch.int32), tmp_path, "narrow", EXACT, example=example)
