@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -264,18 +265,28 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
 
 
 def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> None:
-    """Wait until the server answers, and `models` are ready."""
+    """Wait until the server listens wherever it says, and `models` are ready."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if (code := server.process.poll()) is not None:
             reason = server.child.output.reason()
             raise TritonserverFailed(f"tritonserver exited with {code} before its models were ready: {reason}")
         ready = _ready_models(server)
-        if ready is not None and {model.name for model in ready} >= set(models):
+        # Triton opens its metrics last: models can be ready before.
+        if ready is not None and {model.name for model in ready} >= set(models) and _listens(server.metrics):
             return
         time.sleep(_POLL_S)
     reason = server.child.output.reason()
     raise TritonserverFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONTROL_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _load_told(server: Server, told: Pins, timeout_s: float) -> None:

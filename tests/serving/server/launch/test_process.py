@@ -3,9 +3,12 @@
 import json
 import os
 import signal
+import socket
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -16,6 +19,8 @@ from serving.errors import (
     TritonserverFailed,
 )
 from serving.server import Ports, Server, run_server
+from serving.server.launch import process as launching
+from serving.server.models import ServedModel
 from tests.support.models import SUM, collection
 from tests.support.servers import (
     FREE,
@@ -71,6 +76,20 @@ def test_a_server_that_dies_ends_the_command_with_a_failure(one_model: Path) -> 
         os.kill(int(server), signal.SIGKILL)
         assert process.wait(30) == 128 + signal.SIGKILL
         assert "tritonserver exited with -9" in process.stderr.read()
+
+
+def test_a_server_is_ready_when_its_metrics_are_listened_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton opens them last, after a model can be ready: whoever read where they are was refused there."""
+    monkeypatch.setattr(launching, "_ready_models", lambda _: (ServedModel("m", (1,)),))
+    with socket.socket() as metrics:
+        metrics.bind(("127.0.0.1", 0))
+        address = ":".join(map(str, metrics.getsockname()))
+        ended = SimpleNamespace(output=SimpleNamespace(reason=lambda: "no reason"))
+        server = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), metrics=address, child=ended)
+        with pytest.raises(TritonserverFailed, match="m not ready within"):
+            launching._wait_until_ready(cast(Server, server), ["m"], 0.2)
+        metrics.listen()
+        launching._wait_until_ready(cast(Server, server), ["m"], 30)
 
 
 def test_a_bundle_that_does_not_load_fails_the_start_with_its_reason(tmp_path: Path) -> None:
