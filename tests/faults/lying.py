@@ -16,7 +16,8 @@ from tests.support.lying_wires import WIRES, on_the_wire
 from tests.support.relay import Relay
 from tests.support.servers import running
 
-TIMEOUT_S = 2.0
+# A host that tells the truth is never as late, on a busy machine either.
+TIMEOUT_S = 5.0
 CALLERS = 4
 
 
@@ -80,7 +81,7 @@ def lied(folder: Path, times: int) -> Seen:
                     if found is None:
                         seen.refused += needs
                         seen.others_failed += not needs
-                        seen.nameless += f"host {number} ({MODEL}-host-{number}" not in str(error)
+                        seen.nameless += needs and f"host {number} ({MODEL}-host-{number}" not in str(error)
                     elif needs:
                         seen.answered_out_of_a_lie += 1
                     elif same(found, rows):

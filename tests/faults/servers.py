@@ -1,6 +1,7 @@
 """Servers that die."""
 
 import ctypes
+import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -144,13 +145,17 @@ def by_a_debugger(process: psutil.Process) -> Iterator[None]:
     """A process that does not go on, as where its machine or control group is: nobody can tell from outside."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
-    threads = [each.id for each in process.threads()]
-    for each in threads:
-        assert not ptrace(_SEIZE, each, None, None), os.strerror(ctypes.get_errno())
-        assert not ptrace(_INTERRUPT, each, None, None)
-        os.waitpid(each, _WALL)
+    held = []
+    for each in process.threads():
+        if ptrace(_SEIZE, each.id, None, None):
+            assert ctypes.get_errno() == errno.ESRCH, os.strerror(ctypes.get_errno())
+            continue  # it has ended since they were listed
+        assert not ptrace(_INTERRUPT, each.id, None, None)
+        os.waitpid(each.id, _WALL)
+        held.append(each.id)
+    assert held
     yield
-    for each in threads:
+    for thread in held:
         ptrace(_DETACH, each, None, None)
 
 
