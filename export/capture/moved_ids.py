@@ -35,6 +35,8 @@ _MOVING = (
     "aten.movedim.int", "aten.swapaxes.default", "aten.ravel.default", "aten.lift_fresh_copy.default",
     "aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default",
 )  # fmt: skip
+# (order of keys, lengths, ids, weights, their sum): `KeyedJaggedTensor.permute`.
+_PERMUTING = "fbgemm.permute_2D_sparse_data.default"
 # Those that may also make other numbers of them: not where the other dtype has them all.
 _CASTS = ("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten._to_copy.default", "aten.long.default")
 # What is made in the likeness of a tensor has none of its numbers.
@@ -146,7 +148,9 @@ def _not_moved(module: fx.GraphModule, answers: Sequence[fx.Node], is_raw: bool)
         if node in seen:
             continue
         seen.add(node)
-        if not str(node.target).endswith(_ALIKE):
+        if str(node.target) == _PERMUTING:
+            waiting += [each for each in node.args[1:4] if isinstance(each, fx.Node)]
+        elif not str(node.target).endswith(_ALIKE):
             waiting += node.all_input_nodes
         if _has_inputs(node) and not _moves(node, is_raw):
             return node
@@ -160,6 +164,9 @@ def _moves(node: fx.Node, is_raw: bool) -> bool:
     name, value = str(node.target), node.meta.get("val")
     if node.op == "placeholder" or node.target is operator.getitem or name in _MOVING:
         return True
+    if name == _PERMUTING:
+        order = node.args[0]
+        return isinstance(order, fx.Node) and not _has_inputs(order)
     old = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
     if name not in _CASTS or not isinstance(value, Tensor) or not isinstance(old, Tensor):
         return False

@@ -83,6 +83,13 @@ class OfJagged(Scored):
         return self.scores(KeyedJaggedTensor.from_jt_dict({key: features[key] for key in ORDER}))
 
 
+class OfJaggedPermuted(Scored):
+    """What was joined by `from_jt_dict` is put into the order of the tables."""
+
+    def forward(self, features: dict[str, JaggedTensor]) -> Tensor:
+        return self.scores(KeyedJaggedTensor.from_jt_dict({key: features[key] for key in ORDER}).permute([2, 0, 1]))
+
+
 class Joined(Scored):
     """User and item side are joined by KeyedJaggedTensor.concat."""
 
@@ -200,6 +207,7 @@ KEYS: dict[str, Form] = {
     "ids_of_sorted_dict": (OfSortedDict, sorted_dict),
     "ids_of_offsets": (OfOffsets, offsets),
     "ids_of_jagged": (OfJagged, jagged),
+    "ids_of_jagged_permuted": (OfJaggedPermuted, jagged),
     "ids_weighted": (Weighted, weighted),
     "ids_joined": (
         Joined,
