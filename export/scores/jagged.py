@@ -4,6 +4,7 @@ A jagged tensor has a row for each id. FBGEMM's operators find the ids of a samp
 where the rows and the offsets are of one key.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,11 @@ from torch import Tensor, fx
 from export.scores.samples import Rows, is_number
 
 _OFFSETS = "fbgemm.asynchronous_complete_cumsum.default"
+# (values, offsets, …): they answer with rows and the offsets that they were given.
+_ANSWERING_OFFSETS = (
+    "fbgemm.jagged_dense_elementwise_add_jagged_output.default", "fbgemm.jagged_dense_elementwise_mul.default",
+    "fbgemm.jagged_softmax.default",
+)  # fmt: skip
 # What hands on the numbers of a tensor [B], perhaps with dimensions of size 1.
 _SAME = (
     "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.alias.default",
@@ -40,6 +46,7 @@ class Counts:
 
     def of_offsets(self, node: Any) -> str | int | None:
         """The key whose offsets a step is, or how many ids each sample has. None: it is something else."""
+        node = _as_given(node)
         is_sum = isinstance(node, fx.Node) and str(node.target) == _OFFSETS
         return self._of_lengths(node.args[0]) if is_sum else None
 
@@ -60,6 +67,19 @@ class Counts:
             return False
         sizes = [each for each in value.shape if not (isinstance(each, int) and each == 1)]
         return len(sizes) == 1 and isinstance(sizes[0], torch.SymInt) and sizes[0].node.expr == self._samples
+
+
+def _as_given(node: Any) -> Any:
+    """Offsets as an operator was given them, where it answers with them beside its rows: (rows, [offsets])."""
+    if not isinstance(node, fx.Node) or node.target is not operator.getitem:
+        return node
+    source: Any
+    place: Any
+    source, place = node.args
+    if isinstance(source, fx.Node) and str(source.target) in _ANSWERING_OFFSETS and place == 1:
+        return _as_given(source.args[1])
+    offsets = _as_given(source)
+    return _as_given(offsets[place]) if isinstance(offsets, list | tuple) else node
 
 
 def rows_of_jagged(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts) -> Rows | None:

@@ -1,0 +1,106 @@
+"""Whole rankers with sequences, made at random: each is served as it answers by itself, alone and merged."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export import ExportConfig, Sharding, export_model
+from serving.bundle.scores import DensePart
+from serving.client import LookupClient, Retries
+from serving.engine import Engine
+from serving.request.accept import accept
+from serving.request.dense import encode_dense
+from serving.request.encoding import encode
+from tests.support.asked import answered, assert_close
+from tests.support.hosts import MODEL, export_hosts, fleet
+from tests.support.often import one_in
+from tests.support.random_rankers import Ranker, Request, ranker
+from tests.support.scored import EXACT
+from tests.support.servers import at_once
+
+EACH, ALL = 4, 132
+TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
+# Samples, and the most ids of each: none, more than is read, and many.
+SIZES = ((1, 0), (1, 9), (3, 2), (11, 8))
+
+
+@pytest.mark.parametrize("first", one_in(ALL, range(0, ALL, EACH)))
+def test_random_rankers_are_served_as_they_answer_by_themselves(tmp_path: Path, first: int) -> None:
+    """On one rank and on several, with ids of some keys once for all samples."""
+    for seed in range(first, first + EACH):
+        module = ranker(seed)
+        bundle = export_model(module, tmp_path / "r", "m", config(seed), example=example(module))
+        with Engine.open(bundle) as engine:
+            part = engine.bundle.manifest.dense_part
+            assert part is not None
+            assert not part.mixes_samples, seed  # all that is drawn keeps them apart
+            requests, expected = [], []
+            for bags, dense, once, right in asked(module, part):
+                found = engine.score(bags, dense, once=once)
+                assert [*found] == [each.name for each in part.outputs], seed
+                assert_close(found, right)
+                tensors = encode(bags, [], once)
+                requests.append(replace(tensors, outputs=[*found], dense=encode_dense(part.inputs, dense)))
+                expected.append(right)
+            answers = engine.answer([accept(engine.schema, each) for each in requests]).outcomes()
+            for merged, right in zip(answers, expected, strict=True):
+                assert isinstance(merged, Mapping), (seed, merged)
+                assert_close(merged, right)
+        rmtree(tmp_path / "r")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 4, 9])
+def test_random_rankers_over_hosts(tmp_path: Path, seed: int) -> None:
+    """Real servers, asked by many at once."""
+    module = ranker(seed)
+    sharding = Sharding(ranks=2, ranks_per_host=1, types=config(seed).sharding.types)
+    router = export_hosts(tmp_path, module, replace(EXACT, sharding=sharding, example=example(module)))
+    with (
+        fleet(tmp_path, router) as served,
+        LookupClient(served.router.grpc, MODEL, 60, retries=Retries(attempts=1)) as client,
+        Engine.open(served.bundle, served.hosts) as engine,
+    ):
+        part = engine.bundle.manifest.dense_part
+        assert part is not None
+        every = 3 * [*asked(module, part)]
+        calls: list[Callable[[], Any]] = [
+            partial(client.score, bags, dense, once=once) for bags, dense, once, _ in every
+        ]
+        for found, (_, _, _, right) in zip(at_once(calls), every, strict=True):
+            assert_close(found, right)
+
+
+def config(seed: int) -> ExportConfig:
+    """Every second one on several ranks; each table as is drawn."""
+    random = np.random.default_rng(seed)
+    module = ranker(seed)
+    types = {spec.name: str(random.choice(TYPES)) for spec in (*module.pooled, *module.rowed)}
+    return EXACT if seed % 2 == 0 else replace(EXACT, sharding=Sharding(ranks=3, types=types))
+
+
+def example(module: Ranker) -> tuple[Any, ...]:
+    return module.example(module.request(np.random.default_rng(module.seed), 5, 8))
+
+
+def asked(module: Ranker, part: DensePart) -> list[tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]]]:
+    """Requests: ids, dense inputs, the keys that come once; and what the module answers by itself."""
+    random = np.random.default_rng((module.seed, 1))
+    found = []
+    for samples, longest in SIZES:
+        request = module.request(random, samples, longest)
+        for once in ([], [key for key in request.bags if random.random() < 0.5]):
+            bags = {key: each[:1] if key in once else each for key, each in request.bags.items()}
+            right = answered(module, module.example(request.once(once, samples)))
+            found.append((bags, dense_of(request, part), once, right))
+    return found
+
+
+def dense_of(request: Request, part: DensePart) -> dict[str, Any]:
+    return {each.name: getattr(request, each.name.rpartition(".")[2]) for each in part.inputs}
