@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from serving.triton.stubs import IDLE
 from tests.support.servers import lives
@@ -32,6 +33,7 @@ def test_that_hangs(one_model):
 """
 
 
+@pytest.mark.long
 def test_what_a_test_started_ends_with_a_pytest_that_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "test_hangs.py"
     path.write_text(HANGS)

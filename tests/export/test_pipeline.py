@@ -74,6 +74,7 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_table(tmp_path: Path, large_checkpoint: Path) -> None:
     command = [sys.executable, "-c", EXPORT_CHECKPOINT, str(tmp_path / "r"), str(large_checkpoint)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

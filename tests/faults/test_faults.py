@@ -10,6 +10,7 @@ import pytest
 from tests.faults import clients, files, histories, lying, memory, servers, whole
 from tests.faults.tools import Asked, published
 from tests.support.growth import keeps_growing
+from tests.support.often import one_in
 
 LOADS = [
     pytest.param(published, id="lookups"),
@@ -18,6 +19,7 @@ LOADS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("asked", LOADS[:2])
 def test_clients_find_a_server_that_was_killed_and_started_again(
     asked: Callable[[Path], Asked], tmp_path: Path
@@ -30,7 +32,7 @@ def test_clients_find_a_server_that_was_killed_and_started_again(
     assert seen.left == 0
 
 
-@pytest.mark.parametrize("asked", LOADS)
+@pytest.mark.parametrize("asked", one_in(2, LOADS))
 def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     asked: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
@@ -40,6 +42,7 @@ def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     assert seen.answers >= 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", [servers.by_sigstop, servers.by_a_debugger])
 def test_clients_are_answered_again_when_a_model_s_process_was_paused(
     by: Callable[[psutil.Process], AbstractContextManager[None]], tmp_path: Path
@@ -51,7 +54,7 @@ def test_clients_are_answered_again_when_a_model_s_process_was_paused(
     assert seen.answers >= 8
 
 
-@pytest.mark.parametrize("change", [files.deleted, files.replaced])
+@pytest.mark.parametrize("change", one_in(2, [files.deleted, files.replaced]))
 def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
@@ -62,6 +65,7 @@ def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
     assert seen.code == 1
 
 
+@pytest.mark.long
 def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_path: Path) -> None:
     """The kernel ends the process that reads them (SIGBUS)."""
     seen = files.weights_change(tmp_path, files.truncated, kill=False)
@@ -71,6 +75,7 @@ def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_
     assert seen.code == 1
 
 
+@pytest.mark.long
 def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tmp_path: Path) -> None:
     """What is mapped changes with the file, which nothing of ours does; what is loaded anew is verified."""
     seen = files.weights_change(tmp_path, files.overwritten, kill=True)
@@ -80,12 +85,13 @@ def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tm
     assert seen.code == 1
 
 
+@pytest.mark.long
 def test_publishers_that_meet_all_publish_whole_versions(tmp_path: Path) -> None:
     bundles = files.published_at_once(tmp_path, publishers=2, each=2)
     assert sorted(int(bundle.name) for bundle in bundles) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("cancelled", [True, False], ids=["cancelled", "deadlines"])
+@pytest.mark.parametrize("cancelled", one_in(2, [True, False]), ids=["cancelled", "deadlines"])
 def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: bool) -> None:
     """However long it takes the server to hear of it: it is given more time until it has."""
     for settle_s in (1, 5, 30):
@@ -97,6 +103,7 @@ def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: b
     raise AssertionError(seen.line())
 
 
+@pytest.mark.long
 def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path) -> None:
     seen = clients.give_up(tmp_path, seconds=5)
     print(seen.line())
@@ -121,6 +128,7 @@ def test_a_full_dev_shm_is_said_and_over_when_it_is(tmp_path: Path) -> None:
     assert seen.right == seen.asked
 
 
+@pytest.mark.long
 def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     """0.4 GB here, 1.9 GB in `make faults`: it grew by two and a half of them for each."""
     seen = memory.huge(tmp_path, clients.message(50_000_000), times=5)
@@ -131,6 +139,7 @@ def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     assert not keeps_growing(seen.kept_bytes, seen.request_bytes // 2), seen.kept_bytes
 
 
+@pytest.mark.long
 def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: Path) -> None:
     seen = lying.lied(tmp_path, 1)
     print(seen.line())
@@ -138,6 +147,7 @@ def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: P
     assert (seen.nameless, seen.answered_out_of_a_lie, seen.others_wrong, seen.others_failed) == (0, 0, 0, 0)
 
 
+@pytest.mark.long
 def test_scores_of_sequences_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are_right(
     tmp_path: Path,
 ) -> None:

@@ -161,6 +161,7 @@ def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
     assert refused == 50
 
 
+@pytest.mark.long
 def test_after_a_shape_that_overflows_the_model_serves_again(tmp_path: Path) -> None:
     """Triton 2.51's own fault; how soon is for `make fuzz` to say."""
     models = publish(tmp_path / "r")
@@ -195,6 +196,7 @@ def test_what_triton_and_python_read_differently_need_not_be_answered(served: tu
     assert not judge(models, request + entry).must
 
 
+@pytest.mark.long
 def test_whatever_a_host_sends_its_requests_alone_are_refused(tmp_path: Path) -> None:
     outcome = fuzz_hosts(tmp_path, 600, seed=1)
     assert outcome.wrong == []

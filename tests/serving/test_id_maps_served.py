@@ -22,6 +22,7 @@ from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.lookups import lookup_async
 from tests.support.managed import KEYS, assert_equal, assert_right, bags_of, managed, right
 from tests.support.models import Bags, Spec
+from tests.support.often import one_in
 from tests.support.servers import at_once, metric, running
 
 
@@ -60,7 +61,7 @@ def test_served_and_merged(specs: Several[Spec], tmp_path: Path) -> None:
         assert_right(lookup_async(server.grpc, bags, 60), module, bags)
 
 
-@pytest.mark.parametrize("specs", BOTH)
+@pytest.mark.parametrize("specs", one_in(2, BOTH))
 def test_over_hosts(specs: Several[Spec], tmp_path: Path) -> None:
     """The router remaps before it splits: hosts get rows of their shards, and have no map."""
     module = managed(specs)

@@ -295,6 +295,7 @@ def test_served_and_merged(pooling: str, tmp_path: Path) -> None:
             client.rows("dealt", [0, 102])
 
 
+@pytest.mark.long
 def test_over_hosts(tmp_path: Path) -> None:
     module = dealt(4, 101)
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"dealt": "row_wise"})

@@ -79,6 +79,7 @@ def raw(client: Any, dtype: type[np.signedinteger[Any]]) -> Any:
     return client.infer("m", inputs).as_numpy("embeddings")
 
 
+@pytest.mark.long
 def test_a_router_takes_int32(tmp_path: Path) -> None:
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"})
     config = ExportConfig(id_dtype=IdDtype.INT32, id_policy=INT32.id_policy, sharding=sharding)

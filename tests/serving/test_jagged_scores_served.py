@@ -120,6 +120,7 @@ def test_over_hosts_rows_travel(tmp_path: Path) -> None:
             assert_scores(engine.score(repeated, dense), right)
 
 
+@pytest.mark.long
 def test_of_a_lost_host_scores_that_need_its_rows_fail_alone_or_are_made_of_zeros(tmp_path: Path) -> None:
     """Rows of `item` are on one host, those of `word` on the other."""
     types = {"item": "table_wise", "word": "table_wise", "user": "data_parallel", "genre": "data_parallel"}

@@ -91,6 +91,7 @@ def test_served_and_merged(tmp_path: Path) -> None:
         assert metric(server, "tbe_ids_outside_total", table="genre") == 2
 
 
+@pytest.mark.long
 def test_over_hosts(tmp_path: Path) -> None:
     """The router applies it before it splits: hosts get rows of their shards, by INT32."""
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise", "genre": "data_parallel"})

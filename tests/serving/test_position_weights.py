@@ -168,6 +168,7 @@ def test_served_and_merged(tmp_path: Path) -> None:
         assert_right(lookup_async(server.grpc, bags, 60), module, bags)
 
 
+@pytest.mark.long
 def test_over_hosts(tmp_path: Path) -> None:
     """The router makes the weights. Hosts are sent them, as of any weighted table."""
     module = positioned()

@@ -172,6 +172,7 @@ def test_bench_checks_sequences(served: Served) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
 
 
+@pytest.mark.long
 def test_captured_requests_for_sequences_and_rows_are_replayed(tmp_path: Path) -> None:
     """By `bench --replay`, and to warm up."""
     module = Mixed()

@@ -69,6 +69,7 @@ def page(report: Path) -> Iterator[Page]:
         assert said == []
 
 
+@pytest.mark.long
 def test_every_strategy_is_placed_and_measured(study: Any) -> None:
     placements = study["placements"]
     assert len(placements) == 2 * 2 * 10

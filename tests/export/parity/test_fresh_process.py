@@ -80,6 +80,7 @@ export_model(collection(), sys.argv[1], "m", progress=wait)
 """
 
 
+@pytest.mark.long
 def test_it_ends_with_an_export_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXPORT_AND_WAIT, str(tmp_path / "r")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as export:

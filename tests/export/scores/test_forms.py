@@ -21,6 +21,7 @@ from serving.request.encoding import encode
 from tests.support.asked import Numbers, answered, asked, assert_close, column_of
 from tests.support.forms import call, example_of, forms, module_of
 from tests.support.forms_of_keys import ORDER
+from tests.support.often import one_in
 from tests.support.oracle import exported_table
 from tests.support.scored import EXACT
 
@@ -41,15 +42,7 @@ REFUSED = {
 }
 # `.squeeze()` of an answer of one sample leaves out the dimension of samples. What is served keeps it.
 SQUEEZED = ("squeezed_answer", "values_and_lengths")
-# They take long, and others of their kind are there.
-LONG = (
-    "sasrec", "transformer_encoder", "mind", "din_with_pooled_target", "predicting_wrapper", "defaults_given_as_none",
-    "regrouped_before", "jagged_to_dense", "relation_ids_of_parameter", "recurrent", "batch_named_tuple", "positions",
-    "no_grad", "cosine", "din", "named_tuple_answer",
-)  # fmt: skip
-SERVED = [
-    pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in forms() if name not in REFUSED
-]
+SERVED = one_in(3, [name for name in forms() if name not in REFUSED])
 
 
 @pytest.mark.parametrize("name", forms())

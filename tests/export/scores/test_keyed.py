@@ -20,6 +20,7 @@ from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from tests.support.managed import managed
 from tests.support.models import Spec, collection
+from tests.support.often import one_in
 from tests.support.scored import EXACT, QUERY, own_scores, random_request, trained
 
 ITEM = (Spec("item", 300, 8, "SUM", ("item_id",)), Spec("seen", 300, 12, "MEAN", ("recent", "item_id")))
@@ -141,7 +142,7 @@ def assert_served(module: nn.Module, bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "used"])
+@pytest.mark.parametrize("fresh", one_in(2, [True, False]), ids=["fresh", "used"])
 def test_what_is_done_with_keys_is_followed(model: Callable[[], Keyed], fresh: bool, tmp_path: Path) -> None:
     """A fresh module has seen no batch: TorchRec's KTRegroupAsDict does not know the keys yet."""
     module = trained(model())

@@ -238,6 +238,7 @@ def test_the_planted_module_is_noticed(harmed: Path) -> None:
     assert harmed.exists()
 
 
+@pytest.mark.long
 def test_a_pickle_cannot_end_the_process(tmp_path: Path) -> None:
     """Keys of a million tuples in one another: their hash would take all of the stack."""
     deep = HEAD + b"})" + b"\x85" * 1_000_000 + b"Ns."

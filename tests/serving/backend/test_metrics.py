@@ -275,6 +275,7 @@ def test_age_is_asked_of_versions_that_are_served() -> None:
         assert names == {"tbe_bundle_exported_timestamp_seconds", "tbe_serving_seconds_total"}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("first_scrape")
 def test_an_unloaded_version_stops_to_count_and_keeps_its_gauge(counted: Server, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.getbasetemp() / "counted0" / "r"

@@ -39,6 +39,7 @@ def test_a_queue_has_no_limits_of_triton_s_unless_they_are_asked_for(tmp_path: P
     assert "default_queue_policy" not in config.read_text()
 
 
+@pytest.mark.long
 def test_limits_of_the_queue_are_kept_where_they_are_asked_for(tmp_path: Path) -> None:
     bundle = exported(tmp_path, queue_requests=3, queue_timeout_ms=1500)
     add_gate(bundle)

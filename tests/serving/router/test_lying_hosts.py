@@ -24,6 +24,7 @@ from tests.support.host_faults import SPECS, Version, bags, export_version, open
 from tests.support.hosts import edit_manifest
 from tests.support.lying_hosts import LIES, Lie, LyingHost, lying_hosts, truth
 from tests.support.lying_wires import WIRES, Wire, on_the_wire
+from tests.support.often import one_in
 
 # A call takes milliseconds. Only hosts that fall silent are waited for.
 TIMEOUT_S, SILENT_S = 20.0, 2.0
@@ -120,7 +121,7 @@ def test_a_lie_harms_those_alone_that_need_the_host(
         np.testing.assert_array_equal(engine.lookup(every)[name], rows)
 
 
-@pytest.mark.parametrize(("lie", "said"), SEEN_WITHOUT_NUMBERS)
+@pytest.mark.parametrize(("lie", "said"), one_in(4, SEEN_WITHOUT_NUMBERS))
 def test_health_and_opening_look_at_the_answer(
     served: Served, engine: Engine, liar: LyingHost, lie: Lie, said: str
 ) -> None:
@@ -133,7 +134,7 @@ def test_health_and_opening_look_at_the_answer(
         Engine.open(served.version.bundle, HostsConfig(addresses=served.addresses(), timeout_s=SILENT_S))
 
 
-@pytest.mark.parametrize("does", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize("does", one_in(4, WIRES.values()), ids=WIRES)
 def test_a_lie_on_the_wire_harms_those_alone_that_need_the_host(served: Served, does: Wire) -> None:
     """The engine is opened as one is that served before: nobody is asked first."""
     request = bags(served.needed, 0)

@@ -157,6 +157,7 @@ def test_what_needs_no_host_asks_none(served: Served) -> None:
     assert metric(served.metrics, "tbe_host_call_seconds_count") == before
 
 
+@pytest.mark.long
 def test_bytes_are_those_of_local_rows_and_sums(served: Served) -> None:
     """INT32 rows and lengths out, FP32 weights where there are any, and FP32 sums in."""
     (spec,) = (each for each in SPECS if each.name == "table_wise_SUM_FP32")

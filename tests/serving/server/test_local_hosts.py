@@ -116,6 +116,7 @@ def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Publ
         assert "tbe-serve: tritonserver died (SIGKILL); starting it anew" in told
 
 
+@pytest.mark.long
 def test_a_host_that_is_not_started_anew_ends_all(published: Published) -> None:
     with started(published.repository, "--no-recover") as process:
         first, *_, grpc, metrics, stop = (line.split() for line in lines(process, 7))
@@ -127,6 +128,7 @@ def test_a_host_that_is_not_started_anew_ends_all(published: Published) -> None:
         assert [each for each in tritons if each.is_running()] == []
 
 
+@pytest.mark.long
 def test_it_is_a_function_too(published: Published, tmp_path: Path) -> None:
     with (
         run_local_hosts(published.repository, logs=tmp_path) as fleet,

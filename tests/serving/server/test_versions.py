@@ -219,6 +219,7 @@ def test_settings_take_effect_with_every_load(repository: Path, server: Server) 
         assert settings.max_request_samples == samples
 
 
+@pytest.mark.long
 def test_the_configured_version_is_served_after_a_restart(repository: Path, tmp_path: Path) -> None:
     export_version(repository, 2)
     done = tbe_serve("configure", str(repository / "m"), "--version", "1")

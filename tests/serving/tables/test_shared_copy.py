@@ -219,6 +219,7 @@ print(json.dumps([answer, [each.mapped for each in memory], [each.huge for each 
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", ["stopped", "killed"])
 def test_instances_of_a_server_share_a_copy_until_it_ends(tmp_path: Path, end: str) -> None:
     config = ExportConfig(serving=ServingSettings(instances=2, weights_memory="huge"))

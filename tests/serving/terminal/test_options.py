@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from export.__main__ import app as tbe_export
 from serving.__main__ import app as tbe_serve
 from tests.support.models import collection
+from tests.support.often import one_in
 
 LONG = "n" * 5000
 NUMBERS = ["-1", "0", "nan", "inf", "-inf", "1e309", f"{10**30}", "1.5"]
@@ -119,7 +120,7 @@ def taken(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     signal.signal(signal.SIGTERM, before[2])
 
 
-@pytest.mark.parametrize(("app", "command", "param"), list(everything()))
+@pytest.mark.parametrize(("app", "command", "param"), one_in(4, everything()))
 def test_what_is_typed_is_taken_or_refused_in_one_line_that_names_it(
     app: typer.Typer, command: str, param: Any, taken: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def test_lookups_wait_for_a_model_that_is_loaded_anew(one_model: Path, tmp_path:
     assert errors == []
 
 
+@pytest.mark.long
 def test_a_version_that_serves_on_is_not_said_to_be_unavailable(tmp_path: Path) -> None:
     """Triton loads it anew beside another, and names the first that it could not load."""
     for _ in range(2):
@@ -121,6 +122,7 @@ def test_lookups_wait_for_a_model_whose_process_died(one_model: Path) -> None:
     assert errors == []
 
 
+@pytest.mark.long
 def test_a_model_whose_config_has_an_empty_parameter_is_served_as_before(one_model: Path, tmp_path: Path) -> None:
     """As they were published once; `configure` leaves it out."""
     model = copytree(one_model / "m", tmp_path / "r" / "m")

@@ -56,6 +56,7 @@ MODELS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 def test_every_kind_of_model_answers_the_watcher(tmp_path: Path) -> None:
     """One that is refused counts as none: an idle model would be killed, again and again."""
     for name, make in MODELS.items():

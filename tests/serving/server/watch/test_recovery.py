@@ -97,6 +97,7 @@ def test_a_model_that_died_serves_again(repository: Path) -> None:
     assert [path for path in regions if path.exists()] == []
 
 
+@pytest.mark.long
 def test_one_of_two_instances_that_died_is_noticed(repository: Path) -> None:
     assert tbe_serve("configure", str(repository / "m"), "--instances", "2").returncode == 0
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=30) as client:
@@ -240,6 +241,7 @@ def test_a_bundle_that_cannot_be_served_is_refused_in_one_line(
     assert [line for line in reasons if re.search(r"serving/backend|\.py", line)] == []
 
 
+@pytest.mark.long
 def test_a_rank_that_memory_does_not_suffice_for_is_said_and_the_version_before_serves_on(tmp_path: Path) -> None:
     """Two ranks of 128 MB each, and address space for one and a half."""
     repository = tmp_path / "r"

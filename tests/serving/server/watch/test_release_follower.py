@@ -98,6 +98,7 @@ def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path) -> No
             assert control_of(server).ready("m") == (1,)
 
 
+@pytest.mark.long
 def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once(tmp_path: Path) -> None:
     repository, model = tmp_path / "r", tmp_path / "r" / "m"
     export_version(repository, 1)
@@ -169,6 +170,7 @@ def test_only_a_newer_signed_release_is_followed(target: Target) -> None:
     assert "m.release.sig: expected a signature by a key of" in done.stderr
 
 
+@pytest.mark.long
 def test_a_pin_goes_before_a_release_and_both_before_the_configured_version(target: Target) -> None:
     assert tbe_serve("configure", str(target.model), "--version", "1").returncode == 0
     release(target.model, 2)

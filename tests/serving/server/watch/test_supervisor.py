@@ -19,6 +19,7 @@ from serving.errors import ServingError
 from serving.server.launch.run_file import find_run_file
 from serving.server.watch.supervisor import MOST
 from tests.support.models import SUM, collection
+from tests.support.often import one_in
 from tests.support.servers import (
     FREE_PORTS,
     apart,
@@ -51,6 +52,7 @@ def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
     assert not control.parent.exists()
 
 
+@pytest.mark.long
 def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_network(
     repository: Path, one_model: Path
 ) -> None:
@@ -82,7 +84,7 @@ def test_all_of_ipv4_is_ipv4_alone(one_model: Path) -> None:
         probe.bind(("::1", 0))  # there is IPv6 here: it could have been reached
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+@pytest.mark.parametrize("number", one_in(2, [signal.SIGKILL, signal.SIGABRT]))
 def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, number: signal.Signals) -> None:
     """With the version that it was told to serve, not what config.pbtxt says or what was published since."""
     export_model(collection(SUM), repository, "m")
@@ -108,6 +110,7 @@ def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, nu
     assert "model 'm': serves again after" in said
 
 
+@pytest.mark.long
 def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository: Path) -> None:
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=5) as client:
         assert server.process.stderr is not None
@@ -126,6 +129,7 @@ def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository
     assert [line for line in starts if ", in " in line] == []
 
 
+@pytest.mark.long
 def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repository: Path) -> None:
     with running(repository) as server:
         shutil.rmtree(repository)
@@ -138,7 +142,7 @@ def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repo
     assert f"tritonserver died again (1: {reason}), after {MOST} starts within 10 minutes" in said
 
 
-@pytest.mark.parametrize("asked", [True, False], ids=["asked", "idle"])
+@pytest.mark.parametrize("asked", one_in(2, [True, False]), ids=["asked", "idle"])
 def test_a_model_whose_process_is_paused_is_replaced(repository: Path, asked: bool) -> None:
     with running(repository) as server, LookupClient(server.grpc, "m", 60, retries=Retries(attempts=1)) as client:
         expected = client.lookup({"x": [[1, 2]]})
@@ -183,6 +187,7 @@ Engine.answer = answer_or_hang
 """
 
 
+@pytest.mark.long
 def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repository: Path) -> None:
     loop = repository.with_name("loop")
     replace_model_py(repository / "m" / "1", LOOP.format(loop=str(loop)))
