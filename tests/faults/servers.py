@@ -156,7 +156,7 @@ def by_a_debugger(process: psutil.Process) -> Iterator[None]:
     assert held
     yield
     for thread in held:
-        ptrace(_DETACH, each, None, None)
+        ptrace(_DETACH, thread, None, None)
 
 
 def paused(folder: Path, times: int, by: Callable[[psutil.Process], AbstractContextManager[None]]) -> Paused:
