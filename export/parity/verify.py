@@ -15,10 +15,10 @@ from export.errors import ModelError
 from export.ids.id_maps import build_maps
 from export.parity.answers import Answers, answer_assembled, answer_probe
 from export.parity.fresh_process import FreshProcess
+from export.parity.verify_scores import scored_of, verify_scores
 from export.prepare import with_position_weights
 from export.rows.table_error import Tally
 from export.scores.requests import request_for
-from export.scores.verify_scores import scored_of, verify_scores
 from export.trained.checkpoint import Checkpoint, WeightSource, blocks, open_weights
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import MANIFEST, Agreement, Manifest, Parity

@@ -12,8 +12,7 @@ from torchrec.types import CacheMixin
 from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.capture.given import Given
 from export.errors import ModelError, ParityError, last_line
-from export.scores.cut import Cut
-from export.scores.trace import WAY_OUT
+from export.scores.cut import WAY_OUT, Cut
 from export.trained.managed import is_sequence, takes_weights
 from export.trained.running import copied, evaluating, quiet
 

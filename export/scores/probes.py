@@ -72,7 +72,7 @@ def _along(numbers: Tensor, other: Tensor) -> Tensor:
 def shown_to_mix(run: Run, given: Given, dtype: DenseDtype) -> str | None:
     """What shows that a dense part lets samples meet; None: nothing was seen.
 
-    What is not seen may be there all the same: `export.scores.apart` reads it off the operators.
+    What is not seen may be there all the same: `export.apart.mixed_samples` reads it off the operators.
 
     Args:
         run: the dense part.

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from export.scores.probes import shown_to_mix
 from serving.bundle.scores import DenseDtype
-from tests.export.scores.test_apart import given, read, run
+from tests.export.apart.test_mixed_samples import given, read, run
 
 
 class Drawn(nn.Module):

@@ -1,7 +1,7 @@
 """Whether a dense part keeps the samples of a batch apart: read off its operators, for any number of samples.
 
 torch.export says which operators of core ATen a dense part is made of, and with which shapes, the number of samples
-being a symbol. Each operator has to be known to keep samples apart where it is used so (`export.scores.operators`).
+being a symbol. Each operator has to be known to keep samples apart where it is used so (`export.apart.operators`).
 All others may let samples meet: requests are then scored one by one. Nothing is run.
 """
 
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from export.apart.jagged import Counts, rows_of_jagged
+from export.apart.operators import rows_behind
+from export.apart.samples import Call, Rows, fits, is_number, is_numbering, per_sample
 from export.capture.given import Given
 from export.errors import first_line
-from export.scores.jagged import Counts, rows_of_jagged
-from export.scores.operators import rows_behind
-from export.scores.samples import Call, Rows, fits, is_number, is_numbering, per_sample
 from export.trained.keyed import short_line_of
 from export.trained.running import quiet
 from serving.bundle.scores import JaggedInput, JaggedKind

@@ -77,7 +77,7 @@ def test_scores_are_compared_with_those_of_the_model(repository: Path, tmp_path:
     assert [each["name"] for each in outputs] == ["like", "both"]
     assert all(0 < each["parity"]["trained_mean"] <= each["parity"]["trained"] < 0.1 for each in outputs)
 
-    said = refused(bundle, "--model", "tests.export.scores.test_verify_scores:other_head")
+    said = refused(bundle, "--model", "tests.export.parity.test_verify_scores:other_head")
     assert said.startswith("tbe-export: output 'like': differs by ")
     assert said.endswith("is this what it was exported from?")
 
@@ -89,7 +89,7 @@ def test_scores_are_compared_with_those_of_the_model(repository: Path, tmp_path:
 
 
 def test_a_model_with_other_inputs_is_not_what_was_exported(repository: Path) -> None:
-    said = refused(repository / "ranker" / "1", "--model", "tests.export.scores.test_verify_scores:other_answers")
+    said = refused(repository / "ranker" / "1", "--model", "tests.export.parity.test_verify_scores:other_answers")
     assert "expected a model with the dense inputs and outputs of this bundle, " in said
 
 

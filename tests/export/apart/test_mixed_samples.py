@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
 from export.capture.given import Given
-from export.scores.apart import what_branches, what_is_one_step, what_mixes_samples
 from export.scores.probes import shown_to_mix
 from serving.bundle.scores import DenseDtype
 
@@ -213,7 +213,7 @@ def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
     graph = fx.GraphModule(module, tracer.trace(module))
     found = what_mixes_samples(graph, given())
     assert found is not None
-    assert found.startswith("aten.sum.dim_IntList at test_apart.py, line ")
+    assert found.startswith("aten.sum.dim_IntList at test_mixed_samples.py, line ")
     assert found.endswith("`return embeddings + numbers.sum() * 0.1  # to blame`")
 
 
