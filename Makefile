@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 # What an environment has already: enough for the demo, and for development.
 DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.development
-# As many processes as there are cores. A file's tests stay together: they share what it sets up.
-PYTEST := $(BIN)/python -m pytest --numprocesses logical --dist loadfile --no-loadscope-reorder
+# One process more than there are cores: one of them mostly waits for a server. A file's tests stay together: they
+# share what it sets up.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(shell echo $$(( $$(nproc) + 1 ))) --dist loadfile --no-loadscope-reorder
 
 # One thread per process: a TBE call on CPU runs on one, and the machine is shared.
 export OMP_NUM_THREADS ?= 1

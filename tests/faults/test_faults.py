@@ -19,7 +19,6 @@ LOADS = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("asked", LOADS[:2])
 def test_clients_find_a_server_that_was_killed_and_started_again(
     asked: Callable[[Path], Asked], tmp_path: Path
@@ -42,7 +41,6 @@ def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     assert seen.answers >= 8
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("by", [servers.by_sigstop, servers.by_a_debugger])
 def test_clients_are_answered_again_when_a_model_s_process_was_paused(
     by: Callable[[psutil.Process], AbstractContextManager[None]], tmp_path: Path
@@ -75,7 +73,6 @@ def test_weights_that_are_cut_under_the_server_are_refused_and_never_loaded(tmp_
     assert seen.code == 1
 
 
-@pytest.mark.long
 def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tmp_path: Path) -> None:
     """What is mapped changes with the file, which nothing of ours does; what is loaded anew is verified."""
     seen = files.weights_change(tmp_path, files.overwritten, kill=True)
@@ -85,7 +82,6 @@ def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tm
     assert seen.code == 1
 
 
-@pytest.mark.long
 def test_publishers_that_meet_all_publish_whole_versions(tmp_path: Path) -> None:
     bundles = files.published_at_once(tmp_path, publishers=2, each=2)
     assert sorted(int(bundle.name) for bundle in bundles) == [1, 2, 3, 4]
@@ -103,7 +99,6 @@ def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: b
     raise AssertionError(seen.line())
 
 
-@pytest.mark.long
 def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path) -> None:
     seen = clients.give_up(tmp_path, seconds=5)
     print(seen.line())
@@ -128,7 +123,6 @@ def test_a_full_dev_shm_is_said_and_over_when_it_is(tmp_path: Path) -> None:
     assert seen.right == seen.asked
 
 
-@pytest.mark.long
 def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     """0.4 GB here, 1.9 GB in `make faults`: it grew by two and a half of them for each."""
     seen = memory.huge(tmp_path, clients.message(50_000_000), times=5)
@@ -139,7 +133,6 @@ def test_the_memory_of_a_huge_request_is_given_back(tmp_path: Path) -> None:
     assert not keeps_growing(seen.kept_bytes, seen.request_bytes // 2), seen.kept_bytes
 
 
-@pytest.mark.long
 def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: Path) -> None:
     seen = lying.lied(tmp_path, 1)
     print(seen.line())

@@ -27,7 +27,6 @@ def test_a_version_whose_scores_or_ids_are_damaged_is_not_loaded_and_the_one_bef
         assert file in said
 
 
-@pytest.mark.long
 def test_requests_for_scores_that_would_wait_too_long_are_refused_and_the_others_are_right(tmp_path: Path) -> None:
     seen = whole.shed(tmp_path, at_once=64)
     print(seen.line())

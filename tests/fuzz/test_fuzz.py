@@ -161,7 +161,6 @@ def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
     assert refused == 50
 
 
-@pytest.mark.long
 def test_after_a_shape_that_overflows_the_model_serves_again(tmp_path: Path) -> None:
     """Triton 2.51's own fault; how soon is for `make fuzz` to say."""
     models = publish(tmp_path / "r")

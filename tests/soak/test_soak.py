@@ -15,7 +15,6 @@ ROUNDS = 10
 NOISE_BYTES = 256 << 10
 
 
-@pytest.mark.long
 def test_under_load_all_answers_are_right_and_whatever_grows_stops(tmp_path: Path) -> None:
     """Eight clients that wait for their answers: no queue grows with the speed of the machine."""
     with serving(tmp_path, ServingSettings(max_busy_ms=60_000), samples=128, pooling_factor=5) as served:

@@ -22,6 +22,7 @@ from tests.support.asked import answered, asked, assert_close
 from tests.support.forms_inputs import DIM, POOLED, ids, numbers, of
 from tests.support.managed import behind, mch, trained
 from tests.support.models import Spec, collection
+from tests.support.often import one_in
 from tests.support.scored import EXACT
 
 ORDER = ["user_id", "item_id", "words"]
@@ -561,7 +562,7 @@ CASES = (*OF_KEYS, *OF_WEIGHTS, *OF_TENSORS)
 WITHOUT_LINE = (sizes_replaced, lengths_of_other_samples, remembering, branching_on_one_sample)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", one_in(3, CASES), ids=lambda case: case.__name__)
 def test_ids_are_served_as_they_are_or_refused(tmp_path: Path, case: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     module = Changing(case, case in OF_WEIGHTS).eval()

@@ -37,7 +37,6 @@ def load(server: Running, *more: str) -> Result:
     return command("load", "m", "--url", server.grpc, *more)
 
 
-@pytest.mark.long
 def test_a_server_whose_repository_is_changed_recovers_what_was_signed(target: Target) -> None:
     with running(target.repository, "--trusted-keys", str(target.trusted)) as server:
         add_code(target, target.newest)

@@ -21,6 +21,7 @@ from serving.request.accept import accept
 from serving.request.encoding import encode
 from serving.request.sequences import Rows
 from tests.support.models import MEAN, MIXED, MIXED_CONFIG, SUM, Spec, collection, flat, random_bags, table_of
+from tests.support.often import one_in
 from tests.support.positioned import LONGEST, positioned
 from tests.support.positioned import SPECS as POSITIONED
 from tests.support.sequences import POOLED, ROWS, Mixed
@@ -68,7 +69,7 @@ def _parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.fixture(name="model", params=MODELS, scope="module")
+@pytest.fixture(name="model", params=one_in(3, MODELS), scope="module")
 def _model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, tuple[Spec, ...], Path, dict[int, Engine]]]:

@@ -217,7 +217,6 @@ def test_half_a_roll_out_serves_one_version_and_never_a_mix(served: Faulty) -> N
                 assert same(ask(request), both[version - 1])
 
 
-@pytest.mark.long
 def test_no_version_is_switched_while_a_host_is_lost(served: Faulty) -> None:
     """Back neither: hosts are asked first, and waited for. The version that serves goes on."""
     request = bags(EVERY, 8)

@@ -64,7 +64,6 @@ def without(bags: dict[str, Any], tables: set[str]) -> dict[str, Any]:
     return {name: [[] for _ in each] if name in lost else each for name, each in bags.items()}
 
 
-@pytest.mark.long
 def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are_right(tmp_path: Path) -> None:
     """Under load, merged with one another. When it is back, all are right; what has zeros for it is scored with them."""
     module = Whole().eval()

@@ -176,7 +176,6 @@ def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_certificates(tmp_path_factory.mktemp("pems"), server="127.0.0.1", client="client.test")
 
 
-@pytest.mark.long
 def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path: Path, pems: Path) -> None:
     repository = tmp_path / "r"
     bundle = export_model(collection(SUM), repository, "m")
@@ -283,7 +282,6 @@ def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_pa
 # --- damaged bundles
 
 
-@pytest.mark.long
 def test_a_flipped_bit_of_the_weights_is_refused_by_name_and_the_others_serve_on(tmp_path: Path) -> None:
     repository = tmp_path / "r"
     export_model(collection(SUM), repository, "m")

@@ -241,7 +241,6 @@ def test_a_bundle_that_cannot_be_served_is_refused_in_one_line(
     assert [line for line in reasons if re.search(r"serving/backend|\.py", line)] == []
 
 
-@pytest.mark.long
 def test_a_rank_that_memory_does_not_suffice_for_is_said_and_the_version_before_serves_on(tmp_path: Path) -> None:
     """Two ranks of 128 MB each, and address space for one and a half."""
     repository = tmp_path / "r"

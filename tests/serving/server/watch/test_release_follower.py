@@ -98,7 +98,6 @@ def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path) -> No
             assert control_of(server).ready("m") == (1,)
 
 
-@pytest.mark.long
 def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once(tmp_path: Path) -> None:
     repository, model = tmp_path / "r", tmp_path / "r" / "m"
     export_version(repository, 1)

@@ -117,7 +117,6 @@ def is_zombie(process: psutil.Process) -> bool:
         return False  # it has ended since it was listed, as that of a version that was loaded anew
 
 
-@pytest.mark.long
 def test_processes_that_died_are_no_zombies_and_models_may_have_children(repository: Path) -> None:
     replace_model_py(repository / "m" / "1", SHELL)
     with running(repository) as server, LookupClient(server.grpc, "m", 60) as client:

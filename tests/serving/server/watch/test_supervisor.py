@@ -52,7 +52,6 @@ def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
     assert not control.parent.exists()
 
 
-@pytest.mark.long
 def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_network(
     repository: Path, one_model: Path
 ) -> None:
@@ -110,7 +109,6 @@ def test_a_tritonserver_that_died_is_started_anew_as_it_was(repository: Path, nu
     assert "model 'm': serves again after" in said
 
 
-@pytest.mark.long
 def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository: Path) -> None:
     with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=5) as client:
         assert server.process.stderr is not None
@@ -129,7 +127,6 @@ def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository
     assert [line for line in starts if ", in " in line] == []
 
 
-@pytest.mark.long
 def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repository: Path) -> None:
     with running(repository) as server:
         shutil.rmtree(repository)
@@ -187,7 +184,6 @@ Engine.answer = answer_or_hang
 """
 
 
-@pytest.mark.long
 def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repository: Path) -> None:
     loop = repository.with_name("loop")
     replace_model_py(repository / "m" / "1", LOOP.format(loop=str(loop)))
