@@ -1,15 +1,10 @@
 """Which versions of packages work together. This is checked before torch or FBGEMM is used."""
 
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from serving.errors import EnvironmentMismatch
-
-# What to do about an EnvironmentMismatch.
-INSTALL = (
-    "install it with `pip install 'tbe-serving[export]'`; without CUDA with the pins of the source of tbe-serving, "
-    "`pip install --no-deps -r requirements/serve.txt -r requirements/export.txt -r requirements/torch-cpu.txt`"
-)
 
 # Minor versions that were built for one another (FBGEMM's release table), and that our tests run with.
 _TORCH = "2.13"
@@ -25,19 +20,54 @@ def check_pins() -> None:
 
     Raises:
         EnvironmentMismatch: a package is missing or has another minor version, or both builds of FBGEMM are
-            installed.
+            installed, or its CUDA build beside torch's CPU build. The message has the command that mends it.
     """
     found = installed()
-    _expect("torch", found.get("torch"), _TORCH)
+    if wrong := [*_wrong(found)]:
+        raise mismatch(wrong[0])
+
+
+def mismatch(wrong: str) -> EnvironmentMismatch:
+    """The error for an environment in which something is wrong, with the command that mends all of it."""
+    return EnvironmentMismatch(f"{wrong}: mend this environment with `{mended_by(installed())}`")
+
+
+def mended_by(found: Mapping[str, str]) -> str:
+    """The command that makes packages agree.
+
+    Args:
+        found: versions by name, as `installed`.
+    """
+    if "torch" not in found:  # an export looks first; what serves imports torch before it asks
+        return "pip install 'tbe-serving[export]'"
+    steps = []
+    if not _has(found, "torch", _TORCH):
+        steps.append(f"pip install torch=={_TORCH}.0")
+    if "torchrec" in found and not _has(found, "torchrec", _TORCHREC):
+        steps.append(f"pip install --no-deps torchrec=={_TORCHREC}.0")
+    if "fbgemm-gpu" in found:  # pip has no way to say "this instead of that", and their files have the same names
+        steps.append("pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu")
+    steps.append(f"pip install --no-deps --force-reinstall fbgemm-gpu-cpu=={_FBGEMM}.0")
+    return " && ".join(steps)
+
+
+def _wrong(found: Mapping[str, str]) -> Iterator[str]:
+    """What does not agree, most important first."""
+    if not _has(found, "torch", _TORCH):
+        yield f"torch: expected {_TORCH}, found {found.get('torch', 'none')}"
     if "fbgemm-gpu-cpu" in found and "fbgemm-gpu" in found:
-        raise EnvironmentMismatch(
-            "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files: "
-            f"uninstall both, then {INSTALL}"
-        )
+        yield "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files"
     name = "fbgemm-gpu" if "fbgemm-gpu" in found else "fbgemm-gpu-cpu"
-    _expect(name, found.get(name), _FBGEMM)
-    if "torchrec" in found:
-        _expect("torchrec", found["torchrec"], _TORCHREC)
+    if not _has(found, name, _FBGEMM):
+        yield f"{name}: expected {_FBGEMM}, found {found.get(name, 'none')}"
+    if name == "fbgemm-gpu" and found.get("torch", "").endswith("+cpu"):
+        yield f"fbgemm-gpu, the CUDA build: expected a torch with CUDA, found {found['torch']}"
+    if "torchrec" in found and not _has(found, "torchrec", _TORCHREC):
+        yield f"torchrec: expected {_TORCHREC}, found {found['torchrec']}"
+
+
+def _has(found: Mapping[str, str], name: str, minor: str) -> bool:
+    return found.get(name, "").startswith(f"{minor}.")
 
 
 def installed() -> dict[str, str]:
@@ -59,10 +89,3 @@ def tested_versions() -> list[str]:
         found["nvidia-pytriton"] = version("nvidia-pytriton")
     lines = [f"{name} {found.get(name, 'not installed')} (tested with {minor})" for name, minor in tested.items()]
     return [f"tbe-serving {found.get('tbe-serving', 'not installed')}", *lines]
-
-
-def _expect(name: str, found: str | None, minor: str) -> None:
-    if found is None:
-        raise EnvironmentMismatch(f"{name}: expected {minor}, found none: {INSTALL}")
-    if not found.startswith(minor + "."):
-        raise EnvironmentMismatch(f"{name}: expected {minor}, found {found}: {INSTALL}")

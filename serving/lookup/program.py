@@ -13,8 +13,8 @@ import torch
 from serving.bundle.manifest import PROGRAM, Manifest
 from serving.bundle.opening import Bundle, read_checked
 from serving.bundle.scores import SCORES, DensePart
-from serving.errors import BundleError, EnvironmentMismatch
-from serving.pins import INSTALL, check_pins
+from serving.errors import BundleError
+from serving.pins import check_pins, mismatch
 from serving.request.bags import joined
 from serving.request.jagged import jagged_inputs, zero_jagged
 from serving.request.schema import Schema
@@ -41,7 +41,7 @@ def load_fbgemm() -> None:
     for name in _LIBRARIES:
         path = Path(spec.origin).with_name(name)
         if not path.exists():
-            raise EnvironmentMismatch(f"{path}: expected a library of FBGEMM, found none: {INSTALL}")
+            raise mismatch(f"{path}: expected a library of FBGEMM, found none")
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
 
 

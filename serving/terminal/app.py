@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import Abort, TyperException
 
 from serving.errors import EnvironmentMismatch, ServingError
-from serving.pins import INSTALL, tested_versions
+from serving.pins import tested_versions
 
 # Columns of an output that is no terminal.
 _NO_LIMIT = 1_000_000
@@ -100,7 +100,10 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:  # an install without extras has only the client's packages
-            raise EnvironmentMismatch(f"{error.name}: expected this package, found none: {INSTALL}") from error
+            extra = "export" if ctx.find_root().info_name == "tbe-export" else "server"
+            raise EnvironmentMismatch(
+                f"{error.name}: expected this package, found none: `pip install 'tbe-serving[{extra}]'`"
+            ) from error
 
 
 class _Commands(TyperGroup):

@@ -92,7 +92,7 @@ def find_tritonserver(stack: contextlib.ExitStack) -> Installation:
     if spec is None or spec.origin is None:
         raise TritonserverFailed(
             "tritonserver: expected one on PATH or in the nvidia-pytriton wheel, found neither: run in Triton's "
-            "official container, or `pip install nvidia-pytriton==0.7.0`"
+            "official container, or `pip install 'tbe-serving[server]'`"
         )
     package = Path(spec.origin).parent
     backends = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tbe-serve-")))

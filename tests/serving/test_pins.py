@@ -13,32 +13,65 @@ def test_the_installed_packages_work_together() -> None:
     assert pins.installed().keys() == GOOD.keys()
 
 
+CPU = "pip install --no-deps --force-reinstall fbgemm-gpu-cpu==1.8.0"
+INSTEAD = f"pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu && {CPU}"
+
+
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("changed", "wrong", "mending"),
     [
-        pytest.param({"torch": "2.12.1"}, r"torch: expected 2\.13, found 2\.12\.1: install", id="torch"),
-        pytest.param({"torch": None}, r"torch: expected 2\.13, found none", id="no torch"),
-        pytest.param({"fbgemm-gpu-cpu": "1.9.0"}, r"fbgemm-gpu-cpu: expected 1\.8, found 1\.9\.0", id="fbgemm"),
-        pytest.param({"fbgemm-gpu-cpu": None}, r"fbgemm-gpu-cpu: expected 1\.8, found none", id="no fbgemm"),
-        pytest.param({"fbgemm-gpu": "1.8.0"}, "both installed and overwrite each other", id="both builds"),
-        pytest.param({"torchrec": "1.18.0"}, r"torchrec: expected 1\.8, found 1\.18\.0", id="torchrec"),
+        pytest.param(
+            {"torch": "2.12.1"},
+            "torch: expected 2.13, found 2.12.1",
+            f"pip install torch==2.13.0 && {CPU}",
+            id="torch",
+        ),
+        pytest.param(
+            {"torch": None}, "torch: expected 2.13, found none", "pip install 'tbe-serving[export]'", id="no torch"
+        ),
+        pytest.param({"fbgemm-gpu-cpu": "1.9.0"}, "fbgemm-gpu-cpu: expected 1.8, found 1.9.0", CPU, id="fbgemm"),
+        pytest.param({"fbgemm-gpu-cpu": None}, "fbgemm-gpu-cpu: expected 1.8, found none", CPU, id="no fbgemm"),
+        pytest.param(
+            {"fbgemm-gpu": "1.8.0"},
+            "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other's files",
+            INSTEAD,
+            id="both builds",
+        ),
+        pytest.param(
+            {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"},
+            "fbgemm-gpu, the CUDA build: expected a torch with CUDA, found 2.13.0+cpu",
+            INSTEAD,
+            id="CUDA build without CUDA",
+        ),
+        pytest.param(
+            {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.9.0"},
+            "fbgemm-gpu: expected 1.8, found 1.9.0",
+            INSTEAD,
+            id="newer",
+        ),
+        pytest.param(
+            {"torchrec": "1.18.0"},
+            "torchrec: expected 1.8, found 1.18.0",
+            f"pip install --no-deps torchrec==1.8.0 && {CPU}",
+            id="torchrec",
+        ),
     ],
 )
-def test_what_does_not_agree_is_named(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], message: str
+def test_what_does_not_agree_is_named_with_the_command_that_mends_it(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], wrong: str, mending: str
 ) -> None:
     found = {name: version for name, version in (GOOD | changed).items() if version}
     monkeypatch.setattr(pins, "installed", lambda: found)
-    with pytest.raises(EnvironmentMismatch, match=message) as refused:
+    with pytest.raises(EnvironmentMismatch) as refused:
         pins.check_pins()
-    assert "requirements/serve.txt" in str(refused.value)
+    assert str(refused.value) == f"{wrong}: mend this environment with `{mending}`"
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         pytest.param({"torchrec": None}, id="serving needs no torchrec"),
-        pytest.param({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"}, id="CUDA build"),
+        pytest.param({"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0", "torch": "2.13.0"}, id="CUDA build"),
     ],
 )
 def test_what_agrees_is_taken(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None]) -> None:

@@ -134,7 +134,7 @@ def test_a_client_only_install_says_what_an_export_needs(model: Path, tmp_path: 
 
 
 _SERVING: dict[str, tuple[tuple[str, ...], Callable[[str], bool]]] = {
-    "run": (("REPOSITORY",), lambda said: "tritonserver" in said and "pip install nvidia-pytriton==0.7.0" in said),
+    "run": (("REPOSITORY",), lambda said: "tritonserver" in said and "pip install 'tbe-serving[server]'" in said),
     "lookup": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
     "score": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
     "configure": (("MODEL",), lambda said: said == ""),

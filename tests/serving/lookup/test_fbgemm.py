@@ -26,6 +26,6 @@ def test_a_lookup_imports_no_python_of_fbgemm(repository: Path, model: str) -> N
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_LIBRARIES", ("fbgemm_gpu_none.so",))
     with pytest.raises(
-        EnvironmentMismatch, match=r"fbgemm_gpu_none\.so: expected a library of FBGEMM, found none: install"
+        EnvironmentMismatch, match=r"fbgemm_gpu_none\.so: expected a library of FBGEMM, found none: mend this"
     ):
         program.load_fbgemm()

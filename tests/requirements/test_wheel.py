@@ -1,0 +1,113 @@
+"""What is built of the sources, and what an environment of it can do: pip, its index and what it installs are real."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("export", "model_repository", "serving")
+# Beside Python files.
+OTHERS = {"export/py.typed", "export/compare/page.html", "serving/py.typed", "model_repository/lookup/config.pbtxt"}
+MODEL = """
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+def model():
+    table = EmbeddingBagConfig(name="t", num_embeddings=100, embedding_dim=8, feature_names=["x"])
+    return EmbeddingBagCollection(tables=[table])
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A source distribution, and the wheel that is built of it."""
+    folder = tmp_path_factory.mktemp("built")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / "source" / name)
+    backend = "import sys; from setuptools import build_meta as made; print(getattr(made, sys.argv[1])(sys.argv[2]))"
+    out = str(folder)
+    done = run([sys.executable, "-c", backend, "build_sdist", out], folder / "source")
+    sdist = folder / done.stdout.splitlines()[-1]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    done = run([sys.executable, "-c", backend, "build_wheel", out], unpacked)
+    return sdist, folder / done.stdout.splitlines()[-1]
+
+
+def run(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    done = tried(command, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def tried(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """A command that knows nothing of the sources, nor of this environment."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    path = f"{Path(command[0]).parent}{os.pathsep}{known['PATH']}"
+    return subprocess.run(
+        command, cwd=folder, env=known | {"PATH": path}, capture_output=True, text=True, check=False, timeout=1500
+    )
+
+
+def test_both_have_all_files_that_are_needed_and_no_others(built: tuple[Path, Path]) -> None:
+    sdist, wheel = built
+    expected = {str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")} | OTHERS
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    with tarfile.open(sdist) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    assert found >= expected | {"pyproject.toml", "README.md", "LICENSE"}
+    assert {name for name in found - expected if name.startswith(PACKAGES)} == set()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+def test_an_environment_of_the_wheel_says_what_it_lacks_and_then_exports_and_serves(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    _, wheel = built
+    venv.create(tmp_path / "env", with_pip=True)
+    bin_ = tmp_path / "env" / "bin"
+    (tmp_path / "m.py").write_text(MODEL)
+    export = [str(bin_ / "tbe-export"), "model", "--model", "m:model", "--repository", "r", "--name", "m"]
+    run([str(bin_ / "pip"), "install", str(wheel)], tmp_path)
+    (tmp_path / "r").mkdir()
+    # The first command of each program says the extra.
+    serve = [str(bin_ / "tbe-serve"), "run", "r", "--grpc-port", "0", "--metrics-port", "0", "--json"]
+    for command, extra in ((export, "export"), (serve, "server")):
+        assert f"`pip install 'tbe-serving[{extra}]'`" in tried(command, tmp_path).stderr
+    run([str(bin_ / "pip"), "install", f"{wheel}[server,export]"], tmp_path)
+    # torchrec brings FBGEMM's CUDA build. The command that mends this is in the message.
+    refused = tried(export, tmp_path)
+    assert refused.returncode == 1
+    (mending,) = re.findall(r"mend this environment with `([^`]+)`", refused.stderr)
+    run([shutil.which("bash") or "bash", "-c", f'PATH="{bin_}:$PATH"; {mending}'], tmp_path)
+    run(export, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    with subprocess.Popen(serve, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = json.loads(server.stdout.readline())["grpc"]
+            asked = [str(bin_ / "tbe-serve"), "lookup", "m", "--url", address]
+            done = subprocess.run(
+                asked, input='{"x": [[1, 2], []]}', capture_output=True, text=True, check=True, cwd=tmp_path
+            )
+            (row, empty) = json.loads(done.stdout)["x"]
+            assert len(row) == 8
+            assert any(row)
+            assert empty == [0.0] * 8
+        finally:
+            server.terminate()
+            server.wait()
