@@ -50,7 +50,8 @@ def _compared(function: Callable[..., Any]) -> Callable[..., Any]:
 
         given = [each for each in (module, kwargs.get("dense")) if isinstance(each, nn.Module)]
         before = [dict(_state(each)) for each in given]
-        example = kwargs.get("example")
+        configs = [each.example for each in (*args, *kwargs.values()) if hasattr(each, "example")]
+        example = [kwargs.get("example"), *configs]
         of_example = dict(example_state(example))
         try:
             return function(module, *args, **kwargs)
