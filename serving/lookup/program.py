@@ -16,7 +16,7 @@ from serving.bundle.scores import SCORES, DensePart
 from serving.errors import BundleError
 from serving.pins import check_pins, mismatch
 from serving.request.bags import joined
-from serving.request.jagged import jagged_inputs, zero_jagged
+from serving.request.jagged import jagged_inputs, sample_bounds, zero_jagged
 from serving.request.schema import Schema
 from serving.request.sequences import rows_of
 from serving.request.tensors import Array, Batch, Checked, Embeddings, KjtRequest, Outputs
@@ -86,6 +86,9 @@ def load_torchscript(bundle: Bundle, name: str) -> torch.jit.ScriptModule:
 # Batch sizes of the calls that are made while loading. TorchScript observes two calls, compiles at the next one, and
 # again at the first with another batch size. These calls take ten times as long as later ones.
 _FIRST_CALLS = (1, 1, 1, 2, 2)
+# So many samples are scored at a time where sequences are padded: what is made of them then stays in the processor's
+# caches (docs/decisions/0024-examples.md).
+SLICE = 64
 # What they raise if a program does not fit its manifest.
 _FAILURES = (RuntimeError, ValueError, MemoryError)
 
@@ -106,6 +109,7 @@ class DenseProgram:
         self._forward = load_torchscript(bundle, SCORES).forward
         self._dtype = bundle.manifest.output_dtype.numpy
         self._width = sum(table.dim for table in bundle.manifest.feature_tables if not table.is_sequence)
+        self._bounds = sample_bounds(bundle.manifest)
         for samples in _FIRST_CALLS:
             try:
                 shapes = [numbers.shape for numbers in self._first_call(bundle.manifest, samples, 1).values()]
@@ -178,8 +182,21 @@ class DenseProgram:
         rows = [slice(end - count, end) for end, count in zip(ends, samples, strict=True)]
         if self.part.mixes_samples:
             return [self._run(embeddings[each], own) for each, own in zip(rows, inputs, strict=True)]
-        found = self._run(embeddings, [joined(each) for each in zip(*inputs, strict=True)])
+        found = self._sliced(embeddings, [joined(each) for each in zip(*inputs, strict=True)])
         return [{name: numbers[each] for name, numbers in found.items()} for each in rows]
+
+    def _sliced(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
+        """Score samples that do not meet; `SLICE` at a time where each has sequences."""
+        samples, dense = len(embeddings), len(self.part.inputs)
+        if samples <= SLICE or self._bounds is None:
+            return self._run(embeddings, inputs)
+        starts = [*range(0, samples, SLICE), samples]
+        bounds = [starts] * dense + self._bounds(inputs[dense:], starts)
+        slices = []
+        for at, first in enumerate(starts[:-1]):
+            own = [each[of[at] : of[at + 1]] for each, of in zip(inputs, bounds, strict=True)]
+            slices.append(self._run(embeddings[first : starts[at + 1]], own))
+        return {each.name: np.concatenate([found[each.name] for found in slices]) for each in self.part.outputs}
 
     def _run(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
         if not len(embeddings):

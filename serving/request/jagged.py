@@ -4,7 +4,7 @@ Lengths, ids and weights are taken as they were sent, before maps and id policie
 looked up. What comes once is repeated for each sample when the scores are made, and not before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -70,6 +70,39 @@ def jagged_inputs(schema: Schema, request: KjtRequest, rows: RowsOfAll, number: 
             each = np.tile(each, (request.samples, *(1 for _ in each.shape[1:])))
         found.append(each)
     return found
+
+
+def sample_bounds(manifest: Manifest) -> Callable[[Sequence[Array], Sequence[int]], list[Sequence[int]]] | None:
+    """Where samples begin in jagged inputs, as a function of these and of some samples.
+
+    Args:
+        manifest: of a bundle with scores.
+
+    Returns:
+        It answers a bound in each input for each sample. None: there are no jagged inputs, or one whose lengths are
+        not among them.
+    """
+    part = manifest.dense_part
+    assert part is not None  # noqa: S101  it has scores
+    keys = {each.name: each.key for each in manifest.features}
+    lengths = {each.name: at for at, each in enumerate(part.jagged) if each.kind is JaggedKind.LENGTHS}
+    # Of each input: how many rows a sample has, and which input says it where that is none.
+    rows: list[tuple[int | None, int]] = []
+    for each in part.jagged:
+        key = keys[each.name] if each.kind is JaggedKind.ROWS else each.name
+        fixed = 1 if each.kind is JaggedKind.LENGTHS else part.fixed_lengths.get(key)
+        if fixed is None and key not in lengths:
+            return None
+        rows.append((fixed, lengths.get(key, 0)))
+
+    def bounds(jagged: Sequence[Array], samples: Sequence[int]) -> list[Sequence[int]]:
+        ends = {at: np.cumsum([0, *jagged[at]]) for fixed, at in rows if fixed is None}
+        at_samples = np.asarray(samples)
+        return [
+            ends[at][at_samples].tolist() if fixed is None else (fixed * at_samples).tolist() for fixed, at in rows
+        ]
+
+    return bounds if rows else None
 
 
 def zero_jagged(manifest: Manifest, samples: int, ids: int) -> list[Array]:

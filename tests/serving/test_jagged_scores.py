@@ -17,6 +17,7 @@ from serving.backend.answering import Answerer
 from serving.bundle.scores import JaggedInput, JaggedKind
 from serving.engine import Engine
 from serving.errors import InternalError, InvalidRequest
+from serving.lookup import program
 from serving.lookup.program import DenseProgram
 from serving.model.settings import ServingSettings
 from serving.request.accept import accept
@@ -140,6 +141,22 @@ def test_what_comes_once_counts_for_each_sample(engine: Engine, once: list[str],
     assert_scores(answers[1], right)
     for other, answer in zip(others[1:], answers[::2], strict=True):
         assert_scores(answer, expected(MODULE, *other))
+
+
+def test_samples_are_scored_some_at_a_time(engine: Engine, fixed: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    run = DenseProgram._run
+
+    def spy(self: DenseProgram, embeddings: Any, inputs: Any) -> Any:
+        seen.append(len(embeddings))
+        return run(self, embeddings, inputs)
+
+    monkeypatch.setattr(program, "SLICE", 3)
+    monkeypatch.setattr(DenseProgram, "_run", spy)
+    check(engine, MODULE)
+    assert max(seen) == 3, "some were not cut"
+    assert fixed.score(of_recent([[n, 2, 3] for n in range(8)]))["ids"].tolist() == [[n, 2, 3] for n in range(8)]
+    assert seen[-3:] == [3, 3, 2]
 
 
 def test_samples_that_meet_are_scored_with_their_own_request(tmp_path: Path) -> None:

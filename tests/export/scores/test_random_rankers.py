@@ -14,6 +14,7 @@ from export import ExportConfig, Sharding, export_model
 from serving.bundle.scores import DensePart
 from serving.client import LookupClient, Retries
 from serving.engine import Engine
+from serving.lookup import program
 from serving.request.accept import accept
 from serving.request.dense import encode_dense
 from serving.request.encoding import encode
@@ -31,8 +32,11 @@ SIZES = ((1, 0), (1, 9), (3, 2), (11, 8))
 
 
 @pytest.mark.parametrize("first", one_in(ALL, range(0, ALL, EACH)))
-def test_random_rankers_are_served_as_they_answer_by_themselves(tmp_path: Path, first: int) -> None:
-    """On one rank and on several, with ids of some keys once for all samples."""
+def test_random_rankers_are_served_as_they_answer_by_themselves(
+    tmp_path: Path, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one rank and on several, with ids of some keys once for all samples, and scored some at a time."""
+    monkeypatch.setattr(program, "SLICE", 5)
     for seed in range(first, first + EACH):
         module = ranker(seed)
         bundle = export_model(module, tmp_path / "r", "m", config(seed), example=example(module))
