@@ -3,7 +3,6 @@
 import contextlib
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
+
+import psutil
 
 from serving.errors import ServingError, TritonserverFailed
 from serving.server.launch.access import Access
@@ -272,21 +273,21 @@ def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -
             reason = server.child.output.reason()
             raise TritonserverFailed(f"tritonserver exited with {code} before its models were ready: {reason}")
         ready = _ready_models(server)
-        # Triton opens its metrics last: models can be ready before.
-        if ready is not None and {model.name for model in ready} >= set(models) and _listens(server.metrics):
+        if ready is not None and {model.name for model in ready} >= set(models) and _has_metrics(server):
             return
         time.sleep(_POLL_S)
     reason = server.child.output.reason()
     raise TritonserverFailed(f"tritonserver: {', '.join(models)} not ready within {timeout_s:g} s: {reason}")
 
 
-def _listens(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONTROL_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+def _has_metrics(server: Server) -> bool:
+    """Whether metrics are listened for. Triton opens them last: models can be ready before.
+
+    Nothing is connected to: a connection that ends at once may be one too many for an HTTP server that starts.
+    """
+    port = int(server.metrics.rpartition(":")[2])
+    found = psutil.net_connections("tcp4")
+    return any(each.status == psutil.CONN_LISTEN and tuple(each.laddr)[1:] == (port,) for each in found)
 
 
 def _load_told(server: Server, told: Pins, timeout_s: float) -> None:
