@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -241,11 +242,13 @@ def shown(value: float) -> str:
     return f"{1e3 * value:.1f}" if value < 1 else f"{value:,.0f}"
 
 
-def test_the_locks_that_the_readme_installs_are_those_of_their_purposes() -> None:
+def test_what_the_readme_installs_are_extras() -> None:
+    """What pip makes of them is tested in `tests/requirements/test_wheel.py`."""
     (install,) = blocks(README, "", "pip install")
-    assert set(re.findall(r"-r requirements/(\S+)", install)) == {
-        "serve.txt", "triton.txt", "export.txt", "torch-cpu.txt"
-    }  # fmt: skip
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.findall(r"'tbe-serving\[([\w,]+)\]'", install)
+    assert len(named) == install.count("tbe-serving") == 3
+    assert {extra for each in named for extra in each.split(",")} == {"server", "export"} < set(extras)
 
 
 def test_the_readme_has_at_most_a_thousand_words() -> None:

@@ -73,9 +73,22 @@ def test_both_have_all_files_that_are_needed_and_no_others(built: tuple[Path, Pa
 
 
 @pytest.mark.long
+def test_the_readme_s_uv_leaves_the_cuda_build_out(built: tuple[Path, Path], tmp_path: Path) -> None:
+    (line,) = re.findall(r"^uv (pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    line = line.replace("'tbe-serving[", f"'{built[1]}[").replace("pip install", "pip install --dry-run", 1)
+    venv.create(tmp_path / "env")
+    uv = f"{Path(sys.executable).with_name('uv')} {line} --python {tmp_path / 'env/bin/python'}"
+    done = run([shutil.which("bash") or "bash", "-c", uv], tmp_path)
+    taken = dict(re.findall(r"^ \+ ([\w-]+)==(\S+)", done.stderr, re.MULTILINE))
+    assert taken["fbgemm-gpu-cpu"].startswith("1.8.")
+    assert taken["torchrec"].startswith("1.8.")
+    assert "fbgemm-gpu" not in taken
+
+
+@pytest.mark.long
 @pytest.mark.timeout(3000)
 def test_an_environment_of_the_wheel_says_what_it_lacks_and_then_exports_and_serves(
-    built: tuple[Path, Path], tmp_path: Path
+    built: tuple[Path, Path], one_model: Path, tmp_path: Path
 ) -> None:
     _, wheel = built
     venv.create(tmp_path / "env", with_pip=True)
@@ -83,10 +96,9 @@ def test_an_environment_of_the_wheel_says_what_it_lacks_and_then_exports_and_ser
     (tmp_path / "m.py").write_text(MODEL)
     export = [str(bin_ / "tbe-export"), "model", "--model", "m:model", "--repository", "r", "--name", "m"]
     run([str(bin_ / "pip"), "install", str(wheel)], tmp_path)
-    (tmp_path / "r").mkdir()
     # The first command of each program says the extra.
-    serve = [str(bin_ / "tbe-serve"), "run", "r", "--grpc-port", "0", "--metrics-port", "0", "--json"]
-    for command, extra in ((export, "export"), (serve, "server")):
+    run_on = [str(bin_ / "tbe-serve"), "run", "--grpc-port", "0", "--metrics-port", "0", "--json"]
+    for command, extra in ((export, "export"), ([*run_on, str(one_model)], "server")):
         assert f"`pip install 'tbe-serving[{extra}]'`" in tried(command, tmp_path).stderr
     run([str(bin_ / "pip"), "install", f"{wheel}[server,export]"], tmp_path)
     # torchrec brings FBGEMM's CUDA build. The command that mends this is in the message.
@@ -96,7 +108,7 @@ def test_an_environment_of_the_wheel_says_what_it_lacks_and_then_exports_and_ser
     run([shutil.which("bash") or "bash", "-c", f'PATH="{bin_}:$PATH"; {mending}'], tmp_path)
     run(export, tmp_path)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    with subprocess.Popen(serve, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen([*run_on, "r"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             address = json.loads(server.stdout.readline())["grpc"]

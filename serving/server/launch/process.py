@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from serving.errors import ServingError, TritonserverFailed
 from serving.server.launch.access import Access
 from serving.server.launch.child import Child, Launch, signals_deferred
@@ -32,6 +30,8 @@ from serving.triton.installation import find_tritonserver, oldest_secure, triton
 SHM_BYTES = 1 << 30
 _POLL_S = 0.05
 _CONTROL_TIMEOUT_S = 5.0
+# The state of a socket that listens, in /proc/net/tcp.
+_LISTENS = "0A"
 # Seconds after a stopping server's own exit timeout until it is killed.
 _GRACE_S = 15.0
 
@@ -285,9 +285,9 @@ def _has_metrics(server: Server) -> bool:
 
     Nothing is connected to: a connection that ends at once may be one too many for an HTTP server that starts.
     """
-    port = int(server.metrics.rpartition(":")[2])
-    found = psutil.net_connections("tcp4")
-    return any(each.status == psutil.CONN_LISTEN and tuple(each.laddr)[1:] == (port,) for each in found)
+    port = f":{int(server.metrics.rpartition(':')[2]):04X}"
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]  # proc(5)
+    return any(local.endswith(port) and state == _LISTENS for _, local, _, state, *_ in sockets)
 
 
 def _load_told(server: Server, told: Pins, timeout_s: float) -> None:

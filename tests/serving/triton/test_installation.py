@@ -39,7 +39,7 @@ def test_a_tritonserver_on_the_path_comes_first(
 def test_without_any_tritonserver_it_says_how_to_get_one(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "find_spec", lambda _: None)
     with (
-        pytest.raises(TritonserverFailed, match=r"official container, or `pip install nvidia-pytriton==0\.7\.0`"),
+        pytest.raises(TritonserverFailed, match=r"official container, or `pip install 'tbe-serving\[server\]'`"),
         run_server(one_model, FREE),
     ):
         pass

@@ -222,7 +222,7 @@ Engine.__init__ = init_with_little
         ),
         (
             with_wrong_pins,
-            r"torch: expected 2\.13, found 2\.12\.0: install it with `pip install 'tbe-serving\[export\]'`",
+            r"torch: expected 2\.13, found 2\.12\.0: mend this environment with `pip install torch==2\.13\.0 && ",
         ),
         (with_a_capture_that_cannot_be_written, r"capture: /proc/nowhere/m\.jsonl cannot be written: .*configure"),
         (with_a_setting_that_is_no_number, r"max_call_ids: expected a number, got 'many'"),
