@@ -22,9 +22,9 @@ def check_pins() -> None:
         EnvironmentMismatch: a package is missing or has another minor version, or both builds of FBGEMM are
             installed, or its CUDA build beside torch's CPU build. The message has the command that mends it.
     """
-    found = installed()
-    if wrong := [*_wrong(found)]:
-        raise mismatch(wrong[0])
+    wrong = next(_wrong(installed()), None)
+    if wrong is not None:
+        raise mismatch(wrong)
 
 
 def mismatch(wrong: str) -> EnvironmentMismatch:

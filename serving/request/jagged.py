@@ -6,13 +6,14 @@ looked up. What comes once is repeated for each sample when the scores are made,
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
 from serving.bundle.manifest import Manifest
 from serving.bundle.scores import JaggedKind
 from serving.errors import InvalidRequest, Reason
-from serving.request.bags import bag_bounds, id_bounds
+from serving.request.bags import bag_bounds, id_bounds, offsets_of
 from serving.request.schema import Schema
 from serving.request.tensors import Array, Embeddings, KjtRequest, Lengths
 
@@ -96,7 +97,7 @@ def sample_bounds(manifest: Manifest) -> Callable[[Sequence[Array], Sequence[int
         rows.append((fixed, lengths.get(key, 0)))
 
     def bounds(jagged: Sequence[Array], samples: Sequence[int]) -> list[Sequence[int]]:
-        ends = {at: np.cumsum([0, *jagged[at]]) for fixed, at in rows if fixed is None}
+        ends = {at: offsets_of(cast(Lengths, jagged[at])) for fixed, at in rows if fixed is None}
         at_samples = np.asarray(samples)
         return [
             ends[at][at_samples].tolist() if fixed is None else (fixed * at_samples).tolist() for fixed, at in rows
