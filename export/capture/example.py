@@ -2,13 +2,13 @@
 
 The leaves of an example are its tensors, KeyedJaggedTensors and JaggedTensors, wherever they are: in dicts, tuples,
 dataclasses or objects of any class. A leaf is called by its path, such as `batch.dense_features`. A call with other
-leaves is a copy of the example, in which each leaf is replaced.
+leaves is a copy of the example, in which each leaf is replaced. What the model answers has names, too.
 """
 
 import copy
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.running import dotted
 
+# The name of a model's only output; several without names are numbered.
+_SCORES = "scores"
 # What has nothing in it that a request could bring.
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, nn.Module, type)
 
@@ -114,3 +116,40 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _names(slots: str | Sequence[str]) -> Sequence[str]:
     return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
+
+
+def outputs_of(model: nn.Module, answer: Any) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of an answer, by name; and the names of jagged tensors in it, which have no row for each sample.
+
+    A tensor alone is `scores`, those of a tuple are `scores_0` and so on, those of a dict, a named tuple, a dataclass
+    or a KeyedTensor have its names. What is in another has both names, with a dot between. All else is left out.
+
+    Raises:
+        ModelError: there is no tensor.
+    """
+    every = dict(_named("", answer))
+    found = {name: each for name, each in every.items() if each is not None}
+    if not found:
+        raise ModelError(
+            f"{type(model).__name__}: expected a tensor, or tensors as a tuple or by name, as its answer, got "
+            f"{', '.join(f'{name!r}, which is jagged: have it padded' for name in every) or type(answer).__name__}"
+        )
+    return found, [name for name, each in every.items() if each is None]
+
+
+def _named(path: str, value: Any) -> Iterator[tuple[str, Tensor | None]]:
+    if isinstance(value, Tensor):
+        yield path or _SCORES, value
+    elif isinstance(value, JaggedTensor | KeyedJaggedTensor):
+        yield path or _SCORES, None
+    elif isinstance(value, Mapping | KeyedTensor):
+        named = value.to_dict() if isinstance(value, KeyedTensor) else value
+        for name, each in named.items():
+            yield from _named(f"{path}.{name}" if path else str(name), each)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from _named(path, dict(zip(value._fields, value, strict=True)))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _named(path, {each.name: getattr(value, each.name) for each in fields(value)})
+    elif isinstance(value, tuple | list):
+        for number, each in enumerate(value):
+            yield from _named(f"{path or _SCORES}_{number}", each)

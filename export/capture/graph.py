@@ -19,8 +19,8 @@ from torchrec import KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.answering import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
-from export.capture.answers import outputs_of
 from export.capture.bags import Bag, GivenKeys
+from export.capture.example import outputs_of
 from export.capture.signature import Signature
 from export.capture.steps import inlined
 from export.errors import ModelError, first_line

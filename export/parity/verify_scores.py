@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import torch
 
+from export.apart.probes import allowed, largest, pieces_of, shown_to_mix
 from export.capture.given import Given
 from export.config import Example
 from export.errors import ModelError
 from export.ids.id_maps import build_maps
 from export.scores.dense_part import Scored, compare_scores, dense_part
-from export.scores.probes import allowed, largest, pieces_of, shown_to_mix
 from export.scores.requests import ByFeature, given_for, with_answer
 from export.trained.checkpoint import Checkpoint, open_weights
 from export.trained.tables import Trained

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.capture.answering import Collections, keys_of_features
-from export.capture.answers import outputs_of
 from export.capture.bags import Bag
+from export.capture.example import outputs_of
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS, Captured, Input, captured, ids_of, lengths_of, rows_of, weights_of
 from export.capture.moved_ids import placed

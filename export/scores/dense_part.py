@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
+from export.apart.probes import Numbers, Run, allowed, answered, largest, pieces_of, scale_of, scaled, shown_to_mix
 from export.capture.answering import Collections
 from export.capture.given import Given
 from export.config import Example
@@ -21,7 +22,6 @@ from export.scores.behind import behind_example, behind_forward, behind_own
 from export.scores.cut import WAY_OUT, Cut, changes_inputs, keep_inputs
 from export.scores.dense_inputs import with_dtype, with_weights
 from export.scores.eager_model import answers_behind, model_errors
-from export.scores.probes import Numbers, Run, allowed, answered, largest, pieces_of, scale_of, scaled, shown_to_mix
 from export.scores.requests import ByFeature, columns_of, other_requests, with_answer
 from export.trained.checkpoint import Checkpoint
 from export.trained.keyed import line_of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from export.scores.probes import shown_to_mix
+from export.apart.probes import shown_to_mix
 from serving.bundle.scores import DenseDtype
 from tests.export.apart.test_mixed_samples import given, read, run
 

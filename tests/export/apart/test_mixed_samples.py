@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
+from export.apart.probes import shown_to_mix
 from export.capture.given import Given
-from export.scores.probes import shown_to_mix
 from serving.bundle.scores import DenseDtype
 
 SAMPLES, WIDTH, DENSE = 64, 12, 7

@@ -562,7 +562,7 @@ CASES = (*OF_KEYS, *OF_WEIGHTS, *OF_TENSORS)
 WITHOUT_LINE = (sizes_replaced, lengths_of_other_samples, remembering, branching_on_one_sample)
 
 
-@pytest.mark.parametrize("case", one_in(3, CASES), ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", one_in(6, CASES), ids=lambda case: case.__name__)
 def test_ids_are_served_as_they_are_or_refused(tmp_path: Path, case: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     module = Changing(case, case in OF_WEIGHTS).eval()
