@@ -6,9 +6,8 @@ BIN := $(VENV)/bin
 # What an environment has already: enough for the demo, and for development.
 DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.development
-# One process more than there are cores: one of them mostly waits for a server. A file's tests stay together: they
-# share what it sets up.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(shell echo $$(( $$(nproc) + 1 ))) --dist loadfile --no-loadscope-reorder
+# Two processes for each core: half of them wait for a server. A file's tests stay together: they share what it sets up.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(shell echo $$(( 2 * $$(nproc) ))) --dist loadfile --no-loadscope-reorder
 
 # One thread per process: a TBE call on CPU runs on one, and the machine is shared.
 export OMP_NUM_THREADS ?= 1
@@ -68,7 +67,7 @@ kube: $(STAMP) ## Run a fleet as Kubernetes would, in podman's pods and networks
 	@requirements/kube.sh
 	@unshare --net $(BIN)/python -m pytest -m kube tests/kube
 
-soak: $(STAMP) ## Half an hour at 80 % of capacity, then three times the capacity; ends in one line of figures
+soak: $(STAMP) ## Half an hour each of lookups and scores at 80 % of capacity, then three times the capacity; ends in one line of figures
 	@$(BIN)/python -m tests.soak
 
 bench: $(STAMP) ## Measure, beside limits and other servers, in one run; writes benchmarks/results and docs/benchmarks.md

@@ -1,4 +1,4 @@
-"""`make soak`: half an hour of load, and more load than there is capacity; ends in one line of figures."""
+"""`make soak`: half an hour of lookups and of scores, and more load than there is capacity; ends in a line of figures."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.soak.overload import overload
+from tests.soak.served import lookups, scores
 from tests.soak.soak import soak
 from tests.support.ending import end_together
 
@@ -14,11 +15,14 @@ parser.add_argument("--seconds", type=float, default=1800)
 arguments = parser.parse_args()
 end_together()
 with tempfile.TemporaryDirectory(prefix="tbe-soak-") as folder:
-    print(f"soak: {arguments.seconds:g} s of load", file=sys.stderr)
-    soaked = soak(Path(folder) / "soak", arguments.seconds)
+    soaked = []
+    for publish in (lookups, scores):
+        print(f"soak: {arguments.seconds:g} s of {publish.__name__}", file=sys.stderr)
+        soaked.append(soak(Path(folder) / publish.__name__, arguments.seconds, publish))
     print("soak: more load than there is capacity", file=sys.stderr)
     overloaded = overload(Path(folder) / "overload", 10.0)
-for line in (*soaked.wrong, *overloaded.wrong):
+wrong = [*(line for each in soaked for line in each.wrong), *overloaded.wrong]
+for line in wrong:
     print(line, file=sys.stderr)
-print(f"{soaked.line()} | {overloaded.line()}")
-sys.exit(bool(soaked.wrong or overloaded.wrong or soaked.errors))
+print(" | ".join([*(each.line() for each in soaked), overloaded.line()]))
+sys.exit(bool(wrong or any(each.errors for each in soaked)))

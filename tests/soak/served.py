@@ -1,6 +1,6 @@
 """What is put under load: a server, its requests, and one function that does it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,13 @@ from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
+from tests.support.forms import example_of, module_of
 from tests.support.models import Spec, collection
 from tests.support.servers import replace_model_py
 
 TABLES = tuple(Spec(f"t{number}", 20_000, 32, "SUM", (f"f{number}",)) for number in range(8))
+# The form of a ranker whose scores come from a user's history.
+HISTORY = "din"
 _DEADLINE_S = 30
 # Makes a lookup take as long as on much larger tables, without the cores that the sender needs beside it.
 SLOW = """
@@ -53,25 +56,47 @@ class Served:
         return len(run.latencies_s) / run.seconds
 
 
+# Publishes a model of a repository, with some settings.
+Publish = Callable[[Path, ServingSettings], Path]
+
+
+def lookups(repository: Path, settings: ServingSettings) -> Path:
+    """A model of eight tables."""
+    return export_model(collection(TABLES), repository, "m", ExportConfig(serving=settings))
+
+
+def scores(repository: Path, settings: ServingSettings) -> Path:
+    """A whole model that scores items by a user's history."""
+    config = ExportConfig(scores=True, serving=settings)
+    return export_model(module_of(HISTORY), repository, "m", config, example=example_of(HISTORY, 6))
+
+
 @contextmanager
 def serving(
-    folder: Path, settings: ServingSettings, samples: int, pooling_factor: float, s_per_id: float = 0.0
+    folder: Path,
+    settings: ServingSettings,
+    samples: int,
+    pooling_factor: float,
+    s_per_id: float = 0.0,
+    publish: Publish = lookups,
 ) -> Iterator[Served]:
-    """A server on a model of eight tables, and 64 requests to it.
+    """A server on a model, and 64 requests to it: for scores, where it has some.
 
     Args:
         folder: takes the repository.
         settings: of the model.
         samples, pooling_factor: of a request.
         s_per_id: what a lookup takes longer, for each id.
+        publish: makes the model.
     """
-    path = export_model(collection(TABLES), folder / "r", "m", ExportConfig(serving=settings))
+    path = publish(folder / "r", settings)
     if s_per_id:
         replace_model_py(path, SLOW.format(s_per_id=s_per_id))
     bundle = open_bundle(path)
     with run_server(folder / "r", Ports(grpc=0, http=0, metrics=0), log=folder / "log") as server:
         with LookupClient(server.grpc, "m", _DEADLINE_S) as client:
             info = client.info()
-        pooling = dict.fromkeys(info.dims, pooling_factor)
-        asked = random_requests(bundle.manifest, samples, Distribution.parse("zipf:1.05"), pooling)
+        pooling = dict.fromkeys(info.keys, pooling_factor)
+        whole = bundle.manifest.dense_part is not None
+        asked = random_requests(bundle.manifest, samples, Distribution.parse("zipf:1.05"), pooling, scores=whole)
         yield Served(server, bundle, prepare("m", asked, info))

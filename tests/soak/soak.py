@@ -12,7 +12,7 @@ import psutil
 
 from serving.model.settings import ServingSettings
 from serving.server import Server
-from tests.soak.served import serving
+from tests.soak.served import Publish, serving
 
 SHARE = 0.8
 WINDOW_S = 5.0
@@ -52,6 +52,7 @@ def growth(numbers: list[int]) -> int:
 class Soaked:
     """What was seen. `first_p99_s`, `last_p99_s`: medians of the windows of the second and of the last tenth."""
 
+    what: str
     seconds: float
     rate: float
     answers: int
@@ -67,7 +68,7 @@ class Soaked:
     def line(self) -> str:
         """All in one."""
         return (
-            f"{self.seconds / 60:.0f} min at {self.rate:,.0f}/s, {SHARE:.0%} of capacity: {self.answers:,} answers, "
+            f"{self.seconds / 60:.0f} min of {self.what} at {self.rate:,.0f}/s, {SHARE:.0%} of capacity: {self.answers:,} answers, "
             f"{self.checked:,} checked, {len(self.wrong)} wrong, {sum(self.errors.values())} failed; p99 "
             f"{1e3 * self.first_p99_s:.1f} → {1e3 * self.last_p99_s:.1f} ms "
             f"({self.last_p99_s / self.first_p99_s:.2f}×); memory {self.memory_bytes / 1e6:+.1f} MB, "
@@ -75,11 +76,11 @@ class Soaked:
         )
 
 
-def soak(folder: Path, seconds: float) -> Soaked:
-    """Ask at `SHARE` of what the server can, for so long."""
+def soak(folder: Path, seconds: float, publish: Publish) -> Soaked:
+    """Ask a model at `SHARE` of what the server can, for so long."""
     held, stopped = Held(), threading.Event()
     settings = ServingSettings(max_busy_ms=2000)  # a machine that stalls for a moment is not what is looked for
-    with serving(folder, settings, samples=128, pooling_factor=5) as served:
+    with serving(folder, settings, samples=128, pooling_factor=5, publish=publish) as served:
         rate = SHARE * served.capacity_per_s(5.0)
         watcher = threading.Thread(target=held.watch, args=(served.server, stopped))
         watcher.start()
@@ -91,6 +92,7 @@ def soak(folder: Path, seconds: float) -> Soaked:
     p99 = [float(np.percentile(run.latencies_s, 99)) for run in runs if run.latencies_s]
     tenth = max(1, int(_TENTH * len(p99)))
     return Soaked(
+        what=publish.__name__,
         seconds=sum(run.seconds for run in runs),
         rate=rate,
         answers=sum(len(run.latencies_s) for run in runs),

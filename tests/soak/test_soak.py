@@ -7,21 +7,24 @@ import pytest
 
 from serving.model.settings import ServingSettings
 from tests.soak.overload import BUSY_MS, CALL_IDS, POOLING_FACTOR, S_PER_ID, SAMPLES
-from tests.soak.served import serving
+from tests.soak.served import Publish, lookups, scores, serving
 from tests.soak.soak import Held, growth
 from tests.support.growth import keeps_growing
+from tests.support.often import one_in
 
 ROUNDS = 10
 NOISE_BYTES = 256 << 10
 
 
-def test_under_load_all_answers_are_right_and_whatever_grows_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("publish", one_in(2, [lookups, scores]))
+def test_under_load_all_answers_are_right_and_whatever_grows_stops(publish: Publish, tmp_path: Path) -> None:
     """Eight clients that wait for their answers: no queue grows with the speed of the machine."""
-    with serving(tmp_path, ServingSettings(max_busy_ms=60_000), samples=128, pooling_factor=5) as served:
+    settings = ServingSettings(max_busy_ms=60_000)
+    with serving(tmp_path, settings, samples=128, pooling_factor=5, publish=publish) as served:
         triton = psutil.Process(served.server.process.pid)
         processes = {each: Held() for each in (triton, *triton.children(recursive=True))}
         for _ in range(ROUNDS):
-            (run,) = served.load(clients=8, seconds=1.5)
+            (run,) = served.load(clients=8, seconds=0.7)
             assert run.wrong == []
             assert run.errors == {}
             assert run.checked == len(run.latencies_s) > 0
