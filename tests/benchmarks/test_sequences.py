@@ -21,6 +21,7 @@ def workload() -> SequencesWorkload:
     return SequencesWorkload.make({1: 4, 16: 4}, rows=300)
 
 
+@pytest.mark.long
 def test_everyone_is_asked_for_the_same_scores_and_answers_them(tmp_path: Path, workload: SequencesWorkload) -> None:
     sys.path.insert(0, str(HERE))
     from model import Model  # type: ignore[import-not-found]

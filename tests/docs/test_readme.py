@@ -126,6 +126,7 @@ def test_the_commands_of_a_page_run(page: str, movies: Served) -> None:
         assert run(command.strip() + at + brief, movies.folder)
 
 
+@pytest.mark.long
 def test_the_shell_export_of_the_page_of_exports_runs(tmp_path: Path) -> None:
     (command,) = [
         text for text in blocks(EXPORT, "", "tbe-export model") if "--checkpoint" in text and "int4" in text
@@ -192,6 +193,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     np.testing.assert_allclose(names["answer"]["scores"], expected, atol=5e-3)
 
 
+@pytest.mark.long
 def test_the_plan_of_the_page_of_sharding_is_drawn(tmp_path: Path) -> None:
     (command,) = blocks(SHARDING, "", "tbe-export plan")
     package(tmp_path)
@@ -199,7 +201,8 @@ def test_the_plan_of_the_page_of_sharding_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.long)], ids=["model", "tables"])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [0, 1], ids=["model", "tables"])
 def test_the_comparisons_of_the_page_of_sharding_are_written(tmp_path: Path, number: int) -> None:
     command = blocks(SHARDING, "", "tbe-export compare")[number]
     package(tmp_path)

@@ -66,6 +66,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "repository"
 
 
+@pytest.mark.long
 def test_the_commands_of_pins_and_canaries_run(repository: Path) -> None:
     verify = ["tbe-export", "verify", "repository/movies/2"]
     assert f"\n```\n{' '.join(verify)}\n```\n" in PAGE.read_text()

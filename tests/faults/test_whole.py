@@ -12,7 +12,7 @@ from tests.support.growth import keeps_growing
 @pytest.mark.parametrize(
     "damages",
     [
-        pytest.param(whole.DAMAGES[::3], id="some"),
+        pytest.param(whole.DAMAGES[::4], id="some"),
         pytest.param(whole.DAMAGES, id="all", marks=pytest.mark.long),
     ],
 )

@@ -17,6 +17,7 @@ from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
 from tests.support.models import SUM, collection, random_bags
+from tests.support.often import BREATH_S
 
 Bags = dict[str, Any]
 PATIENCE_S = 120
@@ -76,7 +77,7 @@ def asking(url: str, oracle: Asked, clients: int = 4, timeout_s: float = 1.0) ->
 
     def ask(mine: Seen) -> None:
         with LookupClient(url, "m", timeout_s) as client:
-            while not stopped.is_set():
+            while not stopped.wait(BREATH_S):
                 for number in range(len(oracle.requests)):
                     try:
                         if oracle.is_right(client, number):

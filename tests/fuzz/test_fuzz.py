@@ -132,9 +132,8 @@ from serving.request import accept, batches, jagged, kjt, schema
 """
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(each, marks=[pytest.mark.long] if number else []) for number, each in enumerate(FAULTS)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
 def test_what_a_server_does_wrong_is_found(fault: str, published: tuple[list[Model], Path], tmp_path: Path) -> None:
     models, repository = published
     name, line = FAULTS[fault]

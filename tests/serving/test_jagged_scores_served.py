@@ -98,6 +98,7 @@ def test_lines_of_json_are_scored(served: Served) -> None:
     )
 
 
+@pytest.mark.long
 def test_bench_checks_scores_of_sequences(served: Served) -> None:
     options = ("--bundle", str(served.bundle), "--scores", "--clients", "2", "--seconds", "0.4", "--repeats", "1")
     answered = tbe_serve("bench", "m", "--url", served.server.grpc, *options, "--warm-up", "0", "--check", "1")

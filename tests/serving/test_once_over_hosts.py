@@ -15,6 +15,7 @@ from tests.support.scored import ON_HOSTS, trained, two_tower
 from tests.support.servers import lose
 
 
+@pytest.mark.long
 def test_through_a_router(tmp_path: Path) -> None:
     """Bit for bit what one request for each pair gets; a host that is lost is named where a row of it is needed."""
     module = trained(two_tower())

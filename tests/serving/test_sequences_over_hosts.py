@@ -72,6 +72,7 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert set(order[asks:]) == {"sums"}
 
 
+@pytest.mark.long
 def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> None:
     """Rows of `item` are on one host, those of `word` on the other."""
     module = Mixed()

@@ -166,6 +166,7 @@ def test_a_line_of_json_is_answered_with_lists_of_rows(served: Served) -> None:
     assert table.stdout.count("words") == 3
 
 
+@pytest.mark.long
 def test_bench_checks_sequences(served: Served) -> None:
     options = ("--bundle", str(served.bundle), "--samples", "3", "--clients", "2", "--seconds", "0.5")
     done = tbe_serve("bench", "m", "--url", served.server.grpc, *options, "--repeats", "2", "--check", "1")

@@ -5,6 +5,9 @@ from typing import Any
 
 import pytest
 
+# Between two rounds of who asks all the time: the servers that they ask have the same cores.
+BREATH_S = 0.05
+
 
 def one_in(number: int, values: Iterable[Any]) -> list[Any]:
     """The values, of which one in a number, the first of them too, is tried each time, and the others are `long`."""

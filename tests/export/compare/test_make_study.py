@@ -19,6 +19,9 @@ from export.compare.study import Placement, Study, judge
 from serving.bench.report import Figure
 from tests.support.browser import chromium
 
+# To measure all of it takes long. `tests/export/commands/test_compare.py` shows the command.
+pytestmark = pytest.mark.long
+
 TABLES = """
 [tables."item <b>&"]
 rows = 20_000
@@ -69,7 +72,6 @@ def page(report: Path) -> Iterator[Page]:
         assert said == []
 
 
-@pytest.mark.long
 def test_every_strategy_is_placed_and_measured(study: Any) -> None:
     placements = study["placements"]
     assert len(placements) == 2 * 2 * 10

@@ -93,6 +93,7 @@ def test_of_rows_cut_over_hosts_each_host_is_sent_all_lengths_and_answers_for_al
         ],
     ),
 )
+@pytest.mark.long
 def test_a_router_receives_what_the_plan_says(tmp_path: Path, film: str, sums: OutputDtype) -> None:
     sharding = asked(film)
     router = export_hosts(tmp_path, Histories(), replace(FP32, sharding=sharding, sums_dtype=sums))

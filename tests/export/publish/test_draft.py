@@ -128,7 +128,7 @@ export_model(collection(), sys.argv[1], "m", progress=wait)
     ("number", "step"),
     [
         pytest.param(signal.SIGKILL, "parity"),
-        pytest.param(signal.SIGINT, "user"),
+        pytest.param(signal.SIGINT, "user", marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, "user", marks=pytest.mark.long),
         pytest.param(signal.SIGINT, "parity", marks=pytest.mark.long),
     ],
@@ -159,6 +159,7 @@ def test_exports_killed_at_random_moments_leave_whole_versions_or_nothing(tmp_pa
     assert found["left"] == []
 
 
+@pytest.mark.long
 def test_a_living_export_s_draft_is_left_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXPORT_SLOWLY, str(tmp_path / "r"), "parity"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as export:

@@ -75,7 +75,7 @@ def tensors_of(answer: Any) -> Iterator[Tensor]:
             yield from tensors_of(getattr(answer, field.name))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", one_in(3, SERVED))
 def test_a_form_is_served_as_it_answers_by_itself(tmp_path: Path, name: str) -> None:
     """Alone, and merged with others, from examples that its own is not."""
     module = module_of(name)

@@ -133,6 +133,7 @@ def test_a_checkpoint_of_two_processes_is_read_by_one(
         )  # it was trained
 
 
+@pytest.mark.long
 def test_trained_by_two_exported_by_one_and_served(
     sharded: Path, trained: dict[str, npt.NDArray[np.float32]], tmp_path: Path
 ) -> None:

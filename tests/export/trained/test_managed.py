@@ -28,7 +28,6 @@ from tests.support import sharded_managed
 from tests.support.commands import tbe_export
 from tests.support.managed import CPU, ROWS, SPECS, bags_of, behind, kjt_of, managed, mch, numbers_of, untrained, zch
 from tests.support.models import Spec
-from tests.support.often import one_in
 from tests.support.saved import State, save_dcp, save_safetensors
 from tests.support.sequences import sequences as plain
 from tests.support.two_processes import run_module
@@ -226,7 +225,8 @@ def test_around_a_dense_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("pooling", one_in(2, ["SUM", "NONE"]))
+@pytest.mark.long
+@pytest.mark.parametrize("pooling", ["SUM", "NONE"])
 def test_a_checkpoint_that_several_processes_saved(pooling: str, tmp_path: Path) -> None:
     """Each has sorted its own raw ids. What TorchRec answers with that checkpoint in one process is the oracle."""
     folder = tmp_path / "dcp"

@@ -40,6 +40,7 @@ def lines(path: Path, count: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in found]
 
 
+@pytest.mark.long
 def test_nothing_is_captured_unless_it_is_asked_for(tmp_path: Path) -> None:
     exported(tmp_path)
     before = {path for path in tmp_path.rglob("*") if path.suffix == ".jsonl"}
@@ -84,6 +85,7 @@ def test_a_request_whose_trace_is_no_text_is_kept_so_that_it_can_be_read(tmp_pat
     assert [each.traceparent for each in read_captured(tmp_path / "m.jsonl")] == [*[None] * 4, TRACE]
 
 
+@pytest.mark.long
 def test_what_the_watcher_asks_is_not_captured(tmp_path: Path) -> None:
     exported(tmp_path, capture=str(tmp_path), capture_slow_ms=0.000001)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:

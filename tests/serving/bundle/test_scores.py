@@ -97,18 +97,19 @@ def test_a_manifest_that_contradicts_itself_is_refused(bundle: Path, change: Cal
         open_bundle(bundle)
 
 
-def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("some", [pytest.param(60), pytest.param(600, marks=pytest.mark.long)])
+def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_path: Path, some: int) -> None:
     bundle = with_histories(export_model(Mixed(), tmp_path / "r", "m", FP32), fixed_lengths={"seen": 2})
     manifest = json.loads((bundle / "manifest.json").read_text())
     every = list(edits(manifest["dense_part"]))
     refused = []
-    for number in np.random.default_rng(0).permutation(len(every))[:250]:
+    for number in np.random.default_rng(0).permutation(len(every))[:some]:
         (bundle / "manifest.json").write_text(json.dumps({**manifest, "dense_part": every[number]}))
         try:
             Engine(open_bundle(bundle))
         except BundleError as error:
             refused.append(str(error))
-    assert len(refused) > 150
+    assert len(refused) > some // 2
     for said in refused:
         assert str(bundle) in said
         assert "\n" not in said

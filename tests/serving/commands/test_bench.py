@@ -120,6 +120,7 @@ def test_what_was_captured_is_replayed(tmp_path: Path) -> None:
         assert "all right" in done.stdout
 
 
+@pytest.mark.long
 def test_scores_are_measured_checked_and_replayed(tmp_path: Path) -> None:
     captured = tmp_path / "captured"
     captured.mkdir()

@@ -53,6 +53,7 @@ def test_a_server_whose_repository_is_changed_recovers_what_was_signed(target: T
         assert "config.sig: expected a signature" in refused.stderr
 
 
+@pytest.mark.long
 def test_a_running_server_loads_what_is_signed_alone(target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "private"
     folder.mkdir()

@@ -36,6 +36,7 @@ from tests.support.host_faults import (
     until_right_in_a_row,
 )
 from tests.support.hosts import MODEL
+from tests.support.often import BREATH_S
 from tests.support.relay import Relay
 from tests.support.servers import Running, metric, until_answered
 
@@ -79,7 +80,7 @@ def load_of(asks: list[Ask], *either: Engine) -> Iterator[list[object]]:
     answers = [[engine.lookup(each) for engine in either] for each in requests]
 
     def run(ask: Ask) -> None:
-        while not ended.is_set():
+        while not ended.wait(BREATH_S):
             for request, expected in zip(requests, answers, strict=True):
                 found = outcome(ask, request)
                 if isinstance(found, ServingError) or not any(same(found, each) for each in expected):

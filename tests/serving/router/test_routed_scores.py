@@ -19,6 +19,7 @@ from serving.router.hosts_config import OnLost
 from tests.support.host_faults import until
 from tests.support.hosts import MODEL, export_hosts, fleet, in_one_process
 from tests.support.models import MIXED
+from tests.support.often import BREATH_S
 from tests.support.scored import EXACT, ON_HOSTS, own_scores, random_request, trained, two_tower
 from tests.support.servers import lose, supervised
 from tests.support.whole import RAW, Whole, random_whole
@@ -83,7 +84,7 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
 
     def ask(first: int) -> None:
         with LookupClient(served.router.grpc, MODEL, 20, retries=Retries(attempts=1)) as client:
-            while not stopped.is_set():
+            while not stopped.wait(BREATH_S):
                 for number in range(first, len(asked), 4):
                     try:
                         answer = client.score(*asked[number])

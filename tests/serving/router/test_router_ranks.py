@@ -24,6 +24,7 @@ from serving.router.hosts_config import HostsConfig
 from serving.router.replicas import replicas_of
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only, patient
 from tests.support.models import Spec, collection, random_bags
+from tests.support.often import one_in
 from tests.support.servers import at_once, metric, running, scrape, tbe_serve
 
 # Every sharding type, pooling and dtype; rows that no number of hosts divides. A model cannot have all of them: the
@@ -62,7 +63,7 @@ class Served:
     weighted: bool
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["unweighted", "weighted"])
+@pytest.fixture(scope="module", params=one_in(2, [True, False]), ids=["weighted", "unweighted"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("hosts")
     weighted = bool(request.param)

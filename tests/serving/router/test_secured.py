@@ -39,6 +39,7 @@ def hosts(pems: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
         yield router, server.grpc.replace("127.0.0.1", "localhost")
 
 
+@pytest.mark.long
 def test_a_router_shows_its_certificate_to_hosts_and_adds_sums_in_fp16(
     hosts: tuple[Path, str], pems: Path, tmp_path: Path
 ) -> None:

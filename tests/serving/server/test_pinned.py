@@ -38,6 +38,7 @@ def test_two_pinned_versions_serve_side_by_side(target: Target, tmp_path: Path) 
         assert answers(server.grpc, seed=1) == 1
 
 
+@pytest.mark.long
 def test_a_signed_version_is_pinned(target: Target, tmp_path: Path) -> None:
     """Of the signed versions the pinned ones alone are copied; the repository may be gone when one dies."""
     trust = Trust(keys=target.trusted)

@@ -120,7 +120,7 @@ def taken(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     signal.signal(signal.SIGTERM, before[2])
 
 
-@pytest.mark.parametrize(("app", "command", "param"), one_in(4, everything()))
+@pytest.mark.parametrize(("app", "command", "param"), one_in(9, everything()))
 def test_what_is_typed_is_taken_or_refused_in_one_line_that_names_it(
     app: typer.Typer, command: str, param: Any, taken: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from serving.server import Ports, Server, run_server
 from serving.server.launch import process as launching
 from serving.server.models import ServedModel
 from tests.support.models import SUM, collection
+from tests.support.often import one_in
 from tests.support.servers import (
     FREE,
     FREE_PORTS,
@@ -29,7 +30,7 @@ from tests.support.servers import (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", one_in(2, [signal.SIGINT, signal.SIGTERM]))
 def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, number: signal.Signals) -> None:
     with start_tbe_serve(str(one_model), *FREE_PORTS, "--http", "--json") as process:
         assert process.stdout is not None

@@ -169,6 +169,7 @@ def test_processes_of_models_end_when_all_who_would_end_them_are_killed(reposito
 
 
 LOOP = """
+import time
 from pathlib import Path
 from serving.backend import TritonPythonModel
 from serving.engine import Engine
@@ -177,7 +178,7 @@ answer = Engine.answer
 
 def answer_or_hang(self, requests):
     while Path({loop!r}).exists():
-        pass
+        time.sleep(0.01)
     return answer(self, requests)
 
 Engine.answer = answer_or_hang
@@ -221,6 +222,7 @@ def test_an_option_that_triton_does_not_know_is_named_in_one_line(one_model: Pat
     assert last.endswith("unrecognized option '--no-such-option'")
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_load_is_the_last_line_of_the_command(repository: Path) -> None:
     os.truncate(repository / "m" / "1" / "weights.0.bin", 100)
     done = tbe_serve("run", str(repository), *FREE_PORTS)
