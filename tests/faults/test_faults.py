@@ -82,9 +82,10 @@ def test_weights_that_were_overwritten_under_the_server_are_never_loaded_anew(tm
     assert seen.code == 1
 
 
-def test_publishers_that_meet_all_publish_whole_versions(tmp_path: Path) -> None:
-    bundles = files.published_at_once(tmp_path, publishers=2, each=1)
-    assert sorted(int(bundle.name) for bundle in bundles) == [1, 2]
+@pytest.mark.parametrize("each", one_in(2, [1, 2]))
+def test_publishers_that_meet_all_publish_whole_versions(each: int, tmp_path: Path) -> None:
+    bundles = files.published_at_once(tmp_path, publishers=2, each=each)
+    assert sorted(int(bundle.name) for bundle in bundles) == [*range(1, 2 * each + 1)]
 
 
 @pytest.mark.parametrize("cancelled", one_in(2, [True, False]), ids=["cancelled", "deadlines"])

@@ -50,7 +50,7 @@ def growth(numbers: list[int]) -> int:
 
 @dataclass
 class Soaked:
-    """What was seen. `first_p99_s`, `last_p99_s`: medians of the windows of the second and of the last tenth."""
+    """What was seen of `what`. `first_p99_s`, `last_p99_s`: medians of the windows of the second and of the last tenth."""
 
     what: str
     seconds: float
@@ -68,8 +68,8 @@ class Soaked:
     def line(self) -> str:
         """All in one."""
         return (
-            f"{self.seconds / 60:.0f} min of {self.what} at {self.rate:,.0f}/s, {SHARE:.0%} of capacity: {self.answers:,} answers, "
-            f"{self.checked:,} checked, {len(self.wrong)} wrong, {sum(self.errors.values())} failed; p99 "
+            f"{self.seconds / 60:.0f} min of {self.what} at {self.rate:,.0f}/s, {SHARE:.0%} of capacity: "
+            f"{self.answers:,} answers, {self.checked:,} checked, {len(self.wrong)} wrong, {sum(self.errors.values())} failed; p99 "
             f"{1e3 * self.first_p99_s:.1f} → {1e3 * self.last_p99_s:.1f} ms "
             f"({self.last_p99_s / self.first_p99_s:.2f}×); memory {self.memory_bytes / 1e6:+.1f} MB, "
             f"descriptors {self.descriptors:+d}, threads {self.threads:+d}"

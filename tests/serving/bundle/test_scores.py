@@ -17,6 +17,7 @@ from serving.engine import Engine
 from serving.errors import BundleError, InvalidRequest
 from tests.support.histories import with_histories
 from tests.support.json_edits import edits
+from tests.support.often import one_in
 from tests.support.scored import EXACT, WIDTH, dlrm
 from tests.support.sequences import FP32, Mixed
 
@@ -97,7 +98,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(bundle: Path, change: Cal
         open_bundle(bundle)
 
 
-@pytest.mark.parametrize("some", [pytest.param(60), pytest.param(600, marks=pytest.mark.long)])
+@pytest.mark.parametrize("some", one_in(2, [60, 600]))
 def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_path: Path, some: int) -> None:
     bundle = with_histories(export_model(Mixed(), tmp_path / "r", "m", FP32), fixed_lengths={"seen": 2})
     manifest = json.loads((bundle / "manifest.json").read_text())
