@@ -18,6 +18,7 @@ from serving.backend.answering import Answerer
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import LookupMetrics, Publisher, triton_families
 from serving.backend.page_metrics import PageMetrics
+from serving.backend.pauses import Pauses
 from serving.backend.recorder import Recorder
 from serving.backend.warm_up import warm_up
 from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
@@ -78,9 +79,12 @@ class TritonPythonModel:
             self._engine, self._answerer, self._publisher = _load(args)
         except ServingError as error:
             raise pb_utils.TritonModelException(str(error)) from None
+        self._pauses = Pauses()
+        self._pauses.start()
 
     def finalize(self) -> None:
         """Publish the last counts, and let the weights go."""
+        self._pauses.stop()
         self._publisher.stop()
         self._engine.close()
 
@@ -88,7 +92,10 @@ class TritonPythonModel:
         """Answer a handover: each request with its outputs [1, B, …], or its own error."""
         show(BUSY)
         try:
-            return [_response(outcome) for outcome in self._answerer.answer(requests, _decode, _is_cancelled)]
+            self._pauses.check()
+            responses = [_response(outcome) for outcome in self._answerer.answer(requests, _decode, _is_cancelled)]
+            self._pauses.check()
+            return responses
         finally:
             show(IDLE)
 

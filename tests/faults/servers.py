@@ -155,8 +155,10 @@ def by_a_debugger(process: psutil.Process) -> Iterator[None]:
         held.append(each.id)
     assert held
     yield
-    for thread in held:
-        ptrace(_DETACH, thread, None, None)
+    for thread in reversed(held):  # the first is the main thread, which is seen to end as the last
+        if ptrace(_DETACH, thread, None, None):  # it was killed meanwhile, and stays until its debugger has seen it
+            with suppress(ChildProcessError):
+                os.waitpid(thread, _WALL)
 
 
 def paused(folder: Path, times: int, by: Callable[[psutil.Process], AbstractContextManager[None]]) -> Paused:

@@ -139,7 +139,7 @@ def gate_of(bundle: Path) -> Path:
     return repository.with_name(f"{repository.name}.{bundle.parent.name}.gate")
 
 
-def _entered(bundle: Path) -> Path:
+def entered(bundle: Path) -> Path:
     """The file that says that a held version was asked for an answer."""
     gate = gate_of(bundle)
     return gate.with_name(f"{gate.name}.entered")
@@ -147,14 +147,14 @@ def _entered(bundle: Path) -> Path:
 
 def add_gate(bundle: Path) -> None:
     """Make a version answer only while `held` does not hold it. (Suspending its process makes Triton give it up.)"""
-    replace_model_py(bundle, GATE.format(gate=str(gate_of(bundle)), entered=str(_entered(bundle))))
+    replace_model_py(bundle, GATE.format(gate=str(gate_of(bundle)), entered=str(entered(bundle))))
 
 
 @contextmanager
 def held(bundle: Path) -> Iterator[None]:
     """A gated version that answers nothing inside the block: what is sent meanwhile waits."""
     gate = gate_of(bundle)
-    _entered(bundle).unlink(missing_ok=True)
+    entered(bundle).unlink(missing_ok=True)
     gate.touch()
     try:
         yield
@@ -173,7 +173,7 @@ def wait_for_pending(server: "Server | Running", model: str, least: int) -> None
 def wait_for_execution(bundle: Path) -> None:
     """Until a request that was sent to a held version is with the model, not in its queue."""
     deadline = time.monotonic() + 60
-    while not _entered(bundle).exists():
+    while not entered(bundle).exists():
         assert time.monotonic() < deadline, "no request came"
         time.sleep(0.01)
 

@@ -1,0 +1,80 @@
+"""A model's process that stood still ends itself, rather than answer: other callers could get its answers.
+
+tritonserver gives a request up when the model's process gave no sign of life within a second of the wall clock,
+because it was paused or the clock was set. It hands over the next request all the same. It takes the next answer that
+comes for the answer to that: nothing in an answer says which request it belongs to. A process that ended is replaced,
+and what it had is refused.
+
+Read in Triton 24.10 and 26.06: `StubLauncher::ReceiveMessageFromStub` waits for 1,000 ms, and a stub gives a sign of
+life every 300 ms. So a process that was given up stood still for 700 ms or more.
+"""
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+_PERIOD_S = 0.2
+# A process that stood still for this long ends. tritonserver has given up none that stood still for less than 0.7 s.
+_LONGEST_S = 0.4
+# A thread that waits for Python's lock, which a copy of a gigabyte may hold for a second, does so for 5 ms at a time
+# (sys.getswitchinterval); for longer where others have the cores.
+_WAIT_S = 0.02
+
+
+def _end(why: str) -> None:
+    print(why, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Pauses:
+    """Sees by a thread that wakes five times a second whether this process stood still, and ends the process then.
+
+    Args:
+        clock: the wall clock, in seconds.
+        end: called with a line that says why the process has to end.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, end: Callable[[str], None] = _end) -> None:
+        self._clock = clock
+        self._end = end
+        self._seen = clock()
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Begin to look."""
+        threading.Thread(target=self._run, name="pauses", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopped.set()
+
+    def check(self) -> None:
+        """Return only if this process did not stand still; before requests are read, and before they are answered."""
+        while self._clock() - self._seen > _PERIOD_S + _LONGEST_S and not self._stopped.is_set():
+            time.sleep(0.001)  # until the thread has seen why: it may have waited for Python's lock
+
+    def _run(self) -> None:
+        self._seen, waits = self._clock(), _waits()
+        while not self._stopped.wait(_PERIOD_S):
+            now, waits_now = self._clock(), _waits()
+            still_s = stood_still_s(now - self._seen, waits_now - waits)
+            if still_s > _LONGEST_S:
+                self._end(
+                    f"this process stood still for {still_s:.1f} s, or the clock was set: Triton may have given up "
+                    "what it has, and would give its answers to other callers. It ends, to be loaded anew"
+                )
+            self._seen, waits = now, waits_now
+
+
+def stood_still_s(elapsed_s: float, waits: int) -> float:
+    """For how much of the time a process stood still whose thread slept for _PERIOD_S and waited so many times."""
+    return elapsed_s - _PERIOD_S - _WAIT_S * waits
+
+
+def _waits() -> int:
+    """How often this thread has waited and gone on."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
