@@ -64,7 +64,7 @@ def _memory(sizes: dict[int, Path]) -> Iterator[Result]:
 
 def _private_bytes(bundle: Path) -> int:
     with run_server(
-        bundle.parent.parent, Ports(grpc=0, http=0, metrics=0), log=bundle.parent.parent / "log"
+        bundle.parent.parent, Ports(grpc=0, http=0, operations=0), log=bundle.parent.parent / "log"
     ) as server:
         settle(server)
         return private_bytes(server)

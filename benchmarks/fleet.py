@@ -15,7 +15,7 @@ from serving.model.config_file import apply_settings, read_config, settings_of, 
 from serving.server import Ports, Server, run_server
 from serving.server.watch.status import process_memory
 
-FREE = Ports(grpc=0, http=0, metrics=0)
+FREE = Ports(grpc=0, http=0, operations=0)
 
 
 def start_hosts(stack: ExitStack, router: Bundle, folder: Path, nothing: Iterable[int]) -> dict[int, str]:

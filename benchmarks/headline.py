@@ -154,7 +154,7 @@ def _served(repository: Path, bundle: Bundle) -> Iterator[Result]:
         publish_do_nothing(repository, samples, (1, samples, DIM * len(IDS_PER_SAMPLE)))
     models = [NAME, *map(do_nothing_name, SAMPLES)]
     start = time.perf_counter()
-    with run_server(repository, Ports(grpc=0, http=0, metrics=0), models=models) as server:
+    with run_server(repository, Ports(grpc=0, http=0, operations=0), models=models) as server:
         yield Result("headline_ready_s", time.perf_counter() - start)
         with LookupClient(server.grpc, NAME, 20) as client:
             info = client.info()

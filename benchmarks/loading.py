@@ -55,7 +55,9 @@ def _seconds_until_ready(bundle: Path, *, verify: bool) -> float:
     write_config(bundle.parent, config)
     _evict(bundle / "weights.0.bin")
     start = time.perf_counter()
-    with run_server(bundle.parent.parent, Ports(grpc=0, http=0, metrics=0), log=bundle.parent.parent.parent / "log"):
+    with run_server(
+        bundle.parent.parent, Ports(grpc=0, http=0, operations=0), log=bundle.parent.parent.parent / "log"
+    ):
         return time.perf_counter() - start
 
 

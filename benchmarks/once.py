@@ -67,7 +67,7 @@ def run(_: Workload, folder: Path) -> list[Result]:
             once, repeated = (engine.outputs(tensors)["scores"] for tensors in each)
             np.testing.assert_allclose(once, repeated, rtol=1e-5, atol=1e-5)
     with (
-        run_server(folder / "repository", Ports(grpc=0, http=0, metrics=0)) as server,
+        run_server(folder / "repository", Ports(grpc=0, http=0, operations=0)) as server,
         triton.InferenceServerClient(server.grpc) as client,
     ):
         candidates = _candidates(client, engines, asked)

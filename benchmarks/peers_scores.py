@@ -84,7 +84,7 @@ def beside(name: str, workload: Asked, folder: Path, servers: Mapping[str, Peer]
     repository = folder / "repository"
     bundle = workload.export(repository)
     with (
-        run_server(repository, Ports(grpc=0, http=0, metrics=0), models=[MODEL]) as server,
+        run_server(repository, Ports(grpc=0, http=0, operations=0), models=[MODEL]) as server,
         LookupClient(server.grpc, MODEL, 20) as client,
     ):
         workload.write(folder / "rows", client.info())

@@ -87,7 +87,7 @@ def compare(comparison: Comparison, peers: Mapping[str, Peer]) -> tuple[list[Lin
     """
     quiet, noisy = ({name: peers[name] for name in peers if (name in NOISY) is noise} for noise in (False, True))
     models = [MODEL, *map(do_nothing_name, _samples(comparison.loads))]
-    with run_server(comparison.folder / "repository", Ports(grpc=0, http=0, metrics=0), models=models) as server:
+    with run_server(comparison.folder / "repository", Ports(grpc=0, http=0, operations=0), models=models) as server:
         lines, absent = _together(comparison, server.grpc, quiet)
         if noisy:
             later, absent_too = _together(comparison, server.grpc, noisy)

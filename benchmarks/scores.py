@@ -40,7 +40,7 @@ def run(workload: Workload, folder: Path) -> list[Result]:
         export_model(whole, repository, name, config)
     engines = {name: in_memory(repository / name / "1") for name in (NAME, *(f"{NAME}_{each}" for each in NARROW))}
     results = []
-    ports = Ports(grpc=0, http=0, metrics=0)
+    ports = Ports(grpc=0, http=0, operations=0)
     with run_server(repository, ports) as server, triton.InferenceServerClient(server.grpc) as client:
         for samples, rounds in ROUNDS.items():
             candidates = _candidates(client, engines, workload, samples)

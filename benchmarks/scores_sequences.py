@@ -46,7 +46,7 @@ def run(folder: Path) -> Iterator[Result]:
     workload = SequencesWorkload.make(SIZES)
     engine = in_memory(workload.export(folder / "repository"))
     with (
-        run_server(folder / "repository", Ports(grpc=0, http=0, metrics=0)) as server,
+        run_server(folder / "repository", Ports(grpc=0, http=0, operations=0)) as server,
         triton.InferenceServerClient(server.grpc) as client,
     ):
         for samples, rounds in ROUNDS.items():

@@ -41,7 +41,7 @@ def run(folder: Path) -> Iterator[Result]:
         publish_do_nothing(repository, samples, (1, samples * FEATURES * IDS * DIM), like=NAME, output=SEQUENCES)
     models = [NAME, *map(do_nothing_name, ROUNDS)]
     with (
-        run_server(repository, Ports(grpc=0, http=0, metrics=0), models=models) as server,
+        run_server(repository, Ports(grpc=0, http=0, operations=0), models=models) as server,
         triton.InferenceServerClient(server.grpc) as client,
     ):
         for samples, rounds in ROUNDS.items():

@@ -33,7 +33,7 @@ def run(workload: Workload) -> list[Result]:
     results = []
     with (
         run_server(
-            repository, Ports(grpc=0, http=0, metrics=0), models=[NAME, *map(do_nothing_name, ROUNDS)]
+            repository, Ports(grpc=0, http=0, operations=0), models=[NAME, *map(do_nothing_name, ROUNDS)]
         ) as server,
         triton.InferenceServerClient(server.grpc) as client,
     ):

@@ -37,7 +37,7 @@ class _Call(NamedTuple):
 
 def run(repository: Path, manifest: Manifest) -> Iterator[Result]:
     """Switch from version 1, which is in memory, to version 2, which is not. All requests are answered."""
-    with run_server(repository, Ports(grpc=0, http=0, metrics=0), models=[NAME], pins={NAME: (1,)}) as server:
+    with run_server(repository, Ports(grpc=0, http=0, operations=0), models=[NAME], pins={NAME: (1,)}) as server:
         calls, began, ended = _ask_while_switching(server, _requests(manifest))
         huge = huge_bytes(server)
     times = {

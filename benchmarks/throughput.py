@@ -50,7 +50,7 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     _publish_as(repository, do_nothing_name(1), TWO_NOTHING, instances=2)
     load = PerfAnalyzer.fetch(folder / "perf_analyzer")
     models = [NAME, SINGLE, TWO, TWO_NOTHING, *map(do_nothing_name, SAMPLES)]
-    with run_server(repository, Ports(grpc=0, http=0, metrics=0), models=models) as server:
+    with run_server(repository, Ports(grpc=0, http=0, operations=0), models=models) as server:
         results = [*_closed(load, server, folder), *_ratios(load, server, folder), *_open(server, workload)]
     return [*results, *_client_import(), *_recovery(repository)]
 
@@ -118,7 +118,7 @@ def _recovery(repository: Path) -> Iterator[Result]:
     import threading
 
     with (
-        run_server(repository, Ports(grpc=0, http=0, metrics=0), models=[NAME]) as server,
+        run_server(repository, Ports(grpc=0, http=0, operations=0), models=[NAME]) as server,
         LookupClient(server.grpc, NAME, 10) as client,
     ):
         features: Features = {"f0": [[1]]}

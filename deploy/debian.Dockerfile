@@ -39,4 +39,4 @@ USER 1000:1000
 EXPOSE 8001 8002
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["tbe-serve", "run", "/repository"]
-CMD ["--host", "0.0.0.0", "--metrics-host", "0.0.0.0", "--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key"]
+CMD ["--host", "0.0.0.0", "--operations-host", "0.0.0.0", "--tls-cert", "/tls/tls.crt", "--tls-key", "/tls/tls.key"]

@@ -80,5 +80,5 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A tritonserver on `repository`, open to HTTP and shared memory."""
     log = tmp_path_factory.mktemp("server") / "tritonserver.log"
     access = Access(http=True, allow=("shared-memory",))
-    with run_server(repository, Ports(grpc=0, http=0, metrics=0), access=access, log=log) as running:
+    with run_server(repository, Ports(grpc=0, http=0, operations=0), access=access, log=log) as running:
         yield running

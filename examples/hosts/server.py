@@ -36,7 +36,7 @@ def served(repository: Path, place: Place, group: Path | None) -> Iterator["subp
     access = ("--insecure",) if place.within else ()
     command = [*joins, *place.within, sys.executable, "-m", "serving", "run", str(repository), "--json", "--follow"]
     options = ["--unload-after-s", "3", "--host", place.address, "--grpc-port", "8401"]
-    options += ["--metrics-host", place.address, "--metrics-port", "8402"]
+    options += ["--operations-host", place.address, "--operations-port", "8402"]
     log = repository.with_suffix(".log")
     with log.open("w") as file, _started([*command, *options, *access], file) as process:
         try:

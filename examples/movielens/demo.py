@@ -78,7 +78,7 @@ def main() -> None:
         )
 
     _step(console, "3", "Serve them with tritonserver")
-    with run_server(REPOSITORY, Ports(grpc=0, http=0, metrics=0), log=FOLDER / "tritonserver.log") as server:
+    with run_server(REPOSITORY, Ports(grpc=0, http=0, operations=0), log=FOLDER / "tritonserver.log") as server:
         ready = ", ".join(f"{served.name} {served.versions[-1]}" for served in server.models)
         console.print(f"  ready on {server.grpc}: {ready}")
 

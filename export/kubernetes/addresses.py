@@ -1,7 +1,7 @@
 """The addresses and certificates of a fleet: how a router finds its hosts, and which Secrets pods need.
 
 Certificates: callers check the name in a server's certificate. Hosts answer only callers with a certificate of the
-authority that signed their own. A router has one. A host's probes use the host's own.
+authority that signed their own. A router has one.
 
 Settings: a router's settings must name the hosts as the manifests do. Pods mount the repository read-only, and
 settings may be signed. So they are checked before manifests are made. If they are wrong, no manifests are made.
@@ -31,7 +31,7 @@ def hosts_server_name(fleet: Fleet) -> str:
 
 def secret_of(fleet: Fleet, member: Member) -> str:
     """The Secret with the certificate of a pod's server."""
-    return f"{_server_name(fleet, member)}-tls"
+    return f"{fleet.name if member.host is None else hosts_server_name(fleet)}-tls"
 
 
 def hosts_client_secret(fleet: Fleet) -> str:
@@ -54,29 +54,18 @@ def arguments(member: Member) -> list[str]:
     return found if member.host is None else [*found, f"--tls-client-ca={TLS}/ca.crt"]
 
 
-def calls_to_itself(fleet: Fleet, member: Member) -> list[dict[str, Any]]:
-    """The environment variables of a pod's probes, which call the pod itself."""
-    shows = None if member.host is None else TLS
-    return _environment(TLS, _server_name(fleet, member), shows)
-
-
 def calls_to_hosts(fleet: Fleet) -> list[dict[str, Any]]:
     """The environment variables of a container that calls hosts."""
-    return _environment(HOSTS_TLS, hosts_server_name(fleet), HOSTS_TLS)
-
-
-def _server_name(fleet: Fleet, member: Member) -> str:
-    return fleet.name if member.host is None else hosts_server_name(fleet)
-
-
-def _environment(folder: str, server_name: str, shows: str | None) -> list[dict[str, Any]]:
-    values = {"CA": f"{folder}/ca.crt", "SERVER_NAME": server_name}
-    if shows is not None:
-        values |= {"CERT": f"{shows}/tls.crt", "KEY": f"{shows}/tls.key"}
+    values = {
+        "CA": f"{HOSTS_TLS}/ca.crt",
+        "SERVER_NAME": hosts_server_name(fleet),
+        "CERT": f"{HOSTS_TLS}/tls.crt",
+        "KEY": f"{HOSTS_TLS}/tls.key",
+    }
     return [{"name": f"TBE_SERVE_TLS_{name}", "value": value} for name, value in values.items()]
 
 
-GRPC_PORT, METRICS_PORT = 8001, 8002
+GRPC_PORT, OPERATIONS_PORT = 8001, 8002
 
 
 def address_of(name: str) -> str:

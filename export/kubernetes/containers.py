@@ -8,12 +8,11 @@ from typing import Any
 from export.kubernetes.addresses import (
     GRPC_PORT,
     HOSTS_TLS,
-    METRICS_PORT,
+    OPERATIONS_PORT,
     TLS,
     address_of,
     arguments,
     calls_to_hosts,
-    calls_to_itself,
     hosts_client_secret,
     secret_of,
 )
@@ -157,16 +156,14 @@ _SECURITY = {
 
 def server(fleet: Fleet, member: Member, options: PodOptions) -> Object:
     """The server's container, which answers requests."""
-    environment = [] if options.insecure else calls_to_itself(fleet, member)
     return {
         "name": "server",
         "image": options.image,
         "command": ["tbe-serve", "run", REPOSITORY],
         "args": list(_arguments(member, options)),
-        "env": environment,
         "ports": [
             {"name": "grpc", "containerPort": GRPC_PORT},
-            {"name": "metrics", "containerPort": METRICS_PORT},
+            {"name": "operations", "containerPort": OPERATIONS_PORT},
         ],
         "resources": resources(member),
         "securityContext": _SECURITY,
@@ -184,7 +181,7 @@ def before_server(fleet: Fleet, member: Member, options: PodOptions) -> list[Obj
 
 def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
     yield "--host=0.0.0.0"
-    yield "--metrics-host=0.0.0.0"  # for the liveness probe, and for the scrapers that the network policy allows
+    yield "--operations-host=0.0.0.0"  # for probes, and for the scrapers that the network policy allows
     yield f"--serve={member.model}={','.join(map(str, member.versions))}"
     yield from ["--insecure"] if options.insecure else arguments(member)
     if options.trusted_keys is not None:
@@ -194,21 +191,17 @@ def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
 
 
 def _probes(member: Member) -> Object:
-    """The probes. Ready: a row of every table is answered, also by a router's hosts. Alive: tritonserver answers.
+    """The probes. Ready: the models are loaded, and tritonserver answers. Alive: somebody looks after it.
 
-    `tbe-serve run` itself starts again what died or hangs. The liveness probe is for cases that it does not notice.
-    It makes no lookup: a lost host must not restart routers.
+    `tbe-serve run` itself starts again what died or hangs, so the liveness probe asks whether `tbe-serve run` works.
+    Neither asks hosts: a lost host must not restart routers, nor keep them from what needs no lost host.
     """
-    lookup = {"exec": {"command": ["tbe-serve", "health", member.model, "--timeout-s", "2"]}, "timeoutSeconds": 5}
+    ready = {"httpGet": {"path": "/readyz", "port": "operations"}, "timeoutSeconds": 5, "periodSeconds": _PROBE_S}
     return {
-        "startupProbe": {
-            **lookup,
-            "periodSeconds": _PROBE_S,
-            "failureThreshold": math.ceil(start_s(member) / _PROBE_S),
-        },
-        "readinessProbe": {**lookup, "periodSeconds": _PROBE_S, "failureThreshold": 2},
+        "startupProbe": {**ready, "failureThreshold": math.ceil(start_s(member) / _PROBE_S)},
+        "readinessProbe": {**ready, "failureThreshold": 2},
         "livenessProbe": {
-            "httpGet": {"path": "/metrics", "port": "metrics"},
+            "httpGet": {"path": "/livez", "port": "operations"},
             "timeoutSeconds": 10,
             "periodSeconds": 15,
             "failureThreshold": 6,

@@ -1,6 +1,6 @@
 """The objects of a model: a Deployment for the model that clients call, a StatefulSet for each host, and the rest."""
 
-from export.kubernetes.addresses import GRPC_PORT, METRICS_PORT
+from export.kubernetes.addresses import GRPC_PORT, OPERATIONS_PORT
 from export.kubernetes.containers import before_server, server, volumes
 from export.kubernetes.fleet import (
     Fleet,
@@ -25,7 +25,7 @@ def pod_monitor(fleet: Fleet) -> Object:
         "spec": {
             "selector": {"matchLabels": instance},
             "podTargetLabels": ["app.kubernetes.io/component", "tbe-serving/host"],
-            "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics", "interval": "15s"}],
+            "podMetricsEndpoints": [{"port": "operations", "path": "/metrics", "interval": "15s"}],
         },
     }
 
@@ -55,7 +55,7 @@ def _policy(
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {"from": [_pods(callers)], "ports": _tcp(GRPC_PORT)},
-                {"from": [monitoring], "ports": _tcp(METRICS_PORT)},
+                {"from": [monitoring], "ports": _tcp(OPERATIONS_PORT)},
             ],
             "egress": egress,
         },
@@ -96,7 +96,7 @@ def pod_template(fleet: Fleet, member: Member, options: PodOptions) -> Object:
         "containers": [server(fleet, member, options)],
         "volumes": list(volumes(fleet, member, options)),
     }
-    annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(METRICS_PORT)}
+    annotations = {"prometheus.io/scrape": "true", "prometheus.io/port": str(OPERATIONS_PORT)}
     return {"metadata": {"labels": labels_of(fleet, member), "annotations": annotations}, "spec": spec}
 
 
@@ -193,7 +193,7 @@ def _service(fleet: Fleet, member: Member) -> Object:
             "selector": labels_of(fleet, member),
             "ports": [
                 {"name": "grpc", "port": GRPC_PORT, "targetPort": "grpc", "appProtocol": "grpc"},
-                {"name": "metrics", "port": METRICS_PORT, "targetPort": "metrics"},
+                {"name": "operations", "port": OPERATIONS_PORT, "targetPort": "operations"},
             ],
         },
     }

@@ -18,6 +18,7 @@ from serving.commands.connection import say
 from serving.commands.load import FollowOf, PinsOf, takes_follow, takes_pins
 from serving.commands.trust import TrustOf, takes_trust
 from serving.errors import ConfigurationError
+from serving.files import read_file
 from serving.server import (
     LOOPBACK,
     Access,
@@ -47,20 +48,27 @@ def _ports(
     http_port: Annotated[
         int, typer.Option(min=0, max=65535, help="HTTP port, with --http. 0: a free one.")
     ] = Ports().http,
-    metrics_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Prometheus port. 0: a free one.")
-    ] = Ports().metrics,
+    operations_port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="Port of /livez, /readyz and /metrics (Prometheus). 0: a free one."),
+    ] = Ports().operations,
 ) -> Ports:
-    return Ports(grpc=grpc_port, http=http_port, metrics=metrics_port)
+    return Ports(grpc=grpc_port, http=http_port, operations=operations_port)
 
 
 def _access(
     *,
     host: Annotated[str, typer.Option(help="IPv4 address of gRPC.")] = LOOPBACK,
-    metrics_host: Annotated[
-        str,
-        typer.Option(help="IPv4 address of metrics. Only scrapers should reach it: it has no key and no TLS."),
+    operations_host: Annotated[
+        str, typer.Option(help="IPv4 address of the operations port. Only probes and scrapers need to reach it.")
     ] = LOOPBACK,
+    operations_tls: Annotated[
+        bool, typer.Option("--operations-tls", help="The operations port has the certificate of --tls-cert.")
+    ] = False,
+    operations_token: Annotated[
+        Path | None,
+        typer.Option(help="File with a token. Who reads /metrics sends it: `Authorization: Bearer TOKEN`."),
+    ] = None,
     http: Annotated[
         bool, typer.Option("--http", help="Serve HTTP too. Only this machine can reach it, unless --insecure.")
     ] = False,
@@ -80,8 +88,22 @@ def _access(
 ) -> Access:
     tls = _tls(tls_cert, tls_key, tls_client_ca)
     return Access(
-        host=host, metrics_host=metrics_host, http=http, tls=tls, insecure=insecure, allow=tuple(allow or ())
+        host=host,
+        operations_host=operations_host,
+        operations_tls=operations_tls,
+        operations_token=None if operations_token is None else _token(operations_token),
+        http=http,
+        tls=tls,
+        insecure=insecure,
+        allow=tuple(allow or ()),
     )
+
+
+def _token(path: Path) -> str:
+    try:
+        return read_file(path).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--operations-token {path}: cannot be read: {error}") from error
 
 
 def _tls(certificate: Path | None, key: Path | None, client_root: Path | None) -> ServerTls | None:
@@ -228,11 +250,11 @@ def _as_json(servers: Servers) -> str:
     seen: dict[str, Any] = {
         "grpc": server.grpc,
         "http": server.http,
-        "metrics": server.metrics,
+        "operations": server.operations,
         "models": server.models,
     }
     if hosts:
-        seen["hosts"] = [{"grpc": each.grpc, "metrics": each.metrics, "models": each.models} for each in hosts]
+        seen["hosts"] = [{"grpc": each.grpc, "operations": each.operations, "models": each.models} for each in hosts]
     return msgspec.json.encode(seen).decode()
 
 
@@ -247,7 +269,7 @@ def _as_text(servers: Servers) -> Table:
     table.add_row("gRPC", server.grpc)
     if server.http is not None:
         table.add_row("HTTP", f"http://{server.http}")
-    table.add_row("metrics", f"http://{server.metrics}/metrics")
+    table.add_row("operations", f"{server.operations}/metrics, /readyz, /livez")
     table.add_row("stop", "Ctrl-C")
     return table
 

@@ -19,7 +19,7 @@ from serving.server.launch.process import SHM_BYTES, Server, run_server
 from serving.server.models import Pins, check_pins, find_models
 from serving.server.versions import said_versions
 
-_FREE = Ports(grpc=0, http=0, metrics=0)
+_FREE = Ports(grpc=0, http=0, operations=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,14 +97,19 @@ def serving_options(repository: Path, regions: str, backends: Path | None) -> li
     return options + ([] if backends is None else [f"--backend-directory={backends}"])
 
 
-def port_options(grpc: int, http: int, metrics: int) -> list[str]:
+def port_options(grpc: int, http: int) -> list[str]:
     """The ports to listen on."""
-    return [f"--grpc-port={grpc}", f"--http-port={http}", f"--metrics-port={metrics}"]
+    return [f"--grpc-port={grpc}", f"--http-port={http}"]
 
 
-def address_options(grpc: str, metrics: str) -> list[str]:
-    """The IPv4 addresses that gRPC and metrics listen on."""
-    return [f"--grpc-address={grpc}", f"--metrics-address={metrics}"]
+def address_options(grpc: str) -> list[str]:
+    """The IPv4 address that gRPC listens on."""
+    return [f"--grpc-address={grpc}"]
+
+
+def metrics_options(address: str) -> list[str]:
+    """Where metrics listen: "unix:/path"."""
+    return [f"--metrics-address={address}"]
 
 
 def http_options(address: str) -> list[str]:

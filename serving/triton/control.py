@@ -183,6 +183,26 @@ class Control:
             connection.close()
 
 
+def metrics_page(address: str, timeout_s: float) -> bytes:
+    """A server's metrics, in Prometheus' text format.
+
+    Args:
+        address: where it has them, "unix:/path".
+        timeout_s: the deadline, in seconds.
+
+    Raises:
+        ServerUnavailable: it does not answer.
+    """
+    connection = _connection(address, timeout_s)
+    try:
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read()
+    except (OSError, HTTPException) as error:
+        raise ServerUnavailable(f"tritonserver: no answer: {error or repr(error)}") from None
+    finally:
+        connection.close()
+
+
 class _UnixConnection(HTTPConnection):
     """HTTP over a Unix socket."""
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
-import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -94,8 +93,7 @@ def test_only_what_was_verified_and_signed_is_served() -> None:
     assert result.exit_code == 1
     assert "/keys/trusted.pem: trusted keys: cannot be read: No such file or directory" in result.output
     _, repository, *_ = gate["args"]
-    (probed,) = {probe["exec"]["command"][2] for name, probe in container.items() if name.endswith("Probe")}
-    assert Path(repository).name == probed
+    assert Path(repository).name == "movies"
 
 
 def test_others_reach_lookups_over_tls_and_metrics_and_it_calls_nobody() -> None:
@@ -103,17 +101,29 @@ def test_others_reach_lookups_over_tls_and_metrics_and_it_calls_nobody() -> None
     assert policy["podSelector"] == of_kind("Deployment")["spec"]["selector"]
     assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert policy["egress"] == []
-    assert [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]] == [["grpc"], ["metrics"]]
+    assert [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]] == [["grpc"], ["operations"]]
     assert all(rule["from"] for rule in policy["ingress"])
     exposed = [port["port"] for port in of_kind("Service")["spec"]["ports"]]
     assert exposed == [8001, 8002]
 
 
-def test_whose_metrics_are_exposed_listens_for_who_scrapes_them() -> None:
-    assert "--metrics-host=0.0.0.0" in arguments_of_kubernetes()
+def test_probes_ask_the_operations_port_and_start_nothing() -> None:
+    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+    probes = {name: probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")}
+    assert {name: probe["path"] for name, probe in probes.items()} == {
+        "startupProbe": "/readyz",
+        "readinessProbe": "/readyz",
+        "livenessProbe": "/livez",
+    }
+    (port,) = {probe["port"] for probe in probes.values()}
+    assert {"name": port, "containerPort": 8002} in container["ports"]
+
+
+def test_who_asks_the_operations_port_reaches_it() -> None:
+    assert "--operations-host=0.0.0.0" in arguments_of_kubernetes()
     for image in ("Dockerfile", "debian.Dockerfile"):
         arguments = arguments_of_the_image(image)
-        assert arguments[arguments.index("--metrics-host") + 1] == "0.0.0.0"
+        assert arguments[arguments.index("--operations-host") + 1] == "0.0.0.0"
 
 
 def arguments_of_kubernetes() -> list[str]:
@@ -140,25 +150,6 @@ def test_it_is_started_with_options_that_exist_and_asks_for_its_certificate(argu
     assert (
         "--tls-cert /tls/tls.crt, --tls-key /tls/tls.key: expected a certificate and its key in PEM" in result.output
     )
-
-
-def test_what_probes_are_told_by_the_environment_are_options() -> None:
-    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
-    known = {param.envvar for param in typer.main.get_command(app).commands["health"].params}  # type: ignore[attr-defined]
-    assert {variable["name"] for variable in container["env"]} <= known
-    assert container["env"]
-
-
-@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
-def test_probes_are_commands_that_exist(probe: str) -> None:
-    (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
-    command, *arguments = container[probe]["exec"]["command"]
-    assert command == "tbe-serve"
-    # Nobody listens: it has to be the probe that fails, not its words.
-    result = CliRunner().invoke(app, [*arguments, "--url", "127.0.0.1:1"])
-    assert result.exit_code == 1, result.output
-    # Kubernetes has to wait longer than the lookup.
-    assert container[probe]["timeoutSeconds"] > float(arguments[arguments.index("--timeout-s") + 1])
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "debian.Dockerfile", "export.Dockerfile"])

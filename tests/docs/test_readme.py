@@ -84,7 +84,7 @@ def movies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert names["bundle"] == folder / "repository/movies/1"
     (serve,) = blocks(README, "", "tbe-serve run")
     (repository,) = serve.split()[2:]
-    with run_server(folder / repository, Ports(grpc=0, http=0, metrics=0), log=folder / "log") as server:
+    with run_server(folder / repository, Ports(grpc=0, http=0, operations=0), log=folder / "log") as server:
         yield Served(folder, server.grpc)
 
 
@@ -172,7 +172,7 @@ def test_the_scores_of_the_readme_are_those_of_torchrec_s_model(
     model = names["build"]().eval()
     model.load_state_dict(torch.load("weights.pt"))
     run(f"{TO_PACKAGE}{command}", tmp_path)
-    with run_server(Path("repository"), Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server:
+    with run_server(Path("repository"), Ports(grpc=0, http=0, operations=0), log=tmp_path / "log") as server:
         exec(patient(score, server.grpc), names)
         scores = names["answer"]["scores"]
         exec(patient(once, server.grpc), names)

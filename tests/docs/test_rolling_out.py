@@ -30,7 +30,7 @@ def section(heading: str) -> Iterator[list[str]]:
 def start(words: list[str], servers: ExitStack) -> Running:
     """Start `tbe-serve run REPOSITORY …` on free ports."""
     assert words[:2] == ["tbe-serve", "run"]
-    options = [word for word in words[3:] if word not in ("--grpc-port", "9001", "--metrics-port", "9002")]
+    options = [word for word in words[3:] if word not in ("--grpc-port", "9001", "--operations-port", "9002")]
     return servers.enter_context(running(Path(words[2]), *options))
 
 

@@ -22,7 +22,7 @@ arguments = parser.parse_args()
 end_together()
 with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
     models = publish(Path(folder) / "repository")
-    free = Ports(grpc=0, http=0, metrics=0)
+    free = Ports(grpc=0, http=0, operations=0)
     with run_server(Path(folder) / "repository", free, log=Path(folder) / "log") as server:
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, arguments.count, arguments.seed)
         recovered_s = recovery_s(server, models[0])

@@ -97,7 +97,7 @@ def test_an_environment_of_the_wheel_says_what_it_lacks_and_then_exports_and_ser
     export = [str(bin_ / "tbe-export"), "model", "--model", "m:model", "--repository", "r", "--name", "m"]
     run([str(bin_ / "pip"), "install", str(wheel)], tmp_path)
     # The first command of each program says the extra.
-    run_on = [str(bin_ / "tbe-serve"), "run", "--grpc-port", "0", "--metrics-port", "0", "--json"]
+    run_on = [str(bin_ / "tbe-serve"), "run", "--grpc-port", "0", "--operations-port", "0", "--json"]
     for command, extra in ((export, "export"), ([*run_on, str(one_model)], "server")):
         assert f"`pip install 'tbe-serving[{extra}]'`" in tried(command, tmp_path).stderr
     run([str(bin_ / "pip"), "install", f"{wheel}[server,export]"], tmp_path)

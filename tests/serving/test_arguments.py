@@ -104,7 +104,7 @@ WRONG: list[tuple[Callable[..., Any], str, list[Any]]] = [
     (Access, "allow", ["shared-memory", [], (5,), None]),
     (Access, "tls", ["x", True]),
     (server_tls, "certificate", [*NO_PATHS, None]),
-    *((Ports, name, [*NO_INTS, None]) for name in ("grpc", "http", "metrics")),
+    *((Ports, name, [*NO_INTS, None]) for name in ("grpc", "http", "operations")),
 ]
 
 

@@ -93,7 +93,7 @@ def serving(
     if s_per_id:
         replace_model_py(path, SLOW.format(s_per_id=s_per_id))
     bundle = open_bundle(path)
-    with run_server(folder / "r", Ports(grpc=0, http=0, metrics=0), log=folder / "log") as server:
+    with run_server(folder / "r", Ports(grpc=0, http=0, operations=0), log=folder / "log") as server:
         with LookupClient(server.grpc, "m", _DEADLINE_S) as client:
             info = client.info()
         pooling = dict.fromkeys(info.keys, pooling_factor)

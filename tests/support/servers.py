@@ -31,8 +31,8 @@ from tests.support.deadlines import CALLING, PATIENT_S, check_routers
 
 Asked = TypeVar("Asked")
 Answer = TypeVar("Answer")
-FREE = Ports(grpc=0, http=0, metrics=0)
-FREE_PORTS = ("--grpc-port", "0", "--http-port", "0", "--metrics-port", "0")
+FREE = Ports(grpc=0, http=0, operations=0)
+FREE_PORTS = ("--grpc-port", "0", "--http-port", "0", "--operations-port", "0")
 DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 
 
@@ -43,7 +43,7 @@ def scrape(server: "Server | Running") -> str:
 
 
 def _page(server: "Server | Running") -> str:
-    with urllib.request.urlopen(f"http://{server.metrics}/metrics", timeout=PATIENT_S) as response:
+    with urllib.request.urlopen(f"{server.operations}/metrics", timeout=PATIENT_S) as response:
         page: str = response.read().decode()
         return page
 
@@ -256,7 +256,7 @@ class Running:
     process: "subprocess.Popen[str]"
     grpc: str
     http: str | None
-    metrics: str
+    operations: str
     hosts: tuple[str, ...]
 
     @property
@@ -303,7 +303,7 @@ def running(repository: Path, *options: str, within: tuple[str, ...] = (), first
             assert line, f"it did not start: {process.stderr.read()}"
             said = json.loads(line)
             hosts = tuple(each["grpc"] for each in said.get("hosts", ()))
-            yield Running(process, said["grpc"], said["http"], said["metrics"], hosts)
+            yield Running(process, said["grpc"], said["http"], said["operations"], hosts)
         finally:
             process.terminate()
             process.wait()

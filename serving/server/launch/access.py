@@ -1,8 +1,9 @@
 """Who may reach a server, and which protocols they may use. docs/security.md gives the reasons."""
 
 import ipaddress
+import re
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from serving.arguments import check_arguments
@@ -11,6 +12,8 @@ from serving.triton.command_line import RESTRICTED, address_options, http_option
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # for comparisons only
+# https://www.rfc-editor.org/rfc/rfc6750#section-2.1
+_TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +63,9 @@ class Access:
 
     Attributes:
         host: the IPv4 address that gRPC listens on.
-        metrics_host: the IPv4 address that metrics listen on, without TLS. A client that reaches it can kill the
-            server: Triton reads a request of any length into memory.
+        operations_host: the IPv4 address of the operations port.
+        operations_tls: whether it has the certificate of `tls`. Clients of it need none.
+        operations_token: what its clients have to send for metrics, as a bearer token. None: nothing.
         http: whether clients may use HTTP too. A single request can kill an older tritonserver (docs/protocol.md).
             Triton has no TLS for HTTP. So HTTP listens on loopback only, unless `insecure`.
         tls: certificates of the gRPC port. None: no TLS.
@@ -74,7 +78,9 @@ class Access:
     """
 
     host: str = LOOPBACK
-    metrics_host: str = LOOPBACK
+    operations_host: str = LOOPBACK
+    operations_tls: bool = False
+    operations_token: str | None = field(default=None, repr=False)
     http: bool = False
     tls: ServerTls | None = None
     insecure: bool = False
@@ -85,7 +91,13 @@ class Access:
         if unknown := [name for name in self.allow if name not in RESTRICTED]:
             raise ConfigurationError(f"--allow {unknown[0]}: expected one of {', '.join(RESTRICTED)}")
         _expect_ipv4("--host", self.host)
-        _expect_ipv4("--metrics-host", self.metrics_host)
+        _expect_ipv4("--operations-host", self.operations_host)
+        if self.operations_tls and self.tls is None:
+            raise ConfigurationError("--operations-tls: expected --tls-cert and --tls-key beside it")
+        if self.operations_token is not None and not _TOKEN.fullmatch(self.operations_token):
+            raise ConfigurationError(
+                "--operations-token: expected a file with one line of letters, digits and -._~+/=, as RFC 6750 says"
+            )
         if self.tls is None and not self.insecure and not is_loopback(self.host):
             raise ConfigurationError(
                 f"--host {self.host}: others could listen in: expected --tls-cert and --tls-key, or --insecure where "
@@ -100,7 +112,7 @@ class Access:
     def options(self, key: str) -> list[str]:
         """The options of tritonserver. `key` is the key of its restricted protocols."""
         return [
-            *address_options(self.host, self.metrics_host),
+            *address_options(self.host),
             *(http_options(self.http_host) if self.http else ()),
             *key_options([name for name in RESTRICTED if name not in self.allow], key),
             *(() if self.tls is None else self.tls.options),
@@ -119,7 +131,6 @@ def _expect_ipv4(option: str, host: str) -> None:
     try:
         ipaddress.IPv4Address(host)
     except ValueError:
-        # Given another name, Triton's metrics would listen on 255.255.255.255, without an error.
         raise ConfigurationError(
             f"{option} {host}: expected an IPv4 address, such as 0.0.0.0 for all of this machine's"
         ) from None

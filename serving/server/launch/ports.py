@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
 from serving.server.launch.access import EVERYWHERE, Access
-from serving.server.launch.run_file import control_socket
-from serving.triton.command_line import http_options, port_options
+from serving.server.launch.run_file import unix_socket
+from serving.triton.command_line import http_options, metrics_options, port_options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +18,7 @@ class Ports:
 
     grpc: int = 8001
     http: int = 8000
-    metrics: int = 8002
+    operations: int = 8002
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -29,17 +29,22 @@ class Endpoints:
     """The addresses of a server.
 
     Attributes:
-        grpc, metrics: "host:port".
+        grpc: "host:port".
+        operations: "http://host:port".
         http: "host:port". None: clients may not use HTTP.
+        listener: the socket of the operations port.
         control: the address of the control API, see `Control`. It is `http` if that is set: Triton has one HTTP
             endpoint. Otherwise it is a Unix socket.
-        options: the options of tritonserver for the ports and for that socket.
+        metrics: the Unix socket of Triton's metrics, "unix:/path".
+        options: the options of tritonserver for its ports and sockets.
     """
 
     grpc: str
     http: str | None
-    metrics: str
+    operations: str
+    listener: socket.socket
     control: str
+    metrics: str
     options: list[str]
 
 
@@ -54,13 +59,17 @@ def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
         taken = stack.enter_context(free_ports(access, ports))
         stack.enter_context(_ipv4_alone(access.host, taken.grpc))
         http = f"{access.http_host}:{taken.http}" if access.http else None
-        control = http or stack.enter_context(control_socket())
+        control = http or stack.enter_context(unix_socket("control"))
+        metrics = stack.enter_context(unix_socket("metrics"))
+        sockets = [*metrics_options(metrics), *([] if http else http_options(control))]
         yield Endpoints(
             grpc=f"{access.host}:{taken.grpc}",
             http=http,
-            metrics=f"{access.metrics_host}:{taken.metrics}",
+            operations=f"http{'s' if access.operations_tls else ''}://{access.operations_host}:{taken.operations}",
+            listener=stack.enter_context(_bound("operations", access.operations_host, taken.operations)),
             control=control,
-            options=[*port_options(taken.grpc, taken.http, taken.metrics), *([] if http else http_options(control))],
+            metrics=metrics,
+            options=[*port_options(taken.grpc, taken.http), *sockets],
         )
 
 
@@ -73,7 +82,7 @@ def free_ports(access: Access, ports: Ports) -> Iterator[Ports]:
     with contextlib.ExitStack() as claims:
         while True:
             taken = _take_ports(access, ports)
-            chosen = [getattr(taken, name) for name in ("grpc", "http", "metrics") if not getattr(ports, name)]
+            chosen = [getattr(taken, name) for name in ("grpc", "http", "operations") if not getattr(ports, name)]
             if all(_claim(port, claims) for port in chosen if port):
                 break
         yield taken
@@ -98,21 +107,26 @@ def _take_ports(access: Access, ports: Ports) -> Ports:
         hosts = {
             "grpc": access.host,
             **({"http": access.http_host} if access.http else {}),
-            "metrics": access.metrics_host,
+            "operations": access.operations_host,
         }
         for name, host in hosts.items():
-            asked = getattr(ports, name)
-            listener = stack.enter_context(socket.socket())
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((host, asked))
-            except OSError as error:
-                raise ConfigurationError(
-                    f"--{name}-port {asked}: cannot listen on {host}: {error.strerror}: pick another, or 0 for a "
-                    "free one"
-                ) from error
-            chosen[name] = listener.getsockname()[1]
+            bound = stack.enter_context(_bound(name, host, getattr(ports, name)))
+            chosen[name] = bound.getsockname()[1]
         return Ports(**chosen)
+
+
+@contextlib.contextmanager
+def _bound(name: str, host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that is bound to a port."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            raise ConfigurationError(
+                f"--{name}-port {port}: cannot listen on {host}: {error.strerror}: pick another, or 0 for a free one"
+            ) from error
+        yield bound
 
 
 @contextlib.contextmanager

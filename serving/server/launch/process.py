@@ -10,12 +10,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from serving.errors import ServingError, TritonserverFailed
 from serving.server.launch.access import Access
 from serving.server.launch.child import Child, Launch, signals_deferred
+from serving.server.launch.operations import Condition, operations_port
 from serving.server.launch.ports import Endpoints, Ports, free_endpoints
 from serving.server.launch.private import PrivateFolder, Trust, private_folder
 from serving.server.launch.run_file import KeptRunFile, Recovery, RunFile
@@ -24,14 +26,12 @@ from serving.server.models import Pins, ServedModel, check_pins, find_models
 from serving.server.versions import switch
 from serving.tables.shared_copy import remove_unused_copies
 from serving.triton.command_line import erase_from_command_line, exit_timeout_of, model_options, serving_options
-from serving.triton.control import UNIX, Control
+from serving.triton.control import UNIX, Control, metrics_page
 from serving.triton.installation import find_tritonserver, oldest_secure, triton_release
 
 SHM_BYTES = 1 << 30
 _POLL_S = 0.05
 _CONTROL_TIMEOUT_S = 5.0
-# The state of a socket that listens, in /proc/net/tcp.
-_LISTENS = "0A"
 # Seconds after a stopping server's own exit timeout until it is killed.
 _GRACE_S = 15.0
 
@@ -41,9 +41,12 @@ class Server:
     """A running tritonserver whose models are ready.
 
     Attributes:
-        grpc, metrics: addresses, "host:port".
+        grpc: address, "host:port".
+        operations: URL of the operations port, "http://host:port".
         http: address, "host:port". None: clients may not use HTTP.
         control_address: the address of its control API, see `Control`.
+        metrics_address: the Unix socket of Triton's metrics.
+        condition: what the operations port says of it.
         key: the key of its restricted protocols. Each server has a new one.
         launch: how its process is started.
         child: its present process.
@@ -60,8 +63,10 @@ class Server:
 
     grpc: str
     http: str | None
-    metrics: str
+    operations: str
     control_address: str
+    metrics_address: str
+    condition: Condition = field(repr=False)
     key: str = field(repr=False)
     launch: Launch = field(repr=False)
     child: Child
@@ -91,8 +96,9 @@ class Server:
         """
         self.end()
         remove_regions(self.regions)
-        if self.control_address.startswith(UNIX):
-            Path(self.control_address.removeprefix(UNIX)).unlink(missing_ok=True)
+        for address in (self.control_address, self.metrics_address):
+            if address.startswith(UNIX):
+                Path(address.removeprefix(UNIX)).unlink(missing_ok=True)
         self.child = self.launch.start()
         self.kept.note(process=self.process.pid)
 
@@ -167,6 +173,9 @@ def run_server(
         served = private.repository if private else repository
         installation = find_tritonserver(stack)
         endpoints = stack.enter_context(free_endpoints(access, ports))
+        condition = Condition()
+        scrape = partial(metrics_page, endpoints.metrics, _CONTROL_TIMEOUT_S)
+        stack.enter_context(operations_port(endpoints.listener, condition, scrape, access))
         regions = stack.enter_context(region_prefix())
         launch = Launch(
             command=[
@@ -185,7 +194,9 @@ def run_server(
         told = {**dict.fromkeys(hosts, ()), **pins}
         untold = [model for model in models if model not in told]
         timeout_s = exit_timeout_of(options) + _GRACE_S
-        server = stack.enter_context(_started(launch, untold, endpoints, key, regions, timeout_s, served, private))
+        server = stack.enter_context(
+            _started(launch, untold, endpoints, condition, key, regions, timeout_s, served, private)
+        )
         content = RunFile(
             grpc=server.grpc,
             control=endpoints.control,
@@ -206,6 +217,7 @@ def _started(
     launch: Launch,
     models: Sequence[str],
     endpoints: Endpoints,
+    condition: Condition,
     key: str,
     regions: str,
     exit_timeout_s: float,
@@ -218,8 +230,10 @@ def _started(
             server = Server(
                 grpc=endpoints.grpc,
                 http=endpoints.http,
-                metrics=endpoints.metrics,
+                operations=endpoints.operations,
                 control_address=endpoints.control,
+                metrics_address=endpoints.metrics,
+                condition=condition,
                 key=key,
                 launch=launch,
                 child=launch.start(model_options(models)),
@@ -242,6 +256,7 @@ def _make_ready(server: Server, models: Sequence[str], told: Pins, timeout_s: fl
     is_erased = erase_from_command_line(server.process, server.key, has_started=True)
     _load_told(server, told, timeout_s)
     server.models = _ready_models(server) or ()
+    server.condition.server = None
     server.warnings = tuple(_warnings(server, is_erased))
 
 
@@ -281,13 +296,8 @@ def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -
 
 
 def _has_metrics(server: Server) -> bool:
-    """Whether metrics are listened for. Triton opens them last: models can be ready before.
-
-    Nothing is connected to: a connection that ends at once may be one too many for an HTTP server that starts.
-    """
-    port = f":{int(server.metrics.rpartition(':')[2]):04X}"
-    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]  # proc(5)
-    return any(local.endswith(port) and state == _LISTENS for _, local, _, state, *_ in sockets)
+    """Whether there are metrics. Triton opens them last: models can be ready before."""
+    return Path(server.metrics_address.removeprefix(UNIX)).exists()
 
 
 def _load_told(server: Server, told: Pins, timeout_s: float) -> None:

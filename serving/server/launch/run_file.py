@@ -204,8 +204,8 @@ def _is_held(file: BufferedReader, path: Path) -> bool:
 
 
 @contextmanager
-def control_socket() -> Iterator[str]:
-    """The address of a Unix socket for a server's control API. Only the server's user can reach it.
+def unix_socket(name: str) -> Iterator[str]:
+    """The address of a Unix socket for a server to listen on. Only the server's user can reach it.
 
     Raises:
         ConfigurationError: there is no folder for it that only its user can open, or its path is too long.
@@ -217,7 +217,7 @@ def control_socket() -> Iterator[str]:
             private = stack.enter_context(temporary_folder(folder, "run-"))
         except OSError as error:
             raise _no_place(error) from error
-        path = private / "control"
+        path = private / name
         if len(os.fsencode(path)) > _LONGEST:
             raise ConfigurationError(
                 f"{path}: too long for a socket: set XDG_RUNTIME_DIR or TMPDIR to a shorter folder"

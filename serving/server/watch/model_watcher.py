@@ -92,6 +92,7 @@ class ModelWatcher:
             if is_anew:
                 self._load_all()
             self.has_loaded = True
+            self._server.condition.server = None
             while not self._ended.wait(_PERIOD_S):
                 self._check()
         except (DeadlineExceeded, ServerUnavailable) as error:
@@ -128,6 +129,7 @@ class ModelWatcher:
             self._complain(error)
             return
         self._seen, self._has_complained = time.monotonic(), False
+        self._server.condition.server = None
         loading = {model for model, lock in [*self._server.loading.items()] if lock.locked()}
         dead = self._dead() - loading
         for model in sorted(dead & self._suspects):  # dead at two checks in a row: at one, it may be unloading
@@ -144,6 +146,7 @@ class ModelWatcher:
         silent_s = time.monotonic() - self._seen
         if silent_s > _SILENT_S and not self._has_complained:
             self._has_complained = True
+            self._server.condition.server = "tritonserver does not answer"
             self._say(f"cannot see its models, so one that dies will not be loaded anew: {error}")
         if silent_s > _LOST_S and isinstance(error, DeadlineExceeded):
             raise error
@@ -186,8 +189,10 @@ class ModelWatcher:
             raise TritonserverFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
         self._say(f"model {model!r}: {why}; loading it anew")
         self._server.note_recovery(model, why)
+        self._server.condition.models[model] = f"{why}; it is loaded anew"
         with self._server.loading[model]:
             self._load(model)
+        del self._server.condition.models[model]
 
     def _load(self, model: str) -> None:
         started = time.monotonic()

@@ -83,7 +83,7 @@ class Supervisor:
 
     def stop(self, number: int) -> None:
         """Stop: send signal `number` to the server. It answers the requests that it accepted, and ends."""
-        self._stopping = True
+        self._stopping = self._server.condition.is_stopping = True
         self._is_idle = not self._is_answering()
         if self._follower is not None:
             self._follower.end()
@@ -120,6 +120,7 @@ class Supervisor:
         watcher = ModelWatcher(self._server, self._served, self._recover, self._say)
         watcher.start(is_anew=is_anew)
         while (code := self._server.process.poll()) is None and not self._stopping:
+            self._server.condition.seen = time.monotonic()
             self._server.kept.restore()
             if watcher.failure is not None:
                 self._failure = watcher.failure
@@ -144,7 +145,7 @@ class Supervisor:
         idle_since = time.monotonic()
         deadline = idle_since + self._server.exit_timeout_s
         while (code := self._server.process.poll()) is None:
-            now = time.monotonic()
+            now = self._server.condition.seen = time.monotonic()
             is_answering = self._is_answering()
             if is_answering:
                 idle_since = now
@@ -163,12 +164,15 @@ class Supervisor:
         if pause_s is None:
             self._say(f"tritonserver died again ({reason}), after {MOST} starts within {WITHIN_S / 60:g} minutes")
             return False
+        self._server.condition.server = f"tritonserver died ({reason}); it is started anew"
+        self._server.condition.models.clear()
         self._server.note_recovery(None, f"tritonserver died ({reason})")
         pause = f", in {pause_s:g} s" if pause_s else ""
         count = f"{self._restarts.recent} of at most {MOST} times"
         self._say(f"tritonserver died ({reason}); starting it anew, {count}{pause}")
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self._stopping:
+            self._server.condition.seen = time.monotonic()
             time.sleep(_PERIOD_S)
         if not self._stopping:
             self._server.start_anew()

@@ -170,31 +170,26 @@ def test_replicas_of_a_host_are_on_nodes_of_their_own(published: Path) -> None:
         assert term["labelSelector"]["matchLabels"]["tbe-serving/host"] == str(host.host)
 
 
-def test_readiness_is_a_lookup_and_liveness_asks_no_model(fleet: Fleet, options: PodOptions) -> None:
+def test_probes_ask_the_operations_port_and_start_nothing(fleet: Fleet, options: PodOptions) -> None:
+    """What they ask for is there: `tests/serving/server/launch/test_operations.py`."""
+    paths = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
     for member in (fleet.front, *fleet.hosts):
         server = server_of(workloads(base_files(fleet, Replicas(), options))[member.name])
-        for probe in ("startupProbe", "readinessProbe"):
-            command = server[probe]["exec"]["command"]
-            assert command[:3] == ["tbe-serve", "health", member.model]
-            assert server[probe]["timeoutSeconds"] > float(command[command.index("--timeout-s") + 1])
-        assert "exec" not in server["livenessProbe"]
-        assert server["livenessProbe"]["httpGet"] == {"path": "/metrics", "port": "metrics"}
-        assert "--metrics-host=0.0.0.0" in server["args"]
+        assert {"name": "operations", "containerPort": 8002} in server["ports"]
+        for probe, path in paths.items():
+            assert server[probe]["httpGet"] == {"path": path, "port": "operations"}
+            assert "exec" not in server[probe]
+        assert "--operations-host=0.0.0.0" in server["args"]
 
 
 def test_what_is_run_has_the_options_that_it_is_given(fleet: Fleet, options: PodOptions) -> None:
-    """Programs that exist, with options that they have; and variables that `tbe-serve health` reads."""
+    """A program that exists, with options that it has."""
     commands: Any = typer.main.get_command(app)
-    known = {
-        name: {option for param in commands.commands[name].params for option in [*param.opts, param.envvar]}
-        for name in ("run", "health")
-    }
+    known = {option for param in commands.commands["run"].params for option in param.opts}
     for workload in workloads(base_files(fleet, Replicas(), options)).values():
         server = server_of(workload)
         assert server["command"] == ["tbe-serve", "run", "/repository"]
-        assert {argument.partition("=")[0] for argument in server["args"]} <= known["run"]
-        assert {variable["name"] for variable in server["env"]} <= known["health"]
-        assert set(server["readinessProbe"]["exec"]["command"][3::2]) <= known["health"]
+        assert {argument.partition("=")[0] for argument in server["args"]} <= known
 
 
 def test_memory_is_that_of_the_plan(published: Path) -> None:
@@ -245,7 +240,7 @@ def test_a_later_base_replaces_an_earlier_one_and_nothing_else(published: Path, 
         write_base(tmp_path / "other", model, base_files(model, Replicas(), options))
 
 
-def test_hosts_ask_for_a_certificate_which_routers_and_their_own_probes_have(published: Path) -> None:
+def test_hosts_ask_for_a_certificate_which_routers_have(published: Path) -> None:
     fleet = read_fleet(published / "Movies_V2" / "1", Replicas())
     found = workloads(base_files(fleet, Replicas(), PodOptions(image=IMAGE, claim="models")))
     router = found["movies-v2"]["spec"]["template"]["spec"]
@@ -261,9 +256,6 @@ def test_hosts_ask_for_a_certificate_which_routers_and_their_own_probes_have(pub
     for host in fleet.hosts:
         server = server_of(found[host.name])
         assert "--tls-client-ca=/tls/ca.crt" in server["args"]
-        probes = {each["name"]: each["value"] for each in server["env"]}
-        assert (probes["TBE_SERVE_TLS_CERT"], probes["TBE_SERVE_TLS_KEY"]) == ("/tls/tls.crt", "/tls/tls.key")
-        assert probes["TBE_SERVE_TLS_SERVER_NAME"] == called["TBE_SERVE_TLS_SERVER_NAME"]
 
 
 def test_options_that_are_forgotten_the_next_time_are_said(configured: Path, tmp_path: Path) -> None:

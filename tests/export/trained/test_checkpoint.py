@@ -142,7 +142,7 @@ def test_trained_by_two_exported_by_one_and_served(
     export_model(module, tmp_path / "r", "m", checkpoint=sharded)
     bags = random_bags(np.random.default_rng(0), SHARDED, 40)
     with (
-        run_server(tmp_path / "r", Ports(grpc=0, http=0, metrics=0), log=tmp_path / "log") as server,
+        run_server(tmp_path / "r", Ports(grpc=0, http=0, operations=0), log=tmp_path / "log") as server,
         LookupClient(server.grpc, "m", timeout_s=30) as client,
     ):
         answer = client.lookup(bags)

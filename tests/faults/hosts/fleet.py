@@ -23,7 +23,7 @@ from tests.support.servers import Running, metric, running
 REPLICAS = 2
 TIMEOUT_S = 0.3
 PATIENCE_S = 90.0
-PORTS = ("--grpc-port", "8001", "--metrics-port", "8002", "--insecure")
+PORTS = ("--grpc-port", "8001", "--operations-port", "8002", "--insecure")
 
 # A replica: the number of its host, and which one it is.
 At = tuple[int, int]
@@ -109,7 +109,7 @@ class Fleet:
         self.running[at] = stack.enter_context(
             running(
                 own,
-                *("--host", machine.address, "--metrics-host", machine.address),
+                *("--host", machine.address, "--operations-host", machine.address),
                 *PORTS,
                 *options,
                 within=machine.within,

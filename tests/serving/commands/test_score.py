@@ -31,7 +31,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    with run_server(repository, Ports(grpc=0, http=0, metrics=0), log=log) as running:
+    with run_server(repository, Ports(grpc=0, http=0, operations=0), log=log) as running:
         yield running
 
 

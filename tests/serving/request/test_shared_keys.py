@@ -53,7 +53,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LookupClient]:
     log = tmp_path_factory.mktemp("server") / "log"
     with (
-        run_server(bundle.parents[1], Ports(grpc=0, http=0, metrics=0), log=log) as server,
+        run_server(bundle.parents[1], Ports(grpc=0, http=0, operations=0), log=log) as server,
         LookupClient(server.grpc, "m", 30.0) as found,
     ):
         yield found

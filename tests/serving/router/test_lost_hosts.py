@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from tests.support.host_faults import (
 )
 from tests.support.hosts import MODEL
 from tests.support.often import one_in
-from tests.support.servers import at_once, metric, stubs, tbe_serve, until_answered
+from tests.support.servers import Running, at_once, metric, stubs, tbe_serve, until_answered
 
 
 def assert_lost(served: Faulty, ask: Ask, seed: int) -> None:
@@ -122,6 +123,12 @@ def control_of(address: str) -> Control:
     return Control(address=run.control, key=run.key, timeout_s=30)
 
 
+def ready(server: Running, query: str = "") -> str:
+    with urlopen(f"{server.operations}/readyz{query}", timeout=30) as response:
+        said: str = response.read().decode()
+        return said
+
+
 def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> None:
     """What tells `tbe-serve run` that a model hangs is answered, whoever else is lost."""
     nothing = {
@@ -134,7 +141,7 @@ def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> 
     with silent(served), triton.InferenceServerClient(served.router.grpc) as theirs:
         before = control.answered()[(MODEL, 1)]
         control.infer(MODEL, 1, nothing)
-        assert control.answered()[(MODEL, 1)] == before + 1
+        until(lambda: control.answered()[(MODEL, 1)] == before + 1, "it is counted")
         assert theirs.is_server_live()
         assert theirs.is_model_ready(MODEL)
         with LookupClient(served.router.grpc, MODEL, 20) as client:
@@ -145,6 +152,9 @@ def test_a_router_is_alive_but_not_well_while_a_host_is_lost(served: Faulty) -> 
         done = tbe_serve("health", MODEL, "--url", served.router.grpc, "--timeout-s", "20")
         assert done.returncode == 1
         assert f"host {served.lost} ({MODEL}-host-{served.lost}" in re.sub(r"\s+", " ", done.stderr)
+        assert ready(served.router) == "ready\n"  # for what needs no lost host
+        lost = f'lost: host="{served.lost}",model="{MODEL}",version="1"\n'
+        until(lambda: ready(served.router, "?verbose") == f"ready\n{lost}", "the host is named")
     with by_router(served.router.grpc) as ask:
         until_answered(ask, bags(served.refused, 0))
     done = tbe_serve("health", MODEL, "--url", served.router.grpc, "--timeout-s", "20")

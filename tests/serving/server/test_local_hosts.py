@@ -68,7 +68,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @contextmanager
 def started(repository: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
     """The command, which is ended with the block."""
-    ports = ("--grpc-port", "0", "--metrics-port", "0")
+    ports = ("--grpc-port", "0", "--operations-port", "0")
     with start_tbe_serve(str(repository), "--local-hosts", *ports, *options) as process:
         try:
             yield process
@@ -119,9 +119,9 @@ def test_a_router_and_its_hosts_serve_and_recover_and_end_as_one(published: Publ
 @pytest.mark.long
 def test_a_host_that_is_not_started_anew_ends_all(published: Published) -> None:
     with started(published.repository, "--no-recover") as process:
-        first, *_, grpc, metrics, stop = (line.split() for line in lines(process, 7))
+        first, *_, grpc, operations, stop = (line.split() for line in lines(process, 7))
         assert (first[:2], first[3:]) == (["host", "0"], [f"{MODEL}-host-0", "1"])
-        assert (grpc[0], metrics[0], stop) == ("gRPC", "metrics", ["stop", "Ctrl-C"])
+        assert (grpc[0], operations[0], stop) == ("gRPC", "operations", ["stop", "Ctrl-C"])
         tritons = tritonservers(process)
         tritons[0].kill()
         assert process.wait(PATIENT_S) == 128 + signal.SIGKILL

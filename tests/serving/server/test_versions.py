@@ -154,7 +154,7 @@ def test_a_model_that_is_not_there_cannot_be_loaded(server: Server) -> None:
     done = tbe_serve("load", "nobody", "--url", server.grpc)
     assert done.returncode == 1
     assert "nobody: serves no version" in done.stdout
-    for url in (server.metrics, "127.0.0.1:1", "lookup.example:8001"):
+    for url in (server.operations, "127.0.0.1:1", "lookup.example:8001"):
         done = tbe_serve("load", "m", "--url", url, "--timeout-s", "5")
         assert done.returncode == 1
         assert f"{url}: expected the gRPC address of a server that you run here with `tbe-serve run`" in done.stderr

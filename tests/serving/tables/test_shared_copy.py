@@ -207,7 +207,7 @@ from serving.server import Ports, run_server
 from serving.server.watch.status import process_memory
 from serving.triton.stubs import living_stubs
 folder, repository, log = map(Path, sys.argv[1:4])
-with run_server(repository, Ports(grpc=0, http=0, metrics=0), log=log) as server:
+with run_server(repository, Ports(grpc=0, http=0, operations=0), log=log) as server:
     with LookupClient(server.grpc, "m", 60) as client:
         answer = client.lookup({"x": [[0, 5], [79999]]})["x"].tolist()
     memory = [process_memory(each.process.pid) for each in living_stubs(server.process.pid)]

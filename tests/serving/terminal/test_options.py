@@ -71,7 +71,11 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
         ["--tables", "tables.toml", "--out", "out", "--dtype", "int2"],
         "multiple of 8 for INT2",
     ),
-    "tbe-serve run": (["repository"], ["--grpc-port", "TAKEN", "--metrics-port", "TAKEN"], "Address already in use"),
+    "tbe-serve run": (
+        ["repository"],
+        ["--grpc-port", "TAKEN", "--operations-port", "TAKEN"],
+        "Address already in use",
+    ),
     "tbe-serve lookup": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve score": (["m"], ["--url", "127.0.0.1:1"], UNREACHED),
     "tbe-serve configure": (["repository/mixed"], [], ""),

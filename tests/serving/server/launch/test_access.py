@@ -26,7 +26,7 @@ def options(access: Access) -> dict[str, str]:
 def test_by_default_this_machine_alone_and_only_lookups() -> None:
     assert "http-address" not in options(Access())
     found = options(Access(http=True))
-    assert {found[f"{each}-address"] for each in ("grpc", "http", "metrics")} == {"127.0.0.1"}
+    assert {found[f"{each}-address"] for each in ("grpc", "http")} == {"127.0.0.1"}
     closed = f"model-repository,shared-memory,trace,logging:tbe-serving-key={KEY}"
     assert found["grpc-restricted-protocol"] == found["http-restricted-api"] == closed
 
@@ -39,28 +39,21 @@ def test_beyond_this_machine_only_with_tls_or_where_told(host: str, pems: Path) 
         Access(host=host)
     tls = ServerTls(certificate=pems / "server.pem", private_key=pems / "server.key")
     found = options(Access(host=host, http=True, tls=tls))
-    # Triton speaks HTTP in the clear alone: it stays. So do metrics.
-    assert (found["grpc-address"], found["http-address"], found["metrics-address"]) == (host, *["127.0.0.1"] * 2)
+    # Triton speaks HTTP in the clear alone: it stays.
+    assert (found["grpc-address"], found["http-address"]) == (host, "127.0.0.1")
     assert found["grpc-use-ssl"] == "true"
     found = options(Access(host=host, http=True, insecure=True))
-    assert (found["grpc-address"], found["http-address"], found["metrics-address"]) == (host, host, "127.0.0.1")
+    assert (found["grpc-address"], found["http-address"]) == (host, host)
     assert "grpc-use-ssl" not in found
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3"])
-def test_metrics_listen_elsewhere_only_where_that_is_said(host: str) -> None:
-    found = options(Access(metrics_host=host))
-    assert (found["grpc-address"], found["metrics-address"]) == ("127.0.0.1", host)
 
 
 @pytest.mark.parametrize("host", ["localhost", "lookup.example", "::1", "10.1.2", ""])
 def test_a_host_that_triton_would_misread_is_refused(host: str) -> None:
-    """Of names and of IPv6 its metrics make 255.255.255.255."""
     expected = rf"host {re.escape(host)}: expected an IPv4 address, such as 0\.0\.0\.0"
     with pytest.raises(ConfigurationError, match=f"--{expected}"):
         Access(host=host, insecure=True)
-    with pytest.raises(ConfigurationError, match=f"--metrics-{expected}"):
-        Access(metrics_host=host)
+    with pytest.raises(ConfigurationError, match=f"--operations-{expected}"):
+        Access(operations_host=host)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9"])

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 import urllib.request
 from pathlib import Path
@@ -39,7 +38,7 @@ def test_the_command_says_where_and_stops_when_it_is_told_to(one_model: Path, nu
         with LookupClient(where["grpc"], "m", 30) as client:
             assert client.lookup({"x": [[1]]})["x"].shape == (1, 8)
         assert urllib.request.urlopen(f"http://{where['http']}/v2/health/ready", timeout=30).status == 200
-        assert urllib.request.urlopen(f"http://{where['metrics']}/metrics", timeout=30).status == 200
+        assert urllib.request.urlopen(f"{where['operations']}/metrics", timeout=30).status == 200
         process.send_signal(number)
         assert process.wait(60) == 0
         assert process.stdout.read() == ""
@@ -79,18 +78,16 @@ def test_a_server_that_dies_ends_the_command_with_a_failure(one_model: Path) -> 
         assert "tritonserver exited with -9" in process.stderr.read()
 
 
-def test_a_server_is_ready_when_its_metrics_are_listened_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_ready_when_its_metrics_are_there_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Triton opens them last, after a model can be ready: whoever read where they are was refused there."""
     monkeypatch.setattr(launching, "_ready_models", lambda _: (ServedModel("m", (1,)),))
-    with socket.socket() as metrics:
-        metrics.bind(("127.0.0.1", 0))
-        address = ":".join(map(str, metrics.getsockname()))
-        ended = SimpleNamespace(output=SimpleNamespace(reason=lambda: "no reason"))
-        server = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), metrics=address, child=ended)
-        with pytest.raises(TritonserverFailed, match="m not ready within"):
-            launching._wait_until_ready(cast(Server, server), ["m"], 0.2)
-        metrics.listen()
-        launching._wait_until_ready(cast(Server, server), ["m"], 30)
+    ended = SimpleNamespace(output=SimpleNamespace(reason=lambda: "no reason"))
+    address = f"unix:{tmp_path / 'metrics'}"
+    server = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), metrics_address=address, child=ended)
+    with pytest.raises(TritonserverFailed, match="m not ready within"):
+        launching._wait_until_ready(cast(Server, server), ["m"], 0.2)
+    (tmp_path / "metrics").touch()
+    launching._wait_until_ready(cast(Server, server), ["m"], 30)
 
 
 def test_a_bundle_that_does_not_load_fails_the_start_with_its_reason(tmp_path: Path) -> None:
@@ -111,7 +108,7 @@ def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path, se
         pass
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "manifest.json").write_text("")
-    taken = Ports(grpc=int(server.grpc.rpartition(":")[2]), http=0, metrics=0)
+    taken = Ports(grpc=int(server.grpc.rpartition(":")[2]), http=0, operations=0)
     with (
         pytest.raises(ConfigurationError, match=f"--grpc-port {taken.grpc}: cannot listen"),
         run_server(tmp_path, taken),

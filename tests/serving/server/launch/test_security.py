@@ -163,9 +163,9 @@ def listens(address: str, port: int) -> bool:
 def test_metrics_listen_on_this_machine_alone_unless_they_are_told_where(one_model: Path, opened: bool) -> None:
     """127.0.0.2 stands for an address that others reach: who listens on 0.0.0.0 listens there, too."""
     with running(
-        one_model, "--host", "0.0.0.0", "--insecure", *(("--metrics-host", "0.0.0.0") if opened else ())
+        one_model, "--host", "0.0.0.0", "--insecure", *(("--operations-host", "0.0.0.0") if opened else ())
     ) as server:
-        grpc_port, metrics_port = (int(each.rpartition(":")[2]) for each in (server.grpc, server.metrics))
+        grpc_port, metrics_port = (int(each.rpartition(":")[2]) for each in (server.grpc, server.operations))
         assert listens("127.0.0.2", grpc_port)
         assert listens("127.0.0.1", metrics_port)
         assert listens("127.0.0.2", metrics_port) == opened

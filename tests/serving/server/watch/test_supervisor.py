@@ -41,8 +41,9 @@ def repository(tmp_path: Path) -> Path:
 def test_http_is_off_unless_it_is_asked_for(one_model: Path) -> None:
     with running(one_model) as server:
         assert server.http is None
-        ports = {int(address.rpartition(":")[2]) for address in (server.grpc, server.metrics)}
-        assert {port for _, port in listening(server.triton)} == ports
+        ours = psutil.Process(server.process.pid)
+        for process, address in ((server.triton, server.grpc), (ours, server.operations)):
+            assert {port for _, port in listening(process)} == {int(address.rpartition(":")[2])}
         run_file = find_run_file(server.grpc)
         assert run_file is not None
         control = Path(run_file.control.removeprefix("unix:"))
@@ -74,7 +75,7 @@ def test_a_server_is_switched_whatever_becomes_of_one_with_its_port_in_another_n
 def test_all_of_ipv4_is_ipv4_alone(one_model: Path) -> None:
     with running(one_model, "--host", "0.0.0.0", "--insecure", "--http") as server:
         assert server.http is not None
-        for address in (server.grpc, server.http, server.metrics):
+        for address in (server.grpc, server.http, server.operations):
             port = int(address.rpartition(":")[2])
             socket.create_connection(("127.0.0.1", port), timeout=10).close()
             with pytest.raises(ConnectionRefusedError):
