@@ -21,6 +21,7 @@ need() { # what it is, Debian's packages, and the names it may have
 
 need Chromium "chromium fonts-dejavu-core" chromium chromium-browser google-chrome
 need OpenSSL openssl openssl
+need "Prometheus (promtool)" prometheus promtool
 # Debian has them where only root looks.
 PATH=$PATH:/usr/sbin:/sbin
 need iptables iptables iptables

@@ -11,11 +11,11 @@ import yaml
 from export.errors import PublishError
 from export.kubernetes.containers import keys_name
 from export.kubernetes.fleet import Fleet, Object, PodOptions, Replicas
-from export.kubernetes.workloads import front_manifests, host_manifests, pod_monitor
+from export.kubernetes.workloads import front_manifests, host_manifests, pod_monitor, prometheus_rule
 from serving.files import UNREADABLE, replacing
 
 KUSTOMIZATION = "kustomization.yaml"
-# A separate component: a cluster without Prometheus' operator refuses its object.
+# A separate component: a cluster without Prometheus' operator refuses its objects.
 PROMETHEUS = "prometheus-operator"
 _LINE_LENGTH = 120
 # The line of a kustomization with the options of its base begins so.
@@ -51,12 +51,13 @@ def base_files(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[st
     component = {
         "apiVersion": "kustomize.config.k8s.io/v1alpha1",
         "kind": "Component",
-        "resources": ["pod-monitor.yaml"],
+        "resources": ["pod-monitor.yaml", "prometheus-rule.yaml"],
     }
     every = resources | {
         KUSTOMIZATION: [kustomization],
         f"{PROMETHEUS}/{KUSTOMIZATION}": [component],
         f"{PROMETHEUS}/pod-monitor.yaml": [pod_monitor(fleet)],
+        f"{PROMETHEUS}/prometheus-rule.yaml": [prometheus_rule()],
     }
     files = {path: _text(fleet, documents) for path, documents in every.items()}
     head, body = files[KUSTOMIZATION].split("\n", 1)

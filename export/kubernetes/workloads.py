@@ -1,5 +1,9 @@
 """The objects of a model: a Deployment for the model that clients call, a StatefulSet for each host, and the rest."""
 
+from importlib.resources import files
+
+import yaml
+
 from export.kubernetes.addresses import GRPC_PORT, OPERATIONS_PORT
 from export.kubernetes.containers import before_server, server, volumes
 from export.kubernetes.fleet import (
@@ -27,6 +31,17 @@ def pod_monitor(fleet: Fleet) -> Object:
             "podTargetLabels": ["app.kubernetes.io/component", "tbe-serving/host"],
             "podMetricsEndpoints": [{"port": "operations", "path": "/metrics", "interval": "15s"}],
         },
+    }
+
+
+def prometheus_rule() -> Object:
+    """The PrometheusRule of every model that is served: the recording rules and alerts of alerts.yaml."""
+    rules = yaml.safe_load(files(__package__).joinpath("alerts.yaml").read_text())
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "tbe-serving", "labels": {"app.kubernetes.io/name": "tbe-serving"}},
+        "spec": rules,
     }
 
 

@@ -49,16 +49,17 @@ class Backlog:
 
     Attributes:
         waited_s: longest time that the requests of this handover may have waited in the backend, in seconds.
+        started: when Triton handed over the last requests, by `perf_counter`.
     """
 
     def __init__(self, max_busy_ms: int, largest_handover: int) -> None:
-        self.waited_s = 0.0
+        self.waited_s = self.started = 0.0
         self._max_busy_ms = max_busy_ms
         self._largest_handover = largest_handover
         self._is_full = False
         self._calls = 0
-        # Times of `perf_counter`: of the backlog's first handover, and of the start and the end of the last handover.
-        self._since = self._started = self._ended = 0.0
+        # Times of `perf_counter`: of the backlog's first handover, and of the end of the last handover.
+        self._since = self._ended = 0.0
 
     def start_handover(self, requests: int) -> None:
         """Triton handed over so many requests."""
@@ -68,8 +69,8 @@ class Backlog:
         if not (self._is_full and is_full and follows_at_once):
             self._since, self._calls = now, 0
         # They may have waited while the last handover was answered, and before, as Triton may have two ready.
-        self.waited_s = self._ended - self._started + self.waited_s / 2 if follows_at_once else 0.0
-        self._started, self._is_full = now, is_full
+        self.waited_s = self._ended - self.started + self.waited_s / 2 if follows_at_once else 0.0
+        self.started, self._is_full = now, is_full
 
     def count_call(self) -> None:
         """A TBE call is made."""
@@ -231,7 +232,7 @@ class Answerer:
             metrics.count_overflows(sum(any(map(_overflows, each.values())) for each in outputs))
         metrics.count_lost(lost, zeroed_of(answer.answers))
         times = [started, *answer.times, perf_counter()]
-        metrics.count_call(answer.checked, times)
+        metrics.count_call(answer.checked, self._backlog.started, times)
         return times[-1] - started
 
     def _capture(self, handover: "_Handover", group: Sequence[int], seconds: float) -> None:

@@ -1,8 +1,9 @@
 """Our metrics on Triton's Prometheus endpoint, beside Triton's own (docs/operating.md)."""
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
@@ -55,8 +56,8 @@ class Total:
             self._published = count
 
 
-class Histogram:
-    """Counts how often each value was seen. It is published later, like a `Total`.
+class SmallHistogram:
+    """Counts how often each of a few values was seen. It is published later, like a `Total`.
 
     Triton's histogram takes one observation at a time.
     """
@@ -77,6 +78,42 @@ class Histogram:
             for _ in range(count - self._published.get(value, 0)):
                 self._metric.observe(value)
         self._published = seen
+
+
+# Upper bounds of the buckets of times, in seconds.
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+class Times:
+    """A histogram of times, published later as the counters that it is made of.
+
+    Args:
+        family: makes a family of counters from its name and its help text.
+        name: of the histogram. The families are `name`_bucket, `name`_sum and `name`_count.
+        what: what is counted.
+        labels: of every counter.
+    """
+
+    def __init__(self, family: Callable[[str, str], Family], name: str, what: str, labels: Mapping[str, str]) -> None:
+        self._counts, self._seconds = [0] * (len(SECONDS) + 1), 0.0
+        buckets = family(f"{name}_bucket", f"{what}: those that took no longer than `le` seconds")
+        bounds = (*(f"{bound:g}" for bound in SECONDS), "+Inf")
+        self._buckets = [Total(buckets.Metric({**labels, "le": bound})) for bound in bounds]
+        self._count = Total(family(f"{name}_count", what).Metric(labels))
+        self._sum = Total(family(f"{name}_sum", f"{what}: the seconds that they took").Metric(labels))
+
+    def observe(self, seconds: float, times: int) -> None:
+        """Count what took so long, so many times."""
+        self._counts[bisect_left(SECONDS, seconds)] += times
+        self._seconds += seconds * times
+
+    def publish(self) -> None:
+        """Add to Triton's counters what was observed since the last time."""
+        self._sum.count = self._seconds
+        for bucket, count in zip(self._buckets, accumulate(self._counts), strict=True):
+            bucket.count = self._count.count = count
+        for total in (*self._buckets, self._count, self._sum):
+            total.publish()
 
 
 def triton_families(pb_utils: Any) -> Families:
@@ -160,7 +197,13 @@ class LookupMetrics:
         )
         self._recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model again after it died")
         merged = family_of("tbe_call_requests", "Requests that a TBE call answered together", "HISTOGRAM")
-        self._merged = Histogram(merged.Metric(labels, MERGED))
+        self._merged = SmallHistogram(merged.Metric(labels, MERGED))
+        self._times = Times(
+            lambda name, text: family_of(name, text, "COUNTER"),
+            "tbe_request_seconds",
+            "Requests answered by TBE calls, from when they were handed to the model until they were answered",
+            labels,
+        )
         # A gauge would keep its value when the version is unloaded. The rate of a counter becomes 0 then, and also
         # when the process dies or hangs.
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
@@ -171,15 +214,16 @@ class LookupMetrics:
         # Set, not incremented: instances share this gauge, and it outlives a killed process.
         exported.Metric(labels).set(exported_at)
 
-    def count_call(self, checked: Checked, times: Sequence[float]) -> None:
+    def count_call(self, checked: Checked, handed_over: float, times: Sequence[float]) -> None:
         """Count a TBE call.
 
         Args:
             checked: the requests that it answered.
-            times: `perf_counter` at the start of the first stage and at the end of each, in seconds
-                [len(STAGES) + 1].
+            handed_over: `perf_counter` when Triton handed them over, in seconds.
+            times: the same at the start of the first stage and at the end of each [len(STAGES) + 1].
         """
         requests = len(checked.requests)
+        self._times.observe(times[-1] - handed_over, requests)
         self._calls.count += 1
         self._requests.count += requests
         self._samples.count += sum(request.samples for request in checked.requests)
@@ -236,6 +280,7 @@ class LookupMetrics:
         for total in self._all:
             total.publish()
         self._merged.publish()
+        self._times.publish()
 
 
 class Publisher:

@@ -91,7 +91,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")
     for authority in ({"movies-tls": "movies"}, {"movies-hosts-tls": "movies-hosts", "movies-hosts-client-tls": "r"}):
         made = tmp_path_factory.mktemp("authority")
-        write_certificates(made, **authority)
+        write_certificates(made, None, **authority)
         for name in authority:
             (folder / name).mkdir()
             for source, target in (("root.pem", "ca.crt"), (f"{name}.pem", "tls.crt"), (f"{name}.key", "tls.key")):

@@ -17,7 +17,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("export", "model_repository", "serving")
 # Beside Python files.
-OTHERS = {"export/py.typed", "export/compare/page.html", "serving/py.typed", "model_repository/lookup/config.pbtxt"}
+OTHERS = {
+    *("export/py.typed", "export/compare/page.html", "export/kubernetes/alerts.yaml"),
+    *("serving/py.typed", "model_repository/lookup/config.pbtxt"),
+}
 MODEL = """
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 

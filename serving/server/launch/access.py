@@ -51,6 +51,17 @@ class ServerTls:
                 f"--tls-client-ca {self.client_root}: expected certificates in PEM: {error}"
             ) from error
 
+    def expires(self) -> float:
+        """When the first certificate of the file expires, the server's or one of its chain, Unix time.
+
+        Raises:
+            OSError, ValueError: the file cannot be read any more.
+        """
+        from cryptography import x509  # clients have none
+
+        chain = x509.load_pem_x509_certificates(self.certificate.read_bytes())
+        return min(each.not_valid_after_utc.timestamp() for each in chain)
+
     @property
     def options(self) -> list[str]:
         """The options of tritonserver."""

@@ -3,7 +3,7 @@
 `/livez` and `/readyz` follow Kubernetes: 200 with one word, or 503 with the reason. They start no process, look
 nothing up and ask no model: an overload makes nobody unready. `/readyz?verbose` also names the hosts that a router
 has lost, which stays ready for what needs none of them. `/metrics` passes on what Triton says on a Unix socket
-that only its own user reaches.
+that only its own user reaches, and adds those of the server as a whole.
 
 Triton's HTTP library keeps a request of any length in memory. Here nothing is read after the headers, which are
 bounded. A connection is answered once and ends within `_PATIENCE_S`. Of more than `_MOST` connections the oldest
@@ -26,7 +26,7 @@ from typing import Any
 import h11
 
 from serving.errors import ConfigurationError, ServingError
-from serving.server.launch.access import Access
+from serving.server.launch.access import Access, ServerTls
 
 # The content type of Prometheus' text format, as Triton sends it.
 _TEXT = "text/plain; charset=utf-8"
@@ -53,12 +53,25 @@ class Condition:
         models: why models do not serve, by name. Others do.
         is_stopping: whether it was told to stop.
         seen: when its supervisor last looked after it, by `time.monotonic`. None: it has none.
+        tls: the certificate that tritonserver reads as it starts. None: it has none.
+        restarts: how often tritonserver was started anew.
+        certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
+            has none, or is not started yet.
     """
 
     server: str | None = "starting"
     models: dict[str, str] = field(default_factory=dict)
     is_stopping: bool = False
     seen: float | None = None
+    tls: ServerTls | None = None
+    restarts: int = 0
+    certificate_expires: float | None = None
+
+    def note_start(self) -> None:
+        """A tritonserver is about to start: it reads the certificate now, and not again."""
+        if self.tls is not None:
+            with suppress(OSError, ValueError):  # tritonserver says so
+                self.certificate_expires = self.tls.expires()
 
     def live(self) -> Answer:
         """The answer to `/livez`."""
@@ -80,6 +93,17 @@ class Condition:
         if reasons:
             return HTTPStatus.SERVICE_UNAVAILABLE, "".join(f"not ready: {why}\n" for why in reasons).encode()
         return HTTPStatus.OK, b"ready\n"
+
+    def metrics(self) -> bytes:
+        """The metrics of the server as a whole, which are there while tritonserver is not."""
+        is_ready = self.ready()[0] == HTTPStatus.OK
+        found = [("tbe_ready", "gauge", "Whether the server is ready: 1 or 0", f"{is_ready:d}")]
+        found.append(("tbe_restarts_total", "counter", "Times tritonserver was started anew", f"{self.restarts}"))
+        if self.certificate_expires is not None:
+            name, text = "tbe_certificate_expires_timestamp_seconds", "When the served certificate expires, Unix time"
+            found.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))
+        lines = (f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in found)
+        return "".join(lines).encode()
 
 
 @contextmanager
@@ -209,10 +233,10 @@ class _Port:
     async def _metrics(self, authorization: bytes) -> Answer:
         if self._authorization is not None and not hmac.compare_digest(authorization, self._authorization):
             return HTTPStatus.UNAUTHORIZED, b"expected the token: `Authorization: Bearer TOKEN`\n"
-        try:
-            return HTTPStatus.OK, await asyncio.to_thread(self._scrape)
-        except ServingError as error:
-            return HTTPStatus.SERVICE_UNAVAILABLE, f"no metrics: {error}\n".encode()
+        page = self._condition.metrics()
+        with suppress(ServingError):  # tritonserver is started anew: `tbe_ready` says so
+            page += await asyncio.to_thread(self._scrape)
+        return HTTPStatus.OK, page
 
 
 class _Connection(asyncio.StreamReaderProtocol):

@@ -99,6 +99,8 @@ class Server:
         for address in (self.control_address, self.metrics_address):
             if address.startswith(UNIX):
                 Path(address.removeprefix(UNIX)).unlink(missing_ok=True)
+        self.condition.restarts += 1
+        self.condition.note_start()
         self.child = self.launch.start()
         self.kept.note(process=self.process.pid)
 
@@ -173,7 +175,7 @@ def run_server(
         served = private.repository if private else repository
         installation = find_tritonserver(stack)
         endpoints = stack.enter_context(free_endpoints(access, ports))
-        condition = Condition()
+        condition = Condition(tls=access.tls)
         scrape = partial(metrics_page, endpoints.metrics, _CONTROL_TIMEOUT_S)
         stack.enter_context(operations_port(endpoints.listener, condition, scrape, access))
         regions = stack.enter_context(region_prefix())
@@ -226,6 +228,7 @@ def _started(
 ) -> Iterator[Server]:
     """A server that loads `models`. They are not ready yet. It is stopped when the block ends."""
     with contextlib.ExitStack() as stack:
+        condition.note_start()
         with signals_deferred():
             server = Server(
                 grpc=endpoints.grpc,

@@ -3,17 +3,21 @@
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import promql_parser as promql
 import pytest
 
 from export import DefaultRow, ExportConfig, IdPolicy, Sharding, export_model
+from serving.backend.metrics import Times
 from serving.client import LookupClient
 from serving.errors import InvalidRequest
 from serving.server import Server, run_server
+from serving.server.launch.operations import Condition
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import SUM, collection
 from tests.support.servers import FREE, lens, metric, raw_request, row, scrape
@@ -77,6 +81,8 @@ def test_default_row_is_read_in_place_of_ids_outside(counted: Server) -> None:
         ("tbe_call_requests_bucket", {"le": "+Inf"}, 2),
         ("tbe_call_requests_sum", {}, 2),
         ("tbe_call_requests_count", {}, 2),
+        ("tbe_request_seconds_bucket", {"le": "+Inf"}, 2),
+        ("tbe_request_seconds_count", {}, 2),
         ("tbe_overflow_total", {}, 0),
         ("tbe_recoveries_total", {}, 0),
         ("tbe_captured_total", {}, 0),
@@ -114,8 +120,8 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def pages(first_scrape: str, routed: Server) -> str:
-    """The metrics of a model that has all ranks itself, and of a router."""
-    return first_scrape + scrape(routed)
+    """The metrics of a model that has all ranks itself, of a router, and of a server with a certificate."""
+    return first_scrape + scrape(routed) + Condition(certificate_expires=time.time()).metrics().decode()
 
 
 @pytest.mark.parametrize(
@@ -137,6 +143,39 @@ def test_what_is_counted_of_hosts(routed: Server, name: str, labels: dict[str, s
     assert metric(routed, name, **labels) == expected
 
 
+def test_requests_take_at_least_as_long_as_their_stages(first_scrape: str) -> None:
+    def total(name: str) -> float:
+        lines = [line for line in first_scrape.splitlines() if line.startswith(name + "{")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    assert total("tbe_request_seconds_sum") >= total("tbe_stage_seconds_total") > 0
+
+
+def test_a_time_is_in_its_bucket_and_in_all_above() -> None:
+    counts: dict[tuple[str, str], float] = defaultdict(float)
+
+    def family(name: str, _: str) -> Any:
+        def metric_of(labels: Mapping[str, str]) -> Any:
+            def increment(value: float) -> None:
+                counts[name, labels.get("le", "")] += value
+
+            return SimpleNamespace(increment=increment)
+
+        return SimpleNamespace(Metric=metric_of)
+
+    times = Times(family, "t", "Things", {"model": "m"})
+    for seconds, number in ((0.0005, 1), (0.003, 2), (99.0, 1)):
+        times.observe(seconds, number)
+        times.publish()
+    found = {le: count for (name, le), count in counts.items() if name == "t_bucket"}
+    expected = {"0.0005": 1, "0.001": 1, "0.002": 1} | dict.fromkeys(
+        ["0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "2", "5"], 3
+    )
+    assert found == {**expected, "+Inf": 4}
+    assert counts["t_count", ""] == 4
+    assert counts["t_sum", ""] == pytest.approx(99.0065)
+
+
 def test_each_stage_takes_time(counted: Server) -> None:
     for stage in ("check", "merge", "lookup", "split"):
         assert 0 < metric(counted, "tbe_stage_seconds_total", stage=stage) < 60
@@ -151,8 +190,9 @@ def families(page: str) -> dict[str, str]:
     return dict(re.findall(r"^# TYPE (tbe_\w+) (\w+)$", page, re.MULTILINE))
 
 
-# A histogram of Triton's takes one observation at a time. This one is published as the counters that it is made of.
-HISTOGRAM = {"tbe_host_call_seconds" + end: end for end in ("_bucket", "_sum", "_count")}
+# A histogram of Triton's takes one observation at a time. These are published as the counters that they are made of.
+HISTOGRAMS = ("tbe_host_call_seconds", "tbe_request_seconds")
+HISTOGRAM = {name + end: end for name in HISTOGRAMS for end in ("_bucket", "_sum", "_count")}
 
 
 def test_names_say_what_they_are(pages: str) -> None:

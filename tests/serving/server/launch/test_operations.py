@@ -9,9 +9,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from hypothesis import given
 from hypothesis.strategies import binary, builds, just
 
@@ -25,6 +27,13 @@ PAGE = b"""# HELP tbe_host_replicas_up Replicas that answer
 tbe_host_replicas_up{host="0",model="m",version="1"} 2
 tbe_host_replicas_up{host="1",model="m",version="1"} 0
 tbe_requests_total{model="m",version="1"} 0
+"""
+OWN = b"""# HELP tbe_ready Whether the server is ready: 1 or 0
+# TYPE tbe_ready gauge
+tbe_ready 1
+# HELP tbe_restarts_total Times tritonserver was started anew
+# TYPE tbe_restarts_total counter
+tbe_restarts_total 0
 """
 PATIENT_S = 60
 
@@ -94,27 +103,46 @@ def test_a_router_whose_host_is_lost_stays_ready_and_says_so() -> None:
         assert asked(url_of(address, "/readyz?verbose")) == (200, 'ready\nlost: host="1",model="m",version="1"\n')
 
 
-def test_metrics_are_passed_on() -> None:
+def test_metrics_are_passed_on_behind_those_of_the_server() -> None:
     with listening() as address:
         with urllib.request.urlopen(url_of(address, "/metrics"), timeout=PATIENT_S) as response:
-            assert response.read() == PAGE
+            assert response.read() == OWN + PAGE
             assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
         head = answer_to(address, b"HEAD /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
         assert head.endswith(b"\r\n\r\n")
-        assert b"Content-Length: %d\r\n" % len(PAGE) in head
+        assert b"Content-Length: %d\r\n" % len(OWN + PAGE) in head
 
 
-def test_metrics_that_cannot_be_had_are_an_error_that_says_why() -> None:
+def test_those_of_the_server_are_there_while_tritonserver_is_not() -> None:
     def scrape() -> bytes:
         raise ServerUnavailable("tritonserver: no answer: gone")
 
+    condition = Condition(server="tritonserver died; it is started anew", restarts=2)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        with operations_port(listener, Condition(server=None), scrape, Access()):
+        with operations_port(listener, condition, scrape, Access()):
             url = url_of(listener.getsockname(), "")
-            assert asked(f"{url}/metrics") == (503, "no metrics: tritonserver: no answer: gone\n")
+            page = OWN.replace(b"ready 1", b"ready 0").replace(b"total 0", b"total 2")
+            assert asked(f"{url}/metrics") == (200, page.decode())
+            condition.server = None
             assert asked(f"{url}/readyz?verbose") == (200, "ready\n")
+
+
+def test_the_certificate_that_was_read_at_the_start_says_when_it_expires(pems: Path) -> None:
+    """A file that was renewed since is not what is served."""
+    condition = Condition(tls=tls_of(pems))
+    condition.note_start()
+    seen = x509.load_pem_x509_certificate((pems / "server.pem").read_bytes()).not_valid_after_utc.timestamp()
+    line = f"\ntbe_certificate_expires_timestamp_seconds {seen:.0f}\n".encode()
+    assert line in condition.metrics()
+    renewed = write_certificates(pems / "renewed", expires=datetime.now(UTC) + timedelta(days=1), server="127.0.0.1")
+    (pems / "server.pem").write_bytes((renewed / "server.pem").read_bytes())
+    assert line in condition.metrics()
+    condition.note_start()
+    assert line not in condition.metrics()
+    (pems / "server.pem").unlink()
+    condition.note_start()  # tritonserver itself says that it cannot be read
 
 
 @pytest.mark.parametrize(
@@ -215,9 +243,9 @@ def read_after(address: tuple[str, int], waited_s: float) -> int:
     return got
 
 
-@pytest.fixture(scope="module")
-def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_certificates(tmp_path_factory.mktemp("pems"), server="127.0.0.1")
+@pytest.fixture
+def pems(tmp_path: Path) -> Path:
+    return write_certificates(tmp_path, server="127.0.0.1")
 
 
 def tls_of(pems: Path) -> ServerTls:
@@ -228,7 +256,7 @@ def test_with_tls_it_speaks_nothing_else(pems: Path) -> None:
     trusts = ssl.create_default_context(cafile=pems / "root.pem")
     with listening(access=Access(tls=tls_of(pems), operations_tls=True)) as address:
         assert asked(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
-        assert asked(url_of(address, "/metrics", "https"), trusts) == (200, PAGE.decode())
+        assert asked(url_of(address, "/metrics", "https"), trusts) == (200, (OWN + PAGE).decode())
         with pytest.raises((http.client.HTTPException, OSError)):
             asked(url_of(address, "/readyz"))
     with listening(access=Access(tls=tls_of(pems))) as address:  # gRPC has it, this has not
@@ -263,7 +291,7 @@ def test_metrics_ask_for_the_token_and_probes_do_not() -> None:
                 401,
                 "expected the token: `Authorization: Bearer TOKEN`\n",
             )
-        assert asked(url_of(address, "/metrics"), Authorization="Bearer s3cret.token") == (200, PAGE.decode())
+        assert asked(url_of(address, "/metrics"), Authorization="Bearer s3cret.token") == (200, (OWN + PAGE).decode())
         told = answer_to(address, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"WWW-Authenticate: Bearer\r\n" in told
 

@@ -1,0 +1,74 @@
+"""The alerts: `promtool` takes them and has each come when it has to, and the runbook has a part for each."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from export.kubernetes.workloads import prometheus_rule
+
+ROOT = Path(__file__).parents[2]
+ALERTS = ROOT / "export" / "kubernetes" / "alerts.yaml"
+CASES = Path(__file__).with_name("alerts_test.yaml")
+RUNBOOK = ROOT / "docs" / "runbook.md"
+
+
+def alerts() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"] if "alert" in rule]
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_prometheus_takes_the_rules() -> None:
+    done = promtool("check", "rules", ALERTS)
+    assert done.returncode == 0, done.stderr
+
+
+def cases(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
+    (folder / "alerts.yaml").write_text(rules)
+    shutil.copy(CASES, folder)
+    return promtool("test", "rules", folder / CASES.name)
+
+
+def test_each_alert_comes_when_it_has_to_and_none_on_a_calm_day(tmp_path: Path) -> None:
+    done = cases(tmp_path, ALERTS.read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+    calm, *others = yaml.safe_load(CASES.read_text())["tests"]
+    names = {alert["alert"] for alert in alerts()}
+    assert {each["alertname"] for each in calm["alert_rule_test"]} == names
+    come = {each["alertname"] for case in others for each in case["alert_rule_test"] if each.get("exp_alerts")}
+    assert come == names
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("tbe_ready == 0", "tbe_ready == 2"),
+        ("for: 1h", "for: 1m"),
+        ("ratio_rate1h > 14.4 * 0.001", "ratio_rate1h >= 0"),
+        ("_seconds\n          and rate(tbe_serving", "_seconds\n          or rate(tbe_serving"),
+    ],
+)
+def test_a_wrong_rule_would_be_noticed(tmp_path: Path, right: str, wrong: str) -> None:
+    rules = ALERTS.read_text()
+    assert right in rules
+    assert cases(tmp_path, rules.replace(right, wrong)).returncode != 0
+
+
+def test_the_runbook_has_a_part_for_each_alert_and_each_alert_names_it() -> None:
+    parts = re.findall(r"^## (Tbe\w+)$", RUNBOOK.read_text(), re.MULTILINE)
+    assert parts == [alert["alert"] for alert in alerts()]
+    for alert in alerts():
+        assert alert["annotations"]["runbook"] == f"docs/runbook.md#{alert['alert'].lower()}"
+        assert alert["labels"]["severity"] in ("page", "ticket")
+
+
+def test_the_base_has_the_same_rules() -> None:
+    assert prometheus_rule()["spec"] == yaml.safe_load(ALERTS.read_text())
