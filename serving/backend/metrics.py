@@ -3,6 +3,7 @@
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, Literal, Protocol
@@ -22,18 +23,15 @@ class Metric(Protocol):
     def set(self, value: float) -> None:
         """Replace the value of a gauge."""
 
-    def observe(self, value: float) -> None:
-        """Count `value` in its bucket of a histogram."""
-
 
 class Family(Protocol):
     """The metrics that have one name and different labels."""
 
-    def Metric(self, labels: Mapping[str, str], buckets: list[float] | None = None) -> Metric:  # noqa: N802 - Triton's name
-        """The metric with these labels. `buckets`: the upper bounds of a histogram's buckets, as a list."""
+    def Metric(self, labels: Mapping[str, str]) -> Metric:  # noqa: N802 - Triton's name
+        """The metric with these labels."""
 
 
-Kind = Literal["COUNTER", "GAUGE", "HISTOGRAM"]
+Kind = Literal["COUNTER", "GAUGE"]
 Families = Callable[[str, str, Kind], Family]
 
 
@@ -56,61 +54,37 @@ class Total:
             self._published = count
 
 
-class SmallHistogram:
-    """Counts how often each of a few values was seen. It is published later, like a `Total`.
-
-    Triton's histogram takes one observation at a time.
-    """
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-        self._seen: dict[int, int] = {}
-        self._published: dict[int, int] = {}
-
-    def observe(self, value: int) -> None:
-        """Count `value`."""
-        self._seen[value] = self._seen.get(value, 0) + 1
-
-    def publish(self) -> None:
-        """Add to Triton's histogram what was observed since the last time."""
-        seen = self._seen.copy()
-        for value, count in seen.items():
-            for _ in range(count - self._published.get(value, 0)):
-                self._metric.observe(value)
-        self._published = seen
-
-
 # Upper bounds of the buckets of times, in seconds.
-SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
-class Times:
-    """A histogram of times, published later as the counters that it is made of.
+class Histogram:
+    """A histogram, published later as the counters that it is made of. Triton's takes one observation at a time.
 
     Args:
-        family: makes a family of counters from its name and its help text.
-        name: of the histogram. The families are `name`_bucket, `name`_sum and `name`_count.
-        what: what is counted.
+        bucket, count, total: families of counters whose names end in _bucket, _count and _sum.
+        bounds: upper bounds of the buckets, in ascending order. One more has none.
         labels: of every counter.
     """
 
-    def __init__(self, family: Callable[[str, str], Family], name: str, what: str, labels: Mapping[str, str]) -> None:
-        self._counts, self._seconds = [0] * (len(SECONDS) + 1), 0.0
-        buckets = family(f"{name}_bucket", f"{what}: those that took no longer than `le` seconds")
-        bounds = (*(f"{bound:g}" for bound in SECONDS), "+Inf")
-        self._buckets = [Total(buckets.Metric({**labels, "le": bound})) for bound in bounds]
-        self._count = Total(family(f"{name}_count", what).Metric(labels))
-        self._sum = Total(family(f"{name}_sum", f"{what}: the seconds that they took").Metric(labels))
+    def __init__(
+        self, bucket: Family, count: Family, total: Family, bounds: Sequence[float], labels: Mapping[str, str]
+    ) -> None:
+        self._bounds = bounds
+        self._seen, self._total = [0] * (len(bounds) + 1), 0.0
+        names = (*(f"{bound:g}" for bound in bounds), "+Inf")
+        self._buckets = [Total(bucket.Metric({**labels, "le": name})) for name in names]
+        self._count, self._sum = Total(count.Metric(labels)), Total(total.Metric(labels))
 
-    def observe(self, seconds: float, times: int) -> None:
-        """Count what took so long, so many times."""
-        self._counts[bisect_left(SECONDS, seconds)] += times
-        self._seconds += seconds * times
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, so many times."""
+        self._seen[bisect_left(self._bounds, value)] += times
+        self._total += value * times
 
     def publish(self) -> None:
         """Add to Triton's counters what was observed since the last time."""
-        self._sum.count = self._seconds
-        for bucket, count in zip(self._buckets, accumulate(self._counts), strict=True):
+        self._sum.count = self._total
+        for bucket, count in zip(self._buckets, accumulate(self._seen), strict=True):
             bucket.count = self._count.count = count
         for total in (*self._buckets, self._count, self._sum):
             total.publish()
@@ -167,6 +141,11 @@ class LookupMetrics:
         def total(name: str, description: str) -> Total:
             return totals(name, description, "", [""])[""]
 
+        def histograms(name: str, what: str, bounds: Sequence[float]) -> Callable[[Mapping[str, str]], Histogram]:
+            said = {"bucket": f"{what}: those of no more than `le`", "count": what, "sum": f"{what}: their sum"}
+            bucket, count, total = (family_of(f"{name}_{end}", text, "COUNTER") for end, text in said.items())
+            return partial(Histogram, bucket, count, total, bounds)
+
         self._calls = total("tbe_calls_total", "TBE calls; each answers one or more requests")
         self._requests = total("tbe_requests_total", "Requests answered by TBE calls")
         self._samples = total("tbe_samples_total", "Samples looked up")
@@ -192,18 +171,13 @@ class LookupMetrics:
             "table",
             tables,
         )
-        self._seconds = totals(
-            "tbe_stage_seconds_total", "Time that TBE calls took, by stage of the request path", "stage", STAGES
-        )
         self._recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model again after it died")
-        merged = family_of("tbe_call_requests", "Requests that a TBE call answered together", "HISTOGRAM")
-        self._merged = SmallHistogram(merged.Metric(labels, MERGED))
-        self._times = Times(
-            lambda name, text: family_of(name, text, "COUNTER"),
-            "tbe_request_seconds",
-            "Requests answered by TBE calls, from when they were handed to the model until they were answered",
-            labels,
-        )
+        calls = "TBE calls, by the requests that each answered together"
+        self._merged = histograms("tbe_call_requests", calls, MERGED)(labels)
+        requests = "Requests answered, by the seconds from when they were handed to the model"
+        self._times = histograms("tbe_request_seconds", requests, SECONDS)(labels)
+        stage_times = histograms("tbe_stage_seconds", "TBE calls, by the seconds of a stage", SECONDS)
+        self._stages = [stage_times({**labels, "stage": stage}) for stage in STAGES]
         # A gauge would keep its value when the version is unloaded. The rate of a counter becomes 0 then, and also
         # when the process dies or hangs.
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
@@ -229,8 +203,8 @@ class LookupMetrics:
         self._samples.count += sum(request.samples for request in checked.requests)
         self._ids.count += checked.values.size
         self._empty.count += checked.lengths.size - np.count_nonzero(checked.lengths)
-        for stage, (start, end) in zip(STAGES, pairwise(times), strict=True):
-            self._seconds[stage].count += end - start
+        for stage, (start, end) in zip(self._stages, pairwise(times), strict=True):
+            stage.observe(end - start)
         self._merged.observe(requests)
 
     def count_invalid(self, error: InvalidRequest) -> None:
@@ -279,8 +253,8 @@ class LookupMetrics:
         self._serving.count = perf_counter() - self._started
         for total in self._all:
             total.publish()
-        self._merged.publish()
-        self._times.publish()
+        for histogram in (self._merged, self._times, *self._stages):
+            histogram.publish()
 
 
 class Publisher:

@@ -33,16 +33,13 @@ class Counter:
     def __init__(self, name: str, counts: dict[str, float]) -> None:
         self._name, self._counts = name, counts
 
-    def Metric(self, labels: Any, buckets: Any = None) -> "Counter":  # noqa: N802, ARG002
+    def Metric(self, labels: Any) -> "Counter":  # noqa: N802, ARG002
         return self
 
     def increment(self, value: float) -> None:
         self._counts[self._name] = self._counts.get(self._name, 0) + value
 
     def set(self, value: float) -> None: ...
-
-    def observe(self, value: float) -> None:
-        self.increment(value)
 
 
 class Bench:
@@ -236,7 +233,7 @@ def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbou
     assert sum(bool(np.isinf(each).any()) for each in embeddings) == expected
     assert counts.get("tbe_overflow_total", 0) == expected
     assert counts["tbe_calls_total"] == 1
-    assert counts["tbe_call_requests"] == len(bags)
+    assert counts["tbe_call_requests_sum"] == len(bags)
 
 
 def test_every_fp16_number_is_told_from_what_is_not_finite() -> None:

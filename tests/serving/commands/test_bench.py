@@ -141,7 +141,7 @@ def test_scores_are_measured_checked_and_replayed(tmp_path: Path) -> None:
         for report in map(json.loads, done.stdout.splitlines()):
             assert report["checked"] == report["answers"] > 0
             assert report["errors"] == {}
-        assert metric(server, "tbe_stage_seconds_total", model="m", stage="score") > 0
+        assert metric(server, "tbe_stage_seconds_sum", model="m", stage="score") > 0
 
         done = tbe_serve(*bench, "--scores", "--bundle", str(other))
         assert done.returncode == 1
