@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 
-_PERIOD_S = 0.2
+_PERIOD_S = 0.1
 # A process that stood still for this long ends. tritonserver has given up none that stood still for less than 0.7 s.
-_LONGEST_S = 0.4
+_LONGEST_S = 0.5
 # A thread that waits for Python's lock, which a copy of a gigabyte may hold for a second, does so for 5 ms at a time
 # (sys.getswitchinterval); for longer where others have the cores.
 _WAIT_S = 0.02
@@ -31,7 +31,7 @@ def _end(why: str) -> None:
 
 
 class Pauses:
-    """Sees by a thread that wakes five times a second whether this process stood still, and ends the process then.
+    """Sees by a thread that wakes ten times a second whether this process stood still, and ends the process then.
 
     Args:
         clock: the wall clock, in seconds.
