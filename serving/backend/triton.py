@@ -17,8 +17,8 @@ import triton_python_backend_utils as pb_utils
 from serving.backend.answering import Answerer
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import LookupMetrics, Publisher, triton_families
+from serving.backend.own_process import Pauses, end_with_parent, show
 from serving.backend.page_metrics import PageMetrics
-from serving.backend.pauses import Pauses
 from serving.backend.recorder import Recorder
 from serving.backend.warm_up import warm_up
 from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
@@ -40,7 +40,7 @@ from serving.request.tensors import IDS, Array, Tensors, decode_parameters
 from serving.router.hosts_config import hosts_of
 from serving.router.router_ranks import RouterRanks
 from serving.tables.table_files import WeightsMemory
-from serving.triton.stubs import BUSY, IDLE, end_with_parent, show
+from serving.triton.stubs import BUSY, IDLE
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
 # because the members exist only in a running backend.

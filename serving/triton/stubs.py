@@ -3,57 +3,19 @@
 Run with Triton 24.10, which does not notice that a stub died. The source of 26.04 was read: its stubs have the same
 name and arguments.
 
-Busy or idle: the name of a stub's main thread (`ps -o comm`) says whether it is answering requests now.
-`tbe-serve run` reads it while it stops, because tritonserver may wait for requests that it has lost. A name needs no
-file, and disappears with its process.
-
-End: a stub of Triton 2.51 goes on when its tritonserver is killed. `tbe-serve run` ends the stubs that a server left.
-But it may be killed too. So a stub also ends itself when its parent ends.
+Busy or idle: the name of a stub's main thread (`ps -o comm`) says whether it is answering requests now
+(`serving.backend.own_process`). `tbe-serve run` reads it while it stops, because tritonserver may wait for requests
+that it has lost. A name needs no file, and disappears with its process.
 """
 
-import ctypes
-import os
-import select
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import psutil
 
 IDLE, BUSY = "tbe-idle", "tbe-busy"
-
-_PR_SET_NAME = 15  # prctl(2)
-_LIBC = ctypes.CDLL(None)
-
-
-def show(name: str) -> None:
-    """Name the calling thread IDLE or BUSY. It must be the main thread."""
-    _LIBC.prctl(_PR_SET_NAME, name.encode())
-
-
-@cache
-def end_with_parent() -> None:
-    """From now on, kill this process when its parent ends. A thread sleeps until then.
-
-    Nothing is done if Linux is older than 5.3, which has pidfd_open(2), or if a sandbox forbids that call.
-    """
-    try:
-        parent = os.pidfd_open(os.getppid())
-    except OSError:
-        return
-    threading.Thread(target=_wait, args=(parent,), name="parent", daemon=True).start()
-
-
-def _wait(parent: int) -> None:
-    ended = select.poll()
-    ended.register(parent, select.POLLIN)
-    ended.poll()
-    os.kill(os.getpid(), signal.SIGKILL)
-
 
 _STUB = "triton_python_backend_stub"
 

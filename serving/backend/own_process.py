@@ -1,21 +1,57 @@
-"""A model's process that stood still ends itself, rather than answer: other callers could get its answers.
+"""What a model's process says of itself, and when it ends itself.
 
+Busy or idle: `serving.triton.stubs` reads it.
+
+End with the parent: a stub of Triton 2.51 goes on when its tritonserver is killed. `tbe-serve run` ends the stubs
+that a server left. But it may be killed too. So a stub also ends itself when its parent ends.
+
+Pauses: a process that stood still ends itself, rather than answer, because other callers could get its answers.
 tritonserver gives a request up when the model's process gave no sign of life within a second of the wall clock,
 because it was paused or the clock was set. It hands over the next request all the same. It takes the next answer that
 comes for the answer to that: nothing in an answer says which request it belongs to. A process that ended is replaced,
-and what it had is refused.
-
-Read in Triton 24.10 and 26.06: `StubLauncher::ReceiveMessageFromStub` waits for 1,000 ms, and a stub gives a sign of
-life every 300 ms. So a process that was given up stood still for 700 ms or more.
+and what it had is refused. Read in Triton 24.10 and 26.06: `StubLauncher::ReceiveMessageFromStub` waits for 1,000 ms,
+and a stub gives a sign of life every 300 ms. So a process that was given up stood still for 700 ms or more.
 """
 
+import ctypes
 import os
 import resource
+import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
+
+_PR_SET_NAME = 15  # prctl(2)
+_LIBC = ctypes.CDLL(None)
+
+
+def show(name: str) -> None:
+    """Name the calling thread `stubs.IDLE` or `stubs.BUSY`. It must be the main thread."""
+    _LIBC.prctl(_PR_SET_NAME, name.encode())
+
+
+@cache
+def end_with_parent() -> None:
+    """From now on, kill this process when its parent ends. A thread sleeps until then.
+
+    Nothing is done if Linux is older than 5.3, which has pidfd_open(2), or if a sandbox forbids that call.
+    """
+    try:
+        parent = os.pidfd_open(os.getppid())
+    except OSError:
+        return
+    threading.Thread(target=_wait, args=(parent,), name="parent", daemon=True).start()
+
+
+def _wait(parent: int) -> None:
+    ended = select.poll()
+    ended.register(parent, select.POLLIN)
+    ended.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 _PERIOD_S = 0.1
 # A process that stood still for this long ends. tritonserver has given up none that stood still for less than 0.7 s.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from export import export_model
-from serving.backend.pauses import _LONGEST_S, Pauses, stood_still_s
+from serving.backend.own_process import _LONGEST_S, Pauses, stood_still_s
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
