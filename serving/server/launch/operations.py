@@ -21,12 +21,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
-
-import h11
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from serving.errors import ConfigurationError, ServingError
 from serving.server.launch.access import Access, ServerTls
+
+if TYPE_CHECKING:
+    import h11
 
 # The content type of Prometheus' text format, as Triton sends it.
 _TEXT = "text/plain; charset=utf-8"
@@ -119,8 +121,10 @@ def operations_port(
         access: whether there is TLS, and a token.
 
     Raises:
-        ConfigurationError: another process took the port.
+        ConfigurationError: another process took the port, or h11 is not installed.
     """
+    if find_spec("h11") is None:  # clients and exports go without
+        raise ConfigurationError("h11 is not installed, which the operations port needs: `pip install h11`")
     tls = None
     if access.operations_tls and access.tls is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -175,6 +179,8 @@ class _Port:
         server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        import h11
+
         task = asyncio.current_task()
         self._tasks[task] = None
         if len(self._tasks) > _MOST:
@@ -200,8 +206,10 @@ class _Port:
             if not writer.is_closing():
                 writer.transport.abort()
 
-    async def _answer_to(self, http: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
+    async def _answer_to(self, http: "h11.Connection", reader: asyncio.StreamReader) -> tuple[int, bytes, bool]:
         """The answer to the request that comes next, and whether it asks for headers alone."""
+        import h11
+
         try:
             while (request := http.next_event()) is h11.NEED_DATA:
                 http.receive_data(await reader.read(_READ_BYTES))

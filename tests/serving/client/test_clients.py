@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import tritonclient.grpc as triton
 import tritonclient.utils.shared_memory as shared_memory
 from torchrec import KeyedJaggedTensor
+from tritonclient.utils import InferenceServerException
 
 from export import export_model
 from serving.client import Answer, AsyncLookupClient, LookupClient, Retries, Tls
@@ -21,6 +23,7 @@ from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.server import Access, Server, ServerTls, run_server
 from tests.support.certificates import write_certificates
+from tests.support.host_faults import until
 from tests.support.models import MIXED, SUM, collection, flat, random_bags
 from tests.support.servers import FREE
 
@@ -114,6 +117,13 @@ def test_a_server_that_asks_for_no_certificate_is_spoken_to_with_a_root_alone(pe
 # --- shared memory
 
 
+def is_unregistered(client: triton.InferenceServerClient) -> bool:
+    with suppress(InferenceServerException):  # it is in use
+        client.unregister_system_shared_memory("answers")
+        return True
+    return False
+
+
 def test_any_client_takes_answers_through_shared_memory(server: Server) -> None:
     bags = random_bags(np.random.default_rng(0), MIXED, 5)
     with LookupClient(server.grpc, "mixed", 30) as client:
@@ -132,7 +142,7 @@ def test_any_client_takes_answers_through_shared_memory(server: Server) -> None:
             output = triton.InferRequestedOutput("embeddings")
             output.set_shared_memory("answers", size_bytes)
             client.infer("mixed", inputs, outputs=[output], parameters={"features": ",".join(bags)})
-            client.unregister_system_shared_memory("answers")
+            until(lambda: is_unregistered(client), "the server lets go of it")  # which may be after the answer
         rows = shared_memory.get_contents_as_numpy(region, np.float32, [5, width])
         np.testing.assert_array_equal(rows, np.concatenate([*expected.values()], axis=1))
     finally:

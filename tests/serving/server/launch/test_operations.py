@@ -3,6 +3,7 @@
 import http.client
 import socket
 import ssl
+import sys
 import time
 import tracemalloc
 import urllib.error
@@ -306,6 +307,18 @@ def test_what_is_no_token_is_refused(token: str) -> None:
 def test_tls_needs_a_certificate() -> None:
     with pytest.raises(ConfigurationError, match="--operations-tls: expected --tls-cert and --tls-key beside it"):
         Access(operations_tls=True)
+
+
+def test_an_environment_without_h11_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "h11", None)
+    monkeypatch.setattr(operations, "find_spec", lambda _: None)
+    with (
+        pytest.raises(
+            ConfigurationError, match="h11 is not installed, which the operations port needs: `pip install h11`"
+        ),
+        listening(),
+    ):
+        pass
 
 
 def test_a_port_that_was_taken_meanwhile_is_said() -> None:
