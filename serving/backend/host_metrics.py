@@ -1,13 +1,11 @@
 """Metrics of a router's hosts: the calls to them, and their replicas."""
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
 
-from serving.backend.metrics import Families, Total
+from serving.backend.metrics import Families, Family, Total, histograms
 from serving.router.host_counts import SECONDS, HostCounts
 from serving.router.router_ranks import RouterRanks
 
-_BOUNDS = (*(f"{bound:g}" for bound in SECONDS), "+Inf")
 _PLAIN: dict[str, tuple[str, Callable[[HostCounts], float]]] = {
     "tbe_host_retries_total": ("Attempts of calls to a host beyond the first", lambda counts: counts.retries),
     "tbe_host_timeouts_total": (
@@ -15,9 +13,6 @@ _PLAIN: dict[str, tuple[str, Callable[[HostCounts], float]]] = {
         lambda counts: counts.timeouts,
     ),
     "tbe_host_lost_total": ("Calls to a host that got no answer", lambda counts: counts.lost),
-    # A Prometheus histogram, made of counters: Triton's own histogram takes one observation at a time.
-    "tbe_host_call_seconds_count": ("Calls to a host", lambda counts: counts.calls),
-    "tbe_host_call_seconds_sum": ("Time that calls to a host took", lambda counts: counts.seconds),
 }
 
 
@@ -35,19 +30,21 @@ class HostMetrics:
         self._counts = counts = ranks.counts
         self._families = {name: families(name, text, "COUNTER") for name, (text, _) in _PLAIN.items()}
         self._families |= {
-            "tbe_host_call_seconds_bucket": families(
-                "tbe_host_call_seconds_bucket", "Calls to a host that took no longer than `le` seconds", "COUNTER"
-            ),
             "tbe_host_bytes_total": families(
                 "tbe_host_bytes_total", "Bytes of requests to a host, and of its answers", "COUNTER"
             ),
-        }
-        self._families |= {
             "tbe_host_replicas": families("tbe_host_replicas", "Replicas of a host that its addresses name", "GAUGE"),
             "tbe_host_replicas_up": families(
                 "tbe_host_replicas_up", "Replicas of a host that have its bundle and answer", "GAUGE"
             ),
         }
+
+        def counters(name: str, text: str) -> Family:
+            self._families[name] = families(name, text, "COUNTER")
+            return self._families[name]
+
+        times = histograms(counters, "tbe_host_call_seconds", "Calls to a host, by their seconds", SECONDS)
+        self._times = {host: times({**labels, "host": str(host)}) for host in counts}
         # Set, not incremented: all instances of a router see the same replicas.
         self._replicas = {
             (host, name): self._families[name].Metric({**labels, "host": str(host)})
@@ -67,6 +64,9 @@ class HostMetrics:
                 total = self._totals[(host, name, *more.values())]
                 total.count = value
                 total.publish()
+            times = self._times[host]
+            times.seen, times.total = counts.by_seconds, counts.seconds
+            times.publish()
         for seen in self._ranks.replicas:
             self._replicas[(seen.host, "tbe_host_replicas")].set(len(seen.replicas))
             self._replicas[(seen.host, "tbe_host_replicas_up")].set(seen.up)
@@ -76,7 +76,5 @@ def _values(counts: HostCounts) -> Iterator[tuple[str, dict[str, str], float]]:
     """The value of every metric of a host: family, labels in addition to the host's number, value."""
     for name, (_, value) in _PLAIN.items():
         yield name, {}, value(counts)
-    for bound, calls in zip(_BOUNDS, accumulate(counts.by_seconds), strict=True):
-        yield "tbe_host_call_seconds_bucket", {"le": bound}, calls
     yield "tbe_host_bytes_total", {"direction": "out"}, counts.bytes_out
     yield "tbe_host_bytes_total", {"direction": "in"}, counts.bytes_in

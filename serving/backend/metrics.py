@@ -65,29 +65,49 @@ class Histogram:
         bucket, count, total: families of counters whose names end in _bucket, _count and _sum.
         bounds: upper bounds of the buckets, in ascending order. One more has none.
         labels: of every counter.
+
+    Attributes:
+        seen: how many values were in each bucket [len(bounds) + 1].
+        total: their sum.
     """
 
     def __init__(
         self, bucket: Family, count: Family, total: Family, bounds: Sequence[float], labels: Mapping[str, str]
     ) -> None:
         self._bounds = bounds
-        self._seen, self._total = [0] * (len(bounds) + 1), 0.0
+        self.seen, self.total = [0] * (len(bounds) + 1), 0.0
         names = (*(f"{bound:g}" for bound in bounds), "+Inf")
         self._buckets = [Total(bucket.Metric({**labels, "le": name})) for name in names]
         self._count, self._sum = Total(count.Metric(labels)), Total(total.Metric(labels))
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value, so many times."""
-        self._seen[bisect_left(self._bounds, value)] += times
-        self._total += value * times
+        self.seen[bisect_left(self._bounds, value)] += times
+        self.total += value * times
 
     def publish(self) -> None:
         """Add to Triton's counters what was observed since the last time."""
-        self._sum.count = self._total
-        for bucket, count in zip(self._buckets, accumulate(self._seen), strict=True):
+        self._sum.count = self.total
+        for bucket, count in zip(self._buckets, accumulate(self.seen), strict=True):
             bucket.count = self._count.count = count
         for total in (*self._buckets, self._count, self._sum):
             total.publish()
+
+
+def histograms(
+    families: Callable[[str, str], Family], name: str, what: str, bounds: Sequence[float]
+) -> Callable[[Mapping[str, str]], Histogram]:
+    """A function that makes a histogram with some labels.
+
+    Args:
+        families: makes a family of counters from its name and its help text.
+        name: of the histograms.
+        what: what they count.
+        bounds: see `Histogram`.
+    """
+    said = {"bucket": f"{what}: those of no more than `le`", "count": what, "sum": f"{what}: their sum"}
+    bucket, count, total = (families(f"{name}_{end}", text) for end, text in said.items())
+    return partial(Histogram, bucket, count, total, bounds)
 
 
 def triton_families(pb_utils: Any) -> Families:
@@ -141,10 +161,8 @@ class LookupMetrics:
         def total(name: str, description: str) -> Total:
             return totals(name, description, "", [""])[""]
 
-        def histograms(name: str, what: str, bounds: Sequence[float]) -> Callable[[Mapping[str, str]], Histogram]:
-            said = {"bucket": f"{what}: those of no more than `le`", "count": what, "sum": f"{what}: their sum"}
-            bucket, count, total = (family_of(f"{name}_{end}", text, "COUNTER") for end, text in said.items())
-            return partial(Histogram, bucket, count, total, bounds)
+        def counters(name: str, description: str) -> Family:
+            return family_of(name, description, "COUNTER")
 
         self._calls = total("tbe_calls_total", "TBE calls; each answers one or more requests")
         self._requests = total("tbe_requests_total", "Requests answered by TBE calls")
@@ -173,10 +191,10 @@ class LookupMetrics:
         )
         self._recoveries = total("tbe_recoveries_total", "Times `tbe-serve run` loaded the model again after it died")
         calls = "TBE calls, by the requests that each answered together"
-        self._merged = histograms("tbe_call_requests", calls, MERGED)(labels)
+        self._merged = histograms(counters, "tbe_call_requests", calls, MERGED)(labels)
         requests = "Requests answered, by the seconds from when they were handed to the model"
-        self._times = histograms("tbe_request_seconds", requests, SECONDS)(labels)
-        stage_times = histograms("tbe_stage_seconds", "TBE calls, by the seconds of a stage", SECONDS)
+        self._times = histograms(counters, "tbe_request_seconds", requests, SECONDS)(labels)
+        stage_times = histograms(counters, "tbe_stage_seconds", "TBE calls, by the seconds of a stage", SECONDS)
         self._stages = [stage_times({**labels, "stage": stage}) for stage in STAGES]
         # A gauge would keep its value when the version is unloaded. The rate of a counter becomes 0 then, and also
         # when the process dies or hangs.

@@ -13,7 +13,6 @@ class HostCounts:
     """Counts since the start. Several threads may add to them.
 
     Attributes:
-        calls: all calls, answered or not.
         seconds: sum of the times of all calls.
         by_seconds: how many calls ended in each bucket [len(SECONDS) + 1]. The last bucket has no upper bound.
         bytes_out: bytes of the messages that were sent, with all attempts.
@@ -23,7 +22,6 @@ class HostCounts:
         lost: calls without an answer.
     """
 
-    calls: int = 0
     seconds: float = 0.0
     by_seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
     bytes_out: int = 0
@@ -32,6 +30,11 @@ class HostCounts:
     timeouts: int = 0
     lost: int = 0
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    @property
+    def calls(self) -> int:
+        """All calls, answered or not."""
+        return sum(self.by_seconds)
 
     def add(
         self, *, bytes_out: int = 0, bytes_in: int = 0, retries: int = 0, timeouts: int = 0, lost: int = 0
@@ -47,6 +50,5 @@ class HostCounts:
     def took(self, seconds: float) -> None:
         """Count a call and its time."""
         with self._lock:
-            self.calls += 1
             self.seconds += seconds
             self.by_seconds[bisect_left(SECONDS, seconds)] += 1

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -86,6 +87,13 @@ def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
     return found
 
 
+def listens(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket() as client:
+        client.settimeout(10)
+        return client.connect_ex((host, port)) == 0
+
+
 def wait_for_stubs(server: psutil.Process, model: str, count: int) -> None:
     """Wait until so many processes answer for a model: those that others replaced may still be ending."""
     deadline = time.monotonic() + 60
@@ -122,6 +130,20 @@ def answer_when_open(self, requests):
 
 Engine.answer = answer_when_open
 """
+
+
+SLOW_START = """
+import time
+from pathlib import Path
+while Path({gate!r}).exists():
+    time.sleep(0.01)
+from serving.backend import TritonPythonModel
+"""
+
+
+def slow_start(bundle: Path, gate: Path) -> None:
+    """Have a version's process start only when a file is gone."""
+    replace_model_py(bundle, SLOW_START.format(gate=str(gate)))
 
 
 def replace_model_py(bundle: Path, text: str) -> None:

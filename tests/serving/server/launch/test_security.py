@@ -1,6 +1,5 @@
 """Who should not get in does not: closed protocols, TLS, keys, and bundles that somebody else made or changed."""
 
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -26,6 +25,7 @@ from tests.support.models import SUM, collection
 from tests.support.servers import (
     FREE,
     FREE_PORTS,
+    listens,
     replace_model_py,
     running,
     stubs,
@@ -151,12 +151,6 @@ def test_run_refuses_what_others_could_listen_in_on(one_model: Path) -> None:
     done = tbe_serve("run", str(one_model), "--tls-client-ca", "root.pem")
     assert done.returncode == 1
     assert "--tls-cert, --tls-key: expected both" in done.stderr
-
-
-def listens(address: str, port: int) -> bool:
-    with socket.socket() as client:
-        client.settimeout(10)
-        return client.connect_ex((address, port)) == 0
 
 
 @pytest.mark.parametrize("opened", [False, True])

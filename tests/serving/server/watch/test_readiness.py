@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import threading
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,9 +18,10 @@ from tests.support.servers import (
     FREE_PORTS,
     add_gate,
     held,
+    listens,
     metric,
-    replace_model_py,
     running,
+    slow_start,
     start_tbe_serve,
     stubs,
     wait_for_execution,
@@ -34,11 +34,6 @@ def asked(url: str, path: str) -> tuple[int, str]:
             return response.status, response.read().decode()
     except HTTPError as error:
         return error.code, error.read().decode()
-
-
-def listens(host: str, port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex((host, port)) == 0
 
 
 READY, LIVE = (200, "ready\n"), (200, "alive\n")
@@ -81,19 +76,10 @@ def test_a_server_is_ready_but_for_while_something_of_it_is_replaced_or_it_stops
         assert server.process.wait(60) == 0
 
 
-SLOW_START = """
-import time
-from pathlib import Path
-while Path({gate!r}).exists():
-    time.sleep(0.01)
-from serving.backend import TritonPythonModel
-"""
-
-
 def test_a_server_that_loads_its_models_is_alive_and_not_ready(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gate.touch()
-    replace_model_py(export_model(collection(SUM), tmp_path / "r", "m"), SLOW_START.format(gate=str(gate)))
+    slow_start(export_model(collection(SUM), tmp_path / "r", "m"), gate)
     # An address of its own, so that nobody else takes the port.
     host = str(ip_address("127.2.0.0") + os.getpid())
     ports = (*FREE_PORTS[:4], "--operations-port", "8002", "--operations-host", host)

@@ -17,6 +17,7 @@ from tests.support.servers import (
     held,
     replace_model_py,
     running,
+    slow_start,
     stubs,
     tbe_serve,
     wait_for_answer,
@@ -77,18 +78,9 @@ def test_a_crash_while_it_stops_is_a_clean_stop_only_if_nothing_was_left_to_answ
     assert ("tritonserver ended with SIGABRT while it stopped, with nothing left to answer" in said) is not answers
 
 
-SLOW_START = """
-import time
-from pathlib import Path
-while Path({gate!r}).exists():
-    time.sleep(0.01)
-from serving.backend import TritonPythonModel
-"""
-
-
 def test_a_stop_is_heard_while_a_model_is_loaded_anew(repository: Path) -> None:
     gate = repository.with_name("gate")
-    replace_model_py(repository / "m" / "1", SLOW_START.format(gate=str(gate)))
+    slow_start(repository / "m" / "1", gate)
     with running(repository) as server:
         gate.touch()
         killed = stubs(server.triton, "m")
