@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,8 @@ class Condition:
         restarts: how often tritonserver was started anew.
         certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
             has none, or is not started yet.
+        context: the TLS of the operations port, which goes over to the certificate when tritonserver does. None: it
+            has none.
     """
 
     server: str | None = "starting"
@@ -68,11 +70,15 @@ class Condition:
     tls: ServerTls | None = None
     restarts: int = 0
     certificate_expires: float | None = None
+    context: ssl.SSLContext | None = None
 
     def note_start(self) -> None:
         """A tritonserver is about to start: it reads the certificate now, and not again."""
         if self.tls is not None:
-            with suppress(OSError, ValueError):  # tritonserver says so
+            with suppress(OSError, ValueError, ServingError):  # tritonserver says so
+                replace(self.tls)  # a pair that does not fit would leave the context without a key
+                if self.context is not None:
+                    self.context.load_cert_chain(self.tls.certificate, self.tls.private_key)
                 self.certificate_expires = self.tls.expires()
 
     def live(self) -> Answer:
@@ -125,14 +131,16 @@ def operations_port(
     """
     if find_spec("h11") is None:  # clients and exports go without
         raise ConfigurationError("h11 is not installed, which the operations port needs: `pip install h11`")
-    tls = None
-    if access.operations_tls and access.tls is not None:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(access.tls.certificate, access.tls.private_key)
+    if access.operations_tls:
+        condition.context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    condition.note_start()
     port = _Port(condition, scrape, access.operations_token)
     listens: Future[Callable[[], object]] = Future()
     thread = threading.Thread(
-        target=asyncio.run, args=(port.serve(listener, tls, listens),), name="operations port", daemon=True
+        target=asyncio.run,
+        args=(port.serve(listener, condition.context, listens),),
+        name="operations port",
+        daemon=True,
     )
     thread.start()
     stop = listens.result()

@@ -228,7 +228,6 @@ def _started(
 ) -> Iterator[Server]:
     """A server that loads `models`. They are not ready yet. It is stopped when the block ends."""
     with contextlib.ExitStack() as stack:
-        condition.note_start()
         with signals_deferred():
             server = Server(
                 grpc=endpoints.grpc,

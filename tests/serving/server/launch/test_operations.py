@@ -46,7 +46,9 @@ def listening(
     """An operations port; its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = operations_port(listener, condition or Condition(server=None), lambda: page, access or Access())
+        access = access or Access()
+        condition = condition or Condition(server=None, tls=access.tls)
+        port = operations_port(listener, condition, lambda: page, access)
         with port:
             yield listener.getsockname()
 
@@ -138,7 +140,8 @@ def test_the_certificate_that_was_read_at_the_start_says_when_it_expires(pems: P
     line = f"\ntbe_certificate_expires_timestamp_seconds {seen:.0f}\n".encode()
     assert line in condition.metrics()
     renewed = write_certificates(pems / "renewed", expires=datetime.now(UTC) + timedelta(days=1), server="127.0.0.1")
-    (pems / "server.pem").write_bytes((renewed / "server.pem").read_bytes())
+    for name in ("server.pem", "server.key"):
+        (pems / name).write_bytes((renewed / name).read_bytes())
     assert line in condition.metrics()
     condition.note_start()
     assert line not in condition.metrics()
@@ -255,9 +258,11 @@ def tls_of(pems: Path) -> ServerTls:
 
 def test_with_tls_it_speaks_nothing_else(pems: Path) -> None:
     trusts = ssl.create_default_context(cafile=pems / "root.pem")
-    with listening(access=Access(tls=tls_of(pems), operations_tls=True)) as address:
+    access = Access(tls=tls_of(pems), operations_tls=True)
+    condition = Condition(server=None, tls=access.tls)
+    with listening(condition, access) as address:
         assert asked(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
-        assert asked(url_of(address, "/metrics", "https"), trusts) == (200, (OWN + PAGE).decode())
+        assert asked(url_of(address, "/metrics", "https"), trusts) == (200, (condition.metrics() + PAGE).decode())
         with pytest.raises((http.client.HTTPException, OSError)):
             asked(url_of(address, "/readyz"))
     with listening(access=Access(tls=tls_of(pems))) as address:  # gRPC has it, this has not
@@ -276,6 +281,30 @@ def test_handshakes_that_never_end_take_a_bounded_number_of_files(
             with suppress(ConnectionResetError):
                 assert client.recv(1) == b""
         assert asked(url_of(address, "/readyz", "https"), trusts) == (200, "ready\n")
+
+
+def test_it_has_a_renewed_certificate_when_tritonserver_has_it(pems: Path) -> None:
+    """What the metric says is what both serve."""
+    access = Access(tls=tls_of(pems), operations_tls=True)
+    condition = Condition(tls=access.tls)
+    old = write_certificates(pems / "old", expires=datetime.now(UTC) + timedelta(days=2), server="127.0.0.1")
+
+    def served(address: tuple[str, int]) -> float:
+        pem = ssl.get_server_certificate(address, timeout=PATIENT_S)
+        return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc.timestamp()
+
+    with listening(condition, access) as address:
+        before = condition.certificate_expires
+        assert served(address) == before
+        renewed = write_certificates(pems / "new", expires=datetime.now(UTC) + timedelta(days=1), server="127.0.0.1")
+        for name in ("server.pem", "server.key"):
+            (pems / name).write_bytes((renewed / name).read_bytes())
+        assert served(address) == before
+        condition.note_start()
+        assert served(address) == condition.certificate_expires != before
+        (pems / "server.pem").write_bytes((old / "server.pem").read_bytes())  # whose key is another
+        condition.note_start()
+        assert served(address) == condition.certificate_expires != before
 
 
 def test_metrics_ask_for_the_token_and_probes_do_not() -> None:
