@@ -50,7 +50,7 @@ def test_each_alert_comes_when_it_has_to_and_none_on_a_calm_day(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("tbe_ready == 0", "tbe_ready == 2"),
+        ("avg_over_time(tbe_ready[5m]) < 0.5", "avg_over_time(tbe_ready[5m]) < -1"),
         ("for: 1h", "for: 1m"),
         ("ratio_rate1h > 14.4 * 0.001", "ratio_rate1h >= 0"),
         ("_seconds\n          and rate(tbe_serving", "_seconds\n          or rate(tbe_serving"),
