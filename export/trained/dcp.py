@@ -51,7 +51,7 @@ class _Dict(dict[str | Part, object]):
 
 
 # Every name that may be in a FileSystemWriter's metadata, and the class for it. Python 3.13 has another name for
-# paths: both are here.
+# paths, and Python before 3.11.4 calls getattr for a member of an enumeration: all are here.
 _NAMES: Mapping[tuple[str, str], Any] = {
     (_METADATA, "TensorStorageMetadata"): TensorPart,
     **dict.fromkeys(
@@ -63,6 +63,7 @@ _NAMES: Mapping[tuple[str, str], Any] = {
             (_METADATA, "StorageMeta"),
             (_METADATA, "TensorProperties"),
             (_METADATA, "_MEM_FORMAT_ENCODING"),
+            ("builtins", "getattr"),
             ("pathlib", "PosixPath"),
             ("pathlib._local", "PosixPath"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

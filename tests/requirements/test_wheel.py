@@ -43,7 +43,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     done = run([sys.executable, "-c", backend, "build_sdist", out], folder / "source")
     sdist = folder / done.stdout.splitlines()[-1]
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+        archive.extractall(folder / "unpacked")  # ours
     (unpacked,) = (folder / "unpacked").iterdir()
     done = run([sys.executable, "-c", backend, "build_wheel", out], unpacked)
     return sdist, folder / done.stdout.splitlines()[-1]

@@ -263,6 +263,21 @@ def test_a_real_checkpoint_still_reads(checkpoint: Path) -> None:
     assert torch.equal(tables["sparse.weight"].read(1, 3), torch.arange(12.0).reshape(3, 4)[1:])
 
 
+def test_a_checkpoint_of_an_older_python_is_read_as_it_is(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 3.11.4, such as Debian 12's own, a member of an enumeration is pickled as a call of getattr."""
+    content = (checkpoint / ".metadata").read_bytes()
+    found, tables = pickle.loads(content), open_folder(checkpoint)
+    encoding = metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(encoding, "__reduce_ex__", lambda self, _: (getattr, (encoding, self.name)))
+    older = pickle.dumps(found, 4)
+    assert b"getattr" in older
+    (checkpoint / ".metadata").write_bytes(older)
+    try:
+        assert open_folder(checkpoint) == tables
+    finally:
+        (checkpoint / ".metadata").write_bytes(content)
+
+
 def test_a_chunk_is_not_read_from_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
     found = pickle.loads((checkpoint / ".metadata").read_bytes())
     (data,) = {info.relative_path for info in found.storage_data.values()}
