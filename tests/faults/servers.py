@@ -155,7 +155,8 @@ def by_a_debugger(process: psutil.Process) -> Iterator[None]:
         held.append(each.id)
     assert held
     yield
-    for thread in reversed(held):  # the first is the main thread, which is seen to end as the last
+    # The main thread is seen to end as the last, and is listed anywhere: psutil sorts by text, "10001" before "9968".
+    for thread in sorted(held, key=lambda each: each == process.pid):
         if ptrace(_DETACH, thread, None, None):  # it was killed meanwhile, and stays until its debugger has seen it
             with suppress(ChildProcessError):
                 os.waitpid(thread, _WALL)
