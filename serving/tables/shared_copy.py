@@ -13,11 +13,13 @@ import hashlib
 import mmap
 import os
 import re
+import resource
 import stat
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +89,9 @@ class SharedCopies:
         for folder in self._folders:
             copy = folder.path / f"{COPY_PREFIX}{digest.sha256}"
             try:
-                self._held.append(_taken(copy, path, digest, "" if folder.is_hugetlbfs else self._lacks))
+                lacks = "" if folder.is_hugetlbfs else self._lacks
+                size_bytes = in_huge_pages(digest.size_bytes)
+                self._held.append(taken(copy, size_bytes, partial(copy_checked, path, digest), lacks))
             except OSError as error:
                 more = f": {_MORE}" if error.errno in (errno.ENOSPC, errno.ENOMEM) else ""
                 problems.append(f"{copy}: {error.strerror}{more}")
@@ -131,18 +135,29 @@ def _is_on(folder: Path, device: str) -> bool:
     return device == f"{os.major(found)}:{os.minor(found)}"
 
 
-def _taken(copy: Path, source: Path, digest: FileDigest, lacks: str) -> int:
-    """A descriptor of the copy. It holds the lock on it."""
-    partial = copy.with_name(copy.name + _PARTIAL)
+def taken(copy: Path, size_bytes: int, fill: Callable[[mmap.mmap], None], lacks: str) -> int:
+    """A descriptor of a copy, which is made if there is none. It holds the lock on the copy.
+
+    Args:
+        copy: its path.
+        size_bytes: its size: whole huge pages.
+        fill: writes a new copy, whose bytes are zeros.
+        lacks: why memory does not hold a new copy. Empty: it does.
+
+    Raises:
+        OSError: it cannot be made, or a file is there that is no copy.
+        BundleError: from `fill`.
+    """
+    draft = copy.with_name(copy.name + _PARTIAL)
     while True:
         try:
-            return _expect_size(_locked(copy, os.O_RDONLY, fcntl.LOCK_SH), digest)
+            return _expect_size(locked(copy, os.O_RDONLY, fcntl.LOCK_SH), size_bytes)
         except FileNotFoundError:
             pass
         if lacks:
             raise OSError(errno.ENOMEM, lacks)
         try:
-            file = _locked(partial, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = locked(draft, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:  # another process finished it, or gave up
             continue
         except BlockingIOError:  # another process makes it; polled, as that process keeps its lock on what it made
@@ -150,30 +165,46 @@ def _taken(copy: Path, source: Path, digest: FileDigest, lacks: str) -> int:
             continue
         try:
             if copy.exists():
-                partial.unlink()
+                draft.unlink()
                 continue
-            _fill(file, source, digest)
-            partial.rename(copy)
+            with _files_of_any_size():
+                os.ftruncate(file, 0)  # a draft that a killed process left may have bytes
+                os.ftruncate(file, size_bytes)
+                os.posix_fallocate(file, 0, size_bytes)  # else a page that cannot be allocated is a bus error
+            with mmap.mmap(file, size_bytes) as pages:  # hugetlbfs takes no write(2)
+                fill(pages)
+            draft.rename(copy)
             fcntl.flock(file, fcntl.LOCK_SH)
             if _is_at(file, copy):  # else another process took it for unused, and removed it
                 return os.dup(file)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
             raise
         finally:
             os.close(file)
 
 
-def _expect_size(file: int, digest: FileDigest) -> int:
+@contextmanager
+def _files_of_any_size() -> Iterator[None]:
+    """In the block, files may be as large as they can be. A model's process has a limit for its shared memory."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limits[1], limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def _expect_size(file: int, size_bytes: int) -> int:
     """Return the descriptor if its file has the size of a copy. Otherwise close it and raise OSError."""
     found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != in_huge_pages(digest.size_bytes):
+    if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
         os.close(file)
         raise OSError(errno.EINVAL, "is no copy of it: remove it")
     return file
 
 
-def _locked(path: Path, flags: int, lock: int) -> int:
+def locked(path: Path, flags: int, lock: int) -> int:
     """Open a file and lock it.
 
     Raises:
@@ -201,18 +232,19 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _fill(file: int, source: Path, digest: FileDigest) -> None:
-    """Copy `source` to `file`, and compare the copied bytes with the digest."""
-    size_bytes = in_huge_pages(digest.size_bytes)
-    os.ftruncate(file, size_bytes)
-    os.posix_fallocate(file, 0, size_bytes)  # else writing to a page that cannot be allocated is a bus error
-    sha256, start = hashlib.sha256(), 0
+def copy_checked(source: Path, digest: FileDigest, pages: mmap.mmap, offset: int = 0) -> None:
+    """Copy a file to `pages` from `offset` on, and compare the copied bytes with its digest.
+
+    Raises:
+        BundleError: it differs, or cannot be read.
+    """
+    sha256, start = hashlib.sha256(), offset
     try:
         original = open_file(source, follow=True)
     except OSError as error:
         raise BundleError(f"{source}: cannot be read: {error.strerror}: publish the bundle again") from error
-    with original, mmap.mmap(file, size_bytes) as pages:  # hugetlbfs takes no write(2)
-        while data := original.read(min(_STEP_BYTES, digest.size_bytes - start)):
+    with original:
+        while data := original.read(min(_STEP_BYTES, offset + digest.size_bytes - start)):
             sha256.update(data)
             pages[start : start + len(data)] = data
             start += len(data)
@@ -227,7 +259,7 @@ def remove_unused_copies() -> None:
 def _remove_unused(folders: Iterable[HugeFolder]) -> None:
     for copy in (copy for folder in folders for copy in folder.path.glob(f"{COPY_PREFIX}*")):
         with suppress(OSError):  # it is locked, belongs to another user, is a folder, or was just removed
-            file = _locked(copy, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = locked(copy, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 copy.unlink()
             finally:

@@ -106,6 +106,18 @@ print([each.endswith(sha256) for each in copies()])
     assert run(tmp_path, bundle, program) == "[True]"
 
 
+def test_a_copy_may_be_larger_than_the_shared_memory_of_a_model(tmp_path: Path, bundle: Path) -> None:
+    """Whose limit the kernel enforces for all files of the process (`tbe-serve run --shm-mib`)."""
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+mine = SharedCopies()
+print(mine.take(file, digest).read_bytes()[:digest.size_bytes] == file.read_bytes(), digest.size_bytes > 1 << 20)
+print(resource.getrlimit(resource.RLIMIT_FSIZE)[0] == 1 << 20)
+"""
+    assert run(tmp_path, bundle, program) == "True True\nTrue"
+
+
 def test_a_copy_that_was_half_made_is_made_anew(tmp_path: Path, bundle: Path) -> None:
     program = """
 partial = folder / f"tbe-weights-{digest.sha256}.partial"
