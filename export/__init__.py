@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from export.machines import complete_hosts, export_hosts
     from export.pipeline import export_model
     from export.plan.sharding import Sharding
+    from export.publish.changes import publish_changes
+    from export.publish.delta import publish_delta
     from serving.bundle.plan import IdDtype
     from serving.bundle.scores import DenseDtype
     from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
@@ -28,6 +30,8 @@ __all__ = [
     "complete_hosts",
     "export_hosts",
     "export_model",
+    "publish_changes",
+    "publish_delta",
 ]
 
 # Where each of them is. It is imported when it is first asked for: torch takes seconds, and commands that need
@@ -45,6 +49,8 @@ _HOMES = {
     "complete_hosts": "export.machines",
     "export_hosts": "export.machines",
     "export_model": "export.pipeline",
+    "publish_changes": "export.publish.changes",
+    "publish_delta": "export.publish.delta",
 }
 
 

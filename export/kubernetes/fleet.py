@@ -248,6 +248,11 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
             f"lock, its node says: `tbe-serve configure {model} --weights-memory mapped`. A pod's limit has room "
             "for its tables"
         )
+    if settings.weights_memory == "live":
+        raise ConfigurationError(
+            f"{model}: weights-memory: expected 'mapped' or 'huge' in pods, got 'live': what brings deltas into a pod "
+            f"is not part of the manifests yet: `tbe-serve configure {model} --weights-memory mapped`"
+        )
     huge = 0
     if settings.weights_memory == "huge":
         files = [each.manifest.files[name] for each in bundles for name in each.manifest.weights_files]

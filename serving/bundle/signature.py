@@ -7,6 +7,7 @@ cannot be passed off as that of another model, version or purpose. The line is o
     tbe-serving/1 config.pbtxt "movies"         the model `movies`, all versions
     tbe-serving/1 warm_up.jsonl "movies"
     tbe-serving/1 movies.release.json "movies"  the release: which versions of it to serve
+    tbe-serving/1 000000000001.safetensors "movies" "0f3c…"    a delta of a lineage, see serving/bundle/delta.py
 
 Names are written as in JSON. The manifest holds the SHA-256 of all other files of its version. A signature is the 64
 bytes of RFC 8032, in `manifest.sig`, `config.sig`, `warm_up.sig` or `movies.release.sig`. Keys are PEM files. OpenSSL
@@ -39,6 +40,7 @@ TRUSTED_KEYS = "TBE_SERVING_TRUSTED_KEYS"
 _PEM = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----", re.DOTALL)
 _SIGNATURE_BYTES = 64
 _EXPORT = "export with --signing-key"
+_DELTA = "publish it with --signing-key"
 
 
 def signature_of(path: Path) -> Path:
@@ -125,8 +127,7 @@ class TrustedKeys:
         signature = _read(
             found, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: sign it: {again}"
         )
-        said = _statement(path.name, model, version)
-        if self._signed(signature, said + content):
+        if self._signed(signature, _statement(path.name, model, version) + content):
             return content
         if self._signed(signature, content):
             raise BundleError(
@@ -138,6 +139,25 @@ class TrustedKeys:
             f"{f', version {version}' if version else ''}, got another: it was changed after it was signed, is "
             f"another model's or version's, or somebody else's: sign it again: {again}"
         )
+
+    def check_delta(self, path: Path, content: bytes, signature: Path, model: str, lineage: str) -> None:
+        """Refuse a delta without a signature by one of the keys.
+
+        Args:
+            path: its file.
+            content: its bytes.
+            signature: the path of its signature.
+            model, lineage: what it has to be signed for.
+
+        Raises:
+            BundleError: it has none, or another's.
+        """
+        found = _read(signature, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: {_DELTA}")
+        if not self._signed(found, _statement(path.name, model, lineage) + content):
+            raise BundleError(
+                f"{signature}: expected a signature by a key of {self.path} over {path.name} of model {model!r}, "
+                f"lineage {lineage}, got another: {_DELTA}"
+            )
 
     def _signed(self, signature: bytes, message: bytes) -> bool:
         return any(_is_by(key, signature, message) for key in self.keys)
@@ -178,6 +198,11 @@ def sign(path: Path, content: bytes, key: Ed25519PrivateKey, model: str, version
     statement = _statement(path.name, model, None if version is None else str(version))
     with replacing(signature_of(path)) as file:
         file.write(key.sign(statement + content))
+
+
+def delta_signature_of(name: str, content: bytes, key: Ed25519PrivateKey, model: str, lineage: str) -> bytes:
+    """The signature of a delta: of the name of its file, its model, its lineage and its content."""
+    return key.sign(_statement(name, model, lineage) + content)
 
 
 def _statement(file: str, model: str, version: str | None) -> bytes:

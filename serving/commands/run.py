@@ -142,6 +142,10 @@ def run(
             min=1, max=1 << 40, help="Most shared memory of an instance, for the requests that it answers together."
         ),
     ] = SHM_BYTES >> 20,
+    deltas: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the deltas of models with `weights-memory: live`. Default: REPOSITORY.deltas."),
+    ] = None,
     recover: Annotated[
         bool,
         typer.Option(
@@ -166,7 +170,12 @@ def run(
     versions, unload_after_s, trusted = pins(), follow(), trust()
     files = () if unload_after_s is None else _releases(repository, versions, trusted)
     pinned = {**released_versions(files), **versions}
-    common: dict[str, Any] = {"trust": trusted, "shm_bytes": shm_mib << 20, "options": triton_options or ()}
+    common: dict[str, Any] = {
+        "trust": trusted,
+        "deltas": deltas,
+        "shm_bytes": shm_mib << 20,
+        "options": triton_options or (),
+    }
     serve = _fleet if local_hosts else _alone
     with _private_files(), serve(repository, ports(), pins=pinned, access=access(), **common) as servers:
         for warning in dict.fromkeys(warning for server in servers.values() for warning in server.warnings):

@@ -5,6 +5,7 @@ requests that need them get no embeddings.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -126,6 +127,11 @@ class LocalRanks:
         return [BatchAnswer(self._answer(batch)) for batch in batches]
 
     def _answer(self, batch: Batch) -> Embeddings:
+        if (live := self._weights.live) is not None:
+            return live.state.read(partial(self._look_up, batch))
+        return self._look_up(batch)
+
+    def _look_up(self, batch: Batch) -> Embeddings:
         found = None if self._pieces is None else self._pieces.answer(batch)
         return self.forward(*arguments(batch)).numpy() if found is None else found
 

@@ -149,10 +149,11 @@ class ServingSettings:
     )
     weights_memory: str = _setting(
         "mapped",
-        Allowed(lambda value: value in ("mapped", "locked", "huge"), "mapped, locked or huge"),
+        Allowed(lambda value: value in ("mapped", "locked", "huge", "live"), "mapped, locked, huge or live"),
         "Where the weights files are held in memory. 'mapped' (default): in the page cache, in huge pages where the "
         "kernel has them. 'locked': the same, and never given back. 'huge': in one copy for all instances, on a "
-        "hugetlbfs or a tmpfs with huge=.",
+        "hugetlbfs or a tmpfs with huge=. 'live': in one copy for all instances, on such a file system or in "
+        "/dev/shm, which deltas change while it is served.",
     )
     # The file is <capture>/<model>.jsonl. Neither per-id weights nor answers are captured.
     capture: str | None = _setting(

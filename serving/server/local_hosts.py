@@ -70,6 +70,7 @@ def run_local_hosts(
     pins: Pins | None = None,
     access: Access | None = None,
     trust: Trust | None = None,
+    deltas: Path | None = None,
     logs: Path | None = None,
     shm_bytes: int = SHM_BYTES,
     options: Sequence[str] = (),
@@ -85,6 +86,7 @@ def run_local_hosts(
         pins: as `run_server`.
         access: who may reach the router's server; as `run_server`.
         trust: as `run_server`.
+        deltas: as `run_server`.
         logs: a folder for the log of each server, `<model>.log`. None: stderr.
         shm_bytes: as `run_server`, of each server.
         options: as `run_server`, of each server.
@@ -96,7 +98,7 @@ def run_local_hosts(
     """
     pins = pins or {}
     placed = _placement(repository, pins, None if trust is None else TrustedKeys.read(trust.keys))
-    start = partial(run_server, repository, shm_bytes=shm_bytes, options=options)
+    start = partial(run_server, repository, deltas=deltas, shm_bytes=shm_bytes, options=options)
     with ExitStack() as stack:
         hosts = {
             number: stack.enter_context(

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from serving.tables.page_cache import HUGE_PAGE, huge_bytes_at
+from serving.tables.page_cache import HUGE_PAGE, huge_bytes_at, in_huge_pages
 
 # Bytes that are read into memory at once. The first 2 MiB are read alone, to see whether the kernel has huge pages.
 _CHUNK_BYTES = 256 << 20
@@ -44,6 +44,7 @@ class MappedFile:
     Args:
         path: the file, not empty. On hugetlbfs it may be longer than `size_bytes`.
         size_bytes: how many of its bytes `bytes` has.
+        start: where in the file they begin: a multiple of 2 MiB.
         huge: whether to ask for pages of 2 MiB. False: a page of 4 KiB is read when a row in it is.
 
     Attributes:
@@ -55,12 +56,14 @@ class MappedFile:
         OSError: it cannot be opened or mapped.
     """
 
-    def __init__(self, path: Path, size_bytes: int, *, huge: bool) -> None:
+    def __init__(self, path: Path, size_bytes: int, *, huge: bool, start: int = 0) -> None:
         self.path = path
         self.huge = huge
         self._is_locked = False
         with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), os.fstat(file.fileno()).st_size, prot=mmap.PROT_READ)
+            # hugetlbfs maps whole pages.
+            mapped_bytes = min(in_huge_pages(size_bytes), os.fstat(file.fileno()).st_size - start)
+            mapped = mmap.mmap(file.fileno(), mapped_bytes, prot=mmap.PROT_READ, offset=start)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)[:size_bytes]
         self._advise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_RANDOM)
 

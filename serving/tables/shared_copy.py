@@ -29,7 +29,7 @@ from serving.errors import BundleError, ConfigurationError
 from serving.files import open_file
 from serving.tables.page_cache import HUGE_PAGE, in_huge_pages
 
-_MOUNTS = Path("/proc/self/mountinfo")
+MOUNTS = Path("/proc/self/mountinfo")
 # The name of a copy: this prefix, and the SHA-256 of the file.
 COPY_PREFIX = "tbe-weights-"
 _PARTIAL = ".partial"
@@ -60,7 +60,7 @@ class SharedCopies:
 
     def __init__(self, *, lacks: str = "") -> None:
         self._lacks = lacks
-        self._folders = list(huge_page_folders(_MOUNTS))
+        self._folders = list(huge_page_folders(MOUNTS))
         if not self._folders:
             raise ConfigurationError(
                 "weights-memory 'huge': no hugetlbfs, and no tmpfs with huge=, is mounted where this process may "
@@ -68,7 +68,7 @@ class SharedCopies:
                 "volume with `medium: HugePages-2Mi`; or set 'mapped'"
             )
         self._held: list[int] = []
-        weakref.finalize(self, _let_go, self._held)
+        weakref.finalize(self, let_go, self._held)
 
     def take(self, path: Path, digest: FileDigest) -> Path:
         """The copy of a file. It is made if there is none. If another process makes it, this one waits.
@@ -84,7 +84,7 @@ class SharedCopies:
             BundleError: the file differs from its digest, or cannot be read.
             ConfigurationError: the copy does not fit. The message names the folders and the pages that it takes.
         """
-        _remove_unused(self._folders)
+        remove_unused((each.path for each in self._folders), COPY_PREFIX)
         problems = []
         for folder in self._folders:
             copy = folder.path / f"{COPY_PREFIX}{digest.sha256}"
@@ -105,7 +105,7 @@ class SharedCopies:
 
     def close(self) -> None:
         """Let all copies go. Those that no other process uses are removed."""
-        _let_go(self._held)
+        let_go(self._held)
 
 
 def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
@@ -253,11 +253,12 @@ def copy_checked(source: Path, digest: FileDigest, pages: mmap.mmap, offset: int
 
 def remove_unused_copies() -> None:
     """Remove the copies that no process holds a lock on."""
-    _remove_unused(huge_page_folders(_MOUNTS))
+    remove_unused((each.path for each in huge_page_folders(MOUNTS)), COPY_PREFIX)
 
 
-def _remove_unused(folders: Iterable[HugeFolder]) -> None:
-    for copy in (copy for folder in folders for copy in folder.path.glob(f"{COPY_PREFIX}*")):
+def remove_unused(folders: Iterable[Path], prefix: str) -> None:
+    """Remove the copies of some folders whose names begin so, and that no process holds a lock on."""
+    for copy in (copy for folder in folders for copy in folder.glob(f"{prefix}*")):
         with suppress(OSError):  # it is locked, belongs to another user, is a folder, or was just removed
             file = locked(copy, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
@@ -266,7 +267,7 @@ def _remove_unused(folders: Iterable[HugeFolder]) -> None:
                 os.close(file)
 
 
-def _let_go(held: list[int]) -> None:
+def let_go(held: list[int]) -> None:
     """Let copies go. A copy that no other process holds is removed."""
     while held:
         file = held.pop()

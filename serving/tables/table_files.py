@@ -17,6 +17,7 @@ from serving.bundle.manifest import Manifest
 from serving.bundle.opening import check_digest, check_sha256
 from serving.bundle.plan import Plan
 from serving.errors import BundleError, ConfigurationError
+from serving.tables.live_copy import LiveCopy, offsets_of
 from serving.tables.memory_budget import most_weights_bytes, weights_of_others
 from serving.tables.page_cache import HUGE_PAGE
 from serving.tables.pages import MappedFile, leave_out_of_memory
@@ -33,11 +34,13 @@ class WeightsMemory(enum.Enum):
     mapped: in the page cache, which all processes of the machine share. In huge pages where the kernel has them.
     locked: as mapped, and never given back (mlock(2)).
     huge: in one copy for all processes, on a file system of huge pages: hugetlbfs, or a tmpfs with `huge=`.
+    live: in one copy for all processes, which deltas change. In huge pages where such a file system is mounted.
     """
 
     MAPPED = "mapped"
     LOCKED = "locked"
     HUGE = "huge"
+    LIVE = "live"
 
 
 class PagesUsed(NamedTuple):
@@ -58,7 +61,7 @@ class TableFiles:
     """The weights files of a bundle's ranks, mapped. A row is read from the disk when it is first needed.
 
     Files are read as a whole by `verify` and `populate`, for WeightsMemory.LOCKED, and to make a copy for
-    WeightsMemory.HUGE.
+    WeightsMemory.HUGE and LIVE.
 
     Args:
         directory: of the bundle.
@@ -72,10 +75,12 @@ class TableFiles:
         fits: whether memory holds the files, beside those of other served bundles. While it does not, rows are read
             from the disk one by one, as they are needed.
         ahead: asks the disk for the rows of a batch, before it is looked up. None while memory holds the files.
+        live: the copy that `tensors` are of, for WeightsMemory.LIVE. Whoever reads rows does so by `live.state.read`.
 
     Raises:
         BundleError: a file cannot be mapped.
         ConfigurationError: this machine cannot hold the files as `memory` says. The message says what it lacks.
+        ServerUnavailable: for WeightsMemory.LIVE, nothing applies the deltas that are there.
     """
 
     def __init__(
@@ -94,6 +99,9 @@ class TableFiles:
         self.fits = self._size_bytes <= self._free_bytes()
         lacks = "" if self.fits else self._lacks()
         self._copies = SharedCopies(lacks=lacks) if memory is WeightsMemory.HUGE else None
+        self.live = LiveCopy.take(directory, manifest, lacks) if memory is WeightsMemory.LIVE else None
+        # Copies are compared with their digests when they are made.
+        self._is_copied = self._copies is not None or self.live is not None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._files: dict[str, MappedFile] = {}
@@ -101,7 +109,7 @@ class TableFiles:
             if size:  # else a rank without shards: an empty file cannot be mapped
                 self._files[name] = self._map(name, size)
         self.tensors = _tensors(manifest.plan, self._files)
-        if self._copies is not None:  # they could be made
+        if self._is_copied:  # there was memory for it
             self.fits = True
         self._is_kept = memory is not WeightsMemory.MAPPED
         self._is_populated = False
@@ -110,13 +118,17 @@ class TableFiles:
         self.ahead = None if self.fits else self._read_ahead_of_all()
         if memory is WeightsMemory.LOCKED:
             self._lock()
+        if self.live is not None:
+            self.live.wait_until_caught_up()
 
     def _map(self, name: str, size: int) -> MappedFile:
-        path = self._directory / name
+        path, start = self._directory / name, 0
         if self._copies is not None:
             path = self._copies.take(path, self._manifest.files[name])
+        elif self.live is not None:
+            path, start = self.live.path, offsets_of(self._manifest)[name]
         try:
-            return MappedFile(path, size, huge=self.fits or self._copies is not None)
+            return MappedFile(path, size, huge=self.fits or self._is_copied, start=start)
         except OSError as error:
             raise BundleError(
                 f"{path}: cannot be mapped: {error.strerror}: it takes address space, and memory only as it is read: "
@@ -129,7 +141,7 @@ class TableFiles:
         Raises:
             BundleError: naming the first file that differs, or cannot be read.
         """
-        if self._copies is not None:  # the copies were compared when they were made
+        if self._is_copied:
             return
         for name, file in self._files.items():
             if not self.fits:
@@ -175,7 +187,7 @@ class TableFiles:
 
     def _populate(self, done: Callable[[PagesUsed], None]) -> None:
         for name, file in self._files.items():
-            if self._copies is not None:
+            if self._is_copied:
                 file.populate()
                 continue
             for _ in file.chunks(partial(self._brings, name)):
@@ -243,8 +255,9 @@ class TableFiles:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
-        if self._copies is not None:
-            self._copies.close()
+        for copy in (self._copies, self.live):
+            if copy is not None:
+                copy.close()
 
     def _lock(self) -> None:
         if not self.fits:

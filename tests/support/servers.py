@@ -332,6 +332,6 @@ def running(repository: Path, *options: str, within: tuple[str, ...] = (), first
 
 
 def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
-    """The server that `tbe-serve run` started."""
-    (server,) = psutil.Process(process.pid).children()
+    """The server that `tbe-serve run` started. It may have started an applier of deltas, too."""
+    (server,) = [each for each in psutil.Process(process.pid).children() if each.name() == "tritonserver"]
     return server

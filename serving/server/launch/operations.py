@@ -2,8 +2,9 @@
 
 `/livez` and `/readyz` follow Kubernetes: 200 with one word, or 503 with the reason. They start no process, look
 nothing up and ask no model: an overload makes nobody unready. `/readyz?verbose` also names the hosts that a router
-has lost, which stays ready for what needs none of them. `/metrics` passes on what Triton says on a Unix socket
-that only its own user reaches, and adds those of the server as a whole.
+has lost, which stays ready for what needs none of them, and the models to which no further delta is applied.
+`/metrics` passes on what Triton says on a Unix socket that only its own user reaches, and adds those of the server as
+a whole.
 
 Triton's HTTP library keeps a request of any length in memory. Here nothing is read after the headers, which are
 bounded. A connection is answered once and ends within `_PATIENCE_S`. Of more than `_MOST` connections the oldest
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from serving.errors import ConfigurationError, ServingError
 from serving.server.launch.access import Access, ServerTls
+from serving.server.launch.live import LiveCopies
 
 if TYPE_CHECKING:
     import h11
@@ -59,6 +61,7 @@ class Condition:
         restarts: how often tritonserver was started anew.
         certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
             has none, or is not started yet.
+        copies: its live copies. None: it has none.
         context: the TLS of the operations port, which goes over to the certificate when tritonserver does. None: it
             has none.
     """
@@ -70,6 +73,7 @@ class Condition:
     tls: ServerTls | None = None
     restarts: int = 0
     certificate_expires: float | None = None
+    copies: LiveCopies | None = None
     context: ssl.SSLContext | None = None
 
     def note_start(self) -> None:
@@ -111,7 +115,7 @@ class Condition:
             name, text = "tbe_certificate_expires_timestamp_seconds", "When the served certificate expires, Unix time"
             found.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))
         lines = (f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in found)
-        return "".join(lines).encode()
+        return "".join(lines).encode() + (b"" if self.copies is None else self.copies.metrics())
 
 
 @contextmanager
@@ -244,6 +248,8 @@ class _Port:
         if is_verbose and status == HTTPStatus.OK:
             with suppress(ServingError):
                 said += _lost_hosts(await asyncio.to_thread(self._scrape))
+            if (copies := self._condition.copies) is not None:
+                said += "".join(f"stopped: {line}\n" for line in copies.said()).encode()
         return status, said
 
     async def _metrics(self, authorization: bytes) -> Answer:

@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from serving.bundle.delta import deltas_folder
 from serving.errors import ServingError, TritonserverFailed
 from serving.server.launch.access import Access
 from serving.server.launch.child import Child, Launch, signals_deferred
+from serving.server.launch.live import LiveCopies
 from serving.server.launch.operations import Condition, operations_port
 from serving.server.launch.ports import Endpoints, Ports, free_endpoints
 from serving.server.launch.private import PrivateFolder, Trust, private_folder
@@ -138,6 +140,7 @@ def run_server(
     hosts: Mapping[str, Mapping[str, str]] | None = None,
     access: Access | None = None,
     trust: Trust | None = None,
+    deltas: Path | None = None,
     ready_timeout_s: float = 120.0,
     log: Path | None = None,
     shm_bytes: int = SHM_BYTES,
@@ -156,6 +159,7 @@ def run_server(
         access: who may reach it. None: only this machine, without TLS.
         trust: which signatures are trusted, and how signed bundles are served. None: unsigned bundles are served too.
         ready_timeout_s: longest time to load the models, in seconds.
+        deltas: the folder of the models' deltas. None: REPOSITORY.deltas.
         log: the file for the server's log. None: stderr.
         shm_bytes: most bytes of shared memory of an instance, for the requests that it answers together. The kernel's
             limit on the size of files enforces it (RLIMIT_FSIZE).
@@ -175,7 +179,11 @@ def run_server(
         served = private.repository if private else repository
         installation = find_tritonserver(stack)
         endpoints = stack.enter_context(free_endpoints(access, ports))
-        condition = Condition(tls=access.tls)
+        environment = installation.environment | (private.environment if private else {})
+        sink = stack.enter_context(_sink(log))
+        copies = LiveCopies((deltas or deltas_folder(repository)).absolute(), environment, sink)
+        stack.enter_context(copies.kept())
+        condition = Condition(tls=access.tls, copies=copies)
         scrape = partial(metrics_page, endpoints.metrics, _CONTROL_TIMEOUT_S)
         stack.enter_context(operations_port(endpoints.listener, condition, scrape, access))
         regions = stack.enter_context(region_prefix())
@@ -187,10 +195,10 @@ def run_server(
                 *access.options(key),
                 *options,
             ],
-            environment=installation.environment | (private.environment if private else {}),
+            environment=environment | copies.environment,
             folder=Path(private.path) if private else None,
             shm_bytes=shm_bytes,
-            sink=stack.enter_context(_sink(log)),
+            sink=sink,
         )
         # What is served otherwise than config.pbtxt says, Triton can be told to load only once it answers.
         told = {**dict.fromkeys(hosts, ()), **pins}

@@ -16,6 +16,7 @@ from export import DefaultRow, ExportConfig, IdPolicy, Sharding, export_model
 from serving.backend.metrics import SECONDS, Histogram
 from serving.client import LookupClient
 from serving.errors import InvalidRequest
+from serving.model.settings import ServingSettings
 from serving.server import Server, run_server
 from serving.server.launch.operations import Condition
 from tests.support.hosts import MODEL, export_hosts, fleet
@@ -30,7 +31,10 @@ DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "lookup.json").read_text()
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Tables a (features x and y, default row) and b (z, error), looked up a little of everything."""
     folder = tmp_path_factory.mktemp("counted")
-    config = ExportConfig(id_policy={"a": DefaultRow(default_row=3), "b": IdPolicy.ERROR})
+    config = ExportConfig(
+        id_policy={"a": DefaultRow(default_row=3), "b": IdPolicy.ERROR},
+        serving=ServingSettings(weights_memory="live"),
+    )
     export_model(collection(SUM), folder / "r", "m", config)
     with run_server(folder / "r", FREE, log=folder / "log") as server:
         with LookupClient(server.grpc, "m", 30) as client:

@@ -252,5 +252,5 @@ def test_locked_weights_in_small_pages_are_compared_as_others_are(bundle: Bundle
 def test_the_setting_has_the_names_of_the_ways() -> None:
     for each in WeightsMemory:
         assert ServingSettings(weights_memory=each.value).weights_memory == each.value
-    with pytest.raises(ConfigurationError, match="expected mapped, locked or huge, got 'swapped'"):
+    with pytest.raises(ConfigurationError, match="expected mapped, locked, huge or live, got 'swapped'"):
         ServingSettings(weights_memory="swapped")

@@ -65,6 +65,7 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-export verify": (["repository/mixed/1"], [], ""),
     "tbe-export manifests": (["repository/mixed"], KUBERNETES, "or an earlier base for"),
     "tbe-export release": (["repository/mixed", "1"], [], ""),
+    "tbe-export delta": (["repository/mixed"], MODEL, ""),
     "tbe-export prune": (["repository/mixed"], ["--keep", "1"], ""),
     "tbe-export compare": (
         [],

@@ -45,11 +45,10 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def signed(place: Path, *, huge: bool = False) -> Path:
+def signed(place: Path, memory: str = "mapped") -> Path:
     """A signed model that captures what it refuses; the file of trusted keys."""
     for command in ("genpkey -algorithm ed25519 -out key.pem", "pkey -in key.pem -pubout -out trusted.pem"):
         subprocess.run(["openssl", *command.split()], cwd=place, check=True)
-    memory = "huge" if huge else "mapped"
     serving = ServingSettings(capture=str(place / "captured"), capture_slow_ms=1e-6, weights_memory=memory)
     export_model(collection(SUM), place / "r", "m", ExportConfig(serving=serving), signing_key=place / "key.pem")
     return place / "trusted.pem"
@@ -74,7 +73,7 @@ def wait_for_capture(path: Path) -> None:
 
 
 def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_makes(place: Path) -> None:
-    trusted = signed(place)
+    trusted = signed(place, "live")
     shared = {*SHARED.iterdir()}
     with (
         running(place / "r", "--trusted-keys", str(trusted)) as server,
@@ -84,13 +83,15 @@ def test_another_user_reads_writes_removes_and_reaches_nothing_that_a_server_mak
         with pytest.raises(InvalidRequest):
             client.lookup({"x": [[-1]]})
         wait_for_capture(place / "captured" / "m.jsonl")
-        processes = [server.process.pid, server.triton.pid, *(each.pid for each in server.triton.children())]
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        processes = [server.process.pid, *(each.pid for each in children)]
         mine = {path for path in {*SHARED.iterdir()} - shared if is_of(path, processes, server.process.pid)}
         made = below(place / "tmp", place / "captured") | mine
-        # Nothing was overlooked: a socket, regions, keys, a copy of the weights, what was captured.
+        # Nothing was overlooked: a socket, regions, keys, a live copy of the weights, what was captured.
         assert any(stat.S_ISSOCK(path.lstat().st_mode) for path in made)
         assert {path.name for path in made} >= {"weights.0.bin", "m.jsonl", "manifest.json", "config.pbtxt"}
-        assert len(mine) >= 2
+        assert len(mine) >= 3
+        assert any(path.name.startswith("tbe-live-") for path in mine)
         assert any(path.suffix == ".json" and path.parent.name == "tbe-serve-0" for path in made)
         assert try_all(sorted(made), processes) == set()
         assert client.lookup({"x": [[1]]}).version == 1
@@ -108,7 +109,7 @@ def is_of(path: Path, processes: list[int], server: int) -> bool:
 
 def test_the_copy_of_weights_that_processes_share_is_its_user_s_alone(place: Path) -> None:
     """The file system of huge pages is mounted for the server alone; the other user comes in there."""
-    signed(place, huge=True)
+    signed(place, "huge")
     mount = f'mount -t tmpfs -o huge=always,mode=1777 tmpfs {place}/huge && exec "$0" "$@"'
     with running(place / "r", within=("unshare", "--mount", "sh", "-ec", mount)) as server:
         root = Path(f"/proc/{server.process.pid}/root{place}/huge")

@@ -1,0 +1,143 @@
+"""Fresh rows: how soon a delta is served, what lookups pay for it, how many rows a second, and a start with many.
+
+One table of INT8 rows of dim 64, served live by one instance. A process of its own asks for 16 samples of 20 ids, one
+after another. Meanwhile 1 % of the rows a minute change, in a delta each second; each has a row whose numbers are the
+delta's, which another client asks for until it is there.
+"""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+from benchmarks.measure import Result, ratio_of
+from export import ExportConfig, export_model, publish_delta
+from export.trained.generated import generated_checkpoint
+from export.trained.tables import collect_tables
+from serving.client import LookupClient
+from serving.model.settings import ServingSettings
+from serving.server import Ports, Server, run_server
+
+NAME, TABLE, ROWS, DIM = "fresh", "item", 4_000_000, 64
+PERIOD_S, SHARE_A_MINUTE = 1.0, 0.01
+CHANGED = int(ROWS * SHARE_A_MINUTE / 60 * PERIOD_S)
+# Seconds of lookups with deltas, and then without; and how often.
+SECONDS, REPEATS = 15.0, 5
+BULK_ROWS = 2_000_000
+FILES = 1000
+SAMPLES, IDS = 16, 20
+_FREE = Ports(grpc=0, http=0, operations=0)
+
+
+def run(folder: Path) -> Iterator[Result]:
+    """All of it, against one server; then a start beside many deltas."""
+    repository = folder / "repository"
+    tables = [EmbeddingBagConfig(name=TABLE, num_embeddings=ROWS, embedding_dim=DIM, feature_names=["item_id"])]
+    module = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    weights = generated_checkpoint(collect_tables(module).tables)
+    config = ExportConfig(serving=ServingSettings(weights_memory="live"))
+    export_model(module, repository, NAME, config, checkpoint=weights)
+    deltas = _Deltas(repository)
+    with run_server(repository, _FREE, log=folder / "log") as server:
+        yield from _under_load(server, deltas)
+        yield from _bulk(server, deltas)
+    for _ in range(FILES):
+        deltas.publish(CHANGED)
+    started = time.monotonic()
+    with run_server(repository, _FREE, log=folder / "log"):
+        yield Result(f"delta_start_beside_{FILES}_files_s", time.monotonic() - started)
+
+
+class _Deltas:
+    """Publishes deltas of random rows. Row 0 of each has the delta's number, which FP16 holds."""
+
+    def __init__(self, repository: Path) -> None:
+        self._repository = repository
+        self._random = np.random.default_rng(0)
+        self.number = 0
+
+    def publish(self, count: int) -> None:
+        self.number += 1
+        ids = np.concatenate(([0], np.unique(self._random.integers(1, ROWS, count))))
+        rows = self._random.standard_normal((ids.size, DIM), np.float32)
+        rows[0] = self.number
+        publish_delta(self._repository, NAME, {TABLE: (ids, rows)})
+
+
+def _under_load(server: Server, deltas: _Deltas) -> Iterator[Result]:
+    visible: list[float] = []
+    with_deltas: list[Any] = []
+    without: list[Any] = []
+    for _ in range(REPEATS):
+        for seconds_of, is_changed in ((with_deltas, True), (without, False)):
+            asking = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.fresh", server.grpc, f"{SECONDS}"],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert asking.stdout is not None  # noqa: S101  it is a pipe
+            asking.stdout.readline()  # it has begun
+            end = time.monotonic() + SECONDS - 1
+            while is_changed and time.monotonic() < end:
+                began = time.monotonic()
+                deltas.publish(CHANGED)
+                visible.append(_until_served(server.grpc, deltas.number))
+                time.sleep(max(0.0, began + PERIOD_S - time.monotonic()))
+            out, _ = asking.communicate()
+            seconds_of.append(np.array(json.loads(out)))
+    yield Result("delta_visible_p50_s", float(np.percentile(visible, 50)))
+    yield Result("delta_visible_p99_s", float(np.percentile(visible, 99)), note=f"of {len(visible)} deltas")
+    for percent in (50, 99):
+        pairs = zip(with_deltas, without, strict=True)
+        ratios = (float(np.percentile(a, percent) / np.percentile(b, percent)) for a, b in pairs)
+        yield ratio_of(f"lookups_p{percent}_with_deltas_over_without", ratios)
+
+
+def _until_served(url: str, number: int) -> float:
+    """Seconds until the row of a delta that was just published is answered."""
+    began = time.monotonic()
+    with LookupClient(url, NAME, 10) as client:
+        while client.lookup({"item_id": [[0]]})["item_id"][0, 0] != number:
+            time.sleep(0.005)
+        return time.monotonic() - began
+
+
+def _bulk(server: Server, deltas: _Deltas) -> Iterator[Result]:
+    deltas.publish(BULK_ROWS)
+    began = time.monotonic()
+    while _applied(server) < deltas.number:
+        time.sleep(0.01)
+    yield Result("delta_rows_per_s", BULK_ROWS / (time.monotonic() - began), unit="/s")
+
+
+def _applied(server: Server) -> int:
+    with urllib.request.urlopen(f"{server.operations}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return int(next(line for line in lines if line.startswith("tbe_delta_sequence{")).rpartition(" ")[2])
+
+
+def main(url: str, seconds: str) -> None:
+    """Ask for so many seconds, and print how long each lookup took, as JSON."""
+    random = np.random.default_rng(threading.get_native_id())
+    with LookupClient(url, NAME, 10) as client:
+        ids = random.integers(0, ROWS, (SAMPLES, IDS))
+        client.lookup({"item_id": ids})
+        print("began", flush=True)
+        found, end = [], time.monotonic() + float(seconds)
+        while (began := time.monotonic()) < end:
+            client.lookup({"item_id": random.integers(0, ROWS, (SAMPLES, IDS))})
+            found.append(time.monotonic() - began)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

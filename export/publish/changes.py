@@ -1,0 +1,128 @@
+"""Publish the rows of a trained module that are stored otherwise by now: what changed since the last delta."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import nn
+
+from export.publish.delta import Lineage, PublishedDelta, check_takes, quantized
+from export.trained.checkpoint import WeightSource, blocks, open_weights
+from export.trained.tables import collect_tables
+from serving.bundle.delta import Rows, delta_path, listed, parse_delta
+from serving.bundle.opening import weights_path
+from serving.bundle.signature import read_signing_key
+from serving.bundle.tables import Bytes, Table
+from serving.errors import ConfigurationError
+
+
+def publish_changes(
+    repository: Path | str,
+    model: str,
+    module: nn.Module,
+    *,
+    checkpoint: WeightSource = None,
+    version: int | None = None,
+    max_error: Mapping[str, float] = MappingProxyType({}),
+    deltas: Path | None = None,
+    signing_key: Path | None = None,
+) -> PublishedDelta | None:
+    """Publish the rows of a module that are stored otherwise than in its version and the deltas since.
+
+    All rows are read and quantized, block by block, but only those that differ are published.
+
+    Args:
+        module: as `export_model` takes it.
+        checkpoint: as `export_model` takes it.
+        repository, model, version, max_error, deltas, signing_key: as `publish_delta`.
+
+    Returns:
+        What was published. None: no row differs.
+
+    Raises:
+        ModelError, CheckpointError: as `export_model`.
+        ConfigurationError: the module has other tables than the model.
+        BundleError: a delta of the lineage cannot be read; or as `publish_delta`.
+        QuantizeError, ParityError, PublishError: as `publish_delta`.
+    """
+    lineage = Lineage.of(Path(repository), model, version, deltas)
+    key = None if signing_key is None else read_signing_key(signing_key)
+    trained = collect_tables(module, follow=False).tables
+    tables = {table.name: table for table in lineage.bundle.manifest.tables}
+    if {each.name: (each.rows, each.dim) for each in trained} != {
+        each.name: (each.rows, each.dim) for each in tables.values()
+    }:
+        raise ConfigurationError(
+            f"expected the tables of {lineage.bundle.path}, with as many rows and columns: export the module anew"
+        )
+    weights = open_weights(module, trained, checkpoint)
+    current = _Current(lineage)
+    stored = {}
+    for table in trained:
+        weights.check(table)
+        found = [
+            _differing(current, tables[table.name], start, rows, max_error.get(table.name, math.inf))
+            for start, rows in blocks(table, weights)
+        ]
+        ids = np.concatenate([each.ids for each in found])
+        if ids.size:
+            check_takes(tables[table.name])
+            stored[table.name] = Rows(ids, np.concatenate([each.rows for each in found]))
+    return lineage.publish(stored, key) if stored else None
+
+
+class _Current:
+    """The rows of a lineage as they are stored now: those of its version, and of all deltas since."""
+
+    def __init__(self, lineage: Lineage) -> None:
+        self._bundle = lineage.bundle
+        changed: dict[str, list[Rows]] = {}
+        for sequence in listed(lineage.folder):
+            path = delta_path(lineage.folder, sequence)
+            delta = parse_delta(path, path.read_bytes(), lineage.bundle.manifest, lineage.name, sequence)
+            for name, rows in delta.tables.items():
+                changed.setdefault(name, []).append(rows)
+        self._changed = {name: _last_of_each(each) for name, each in changed.items()}
+
+    def rows(self, table: Table, start: int, stop: int) -> Bytes:
+        """Rows [start, stop) of a table: uint8 [n, row bytes]."""
+        manifest = self._bundle.manifest
+        found: Bytes = np.empty((stop - start, table.row_bytes), np.uint8)
+        for shard in manifest.plan.pieces_by_table[table.name]:
+            first, last = max(start, shard.rows[0]), min(stop, shard.rows[1])
+            if first < last:
+                width = table.dtype.row_bytes(shard.width)
+                stored = np.memmap(
+                    weights_path(self._bundle.path, manifest, shard.rank),
+                    np.uint8,
+                    mode="r",
+                    offset=shard.offset_bytes + (first - shard.rows[0]) * width,
+                    shape=(last - first, width),
+                )
+                header = table.dtype.format.header_bytes
+                own = found[first - start : last - start]
+                own[:, :header] = stored[:, :header]
+                own[:, slice(*map(table.dtype.row_bytes, shard.columns))] = stored[:, header:]
+        if (changed := self._changed.get(table.name)) is not None:
+            low, high = np.searchsorted(changed.ids, (start, stop))
+            found[changed.ids[low:high] - start] = changed.rows[low:high]
+        return found
+
+
+def _last_of_each(changed: Sequence[Rows]) -> Rows:
+    """Each row once, as it is in the last of some deltas that has it."""
+    ids = np.concatenate([each.ids for each in changed])[::-1]
+    rows = np.concatenate([each.rows for each in changed])[::-1]
+    each_once, first = np.unique(ids, return_index=True)
+    return Rows(each_once, rows[first])
+
+
+def _differing(current: _Current, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:
+    """Those of some consecutive rows that are stored otherwise by now."""
+    ids = np.arange(start, start + len(rows))
+    stored = quantized(table, ids, rows, limit)
+    differ = (stored != current.rows(table, start, start + len(rows))).any(axis=1)
+    return Rows(ids[differ], stored[differ])

@@ -1,0 +1,289 @@
+"""Publish a delta: changed rows of a model that is served. `serving.bundle.delta` has its format."""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors import SafetensorError
+from safetensors.numpy import save
+from safetensors.torch import load_file
+
+from export.errors import ParityError, PublishError, QuantizeError
+from export.rows.quantize import quantize
+from export.rows.table_error import TableError
+from serving.bundle.delta import (
+    FORMAT,
+    IDS,
+    ROWS,
+    Rows,
+    delta_path,
+    delta_signature,
+    deltas_folder,
+    lineage_of,
+    listed,
+)
+from serving.bundle.manifest import Manifest
+from serving.bundle.opening import Bundle, newest, open_bundle
+from serving.bundle.signature import delta_signature_of, read_signing_key
+from serving.bundle.tables import Bytes, Table
+from serving.errors import ConfigurationError
+
+# Row numbers, integers [n], and float rows [n, dim].
+Changed = tuple[npt.ArrayLike | torch.Tensor, npt.ArrayLike | torch.Tensor]
+# Rows that are quantized at once.
+_BLOCK_ROWS = 1 << 16
+
+
+class PublishedDelta(NamedTuple):
+    """A delta that is published.
+
+    Attributes:
+        path: its file.
+        sequence: its number in its lineage.
+        version: the version that began the lineage.
+        rows: how many it has, in all.
+    """
+
+    path: Path
+    sequence: int
+    version: int
+    rows: int
+
+
+def publish_delta(
+    repository: Path | str,
+    model: str,
+    changed: Mapping[str, Changed],
+    *,
+    version: int | None = None,
+    max_error: Mapping[str, float] = MappingProxyType({}),
+    deltas: Path | None = None,
+    signing_key: Path | None = None,
+) -> PublishedDelta:
+    """Quantize changed rows and publish them. Servers of the model with `weights-memory: live` apply them.
+
+    It is there as a whole or not at all. Of several writers each gets a number of its own; the rows of the last one
+    win. After an error nothing is published.
+
+    Args:
+        repository: the model repository.
+        model: the model's name.
+        changed: by table the numbers of the rows, integers [n], each once; and the rows as trained, float32 or
+            float16 [n, dim].
+        version: the version that began the lineage; the newest where None.
+        max_error: largest allowed |float − stored| of an element, by table. A table without one is still checked: no
+            element may move further than rounding explains.
+        deltas: the folder of all deltas; REPOSITORY.deltas where None.
+        signing_key: a PEM file with an Ed25519 private key. None: it is not signed.
+
+    Returns:
+        What was published.
+
+    Raises:
+        BundleError: the version cannot be opened.
+        ConfigurationError: a table or a row number is not the model's, or the signing key cannot be read.
+        QuantizeError: a row does not fit its dtype.
+        ParityError: a row would move further than its limit, or than rounding explains.
+        PublishError: the model takes no deltas, or the folder cannot be written to.
+    """
+    lineage = Lineage.of(Path(repository), model, version, deltas)
+    key = None if signing_key is None else read_signing_key(signing_key)
+    stored = _stored(lineage.bundle.manifest, changed, max_error)
+    if not stored:
+        raise ConfigurationError("expected at least one row that changed, got none")
+    return lineage.publish(stored, key)
+
+
+def read_changed(path: Path) -> dict[str, Changed]:
+    """Changed rows from a file of safetensors: `TABLE/ids`, integers [n], and `TABLE/rows`, floats [n, dim], each.
+
+    Raises:
+        ConfigurationError: it cannot be read, or has other tensors.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"{path}: expected safetensors: {error}") from error
+    names = {name.removesuffix(IDS) for name in tensors if name.endswith(IDS)}
+    if {*tensors} != {f"{name}{what}" for name in names for what in (IDS, ROWS)}:
+        raise ConfigurationError(f"{path}: expected TABLE{IDS} and TABLE{ROWS} of each table, got {sorted(tensors)}")
+    return {name: (tensors[name + IDS], tensors[name + ROWS]) for name in sorted(names)}
+
+
+class Lineage(NamedTuple):
+    """A lineage that deltas are published to: the version that began it, and the folder of its deltas."""
+
+    bundle: Bundle
+    name: str
+    folder: Path
+
+    @classmethod
+    def of(cls, repository: Path, model: str, version: int | None, deltas: Path | None) -> "Lineage":
+        """That of a version; of the newest where it is None. `deltas` is as for `publish_delta`.
+
+        Raises:
+            BundleError: the version cannot be opened.
+            PublishError: it takes no deltas.
+        """
+        bundle = open_bundle(repository / model / str(version or newest(repository / model)))
+        if bundle.manifest.hosts or bundle.manifest.part_of is not None:
+            raise PublishError(f"{bundle.path}: a model on several hosts takes no deltas yet: export it again")
+        name = lineage_of(bundle.digest)
+        return cls(bundle, name, (deltas or deltas_folder(repository)) / model / name)
+
+    def publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> PublishedDelta:
+        """Write stored rows as the next delta."""
+        model, version = self.bundle.path.parent.name, int(self.bundle.path.name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = _publish(self.folder, stored, model, self.name, key)
+        except OSError as error:
+            raise PublishError(
+                f"{self.folder}: cannot be written: {error.strerror}: name another folder, --deltas, here and for "
+                "servers"
+            ) from error
+        return PublishedDelta(path, int(path.stem), version, sum(len(each.ids) for each in stored.values()))
+
+
+def _stored(manifest: Manifest, changed: Mapping[str, Changed], max_error: Mapping[str, float]) -> dict[str, Rows]:
+    """The rows as they are stored."""
+    tables = {table.name: table for table in manifest.tables}
+    if unknown := (changed.keys() | max_error.keys()) - tables.keys():
+        raise ConfigurationError(f"table {min(unknown)!r}: expected one of the model's, {', '.join(tables)}")
+    found = {}
+    for name, (ids, rows) in changed.items():
+        table = tables[name]
+        check_takes(table)
+        numbers, floats = _checked(table, ids, rows)
+        if len(numbers):
+            blocks = (slice(start, start + _BLOCK_ROWS) for start in range(0, len(numbers), _BLOCK_ROWS))
+            parts = [quantized(table, numbers[each], floats[each], max_error.get(name, math.inf)) for each in blocks]
+            found[name] = Rows(numbers, np.concatenate(parts))
+    return found
+
+
+def check_takes(table: Table) -> None:
+    """Refuse a table that takes no deltas."""
+    if table.id_map is not None:
+        raise PublishError(
+            f"table {table.name!r}: its rows are named by raw ids, whose map no delta changes: export it again"
+        )
+
+
+def _checked(
+    table: Table, ids: npt.ArrayLike | torch.Tensor, rows: npt.ArrayLike | torch.Tensor
+) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+    """Row numbers in order, and their rows.
+
+    Raises:
+        ConfigurationError: they do not fit the table.
+    """
+    numbers = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    floats = rows.detach().cpu() if isinstance(rows, torch.Tensor) else torch.from_numpy(np.asarray(rows))
+    where = f"table {table.name!r}: expected"
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "iu"):
+        raise ConfigurationError(f"{where} row numbers as integers [n], got {numbers.dtype} {[*numbers.shape]}")
+    if floats.dtype not in (torch.float32, torch.float16) or floats.shape != (numbers.size, table.dim):
+        raise ConfigurationError(
+            f"{where} rows float32 or float16 [{numbers.size}, {table.dim}], got "
+            f"{str(floats.dtype).removeprefix('torch.')} {[*floats.shape]}"
+        )
+    outside = (numbers < 0) | (numbers >= table.rows)
+    if outside.any():
+        raise ConfigurationError(f"{where} row numbers in [0, {table.rows}), got {int(numbers[outside.argmax()])}")
+    order = np.argsort(numbers, kind="stable")
+    numbers = numbers[order].astype(np.int64)
+    twice = np.diff(numbers) == 0
+    if twice.any():
+        raise ConfigurationError(f"{where} each row once, got row {int(numbers[twice.argmax()])} twice")
+    return numbers, floats[torch.from_numpy(order)]
+
+
+def quantized(table: Table, ids: npt.NDArray[np.int64], rows: torch.Tensor, limit: float) -> Bytes:
+    """Rows as they are stored: uint8 [n, row bytes]."""
+    try:
+        stored: Bytes = quantize(table.name, 0, rows, table.dtype).numpy()
+    except QuantizeError:
+        for position, number in enumerate(ids.tolist()):  # which row it is
+            quantize(table.name, number, rows[position : position + 1], table.dtype)
+        raise
+    error = TableError(table.dtype)
+    error.add(0, rows.float().numpy(), stored, np.empty(rows.shape, np.float32))
+    agreement = error.tally.agreement
+    if error.unexplained_row is not None:
+        raise ParityError(
+            f"table {table.name!r}: row {int(ids[error.unexplained_row])} moved further than rounding explains"
+        )
+    if not agreement.largest <= limit:
+        raise ParityError(
+            f"table {table.name!r}: {table.dtype.value} moves an element of row {int(ids[agreement.worst_row])} by "
+            f"{agreement.largest:.3g}, expected at most {limit:.3g}: export the model again with a wider dtype"
+        )
+    return stored
+
+
+def _publish(
+    folder: Path, stored: Mapping[str, Rows], model: str, lineage: str, key: Ed25519PrivateKey | None
+) -> Path:
+    """Write a delta under the next number that is free."""
+    tensors = {name + IDS: each.ids for name, each in stored.items()}
+    tensors |= {name + ROWS: each.rows for name, each in stored.items()}  # type: ignore[misc]
+    sequence = max(listed(folder), default=0) + 1
+    while True:
+        path = delta_path(folder, sequence)
+        metadata = {"format": FORMAT, "lineage": lineage, "sequence": f"{sequence}", "written_at": f"{time.time()!r}"}
+        content = save(tensors, metadata)
+        with _draft(folder, content) as draft:
+            signature = None if key is None else delta_signature(path, content)
+            if signature is not None and key is not None:
+                _write(signature, delta_signature_of(path.name, content, key, model, lineage))
+            try:
+                os.link(draft, path)  # unlike a rename, it fails if another writer took the number
+            except FileExistsError:
+                if signature is not None:
+                    signature.unlink()
+                sequence += 1
+                continue
+        _sync(folder)
+        return path
+
+
+@contextmanager
+def _draft(folder: Path, content: bytes) -> Iterator[Path]:
+    """A file with that content, on the disk, until the block ends."""
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".draft-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        yield Path(name)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,198 @@
+"""Deltas: files of changed rows, which a running server applies to the tables that it serves.
+
+A *lineage* is one training. A full export starts it, and its deltas are numbered 1, 2, 3 and so on. A delta lies
+beside the repository, never inside it: Triton takes each folder there for a model, and reloads a model when one of
+its files changes. Of the repository `r` it is::
+
+    r.deltas/MODEL/LINEAGE/000000000001.safetensors
+    r.deltas/MODEL/LINEAGE/000000000001.0f3c….sig     its signature, if there is one
+
+A delta is a safetensors file (https://github.com/huggingface/safetensors, "Format"). For each table that changes it
+has two tensors: `TABLE/ids`, int64 [n], the row numbers, sorted, each once; and `TABLE/rows`, uint8 [n, row bytes],
+the whole rows as they are stored, see `serving.bundle.tables`. Its metadata are `format` ("1"), `lineage`, `sequence`
+(its number) and `written_at` (Unix time in seconds), all as text.
+
+A signature signs the line `tbe-serving/1 000000000001.safetensors "MODEL" "LINEAGE"`, a newline, and the file, see
+`serving.bundle.signature`. Its name has the first 16 hex digits of the file's SHA-256, so that of two who write one
+number at once none replaces the signature of the other.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from serving.bundle.manifest import Manifest
+from serving.bundle.tables import Bytes, Table, dequantize
+from serving.errors import BundleError
+from serving.files import UNREADABLE, Strict, json_tree
+
+FORMAT = "1"
+# The names of the two tensors of a table.
+IDS, ROWS = "/ids", "/rows"
+_NAME = re.compile(r"[0-9]{12}\.safetensors")
+# Most bytes of the header, as in safetensors itself.
+_MOST_HEADER_BYTES = 100_000_000
+_LENGTH_BYTES = 8
+
+
+def lineage_of(digest: str) -> str:
+    """The name of the lineage that a bundle begins: the first 32 hex digits of its manifest's SHA-256."""
+    return digest[:32]
+
+
+def deltas_folder(repository: Path) -> Path:
+    """The folder of a repository's deltas, beside it."""
+    whole = repository.absolute()
+    return whole.with_name(f"{whole.name}.deltas")
+
+
+def delta_path(folder: Path, sequence: int) -> Path:
+    """The path of a delta.
+
+    Args:
+        folder: of its lineage, <deltas>/<model>/<lineage>.
+        sequence: its number.
+    """
+    return folder / f"{sequence:012d}.safetensors"
+
+
+def delta_signature(path: Path, content: bytes) -> Path:
+    """The path of the signature of a delta with that content."""
+    return path.with_suffix(f".{hashlib.sha256(content).hexdigest()[:16]}.sig")
+
+
+def listed(folder: Path) -> list[int]:
+    """The numbers of the deltas in a lineage's folder, in order. Empty if there is no such folder."""
+    try:
+        return sorted(int(each.name[:12]) for each in folder.iterdir() if _NAME.fullmatch(each.name))
+    except FileNotFoundError:
+        return []
+
+
+class Rows(NamedTuple):
+    """Changed rows of a table: `ids` int64 [n], sorted, each once; `rows` uint8 [n, row bytes]."""
+
+    ids: npt.NDArray[np.int64]
+    rows: Bytes
+
+
+class Delta(NamedTuple):
+    """A delta: its number, when it was written in Unix time, and the changed rows by table."""
+
+    sequence: int
+    written_at: float
+    tables: Mapping[str, Rows]
+
+
+class _Metadata(Strict, frozen=True):
+    format: Literal["1"]
+    lineage: str
+    sequence: Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,11}$")]
+    written_at: str
+
+
+class _Tensor(Strict, frozen=True):
+    dtype: Literal["I64", "U8"]
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+
+
+def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, sequence: int) -> Delta:
+    """A delta from the bytes of its file. Nothing is copied.
+
+    Args:
+        path: the file, for errors.
+        content: its bytes.
+        manifest: of a bundle of the lineage.
+        lineage: the lineage that it has to be of.
+        sequence: the number that it has to have.
+
+    Raises:
+        BundleError: it is no delta, or not that one; or a row does not fit its table. The message says what.
+    """
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    if len(content) < _LENGTH_BYTES or length > min(_MOST_HEADER_BYTES, len(content) - _LENGTH_BYTES):
+        raise BundleError(f"{path}: expected a delta, got {len(content)} bytes that are no safetensors: {_AGAIN}")
+    header, data = content[_LENGTH_BYTES : _LENGTH_BYTES + length], memoryview(content)[_LENGTH_BYTES + length :]
+    try:
+        json_tree(header)  # refuses a key that is there twice
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=_Metadata)
+        tensors = {name: msgspec.json.decode(each, type=_Tensor) for name, each in raw.items()}
+        written_at = float(metadata.written_at)
+    except (*UNREADABLE, ValueError) as error:
+        raise BundleError(f"{path}: expected the header of a delta: {error}: {_AGAIN}") from error
+    if (metadata.lineage, int(metadata.sequence)) != (lineage, sequence) or not math.isfinite(written_at):
+        raise BundleError(
+            f"{path}: expected delta {sequence} of lineage {lineage}, got {metadata.sequence} of {metadata.lineage}, "
+            f"written at {metadata.written_at}: {_AGAIN}"
+        )
+    arrays = _arrays(path, tensors, data)
+    tables = {table.name: table for table in manifest.tables}
+    names = {name.removesuffix(IDS) for name in arrays if name.endswith(IDS)}
+    if not names or {*arrays} != {f"{name}{what}" for name in names for what in (IDS, ROWS)}:
+        raise BundleError(f"{path}: expected {IDS!r} and {ROWS!r} of each table, got {sorted(arrays)}: {_AGAIN}")
+    if unknown := names - tables.keys():
+        raise BundleError(f"{path}: expected tables of the model, got {min(unknown)!r}: {_AGAIN}")
+    found = {name: Rows(arrays[name + IDS], arrays[name + ROWS]) for name in sorted(names)}
+    for name, rows in found.items():
+        if problem := problem_of(rows, tables[name]):
+            raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")
+    return Delta(sequence, written_at, found)
+
+
+_AGAIN = "publish it again under this number, after removing it"
+_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "U8": np.dtype("u1")}
+
+
+def _arrays(path: Path, tensors: Mapping[str, _Tensor], data: memoryview) -> dict[str, npt.NDArray[Any]]:
+    """The tensors of a file, which follow one another and fill it.
+
+    Raises:
+        BundleError: they do not.
+    """
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    start = 0
+    for name, tensor in sorted(tensors.items(), key=lambda each: each[1].data_offsets):
+        dtype, size = _DTYPES[tensor.dtype], math.prod(tensor.shape)
+        stop = start + size * dtype.itemsize
+        if tensor.data_offsets != (start, stop) or stop > len(data):
+            raise BundleError(
+                f"{path}: {name}: expected bytes {start} to {stop}, within the {len(data)} that there are, got "
+                f"{tensor.data_offsets}: {_AGAIN}"
+            )
+        array = np.frombuffer(data, np.uint8, stop - start, start)
+        # int64 of another alignment than 8 is right on x86-64 and ARM, and slower.
+        arrays[name] = array.view(dtype).reshape(tensor.shape)
+        start = stop
+    if start != len(data):
+        raise BundleError(f"{path}: expected {start} bytes of tensors, got {len(data)}: {_AGAIN}")
+    return arrays
+
+
+def problem_of(changed: Rows, table: Table) -> str | None:
+    """What is wrong with changed rows of a table. None: nothing is."""
+    ids, rows = changed
+    if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != np.uint8 or rows.shape != (len(ids), table.row_bytes):
+        return (
+            f"expected ids int64 [n] and rows uint8 [n, {table.row_bytes}], got {ids.dtype} {[*ids.shape]} and "
+            f"{rows.dtype} {[*rows.shape]}"
+        )
+    if table.id_map is not None:
+        return "its rows are named by raw ids, whose map a delta cannot change: export the model again"
+    if not len(ids):
+        return "expected at least one row, got none"
+    if ids[0] < 0 or ids[-1] >= table.rows or (np.diff(ids) <= 0).any():
+        return f"expected row numbers in [0, {table.rows}), sorted, each once"
+    header = table.dtype.format.header_bytes
+    # The numbers of a quantized row are finite if its scale and its bias are: they are FP16, the numbers FP32.
+    numbers = rows[:, :header].copy().view(np.float16) if header else dequantize(rows, table.dtype)
+    finite = np.isfinite(numbers).all(axis=1)
+    return None if finite.all() else f"row {int(ids[finite.argmin()])} holds NaN or infinity"

@@ -1,0 +1,176 @@
+"""The live copies of a server: their applier is kept running, and what they are at is told.
+
+`serving.tables.live_copy` has the copies, `serving.tables.applier` the process that writes deltas to them. A server
+that has no live copy starts no applier.
+"""
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from serving.bundle.delta import delta_path, listed
+from serving.tables.live_copy import LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
+from serving.tables.live_state import About, State
+
+# Seconds between looks at the copies and the applier.
+_LOOKS_S = 0.2
+# Least seconds between two starts of the applier.
+_STARTS_S = 1.0
+# One thread: it multiplies nothing.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+# A number that is missing for so many seconds is told of. Whoever copies deltas may bring them in any order.
+_MISSING_S = 5.0
+
+
+class Applied(NamedTuple):
+    """What a live copy is at.
+
+    Attributes:
+        about: the version.
+        sequence: the number of the newest delta that is applied.
+        newest: the number of the newest delta that is there.
+        lag_s: for how long the oldest delta is there that is not applied, in seconds. 0: all are.
+        rows: that were written, in all.
+        refused: deltas that were refused, in all.
+        stopped: why no further delta is applied. Empty: they are.
+    """
+
+    about: About
+    sequence: int
+    newest: int
+    lag_s: float
+    rows: int
+    refused: int
+    stopped: str
+
+
+_METRICS: tuple[tuple[str, str, str, Callable[[Applied], float]], ...] = (
+    ("tbe_delta_sequence", "gauge", "Number of the newest delta that is applied", lambda each: each.sequence),
+    ("tbe_delta_newest", "gauge", "Number of the newest delta that is there", lambda each: each.newest),
+    ("tbe_delta_lag_seconds", "gauge", "Age of the oldest delta that is not applied", lambda each: each.lag_s),
+    ("tbe_delta_rows_total", "counter", "Rows that deltas changed", lambda each: each.rows),
+    ("tbe_delta_refused_total", "counter", "Deltas that were refused", lambda each: each.refused),
+    ("tbe_delta_stopped", "gauge", "Whether no further delta is applied: 1 or 0", lambda each: bool(each.stopped)),
+)
+
+
+class LiveCopies:
+    """The live copies of a server.
+
+    Args:
+        deltas: the folder of all deltas.
+        environment: of the applier, in addition to ours.
+        sink: the server's log.
+
+    Attributes:
+        environment: what the processes of the server's models need.
+    """
+
+    def __init__(self, deltas: Path, environment: Mapping[str, str], sink: BinaryIO) -> None:
+        self._name = secrets.token_hex(8)
+        self._deltas = deltas
+        self._variables = {**os.environ, **environment, **_ONE_THREAD}
+        self._sink = sink
+        self._said: dict[tuple[str, str], str] = {}
+        self._stopping = threading.Event()
+        self.environment = {LIVE_SERVER: self._name}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """In the block, keep an applier running while there are copies."""
+        thread = threading.Thread(target=self._keep, name="applier", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            thread.join()
+            remove_unused_live_copies()
+
+    def applied(self) -> list[Applied]:
+        """What each live copy is at."""
+        found = []
+        for path in live_copies(self._name):
+            with suppress(OSError), state_of(path) as state:  # it was just removed
+                found.append(self._applied(state))
+        return found
+
+    def _applied(self, state: State) -> Applied:
+        about, sequence = state.about, state.sequence
+        folder = self._deltas / about.model / about.lineage
+        waiting: list[int] = []
+        lag_s = 0.0
+        with suppress(OSError):  # the applier says so; or it was removed
+            waiting = [number for number in listed(folder) if number > sequence]
+            if waiting:
+                lag_s = max(0.0, time.time() - delta_path(folder, waiting[0]).stat().st_mtime)
+        stopped = state.stopped
+        if not stopped and lag_s > _MISSING_S and waiting[0] > sequence + 1:
+            stopped = f"{delta_path(folder, sequence + 1)} is missing, and {waiting[0]} is there"
+        newest = max(waiting, default=sequence)
+        return Applied(about, sequence, newest, lag_s, state.rows, state.refused, stopped)
+
+    def metrics(self) -> bytes:
+        """The metrics of the copies, in Prometheus' text format."""
+        found = self.applied()
+        lines = []
+        for name, kind, text, value_of in _METRICS:
+            if found:
+                lines.append(f"# HELP {name} {text}\n# TYPE {name} {kind}\n")
+            lines += [
+                f'{name}{{model="{each.about.model}",version="{each.about.version}"}} {value_of(each):.15g}\n'
+                for each in found
+            ]
+        return "".join(lines).encode()
+
+    def said(self) -> list[str]:
+        """A line for each copy to which no further delta is applied."""
+        return [
+            f"{each.about.model} {each.about.version}: deltas are applied up to {each.sequence}: {each.stopped}"
+            for each in self.applied()
+            if each.stopped
+        ]
+
+    def _keep(self) -> None:
+        process: subprocess.Popen[bytes] | None = None
+        next_start = 0.0
+        while not self._stopping.wait(_LOOKS_S):
+            is_running = process is not None and process.poll() is None
+            if not is_running and time.monotonic() >= next_start and live_copies(self._name):
+                if process is not None:
+                    self._say(f"the applier of deltas ended with {process.returncode}, and is started again")
+                next_start = time.monotonic() + _STARTS_S
+                process = self._start()
+            self._say_changes()
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-P", "-m", "serving.tables.applier", self._name, str(self._deltas)]
+        return subprocess.Popen(
+            command, env=self._variables, stdin=subprocess.DEVNULL, stdout=self._sink, stderr=self._sink
+        )
+
+    def _say_changes(self) -> None:
+        """Say which copies stopped, and which go on, once."""
+        for each in self.applied():
+            key = each.about.model, each.about.version
+            if each.stopped != self._said.get(key, ""):
+                self._said[key] = each.stopped
+                self._say(
+                    f"{' '.join(key)}: deltas are applied up to {each.sequence}: {each.stopped or 'they go on'}"
+                )
+
+    def _say(self, line: str) -> None:
+        with suppress(OSError):  # a full disk, or a reader that is gone
+            self._sink.write(f"{line}\n".encode())

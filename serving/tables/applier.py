@@ -1,0 +1,292 @@
+"""The applier: the one process of a server that writes deltas to its live copies. `tbe-serve run` starts it.
+
+It is a process of its own, because lookups wait while rows are half written: nothing here waits for Python's lock, or
+for another thread. It reads the folders of deltas `_LOOKS_S` apart, checks a delta as a whole, and writes its rows in
+slices of at most `_SLICE_S`. In between it sleeps, so that lookups are held up for about 1 % of the time; for more of
+it while a copy is behind.
+
+A number that is missing is waited for. A delta that cannot be read, is not signed by a trusted key, or does not fit
+stops those behind it, until another takes its place. The model serves on.
+"""
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from serving.bundle.delta import Delta, delta_path, delta_signature, listed, parse_delta
+from serving.bundle.manifest import MANIFEST, Manifest
+from serving.bundle.parse import parse_manifest
+from serving.bundle.plan import Shard
+from serving.bundle.signature import TrustedKeys
+from serving.bundle.tables import Bytes, Table
+from serving.errors import BundleError, ServingError
+from serving.files import read_file
+from serving.tables.live_copy import LiveCopy, live_copies, offsets_of
+
+# Seconds between looks at the folders.
+_LOOKS_S = 0.2
+# The longest slice, in seconds, and the rows of the first one.
+_SLICE_S, _FIRST_ROWS = 0.0005, 1000
+# The share of the time that rows are written: by how old a delta is when it is applied, in seconds.
+_SHARES = ((0.5, 0.01), (2.0, 0.1), (10.0, 0.3))
+_MOST_SHARE = 0.5
+# A copy that no model uses is removed after so many seconds. Until then, a model that is loaded anew finds it.
+_UNUSED_S = 10.0
+# Most bytes of a delta's file beside those of its rows: names and numbers of rows.
+_HEADER_BYTES, _ID_BYTES = 1 << 20, 8
+
+
+def main(server: str, deltas: str) -> None:
+    """Apply deltas until the parent ends.
+
+    Args:
+        server: the name of the server, see `LIVE_SERVER`.
+        deltas: the folder of the deltas, <deltas>/<model>/<lineage>/….
+    """
+    parent = os.getppid()
+    copies: dict[Path, AppliedCopy] = {}
+    gc.disable()  # a collection would hold up lookups; nothing here makes cycles
+    next_look = 0.0
+    while os.getppid() == parent:
+        now = time.monotonic()
+        if now >= next_look:
+            next_look = now + _LOOKS_S
+            _look(server, Path(deltas), copies)
+        for copy in copies.values():
+            if time.monotonic() >= copy.next_at:
+                copy.step()
+        wake = min([next_look, *(copy.next_at for copy in copies.values())])
+        time.sleep(max(wake - time.monotonic(), 0.0))
+
+
+def _look(server: str, deltas: Path, copies: "dict[Path, AppliedCopy]") -> None:
+    """Take new copies, and let those go that nobody uses."""
+    for path in {*live_copies(server)} - copies.keys():
+        with suppress(OSError, ServingError):  # it was just removed; a model that waits for it says that it waited
+            copies[path] = AppliedCopy(LiveCopy.attach(path), deltas)
+    for path, copy in [*copies.items()]:
+        if copy.is_unused():
+            del copies[path]
+            copy.close()
+
+
+class AppliedCopy:
+    """A live copy, and where it is in its lineage.
+
+    Args:
+        copy: what is written to.
+        deltas: the folder of all deltas.
+
+    Attributes:
+        next_at: when the next `step` is due, by `time.monotonic`.
+
+    Raises:
+        ServingError: the manifest of its bundle cannot be read.
+    """
+
+    def __init__(self, copy: LiveCopy, deltas: Path) -> None:
+        self._copy = copy
+        self._state = copy.state
+        about = copy.state.about
+        self._model, self._lineage = about.model, about.lineage
+        path = Path(about.bundle) / MANIFEST
+        try:
+            self._manifest: Final = parse_manifest(path, read_file(path))
+        except OSError as error:
+            raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+        self._folder = deltas / about.model / about.lineage
+        self._shards = _shards(copy, self._manifest)
+        self._most_bytes = _HEADER_BYTES + sum(
+            table.rows * (table.row_bytes + _ID_BYTES) for table in self._manifest.tables
+        )
+        self._slices: Iterator[float] | None = None
+        self._rows = _FIRST_ROWS
+        self._written_at = 0.0
+        self._refused: object = None
+        self._used_at = time.monotonic()
+        # The newest delta that was there when the copy was made: a model that is loaded waits for it.
+        self._awaited = 0
+        with suppress(BundleError):  # the first step says so
+            self._awaited = max(self._listed(), default=0)
+        self.next_at = 0.0
+
+    def close(self) -> None:
+        """Let the copy go."""
+        self._copy.close()
+
+    def is_unused(self) -> bool:
+        """Whether no model has used the copy for `_UNUSED_S`. It is removed then."""
+        now = time.monotonic()
+        if now < self._used_at + _UNUSED_S:
+            return False
+        self._used_at = now
+        return self._copy.is_unused()
+
+    def step(self) -> None:
+        """Write a slice, or begin with the next delta; and say when the next step is due."""
+        if self._slices is None:
+            self._slices = self._begin()
+        took_s = None if self._slices is None else next(self._slices, None)
+        if took_s is not None:
+            self.next_at = time.monotonic() + took_s * (1 / self._share() - 1)
+            return
+        is_applied = self._slices is not None
+        self._slices = None
+        self.next_at = time.monotonic() + (0.0 if is_applied else _LOOKS_S)
+
+    def _share(self) -> float:
+        if not self._state.is_caught_up:
+            return 1.0
+        age_s = time.time() - self._written_at
+        return next((share for limit, share in _SHARES if age_s < limit), _MOST_SHARE)
+
+    def _begin(self) -> Iterator[float] | None:
+        """The slices of the next delta. None: it is not there, or cannot be applied."""
+        delta = self._next()
+        if delta is None or delta.sequence > self._awaited:
+            self._state.note_caught_up()
+        if delta is None:
+            return None
+        self._written_at = delta.written_at
+        return self._apply(delta)
+
+    def _next(self) -> Delta | None:
+        """The next delta. None: it is not there, or cannot be applied, which the state says."""
+        sequence = self._state.sequence + 1
+        path = delta_path(self._folder, sequence)
+        seen = None
+        try:
+            numbers = self._listed()
+            self._state.newest_listed = max(numbers, default=0)
+            seen = _identity(path) if sequence in numbers else None
+            if seen is not None and seen == self._refused:
+                return None
+            delta = None if seen is None else self._read(path, sequence)
+        except BundleError as error:
+            self._refused = seen
+            self._state.note_stopped(str(error))
+            return None
+        self._refused = None
+        self._state.note_stopped("")
+        return delta
+
+    def _listed(self) -> list[int]:
+        """The numbers of the deltas that are there.
+
+        Raises:
+            BundleError: their folder cannot be read.
+        """
+        try:
+            return listed(self._folder)
+        except OSError as error:
+            raise BundleError(f"{self._folder}: cannot be read: {error.strerror}") from error
+
+    def _read(self, path: Path, sequence: int) -> Delta:
+        """A delta whose bytes were checked.
+
+        Raises:
+            BundleError: it cannot be applied.
+        """
+        try:
+            content = read_file(path, self._most_bytes)
+        except OSError as error:
+            raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+        if (keys := _trusted_keys()) is not None:
+            keys.check_delta(path, content, delta_signature(path, content), self._model, self._lineage)
+        return parse_delta(path, content, self._manifest, self._lineage, sequence)
+
+    def _apply(self, delta: Delta) -> Iterator[float]:
+        """Write the rows of a delta, a slice at each step. It yields the processor's time for that, in seconds."""
+        begun = self._state.half_written  # by an applier that was killed: what came before is written
+        place = 0
+        for name, (ids, rows) in delta.tables.items():
+            start = 0 if begun is None else min(max(begun[0] - place, 0), len(ids))
+            while start < len(ids):
+                stop = min(start + self._rows, len(ids)) if begun is None else begun[1] - place
+                begun = None
+                parts = [each.part(ids[start:stop], rows[start:stop]) for each in self._shards[name]]
+                began = (
+                    time.thread_time()
+                )  # without what others took of the core meanwhile: that says nothing of rows
+                with self._state.writing(place + start, stop - start):
+                    for target, at, columns in parts:
+                        target[at] = columns
+                took_s = time.thread_time() - began
+                self._adapt(took_s, stop - start)
+                yield took_s
+                start = stop
+            place += len(ids)
+        self._state.note_applied(delta.sequence, delta.written_at)
+
+    def _adapt(self, took_s: float, rows: int) -> None:
+        """Make the next slice as long as `_SLICE_S`, at most twice as long as the last."""
+        if rows >= self._rows:  # else it was the rest of a table
+            self._rows = max(1, int(rows * min(2.0, _SLICE_S / max(took_s, 1e-9))))
+
+
+# Rows of a shard, each as one item.
+_Items = npt.NDArray[np.void]
+
+
+class _ShardRows:
+    """The rows of a shard in a live copy."""
+
+    def __init__(self, pages: memoryview, start: int, table: Table, shard: Shard) -> None:
+        width = table.dtype.row_bytes(shard.width)
+        at = start + shard.offset_bytes
+        # A row is one item, so that numpy copies it at once.
+        self._rows = np.frombuffer(pages, f"V{width}", shard.height, at)
+        self._first, self._last = shard.rows
+        # A column begins where a row that ended before it would end.
+        self._columns = slice(*map(table.dtype.row_bytes, shard.columns))
+        self._header = table.dtype.format.header_bytes
+        self._is_whole = shard.width == table.dim
+
+    def part(self, ids: npt.NDArray[np.int64], rows: Bytes) -> tuple[_Items, npt.NDArray[np.int64], _Items]:
+        """What is written of some rows: the shard, the places there, and the bytes."""
+        low, high = np.searchsorted(ids, (self._first, self._last))
+        own = rows[low:high]
+        if not self._is_whole:
+            own = np.concatenate((own[:, : self._header], own[:, self._columns]), axis=1)
+        columns = np.ascontiguousarray(own).view(self._rows.dtype).reshape(-1)
+        return self._rows, np.asarray(ids[low:high] - self._first), columns
+
+
+def _shards(copy: LiveCopy, manifest: Manifest) -> Mapping[str, Sequence[_ShardRows]]:
+    """The shards of each table that lie in a copy."""
+    tables = {table.name: table for table in manifest.tables}
+    offsets, pages = offsets_of(manifest), memoryview(copy.pages)
+    found: dict[str, list[_ShardRows]] = {name: [] for name in tables}
+    for table, shards in manifest.plan.shards_by_table.items():
+        for shard in shards:
+            file = manifest.plan.ranks[shard.rank].weights_file
+            if file is not None:
+                found[table].append(_ShardRows(pages, offsets[file], tables[table], shard))
+    return found
+
+
+def _identity(path: Path) -> object:
+    """Tells one file at a path from another that took its place."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@cache
+def _trusted_keys() -> TrustedKeys | None:
+    return TrustedKeys.of_environment()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

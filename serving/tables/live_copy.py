@@ -1,0 +1,193 @@
+"""The live copy: the rows of a version in shared memory, where deltas change them while they are looked up.
+
+A server has one live copy of each version that it serves with `weights-memory: live`. The processes of the model map
+it. One other process, the applier, writes to it (serving/tables/applier.py). The file lies on a file system of huge
+pages if there is one, else in /dev/shm. It is::
+
+    [0, 2 MiB)      the state: 64-bit numbers, and texts
+    [2 MiB, …)      the weights files, in the order of their names, each from a multiple of 2 MiB on
+
+serving/tables/live_state.py says how rows are read while they are written.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from serving.bundle.delta import lineage_of
+from serving.bundle.manifest import MANIFEST, Manifest
+from serving.bundle.opening import digest_file
+from serving.errors import ConfigurationError, ServerUnavailable
+from serving.files import open_file
+from serving.tables.live_state import About, State
+from serving.tables.page_cache import HUGE_PAGE, in_huge_pages
+from serving.tables.shared_copy import MOUNTS, copy_checked, huge_page_folders, let_go, locked, remove_unused, taken
+
+# The environment variable with the name of the server, which the names of its live copies begin with.
+LIVE_SERVER = "TBE_SERVING_LIVE"
+LIVE_PREFIX = "tbe-live-"
+_SMALL_PAGES = Path("/dev/shm")  # noqa: S108  a copy's own name, lock and owner are checked
+# Longest wait without progress, in seconds, until the deltas that are listed are applied.
+_CATCH_UP_S = 60.0
+
+
+class LiveCopy:
+    """A live copy, mapped.
+
+    Args:
+        path: of the copy.
+        file: a descriptor that holds the lock on it. It is closed with this object.
+        is_written: whether this process writes to it.
+
+    Attributes:
+        path: of the copy.
+        state: of the copy.
+        pages: the state alone, or all of the copy if it is written.
+    """
+
+    def __init__(self, path: Path, file: int, *, is_written: bool = False) -> None:
+        self.path = path
+        self._held = [file]
+        protection = mmap.PROT_READ | mmap.PROT_WRITE if is_written else mmap.PROT_READ
+        self.pages: Final = mmap.mmap(file, os.fstat(file).st_size if is_written else HUGE_PAGE, prot=protection)
+        self.state = State(self.pages, file)
+        weakref.finalize(self, let_go, self._held)
+
+    @classmethod
+    def take(cls, directory: Path, manifest: Manifest, lacks: str) -> "LiveCopy":
+        """The live copy of a version. It is made if there is none. If another process makes it, this one waits.
+
+        Args:
+            directory: of its bundle.
+            manifest: of its bundle.
+            lacks: why memory does not hold a copy. Empty: it does.
+
+        Raises:
+            BundleError: a weights file differs from its digest, or cannot be read.
+            ConfigurationError: there is no server to apply deltas, or the copy does not fit.
+        """
+        server = os.environ.get(LIVE_SERVER)
+        if server is None:
+            raise ConfigurationError(
+                "weights-memory 'live': deltas are applied by `tbe-serve run`, which is not there: serve it so, or "
+                "open it with another"
+            )
+        if manifest.hosts:
+            raise ConfigurationError(
+                f"weights-memory 'live': {directory} is a router's, whose hosts take no deltas yet: set another"
+            )
+        digest = digest_file(directory / MANIFEST).sha256
+        end = offsets_of(manifest)[""]
+        folders = [(each.path, "" if each.is_hugetlbfs else lacks) for each in huge_page_folders(MOUNTS)]
+        folders.append((_SMALL_PAGES, lacks))
+        remove_unused_live_copies()
+        problems = []
+        for folder, lacking in folders:
+            path = folder / f"{LIVE_PREFIX}{server}-{lineage_of(digest)}"
+            try:
+                return cls(path, taken(path, end, partial(_fill, directory, manifest, digest), lacking))
+            except OSError as error:
+                problems.append(f"{path}: {error.strerror}")
+        raise ConfigurationError(
+            f"weights-memory 'live': {directory} cannot be copied, which takes {end >> 20} MiB: "
+            f"{'; '.join(problems)}: give it more memory, or more of it to the file system (`size=`; in a container "
+            "`--shm-size`, or a volume with `medium: Memory`)"
+        )
+
+    @classmethod
+    def attach(cls, path: Path) -> "LiveCopy":
+        """A live copy that this process writes to.
+
+        Raises:
+            OSError: it is not there any more, or another user's.
+        """
+        return cls(path, locked(path, os.O_RDWR, fcntl.LOCK_SH), is_written=True)
+
+    def is_unused(self) -> bool:
+        """Whether no other process holds the copy. It is removed then."""
+        (file,) = self._held
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path.unlink(missing_ok=True)
+            return True
+        fcntl.flock(file, fcntl.LOCK_SH)  # if Linux could not change the lock, it gave it up
+        return False
+
+    def wait_until_caught_up(self) -> None:
+        """Wait until the deltas are applied that were there when the copy was made.
+
+        Raises:
+            ServerUnavailable: nothing applied them for a minute.
+        """
+        since, seen = time.monotonic(), self.state.rows
+        while not self.state.is_caught_up:
+            if self.state.rows != seen:
+                since, seen = time.monotonic(), self.state.rows
+            if time.monotonic() > since + _CATCH_UP_S:
+                raise ServerUnavailable("no deltas were applied for a minute: is `tbe-serve run` well?")
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Let the copy go. It stays until the applier has let it go, too."""
+        let_go(self._held)
+
+
+def offsets_of(manifest: Manifest) -> Mapping[str, int]:
+    """Where in a live copy each weights file begins, by its name; and under "" where the copy ends."""
+    offsets: dict[str, int] = {}
+    start = HUGE_PAGE
+    for name in sorted(manifest.weights_files):
+        offsets[name] = start
+        start += in_huge_pages(manifest.files[name].size_bytes)
+    return offsets | {"": start}
+
+
+def _fill(directory: Path, manifest: Manifest, digest: str, pages: mmap.mmap) -> None:
+    offsets = offsets_of(manifest)
+    for name in sorted(manifest.weights_files):
+        copy_checked(directory / name, manifest.files[name], pages, offsets[name])
+    path = directory.absolute()
+    state = State(pages, -1)
+    state.begin(About(model=path.parent.name, version=path.name, bundle=str(path), lineage=lineage_of(digest)))
+    state.close()
+
+
+@contextmanager
+def state_of(path: Path) -> Iterator[State]:
+    """The state of a live copy that this process does not use, in the block.
+
+    Raises:
+        OSError: it is not there any more, or another user's.
+    """
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "is another user's", str(path))
+        with mmap.mmap(file.fileno(), HUGE_PAGE, prot=mmap.PROT_READ) as pages:
+            state = State(pages, file.fileno())
+            try:
+                yield state
+            finally:
+                state.close()
+
+
+def live_copies(server: str) -> list[Path]:
+    """The live copies of a server, whole ones."""
+    found = (path for folder in _folders() for path in folder.glob(f"{LIVE_PREFIX}{server}-*"))
+    return sorted(path for path in found if not path.suffix)
+
+
+def remove_unused_live_copies() -> None:
+    """Remove the live copies that no process holds a lock on, of any server."""
+    remove_unused(_folders(), LIVE_PREFIX)
+
+
+def _folders() -> list[Path]:
+    return [*(each.path for each in huge_page_folders(MOUNTS)), _SMALL_PAGES]

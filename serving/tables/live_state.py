@@ -1,0 +1,221 @@
+"""The state of a live copy, and how rows are read from it while they are written.
+
+No reader gets half a row. The first number of the state, the *fence*, is odd while rows are written. A reader notes
+it, looks up, and looks up again if the number was odd or has changed. On x86-64 neither loads nor stores pass one
+another, so nothing else is needed. On other processors, and for a lookup that writers outrun, the reader holds a
+shared lock on the state, which the writer takes exclusively for each slice of rows (fcntl(2), open file description
+locks).
+
+A writer that is killed leaves an odd number. Its successor writes the slice again, from the place that the state
+names, before the number is even.
+"""
+
+import fcntl
+import mmap
+import os
+import platform
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import msgspec
+
+from serving.errors import ServerUnavailable
+from serving.files import Strict
+
+# Where the texts of the state begin, and the most bytes of each with its length.
+_ABOUT, _STOPPED, _TEXT_BYTES = 4096, 16384, 8192
+# Whether a reader needs no lock: loads stay in order, and stores do.
+_IS_ORDERED = platform.machine() == "x86_64"
+# Lookups that a writer may outrun before the reader takes the lock.
+_TRIES = 2
+# Longest wait, in seconds, for a writer that was killed while it wrote.
+_PATIENCE_S = 5.0
+_LOOKS_S = 0.001
+
+T = TypeVar("T")
+
+
+class About(Strict, frozen=True):
+    """Which version a live copy is of.
+
+    Attributes:
+        model, version: its name and number.
+        bundle: path of the bundle.
+        lineage: the lineage whose deltas it takes.
+        base: the number of the newest delta that the bundle has in it. 0: none.
+    """
+
+    model: str
+    version: str
+    bundle: str
+    lineage: str
+    base: int = 0
+
+
+class State:
+    """The state of a live copy. One process writes it, the applier; any may read it.
+
+    Args:
+        pages: the first 2 MiB of the copy or more, mapped.
+        file: the copy, for locks.
+    """
+
+    _FENCE, _SEQUENCE, _LISTED, _CAUGHT_UP, _ROWS, _REFUSED, _PLACE, _STOP, _WRITTEN_AT = range(9)
+
+    def __init__(self, pages: mmap.mmap, file: int) -> None:
+        self._pages = memoryview(pages)
+        self._numbers = self._pages[:_ABOUT].cast("Q")
+        self._times = self._pages[:_ABOUT].cast("d")
+        self._file = file
+
+    def close(self) -> None:
+        """Let the pages go."""
+        for each in (self._numbers, self._times, self._pages):
+            each.release()
+
+    @property
+    def about(self) -> About:
+        """Which version it is."""
+        return msgspec.json.decode(self._text(_ABOUT), type=About)
+
+    @property
+    def sequence(self) -> int:
+        """The number of the newest delta that is applied as a whole. All before it are."""
+        return self._numbers[self._SEQUENCE]
+
+    @property
+    def newest_listed(self) -> int:
+        """The number of the newest delta in the folder. It may not be readable yet."""
+        return self._numbers[self._LISTED]
+
+    @newest_listed.setter
+    def newest_listed(self, number: int) -> None:
+        self._numbers[self._LISTED] = number
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the deltas are applied that were there when the copy was made, as far as they are right."""
+        return bool(self._numbers[self._CAUGHT_UP])
+
+    @property
+    def rows(self) -> int:
+        """Rows that were written, in all."""
+        return self._numbers[self._ROWS]
+
+    @property
+    def refused(self) -> int:
+        """Deltas that were refused, in all."""
+        return self._numbers[self._REFUSED]
+
+    @property
+    def written_at(self) -> float:
+        """When the delta was published that was applied last, in Unix time. 0: there was none."""
+        return self._times[self._WRITTEN_AT]
+
+    @property
+    def stopped(self) -> str:
+        """Why no further delta is applied. Empty: they are."""
+        return self._text(_STOPPED).decode(errors="replace")
+
+    def note_stopped(self, why: str) -> None:
+        """Say why no further delta is applied; empty if they are again."""
+        if why and why != self.stopped:
+            self._numbers[self._REFUSED] += 1
+        self._write_text(_STOPPED, why.encode()[: _TEXT_BYTES - 8])
+
+    def note_caught_up(self) -> None:
+        """From now on, models may serve from this copy."""
+        self._numbers[self._CAUGHT_UP] = 1
+
+    def _text(self, at: int) -> bytes:
+        size = min(self._numbers_at(at), _TEXT_BYTES - 8)
+        return bytes(self._pages[at + 8 : at + 8 + size])
+
+    def _numbers_at(self, at: int) -> int:
+        return int.from_bytes(self._pages[at : at + 8], "little")
+
+    def _write_text(self, at: int, text: bytes) -> None:
+        self._pages[at + 8 : at + 8 + len(text)] = text
+        self._pages[at : at + 8] = len(text).to_bytes(8, "little")
+
+    def begin(self, about: About) -> None:
+        """Write the first state."""
+        self._write_text(_ABOUT, msgspec.json.encode(about))
+        self._numbers[self._SEQUENCE] = about.base
+
+    # Reading rows, and writing them.
+
+    def read(self, look_up: Callable[[], T]) -> T:
+        """What a lookup gives that reads whole rows only.
+
+        Args:
+            look_up: reads rows, and returns nothing that shares memory with them. It may be called several times.
+
+        Raises:
+            ServerUnavailable: rows that a killed process was writing have not been written again.
+        """
+        numbers, fence = self._numbers, self._FENCE
+        if _IS_ORDERED:
+            for _ in range(_TRIES):
+                before = numbers[fence]
+                found = look_up()
+                if numbers[fence] == before and not before & 1:
+                    return found
+        return self._read_locked(look_up)
+
+    def _read_locked(self, look_up: Callable[[], T]) -> T:
+        deadline = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < deadline:
+            with _locked_state(self._file, fcntl.F_RDLCK):
+                if not self._numbers[self._FENCE] & 1:
+                    return look_up()
+            time.sleep(_LOOKS_S)  # a writer was killed; its successor comes
+        raise ServerUnavailable("rows are half written, and nothing goes on with them: is `tbe-serve run` well?")
+
+    @property
+    def half_written(self) -> tuple[int, int] | None:
+        """The slice of a delta that a killed writer was writing: its first row, and the one behind its last.
+
+        Rows are counted over all tables of the delta. None: no slice is half written.
+        """
+        numbers = self._numbers
+        return (numbers[self._PLACE], numbers[self._STOP]) if numbers[self._FENCE] & 1 else None
+
+    @contextmanager
+    def writing(self, place: int, rows: int) -> Iterator[None]:
+        """In the block, write a slice of a delta's rows. It must be short: lookups wait.
+
+        Args:
+            place: how many rows of the delta come before the slice.
+            rows: how many it has. A slice that is half written has to be written as it was begun.
+        """
+        numbers = self._numbers
+        with _locked_state(self._file, fcntl.F_WRLCK):
+            if not numbers[self._FENCE] & 1:
+                numbers[self._PLACE], numbers[self._STOP] = place, place + rows
+                numbers[self._FENCE] += 1
+            yield
+            numbers[self._FENCE] += 1
+            numbers[self._ROWS] += rows
+
+    def note_applied(self, sequence: int, written_at: float) -> None:
+        """All rows of a delta are written."""
+        self._times[self._WRITTEN_AT] = written_at
+        self._numbers[self._SEQUENCE] = sequence
+
+
+@contextmanager
+def _locked_state(file: int, kind: int) -> Iterator[None]:
+    """Hold a lock on the first byte of a copy, in the block."""
+    _lock(file, kind)
+    try:
+        yield
+    finally:
+        _lock(file, fcntl.F_UNLCK)
+
+
+def _lock(file: int, kind: int) -> None:
+    fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 1, 0))

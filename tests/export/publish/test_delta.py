@@ -1,0 +1,181 @@
+"""A delta holds what an export of the changed model would store, as a whole or not at all."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from safetensors.numpy import load
+
+from export import ExportConfig, ExportError, Sharding, export_model, publish_delta
+from export.errors import ParityError, PublishError, QuantizeError
+from serving.bundle import open_bundle
+from serving.bundle.delta import delta_signature, lineage_of, listed
+from serving.errors import ConfigurationError
+from tests.support.hosts import export_hosts
+from tests.support.managed import dealt
+from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
+
+CHANGED = {"a": ([7, 3], np.ones((2, 8), np.float32))}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    export_model(collection(SUM), tmp_path / "r", "m")
+    return tmp_path / "r"
+
+
+def test_rows_are_those_of_an_export_of_the_changed_model(tmp_path: Path) -> None:
+    """Of every dtype, byte for byte."""
+    model = collection(MIXED)
+    export_model(model, tmp_path / "r", "m", MIXED_CONFIG)
+    random = np.random.default_rng(1)
+    changed: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, bags in model.embedding_bags.items():
+            ids = random.permutation(bags.num_embeddings)[:7]
+            rows = torch.randn(7, bags.embedding_dim)
+            bags.weight[torch.from_numpy(ids)] = rows
+            changed[name] = ids, rows
+    found = publish_delta(tmp_path / "r", "m", changed)
+    anew = open_bundle(export_model(model, tmp_path / "r", "m", MIXED_CONFIG))
+    tensors = load(found.path.read_bytes())
+    bytes_ = (anew.path / "weights.0.bin").read_bytes()
+    shards = {shard.table: shard for shard in anew.manifest.plan.shards}
+    for table in anew.manifest.tables:
+        ids = tensors[f"{table.name}/ids"]
+        np.testing.assert_array_equal(ids, np.sort(changed[table.name][0]))
+        for number, row in zip(ids.tolist(), tensors[f"{table.name}/rows"], strict=True):
+            start = shards[table.name].offset_bytes + number * table.row_bytes
+            assert row.tobytes() == bytes_[start : start + table.row_bytes]
+    assert found.rows == 7 * len(changed)
+
+
+def test_numbers_count_up_and_the_folder_lies_beside_the_repository(repository: Path) -> None:
+    found = [publish_delta(repository, "m", CHANGED) for _ in range(3)]
+    lineage = lineage_of(open_bundle(repository / "m" / "1").digest)
+    folder = repository.parent / "r.deltas" / "m" / lineage
+    assert [each.sequence for each in found] == [1, 2, 3]
+    assert sorted(folder.iterdir()) == [each.path for each in found]
+    assert [*repository.iterdir()] == [repository / "m"]
+    export_model(collection(SUM, seed=1), repository, "m")
+    assert publish_delta(repository, "m", CHANGED).sequence == 1  # another lineage
+    assert publish_delta(repository, "m", CHANGED, version=1).sequence == 4
+    assert publish_delta(repository, "m", CHANGED, deltas=repository.parent / "d").sequence == 1
+
+
+WRONG: dict[str, tuple[Any, type[Exception], str]] = {
+    "no such table": ({"c": CHANGED["a"]}, ConfigurationError, "table 'c': expected one of the model's, a, b"),
+    "nothing": ({}, ConfigurationError, "at least one row"),
+    "no rows": ({"a": ([], np.ones((0, 8), np.float32))}, ConfigurationError, "at least one row"),
+    "a row twice": ({"a": ([7, 7], np.ones((2, 8), np.float32))}, ConfigurationError, "row 7 twice"),
+    "beyond": ({"a": ([50, 1], np.ones((2, 8), np.float32))}, ConfigurationError, r"\[0, 50\), got 50"),
+    "below": ({"a": ([1, -1], np.ones((2, 8), np.float32))}, ConfigurationError, r"\[0, 50\), got -1"),
+    "floats as ids": (
+        {"a": ([1.0], np.ones((1, 8), np.float32))},
+        ConfigurationError,
+        r"integers \[n\], got float64",
+    ),
+    "narrow": ({"a": ([1], np.ones((1, 7), np.float32))}, ConfigurationError, r"\[1, 8\], got float32 \[1, 7\]"),
+    "doubles": ({"a": ([1], np.ones((1, 8)))}, ConfigurationError, "float32 or float16"),
+    "NaN": ({"a": ([9, 4], np.array([[np.nan] * 8, [0] * 8], np.float32))}, QuantizeError, "row 9 holds NaN"),
+    "infinity": ({"a": ([9, 4], np.array([[0] * 8, [np.inf] * 8], np.float32))}, QuantizeError, "row 4 holds NaN or"),
+    "beyond FP16": ({"a": ([9, 4], np.array([[1e6] * 8, [0] * 8], np.float32))}, QuantizeError, "row 9 has a scale"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_published_is_named_and_leaves_nothing(what: str, repository: Path) -> None:
+    changed, error, said = WRONG[what]
+    right = {} if said == "at least one row" else {"b": ([1], np.ones((1, 12), np.float32))}
+    with pytest.raises(error, match=said):
+        publish_delta(repository, "m", right | changed)
+    assert not [*repository.parent.glob("r.deltas/**/*.safetensors")]
+
+
+def test_a_row_that_would_move_too_far_is_named(repository: Path) -> None:
+    rows = np.zeros((2, 8), np.float32)
+    rows[1] = np.linspace(0, 200, 8)
+    assert publish_delta(repository, "m", {"a": ([5, 3], rows)}).rows == 2
+    with pytest.raises(ParityError, match=r"table 'a': INT8 moves an element of row 3 by .*, expected at most 0\.1"):
+        publish_delta(repository, "m", {"a": ([5, 3], rows)}, max_error={"a": 0.1})
+
+
+def test_models_on_hosts_and_raw_ids_are_refused_by_name(tmp_path: Path) -> None:
+    config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
+    router = export_hosts(tmp_path, collection(SUM), config)
+    for model in (router.parent.name, f"{router.parent.name}-host-0"):
+        with pytest.raises(PublishError, match="a model on several hosts takes no deltas yet"):
+            publish_delta(tmp_path / "r", model, CHANGED)
+    export_model(dealt(), tmp_path / "raw", "m")
+    with pytest.raises(PublishError, match="table 'dealt': its rows are named by raw ids"):
+        publish_delta(tmp_path / "raw", "m", {"dealt": ([0], np.ones((1, 8), np.float32))})
+
+
+def test_writers_that_meet_each_have_a_number_and_all_are_whole(repository: Path) -> None:
+    def publish(value: int) -> int:
+        return publish_delta(repository, "m", {"a": ([value], np.full((1, 8), value, np.float32))}).sequence
+
+    with ThreadPoolExecutor(8) as pool:
+        numbers = [*pool.map(publish, range(24))]
+    assert sorted(numbers) == [*range(1, 25)]
+    (folder,) = (repository.parent / "r.deltas" / "m").iterdir()
+    assert listed(folder) == [*range(1, 25)]
+    for value, number in enumerate(numbers):
+        tensors = load((folder / f"{number:012d}.safetensors").read_bytes())
+        assert tensors["a/ids"].tolist() == [value]
+    assert len([*folder.iterdir()]) == 24
+
+
+def test_a_publisher_that_is_killed_leaves_whole_deltas_or_none(repository: Path) -> None:
+    program = f"""
+import numpy as np
+from export import publish_delta
+print("ready", flush=True)
+while True:
+    publish_delta({str(repository)!r}, "m", {{"a": (np.arange(50), np.ones((50, 8), np.float32))}})
+"""
+    for round_ in range(4):
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            while not [*repository.parent.glob("r.deltas/m/*/*.safetensors")]:
+                pass
+            process.stdout.close()
+            os.sched_yield()
+            process.kill()
+        (folder,) = (repository.parent / "r.deltas" / "m").iterdir()
+        numbers = listed(folder)
+        assert numbers == [*range(1, len(numbers) + 1)], round_
+        for number in numbers:
+            assert load((folder / f"{number:012d}.safetensors").read_bytes())["a/ids"].size == 50
+    assert publish_delta(repository, "m", CHANGED).sequence == len(numbers) + 1
+
+
+def test_a_delta_is_signed_for_its_model_lineage_and_number(repository: Path, tmp_path: Path) -> None:
+    """OpenSSL's statement, as the page says it."""
+    key = Ed25519PrivateKey.generate()
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    found = publish_delta(repository, "m", CHANGED, signing_key=tmp_path / "key.pem")
+    content = found.path.read_bytes()
+    statement = tmp_path / "statement"
+    lineage = found.path.parent.name
+    statement.write_bytes(f'tbe-serving/1 000000000001.safetensors "m" "{lineage}"\n'.encode() + content)
+    public = tmp_path / "public.pem"
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    command = ["openssl", "pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", public, "-in", statement, "-sigfile"]
+    subprocess.run([*map(str, command), str(delta_signature(found.path, content))], check=True)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(repository: Path) -> None:
+    (repository.parent / "r.deltas").write_text("a file")
+    with pytest.raises(PublishError, match=r"r\.deltas/m/.*: cannot be written: .*--deltas"):
+        publish_delta(repository, "m", CHANGED)
+    assert issubclass(PublishError, ExportError)

@@ -1,0 +1,1 @@
+"""Deltas, from publishing to a served row."""

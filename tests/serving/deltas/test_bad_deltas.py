@@ -1,0 +1,204 @@
+"""What is no delta is refused by name, whoever wrote it; safetensors' own library writes what is right."""
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from serving.bundle import WeightDtype, open_bundle
+from serving.bundle.delta import lineage_of, parse_delta
+from serving.bundle.opening import Bundle
+from serving.engine import Engine
+from serving.errors import BundleError
+from serving.tables.table_files import WeightsMemory
+from tests.support.live import applying, publish_number, published, wait_until_applied
+
+ROWS, DIM = 100, 8
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return open_bundle(published(tmp_path_factory.mktemp("deltas"), ROWS, DIM, WeightDtype.INT8))
+
+
+def tensors(**changed: Any) -> dict[str, Any]:
+    rows = np.zeros((3, DIM + 4), np.uint8)
+    return {"t/ids": np.array([1, 5, 99], np.int64), "t/rows": rows} | changed
+
+
+def metadata(bundle: Bundle, **changed: str) -> dict[str, str]:
+    right = {"format": "1", "lineage": lineage_of(bundle.digest), "sequence": "7", "written_at": "1795600000.5"}
+    return right | changed
+
+
+def parse(bundle: Bundle, content: bytes) -> Any:
+    return parse_delta(Path("d"), content, bundle.manifest, lineage_of(bundle.digest), 7)
+
+
+def test_what_safetensors_writes_is_read(bundle: Bundle) -> None:
+    rows = np.arange(3 * (DIM + 4), dtype=np.uint8).reshape(3, DIM + 4)
+    delta = parse(bundle, save(tensors(**{"t/rows": rows}), metadata(bundle)))
+    assert (delta.sequence, delta.written_at, [*delta.tables]) == (7, 1795600000.5, ["t"])
+    np.testing.assert_array_equal(delta.tables["t"].ids, [1, 5, 99])
+    np.testing.assert_array_equal(delta.tables["t"].rows, rows)
+
+
+_NAN = np.zeros((3, DIM + 4), np.uint8)
+_NAN[1, :4] = np.array([np.nan, 0], np.float16).view(np.uint8)
+_INF = np.zeros((3, DIM + 4), np.uint8)
+_INF[2, :4] = np.array([1, -np.inf], np.float16).view(np.uint8)
+
+WRONG_TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "no ids": ({"t/ids": None}, "'/ids' and '/rows' of each table"),
+    "no rows": ({"t/rows": None}, "'/ids' and '/rows' of each table"),
+    "nothing": ({"t/ids": None, "t/rows": None}, "'/ids' and '/rows' of each table"),
+    "another table": ({"u/ids": np.zeros(1, np.int64), "u/rows": np.zeros((1, 12), np.uint8)}, "got 'u'"),
+    "another tensor": ({"t/scales": np.zeros(3, np.uint8)}, "'/ids' and '/rows' of each table"),
+    "ids of int32": ({"t/ids": np.zeros(3, np.int32)}, "the header of a delta"),
+    "rows of floats": ({"t/rows": np.zeros((3, DIM), np.float32)}, "the header of a delta"),
+    "ids of uint8": ({"t/ids": np.zeros(3, np.uint8)}, r"expected ids int64 \[n\]"),
+    "a row less": ({"t/rows": np.zeros((2, DIM + 4), np.uint8)}, r"got int64 \[3\] and uint8 \[2, 12\]"),
+    "narrow rows": ({"t/rows": np.zeros((3, DIM + 3), np.uint8)}, r"rows uint8 \[n, 12\]"),
+    "rows in one line": ({"t/rows": np.zeros(3 * (DIM + 4), np.uint8)}, r"rows uint8 \[n, 12\]"),
+    "ids in two lines": ({"t/ids": np.array([[1, 2, 3]], np.int64)}, r"expected ids int64 \[n\]"),
+    "no row at all": (
+        {"t/ids": np.zeros(0, np.int64), "t/rows": np.zeros((0, DIM + 4), np.uint8)},
+        "at least one row",
+    ),
+    "a row twice": ({"t/ids": np.array([1, 5, 5], np.int64)}, "sorted, each once"),
+    "not in order": ({"t/ids": np.array([5, 1, 7], np.int64)}, "sorted, each once"),
+    "beyond the table": ({"t/ids": np.array([1, 5, 100], np.int64)}, r"row numbers in \[0, 100\)"),
+    "below zero": ({"t/ids": np.array([-1, 5, 7], np.int64)}, r"row numbers in \[0, 100\)"),
+    "NaN": ({"t/rows": _NAN}, "row 5 holds NaN or infinity"),
+    "infinity": ({"t/rows": _INF}, "row 99 holds NaN or infinity"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TENSORS)
+def test_tensors_that_do_not_fit_are_named(what: str, bundle: Bundle) -> None:
+    changed, said = WRONG_TENSORS[what]
+    wrong = {name: each for name, each in tensors(**changed).items() if each is not None}
+    with pytest.raises(BundleError, match=said):
+        parse(bundle, save(wrong, metadata(bundle)))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format": "2"},
+        {"lineage": "0" * 32},
+        {"sequence": "8"},
+        {"sequence": "07"},
+        {"sequence": "-7"},
+        {"sequence": "seven"},
+        {"written_at": "nan"},
+        {"written_at": "yesterday"},
+        {"more": "x"},
+    ],
+)
+def test_another_delta_or_format_is_named(changed: dict[str, str], bundle: Bundle) -> None:
+    with pytest.raises(BundleError, match=r"expected (the header of a delta|delta 7 of lineage)"):
+        parse(bundle, save(tensors(), metadata(bundle, **changed)))
+
+
+def _edited(edit: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """A change of the header of a file."""
+
+    def change(content: bytes) -> bytes:
+        length = struct.unpack("<Q", content[:8])[0]
+        header = json.loads(content[8 : 8 + length])
+        edit(header)
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+    return change
+
+
+WRONG_BYTES: dict[str, Callable[[bytes], bytes]] = {
+    "nothing": lambda _: b"",
+    "half a length": lambda content: content[:4],
+    "a length beyond the file": lambda content: struct.pack("<Q", 1 << 40) + content[8:],
+    "no JSON": lambda content: content[:8] + b"}" + content[9:],
+    "a byte less": lambda content: content[:-1],
+    "a byte more": lambda content: content + b"\0",
+    "both at one place": _edited(
+        lambda header: header["t/ids"].update(data_offsets=header["t/rows"]["data_offsets"])
+    ),
+    "a hole": _edited(lambda header: header["t/rows"].update(data_offsets=[25, 61])),
+    "offsets that lie": _edited(lambda header: header["t/rows"].update(data_offsets=[24, 48])),
+    "negative offsets": _edited(lambda header: header["t/rows"].update(data_offsets=[-12, 24])),
+    "a huge shape": _edited(lambda header: header["t/rows"].update(shape=[2**62, 4])),
+    "no metadata": _edited(lambda header: header.pop("__metadata__")),
+    "an unknown key": _edited(lambda header: header["t/rows"].update(device="cpu")),
+    "a key twice": lambda content: content.replace(b'"t/ids":', b'"t/rows":'),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BYTES)
+def test_bytes_that_are_no_delta_are_named(what: str, bundle: Bundle) -> None:
+    content = save(tensors(), metadata(bundle))
+    changed = WRONG_BYTES[what](content)
+    assert changed != content
+    with pytest.raises(BundleError, match=r"^d: "):
+        parse(bundle, changed)
+
+
+@given(data=st.data())
+def test_a_changed_byte_is_read_as_a_delta_or_refused(data: st.DataObject, bundle: Bundle) -> None:
+    """Nothing else is raised, and what is read fits the table."""
+    content = bytearray(save(tensors(), metadata(bundle)))
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
+        content[at] = data.draw(st.integers(0, 255))
+    try:
+        delta = parse(bundle, bytes(content))
+    except BundleError:
+        return
+    for ids, rows in delta.tables.values():
+        assert rows.shape == (len(ids), DIM + 4)
+        assert ids.min() >= 0
+        assert ids.max() < ROWS
+
+
+def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    folder = tmp_path / "r.deltas" / "m" / lineage_of(open_bundle(path).digest)
+    folder.mkdir(parents=True)
+    bad = folder / "000000000001.safetensors"
+    bad.write_bytes(b"bad")
+    with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
+        time.sleep(1)  # it is looked at several times
+        bad.unlink()
+        publish_number(path, 5, [3], DIM)
+        wait_until_applied(copies, 1)
+        assert engine.rows("t", [3]).tolist() == [[5.0] * DIM]
+        time.sleep(0.5)
+    log = (tmp_path / "applier.log").read_text().splitlines()
+    assert log == [
+        f"m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: publish it "
+        "again under this number, after removing it",
+        "m 1: deltas are applied up to 1: they go on",
+    ]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version serves, and deltas are applied as soon as it can."""
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    folder = tmp_path / "r.deltas"
+    folder.write_text("a file in its place")
+    with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
+        (found,) = copies.applied()
+        assert "cannot be read: Not a directory" in found.stopped
+        folder.unlink()
+        publish_number(path, 5, [3], DIM)
+        assert wait_until_applied(copies, 1).stopped == ""
+        assert engine.rows("t", [3]).tolist() == [[5.0] * DIM]

@@ -1,0 +1,227 @@
+"""Deltas behind a real server: fresh rows within a second, through recoveries, switches, and what cannot be applied."""
+
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+from export import ExportConfig, Sharding, WeightDtype, export_model, publish_changes, publish_delta
+from serving.client import LookupClient
+from serving.engine import Engine
+from serving.errors import ServingError
+from serving.model.settings import ServingSettings
+from serving.tables.table_files import WeightsMemory
+from tests.support.commands import tbe_export
+from tests.support.live import PATIENCE_S, publish_number, published
+from tests.support.models import MIXED, MIXED_CONFIG, collection, random_bags
+from tests.support.servers import Running, metric, running, stubs, tbe_serve, wait_for_answer
+
+DIM = 16
+
+
+def page(server: Running, path: str) -> str:
+    with urllib.request.urlopen(server.operations + path) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
+def wait_for_number(client: LookupClient, number: float, row: int = 3) -> None:
+    """Until the row has that number in every element."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := client.lookup({"x": [[row]]})["x"][0]).tolist() != [number] * DIM:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+
+
+def wait_for_page(server: Running, path: str, text: str) -> str:
+    deadline = time.monotonic() + PATIENCE_S
+    while text not in (found := page(server, path)):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    return found
+
+
+def test_answers_are_those_of_the_changed_model_exported_anew(tmp_path: Path) -> None:
+    """Bit for bit: of all dtypes, with rows, columns and copies on two ranks, by two instances."""
+    model = collection(MIXED)
+    plan = {"user": "column_wise", "item": "row_wise", "genre": "data_parallel", "word": "table_wise"}
+    config = ExportConfig(
+        dtype=MIXED_CONFIG.dtype,
+        id_policy=MIXED_CONFIG.id_policy,
+        sharding=Sharding(ranks=2, types=plan),
+        serving=ServingSettings(weights_memory="live", instances=2),
+    )
+    export_model(model, tmp_path / "r", "m", config)
+    random = np.random.default_rng(0)
+    changes = []
+    for _ in range(3):
+        changed = {}
+        with torch.no_grad():
+            for name, bags in model.embedding_bags.items():
+                ids = random.permutation(bags.num_embeddings)[: bags.num_embeddings // 3]
+                changed[name] = ids, torch.randn(ids.size, bags.embedding_dim)
+                bags.weight[torch.from_numpy(ids)] = changed[name][1]
+        changes.append(changed)
+    expected = Engine.open(export_model(model, tmp_path / "anew", "m", config))
+    requests = [dict(random_bags(random, MIXED, 20)) for _ in range(10)]
+    answers = [expected.lookup(each) for each in requests]
+    for changed in changes[:2]:  # before the server is there
+        publish_delta(tmp_path / "r", "m", changed)
+    with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
+        assert metric(server, "tbe_delta_sequence", model="m", version="1") == 2
+        publish_delta(tmp_path / "r", "m", changes[2])
+        wait_for_page(server, "/metrics", 'tbe_delta_sequence{model="m",version="1"} 3\n')
+        for request, answer in zip(requests * 2, answers * 2, strict=True):
+            found = client.lookup(request)
+            for name in answer:
+                np.testing.assert_array_equal(found[name], answer[name])
+        rows = sum(len(ids) for changed in changes for ids, _ in changed.values())
+        assert metric(server, "tbe_delta_rows_total", model="m", version="1") == rows
+        assert publish_changes(tmp_path / "r", "m", model) is None  # all rows are there
+
+
+def test_a_model_s_process_that_died_finds_the_copy_with_all_deltas(tmp_path: Path) -> None:
+    """It need not be copied again: `tbe-serve run` holds it, and tritonserver may die, too."""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
+        publish_number(bundle, 7, [3, 4], DIM)
+        wait_for_number(client, 7)
+        (copy,) = copies_of(server)
+        inode = copy.stat().st_ino
+        for stub in stubs(server.triton, "m"):
+            stub.kill()
+        wait_for_answer(client)
+        wait_for_number(client, 7)
+        server.triton.kill()
+        wait_for_answer(client)
+        wait_for_number(client, 7)
+        publish_number(bundle, 8, [3], DIM)
+        wait_for_number(client, 8)
+        assert client.lookup({"x": [[4]]})["x"][0, 0] == 7
+        assert copy.stat().st_ino == inode
+
+
+def copies_of(server: Running) -> list[Path]:
+    """The live copies that the processes of the server's models have mapped."""
+    found = set()
+    for stub in stubs(server.triton, "m"):
+        found |= {each.path for each in stub.memory_maps() if "tbe-live-" in each.path}
+    return [Path(each) for each in sorted(found)]
+
+
+def test_what_cannot_be_applied_stops_those_behind_it_and_is_named(tmp_path: Path) -> None:
+    """The model serves on, a server that starts meanwhile, too; when another takes its place, all go on."""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
+        publish_number(bundle, 1, [3], DIM)
+        wait_for_number(client, 1)
+        for number in (2, 3):
+            publish_number(bundle, number, [3], DIM)
+            wait_for_number(client, number)
+        (folder,) = (tmp_path / "r.deltas" / "m").iterdir()
+        bad = folder / "000000000004.safetensors"
+        bad.write_bytes((folder / "000000000003.safetensors").read_bytes())
+        said = wait_for_page(server, "/readyz?verbose", "stopped: ")
+        assert said.startswith(
+            f"ready\nstopped: m 1: deltas are applied up to 3: {bad}: expected delta 4 of lineage "
+        )
+        publish_number(bundle, 5, [3], DIM)
+        assert metric(server, "tbe_delta_stopped", model="m") == 1
+        assert metric(server, "tbe_delta_refused_total", model="m") == 1
+        assert client.lookup({"x": [[3]]})["x"][0, 0] == 3
+        with running(tmp_path / "r") as other, LookupClient(other.grpc, "m", 60) as theirs:
+            assert theirs.lookup({"x": [[3]]})["x"][0, 0] == 3
+        bad.unlink()
+        wait_for_page(server, "/readyz?verbose", f"{bad} is missing, and 5 is there\n")
+        (folder / "000000000005.safetensors").unlink()
+        publish_number(bundle, 4, [3], DIM)
+        wait_for_number(client, 4)
+
+
+def test_a_version_has_its_own_copy_and_its_own_deltas(tmp_path: Path) -> None:
+    """Until it is unloaded. What is published for another version does not change it."""
+    first = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    publish_number(first, 1, [3], DIM)
+    with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
+        wait_for_number(client, 1)
+        second = published(tmp_path, 100, DIM, WeightDtype.FP32)
+        assert second.name == "2"
+        publish_number(second, 20, [3], DIM)
+        publish_number(first, 2, [3], DIM)
+        wait_for_number(client, 2)
+        (old,) = copies_of(server)
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
+        wait_for_number(client, 20)
+        publish_number(first, 3, [3], DIM)
+        publish_number(second, 21, [3], DIM)
+        wait_for_number(client, 21)
+        deadline = time.monotonic() + PATIENCE_S
+        while old.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        (new,) = copies_of(server)
+    assert not new.exists()
+
+
+def test_only_deltas_that_a_trusted_key_signed_are_applied(tmp_path: Path) -> None:
+    for name in ("key", "other"):
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", tmp_path / f"{name}.pem"], check=True)
+    trusted = tmp_path / "trusted.pem"
+    subprocess.run(["openssl", "pkey", "-in", tmp_path / "key.pem", "-pubout", "-out", trusted], check=True)
+    config = ExportConfig(serving=ServingSettings(weights_memory="live"))
+    export_model(collection(MIXED[:1]), tmp_path / "r", "m", config, signing_key=tmp_path / "key.pem")
+    (spec,) = MIXED[:1]
+
+    def publish(number: int, key: str | None) -> Path:
+        rows = np.full((1, spec.dim), number, np.float32)
+        signing_key = None if key is None else tmp_path / f"{key}.pem"
+        return publish_delta(tmp_path / "r", "m", {spec.name: ([3], rows)}, signing_key=signing_key).path
+
+    publish(1, "key")
+    options = "--trusted-keys", str(trusted)
+    with running(tmp_path / "r", *options) as server, LookupClient(server.grpc, "m", 60) as client:
+        assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 1
+        for key, said in ((None, "cannot be read"), ("other", "expected a signature by a key of")):
+            bad = publish(2, key)
+            found = wait_for_page(server, "/readyz?verbose", said)
+            assert "deltas are applied up to 1: " in found
+            assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 1
+            bad.unlink()
+        publish(3, "key")
+        wait_for_page(server, "/metrics", 'tbe_delta_sequence{model="m",version="1"} 2\n')
+        assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 3
+
+
+def test_live_without_a_server_is_refused_by_name(tmp_path: Path) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    with pytest.raises(ServingError, match="weights-memory 'live': deltas are applied by `tbe-serve run`"):
+        Engine.open(bundle, memory=WeightsMemory.LIVE)
+
+
+def test_the_command_publishes_rows_and_what_changed(tmp_path: Path) -> None:
+    bundle = export_model(collection(), tmp_path / "r", "m")
+    rows = {"user/ids": np.array([5, 2]), "user/rows": np.ones((2, 16), np.float32)}
+    save_file(rows, tmp_path / "rows.safetensors")
+    done = tbe_export("delta", str(bundle.parent), "--rows", str(tmp_path / "rows.safetensors"))
+    assert done.exit_code == 0, done.output
+    assert "000000000001.safetensors: 2 rows, delta 1 of version 1" in done.output
+    # The module's own rows differ from the delta's, and from nothing else.
+    done = tbe_export("delta", str(bundle.parent), "--model", "tests.support.models:collection")
+    assert "000000000002.safetensors: 2 rows, delta 2 of version 1" in done.output
+    done = tbe_export("delta", str(bundle.parent), "--model", "tests.support.models:collection")
+    assert "no row differs: nothing is published" in done.output
+    for wrong, said in (
+        ((), "expected --rows, or --model"),
+        (("--rows", str(bundle / "program.pt")), "expected safetensors"),
+        (("--model", "tests.support.models:summed"), "expected the tables of"),
+        (("--rows", str(tmp_path / "rows.safetensors"), "--max-error", "user"), "expected TABLE=X"),
+        (("--rows", str(tmp_path / "rows.safetensors"), "--version", "9"), "cannot be read"),
+    ):
+        done = tbe_export("delta", str(bundle.parent), *wrong)
+        assert done.exit_code == 1
+        assert said in " ".join(done.output.split())

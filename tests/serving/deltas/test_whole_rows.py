@@ -1,0 +1,151 @@
+"""No row is torn and none becomes older again, however fast they change, and whoever is killed."""
+
+import mmap
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from export import Sharding, WeightDtype
+from serving.engine import Engine
+from serving.errors import ServerUnavailable
+from serving.server.launch.live import LiveCopies
+from serving.tables import live_copy, live_state
+from serving.tables.table_files import WeightsMemory
+from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
+from tests.support.often import one_in
+
+KINDS = [
+    pytest.param(WeightDtype.INT8, 512, Sharding(), id="int8"),
+    pytest.param(WeightDtype.FP16, 512, Sharding(ranks=2, types={"t": "column_wise"}), id="columns"),
+    pytest.param(WeightDtype.FP32, 256, Sharding(ranks=2, types={"t": "row_wise"}), id="rows"),
+    pytest.param(WeightDtype.INT4, 64, Sharding(ranks=2, types={"t": "data_parallel"}), id="copies"),
+    pytest.param(WeightDtype.INT2, 512, Sharding(), id="int2"),
+]
+ROWS = 1000
+
+
+@pytest.mark.parametrize(("dtype", "dim", "sharding"), one_in(2, KINDS))
+def test_no_row_is_torn_and_none_becomes_older(
+    dtype: WeightDtype, dim: int, sharding: Sharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 deltas of 1,000 rows, two processes that read them all the time."""
+    bundle = published(tmp_path, ROWS, dim, dtype, sharding)
+    publish_number(bundle, 1, range(ROWS), dim)
+    with applying(bundle, monkeypatch):
+        reading = readers(bundle, ROWS, 20, 2)
+        for number in range(2, 21):
+            publish_number(bundle, number, range(ROWS), dim)
+        found = [seen_by(each) for each in reading]
+    assert [(each["torn"], each["backwards"], each["last"]) for each in found] == [(0, 0, 20.0)] * 2
+    assert all(each["reads"] > 10 for each in found)
+
+
+@pytest.mark.parametrize("lock", [False, True], ids=["fence", "lock"])
+def test_a_reader_waits_for_rows_that_a_killed_applier_half_wrote(
+    lock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the next one has written them again. With the lock as well, which other processors use."""
+    monkeypatch.setattr(live_state, "_IS_ORDERED", not lock)
+    bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
+    publish_number(bundle, 1, range(ROWS), 16)
+    with applying(bundle, monkeypatch) as copies:
+        engine = Engine.open(bundle, memory=WeightsMemory.LIVE)
+        assert engine.table_files.live is not None
+        (applier,) = _appliers()
+        applier.send_signal(signal.SIGSTOP)
+        # As the applier does, but killed in the middle of rows [200, 600) of the next delta.
+        subprocess.run([sys.executable, "-c", _KILLED_WRITER, engine.table_files.live.path], check=True)
+        assert engine.table_files.live.state.half_written == (200, 600)
+        publish_number(bundle, 2, range(ROWS), 16)
+        applier.kill()  # its successor comes
+        found = engine.rows("t", np.arange(ROWS))
+        assert (found[200:600] == 2).all()
+        assert (found == found[:, :1]).all()
+        wait_until_applied(copies, 2)
+        # Rows before the slice had been written by the applier that was killed: they are not written again.
+        assert (engine.rows("t", np.arange(200)) == 1).all()
+        assert (engine.rows("t", np.arange(200, ROWS)) == 2).all()
+        engine.close()
+
+
+_KILLED_WRITER = """
+import os, sys
+from pathlib import Path
+from serving.tables.live_copy import LiveCopy
+copy = LiveCopy.attach(Path(sys.argv[1]))
+with copy.state.writing(200, 400):
+    start = (2 << 20) + 300 * 64 + 13
+    copy.pages[start : start + 4000] = bytes(4000)
+    os._exit(0)
+"""
+
+
+def _appliers() -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.Error):  # it has just ended
+            if "serving.tables.applier" in each.cmdline():
+                found.append(each)
+    return found
+
+
+def test_rows_are_as_after_a_clean_run_however_often_the_applier_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dim, last = 64, 20
+    bundle = published(tmp_path, ROWS, dim, WeightDtype.INT8)
+    random = np.random.default_rng(0)
+    expected = np.full(ROWS, 1.0)
+    publish_number(bundle, 1, range(ROWS), dim)
+    with applying(bundle, monkeypatch) as copies:
+        (reader,) = readers(bundle, ROWS, last, 1)
+        for number in range(2, last + 1):
+            changed = np.sort(random.choice(ROWS, 500, replace=False))
+            publish_number(bundle, number, changed.tolist(), dim)
+            expected[changed] = number
+            if number % 4 == 0:
+                for applier in _appliers():
+                    applier.kill()
+        seen = seen_by(reader)
+        wait_until_applied(copies, last)
+        with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+            found = engine.rows("t", np.arange(ROWS))
+    assert (seen["torn"], seen["backwards"]) == (0, 0)
+    np.testing.assert_array_equal(found, np.repeat(expected[:, np.newaxis], dim, axis=1))
+
+
+def test_a_lookup_that_writers_outrun_gets_whole_rows_all_the_same(tmp_path: Path) -> None:
+    """It takes the lock: the writer waits."""
+    path = tmp_path / "state"
+    path.write_bytes(bytes(2 << 20))
+    with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as pages:
+        state = live_state.State(pages, file.fileno())
+        calls = []
+
+        def look_up() -> int:
+            calls.append(state.half_written)
+            if len(calls) <= 2:
+                with state.writing(0, 1):  # a writer comes in between
+                    pass
+            return len(calls)
+
+        assert state.read(look_up) == 3
+        assert state.rows == 2
+        state.close()
+
+
+def test_a_server_without_an_applier_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_copy, "_CATCH_UP_S", 0.2)
+    bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
+    copies = LiveCopies(tmp_path, {}, sys.stderr.buffer)
+    for name, value in copies.environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ServerUnavailable, match="no deltas were applied for a minute"):
+        Engine.open(bundle, memory=WeightsMemory.LIVE)
+    assert not copies.applied()  # the copy went with the engine that waited for it

@@ -1,0 +1,81 @@
+"""Live copies without a server, their readers, and rows that show whether they are torn: every element is a number."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export import ExportConfig, Sharding, WeightDtype, export_model, publish_delta
+from serving.bundle.delta import deltas_folder
+from serving.model.settings import ServingSettings
+from serving.server.launch.live import Applied, LiveCopies
+from tests.support.models import Spec, collection
+
+PATIENCE_S = 60.0
+
+
+def published(folder: Path, rows: int, dim: int, dtype: WeightDtype, sharding: Sharding | None = None) -> Path:
+    """The bundle of a model with the table `t`, to be served live by two instances."""
+    config = ExportConfig(
+        dtype={"t": dtype},
+        sharding=sharding or Sharding(),
+        serving=ServingSettings(weights_memory="live", instances=2),
+    )
+    return export_model(collection((Spec("t", rows, dim, "SUM", ("x",)),)), folder / "r", "m", config)
+
+
+def publish_number(bundle: Path, number: int, ids: Sequence[int], dim: int) -> None:
+    """A delta of the bundle's model whose rows have that number in every element."""
+    rows = np.full((len(ids), dim), number, np.float32)
+    publish_delta(bundle.parent.parent, bundle.parent.name, {"t": (ids, rows)}, version=int(bundle.name))
+
+
+@contextmanager
+def applying(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCopies]:
+    """Keep an applier for the engines of this process and its children, as a server does."""
+    log = bundle.parent.parent.parent / "applier.log"
+    with log.open("ab", buffering=0) as sink:
+        copies = LiveCopies(deltas_folder(bundle.parent.parent), {}, sink)
+        for name, value in copies.environment.items():
+            monkeypatch.setenv(name, value)
+        with copies.kept():
+            yield copies
+
+
+def wait_until_applied(copies: LiveCopies, sequence: int) -> Applied:
+    """What the only copy is at, once that delta is applied."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        (found,) = copies.applied()
+        if found.sequence >= sequence:
+            return found
+        time.sleep(0.01)
+    raise AssertionError(copies.applied())
+
+
+def readers(bundle: Path, rows: int, last: int, count: int) -> list["subprocess.Popen[str]"]:
+    """Processes that read all rows until the number `last` is in them, each ready to."""
+    command = [sys.executable, "-m", "tests.support.live_reader", bundle, rows, last]
+    started = [
+        subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True, env=os.environ)
+        for _ in range(count)
+    ]
+    for each in started:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    return started
+
+
+def seen_by(reader: "subprocess.Popen[str]") -> Mapping[str, Any]:
+    """What a reader saw."""
+    out, _ = reader.communicate(timeout=PATIENCE_S)
+    found: Mapping[str, Any] = json.loads(out)
+    return found

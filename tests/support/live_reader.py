@@ -1,0 +1,39 @@
+"""Read all rows of the table `t` again and again until a delta is there, and print what was seen.
+
+    python -m tests.support.live_reader BUNDLE ROWS DELTAS
+
+It imports no export: a process that does takes seconds to start.
+"""
+
+import json
+import sys
+import time
+
+import numpy as np
+
+from serving.engine import Engine
+from serving.request.tensors import Embeddings
+from serving.tables.table_files import WeightsMemory
+
+_PATIENCE_S = 60.0
+
+
+def main(bundle: str, rows: str, last: str) -> None:
+    """Read, and print what was seen: reads, rows that were torn, and rows that were older than before."""
+    ids = np.arange(int(rows))
+    before: Embeddings = np.full(ids.size, -1.0, np.float32)
+    reads = torn = backwards = 0
+    deadline = time.monotonic() + _PATIENCE_S
+    with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+        print("ready", flush=True)
+        while before.max() < int(last) and time.monotonic() < deadline:
+            found = engine.rows("t", ids)
+            reads += 1
+            torn += int((found != found[:, :1]).any(axis=1).sum())
+            backwards += int((found[:, 0] < before).sum())
+            before = found[:, 0]
+    print(json.dumps({"reads": reads, "torn": torn, "backwards": backwards, "last": float(before.max())}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
