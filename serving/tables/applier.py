@@ -3,7 +3,7 @@
 It is a process of its own, because lookups wait while rows are half written: nothing here waits for Python's lock, or
 for another thread. It reads the folders of deltas `_LOOKS_S` apart, checks a delta as a whole, and writes its rows in
 slices of at most `_SLICE_S`. In between it sleeps, so that lookups are held up for about 1 % of the time; for more of
-it while a copy is behind.
+it if a delta is large, or a copy is behind.
 
 A number that is missing is waited for. A delta that cannot be read, is not signed by a trusted key, or does not fit
 stops those behind it, until another takes its place. The model serves on.
@@ -36,9 +36,10 @@ from serving.tables.live_copy import LiveCopy, live_copies, offsets_of
 _LOOKS_S = 0.2
 # The longest slice, in seconds, and the rows of the first one.
 _SLICE_S, _FIRST_ROWS = 0.0005, 1000
-# The share of the time that rows are written: by how old a delta is when it is applied, in seconds.
-_SHARES = ((0.5, 0.01), (2.0, 0.1), (10.0, 0.3))
-_MOST_SHARE = 0.5
+# The share of the time that rows are written: so much that a delta is written within _WITHIN_S, but between the two.
+_LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.5
+# A delta that is older than this, in seconds, is behind: it is written as fast as lookups can bear.
+_BEHIND_S = 2.0
 # A copy that no model uses is removed after so many seconds. Until then, a model that is loaded anew finds it.
 _UNUSED_S = 10.0
 # Most bytes of a delta's file beside those of its rows: names and numbers of rows.
@@ -109,7 +110,8 @@ class AppliedCopy:
             table.rows * (table.row_bytes + _ID_BYTES) for table in self._manifest.tables
         )
         self._slices: Iterator[float] | None = None
-        self._rows = _FIRST_ROWS
+        self._rows = _FIRST_ROWS  # of a slice
+        self._left = 0  # rows of the present delta that are not written
         self._written_at = 0.0
         self._refused: object = None
         self._used_at = time.monotonic()
@@ -146,8 +148,10 @@ class AppliedCopy:
     def _share(self) -> float:
         if not self._state.is_caught_up:
             return 1.0
-        age_s = time.time() - self._written_at
-        return next((share for limit, share in _SHARES if age_s < limit), _MOST_SHARE)
+        if time.time() - self._written_at > _BEHIND_S:
+            return _MOST_SHARE
+        left_s = self._left * _SLICE_S / self._rows
+        return min(max(left_s / _WITHIN_S, _LEAST_SHARE), _MOST_SHARE)
 
     def _begin(self) -> Iterator[float] | None:
         """The slices of the next delta. None: it is not there, or cannot be applied."""
@@ -207,6 +211,7 @@ class AppliedCopy:
     def _apply(self, delta: Delta) -> Iterator[float]:
         """Write the rows of a delta, a slice at each step. It yields the processor's time for that, in seconds."""
         begun = self._state.half_written  # by an applier that was killed: what came before is written
+        self._left = sum(len(each.ids) for each in delta.tables.values())
         place = 0
         for name, (ids, rows) in delta.tables.items():
             start = 0 if begun is None else min(max(begun[0] - place, 0), len(ids))
@@ -222,6 +227,7 @@ class AppliedCopy:
                         target[at] = columns
                 took_s = time.thread_time() - began
                 self._adapt(took_s, stop - start)
+                self._left -= stop - start
                 yield took_s
                 start = stop
             place += len(ids)
