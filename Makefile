@@ -17,7 +17,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-hosts quick test test-all lint mutants fuzz faults kube soak bench bench-quick audit pins clean
+.PHONY: help setup demo demo-fresh demo-hosts quick test test-all lint mutants fuzz faults kube soak bench bench-quick audit pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ $(STAMP): $(DEMO) requirements/dev.txt
 
 demo: $(DEMO) ## Train on MovieLens, export, serve, look up, and show what happened
 	@$(BIN)/python -m examples.movielens.demo
+
+demo-fresh: $(DEMO) ## Train on MovieLens in order of time while it is served: AUC of stale and of fresh rows
+	@$(BIN)/python -m examples.movielens.fresh
 
 demo-hosts: $(DEMO) ## DLRM-v2's tables on four hosts: one killed, a version rolled out (as root in network namespaces)
 	@$(BIN)/python -m examples.hosts.demo

@@ -21,6 +21,7 @@ from torch import Tensor
 from examples.movielens import data, train
 from examples.movielens.model import FEATURES, Ranker, to_kjt
 from export.__main__ import app as tbe_export
+from serving.__main__ import app as tbe_serve
 from serving.bundle.opening import Bundle, open_bundle
 from serving.client import LookupClient
 from serving.server import Ports, Server, run_server
@@ -60,7 +61,7 @@ def main() -> None:
     began = time.monotonic()
     shutil.rmtree(FOLDER, ignore_errors=True)
 
-    _step(console, "1", "Train a TorchRec model on MovieLens-100k, on the earlier 80 % of the ratings")
+    step(console, "1", "Train a TorchRec model on MovieLens-100k, on the earlier 80 % of the ratings")
     samples = data.read_samples()
     model = train.train(samples, console)
     train.save(model, CHECKPOINT)
@@ -69,20 +70,20 @@ def main() -> None:
         f"  {len(samples.train):,} ratings train, {len(samples.test):,} later ones test: AUC {float_auc:.4f}"
     )
 
-    _step(console, "2", "Export it twice, its tables as int8 and as int4")
+    step(console, "2", "Export it twice, its tables as int8 and as int4")
     for name, dtype in MODELS.items():
-        _run(
+        run(
             console,
             f"tbe-export model --model examples.movielens.model:build --checkpoint {CHECKPOINT} "
             f"--repository {REPOSITORY} --name {name} --dtype {dtype} --scores",
         )
 
-    _step(console, "3", "Serve them with tritonserver")
+    step(console, "3", "Serve them with tritonserver")
     with run_server(REPOSITORY, Ports(grpc=0, http=0, operations=0), log=FOLDER / "tritonserver.log") as server:
         ready = ", ".join(f"{served.name} {served.versions[-1]}" for served in server.models)
         console.print(f"  ready on {server.grpc}: {ready}")
 
-        _step(console, "4", "Score the test ratings over gRPC: from embeddings, by the model here; and by the server")
+        step(console, "4", "Score the test ratings over gRPC: from embeddings, by the model here; and by the server")
         served = [_scored_here(console, server, name, model, samples) for name in MODELS]
         served.append(_scored_there(console, server, "movielens", samples))
 
@@ -192,16 +193,17 @@ def _kib(size_bytes: int) -> str:
     return f"{size_bytes / 1024:,.0f} KiB"
 
 
-def _step(console: Console, number: str, text: str) -> None:
+def step(console: Console, number: str, text: str) -> None:
+    """Say what is done next."""
     console.print(f"\n[bold]{number}. {text}[/bold]")
 
 
-def _run(console: Console, command: str) -> None:
-    """Show a command of tbe-export as one would type it, and run it in this process, which has TorchRec by now."""
+def run(console: Console, command: str) -> None:
+    """Show a command of ours as one would type it, and run it in this process, which has TorchRec by now."""
     console.print(f"  $ {command}", soft_wrap=True)
-    _, *arguments = shlex.split(command)
+    name, *arguments = shlex.split(command)
     try:
-        tbe_export(arguments)
+        {"tbe-export": tbe_export, "tbe-serve": tbe_serve}[name](arguments)
     except SystemExit as ended:
         if ended.code:
             raise

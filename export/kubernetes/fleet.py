@@ -250,8 +250,8 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
         )
     if settings.weights_memory == "live":
         raise ConfigurationError(
-            f"{model}: weights-memory: expected 'mapped' or 'huge' in pods, got 'live': what brings deltas into a pod "
-            f"is not part of the manifests yet: `tbe-serve configure {model} --weights-memory mapped`"
+            f"{model}: weights-memory: expected 'mapped' or 'huge' in pods, got 'live': what brings deltas into a "
+            f"pod is not part of the manifests yet: `tbe-serve configure {model} --weights-memory mapped`"
         )
     huge = 0
     if settings.weights_memory == "huge":

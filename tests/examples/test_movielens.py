@@ -96,3 +96,23 @@ def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(tmp_path: Pa
     assert auc["int4, gRPC"] == pytest.approx(auc["float"], abs=5e-3)
     assert auc["int8, scores"] == pytest.approx(auc["int8, gRPC"], abs=1e-5)
     assert (tmp_path / "build/demo/repository/movielens/1/manifest.json").exists()
+
+
+@pytest.mark.long
+def test_rows_that_are_kept_fresh_rank_better_than_stale_ones(tmp_path: Path) -> None:
+    """`make demo-fresh`: scores by a server that deltas reach while the model is trained."""
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.movielens.fresh"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    stale, fresh, trained = (
+        float(found) for found in re.findall(r"(?:exported|fresh|here) +(0\.\d{4})", done.stdout)
+    )
+    assert fresh - stale >= 0.02
+    assert trained == pytest.approx(fresh, abs=5e-3)
+    assert (tmp_path / "build/demo-fresh/auc.png").exists()
