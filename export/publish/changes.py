@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from export.errors import PublishError
 from export.publish.delta import Lineage, PublishedDelta, check_takes, quantized
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
@@ -49,6 +50,10 @@ def publish_changes(
         QuantizeError, ParityError, PublishError: as `publish_delta`.
     """
     lineage = Lineage.of(Path(repository), model, version, deltas)
+    if lineage.bundle.manifest.hosts:
+        raise PublishError(
+            f"{lineage.bundle.path}: is on several hosts: name the rows that changed (`publish_delta`)"
+        )
     key = None if signing_key is None else read_signing_key(signing_key)
     trained = collect_tables(module, follow=False).tables
     tables = {table.name: table for table in lineage.bundle.manifest.tables}
@@ -80,8 +85,8 @@ class _Current:
     def __init__(self, lineage: Lineage) -> None:
         self._bundle = lineage.bundle
         changed: dict[str, list[Rows]] = {}
-        for sequence in listed(lineage.folder):
-            path = delta_path(lineage.folder, sequence)
+        for sequence in listed(lineage.folder.path):
+            path = delta_path(lineage.folder.path, sequence)
             delta = parse_delta(path, path.read_bytes(), lineage.bundle.manifest, lineage.name, sequence)
             for name, rows in delta.tables.items():
                 changed.setdefault(name, []).append(rows)

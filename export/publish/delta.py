@@ -1,11 +1,8 @@
 """Publish a delta: changed rows of a model that is served. `serving.bundle.delta` has its format."""
 
 import math
-import os
-import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,26 +12,16 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import SafetensorError
-from safetensors.numpy import save
 from safetensors.torch import load_file
 
 from export.errors import ParityError, PublishError, QuantizeError
+from export.publish.delta_files import LineageFolder, host_rows, own_rows
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError
-from serving.bundle.delta import (
-    FORMAT,
-    IDS,
-    ROWS,
-    Rows,
-    delta_path,
-    delta_signature,
-    deltas_folder,
-    lineage_of,
-    listed,
-)
+from serving.bundle.delta import IDS, ROWS, Rows, delta_path, deltas_folder, lineage_of
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import Bundle, newest, open_bundle
-from serving.bundle.signature import delta_signature_of, read_signing_key
+from serving.bundle.signature import read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
 
@@ -94,7 +81,7 @@ def publish_delta(
         ConfigurationError: a table or a row number is not the model's, or the signing key cannot be read.
         QuantizeError: a row does not fit its dtype.
         ParityError: a row would move further than its limit, or than rounding explains.
-        PublishError: the model takes no deltas, or the folder cannot be written to.
+        PublishError: a table takes no deltas, it is a host's model, or the folder cannot be written to.
     """
     lineage = Lineage.of(Path(repository), model, version, deltas)
     key = None if signing_key is None else read_signing_key(signing_key)
@@ -120,12 +107,19 @@ def read_changed(path: Path) -> dict[str, Changed]:
     return {name: (tensors[name + IDS], tensors[name + ROWS]) for name in sorted(names)}
 
 
-class Lineage(NamedTuple):
-    """A lineage that deltas are published to: the version that began it, and the folder of its deltas."""
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The lineage that a version began, to which deltas are published.
+
+    Attributes:
+        bundle: of the version.
+        name: of the lineage.
+        deltas: the folder of all deltas.
+    """
 
     bundle: Bundle
     name: str
-    folder: Path
+    deltas: Path
 
     @classmethod
     def of(cls, repository: Path, model: str, version: int | None, deltas: Path | None) -> "Lineage":
@@ -133,26 +127,65 @@ class Lineage(NamedTuple):
 
         Raises:
             BundleError: the version cannot be opened.
-            PublishError: it takes no deltas.
+            PublishError: it is a host's: deltas of its router are its own, too.
         """
         bundle = open_bundle(repository / model / str(version or newest(repository / model)))
-        if bundle.manifest.hosts or bundle.manifest.part_of is not None:
-            raise PublishError(f"{bundle.path}: a model on several hosts takes no deltas yet: export it again")
-        name = lineage_of(bundle.digest)
-        return cls(bundle, name, (deltas or deltas_folder(repository)) / model / name)
+        if (part_of := bundle.manifest.part_of) is not None:
+            raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
+        return cls(bundle, lineage_of(bundle.digest), deltas or deltas_folder(repository))
+
+    @property
+    def folder(self) -> LineageFolder:
+        """The folder of its deltas."""
+        return LineageFolder(self.deltas, self.bundle.path.parent.name, self.name)
 
     def publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> PublishedDelta:
-        """Write stored rows as the next delta."""
-        model, version = self.bundle.path.parent.name, int(self.bundle.path.name)
+        """Write stored rows as the next delta: of a router, one for each host, and then its own.
+
+        Raises:
+            PublishError: a folder cannot be written to.
+        """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path = _publish(self.folder, stored, model, self.name, key)
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            path = self._publish_parts(stored, key) if self.bundle.manifest.hosts else self._publish(stored, key)
         except OSError as error:
             raise PublishError(
-                f"{self.folder}: cannot be written: {error.strerror}: name another folder, --deltas, here and for "
-                "servers"
+                f"{self.folder.path}: cannot be written: {error.strerror}: name another folder, --deltas, here and "
+                "for servers"
             ) from error
-        return PublishedDelta(path, int(path.stem), version, sum(len(each.ids) for each in stored.values()))
+        rows = sum(len(each.ids) for each in stored.values())
+        return PublishedDelta(path, int(path.stem), int(self.bundle.path.name), rows)
+
+    def _publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path:
+        sequence = self.folder.newest + 1
+        while (path := self.folder.write(sequence, stored, key)) is None:
+            sequence += 1
+        return path
+
+    def _publish_parts(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path:
+        """Write a delta for each host and one for the router, under one number. Returns the path of the router's.
+
+        One that lacks a number before, because a writer was killed, gets an empty delta in its place.
+        """
+        router = self.bundle.manifest
+        parts = {
+            LineageFolder(self.deltas, each.model, lineage_of(each.manifest)): host_rows(router, each.host, stored)
+            for each in router.hosts
+        }
+        parts[self.folder] = own_rows(router, stored)
+        with self.folder.locked():
+            for folder in parts:
+                folder.path.mkdir(parents=True, exist_ok=True)
+            sequence = 1 + max(folder.newest for folder in parts)
+            for folder, rows in parts.items():
+                for missing in range(folder.newest + 1, sequence):
+                    folder.write(missing, {}, key)
+                if folder.write(sequence, rows, key) is None:
+                    raise PublishError(
+                        f"{folder.path}: another writer took number {sequence}: of a model on hosts, all who publish "
+                        "have to share a file system with locks"
+                    )
+        return delta_path(self.folder.path, sequence)
 
 
 def _stored(manifest: Manifest, changed: Mapping[str, Changed], max_error: Mapping[str, float]) -> dict[str, Rows]:
@@ -230,60 +263,3 @@ def quantized(table: Table, ids: npt.NDArray[np.int64], rows: torch.Tensor, limi
             f"{agreement.largest:.3g}, expected at most {limit:.3g}: export the model again with a wider dtype"
         )
     return stored
-
-
-def _publish(
-    folder: Path, stored: Mapping[str, Rows], model: str, lineage: str, key: Ed25519PrivateKey | None
-) -> Path:
-    """Write a delta under the next number that is free."""
-    tensors = {name + IDS: each.ids for name, each in stored.items()}
-    tensors |= {name + ROWS: each.rows for name, each in stored.items()}  # type: ignore[misc]
-    sequence = max(listed(folder), default=0) + 1
-    while True:
-        path = delta_path(folder, sequence)
-        metadata = {"format": FORMAT, "lineage": lineage, "sequence": f"{sequence}", "written_at": f"{time.time()!r}"}
-        content = save(tensors, metadata)
-        with _draft(folder, content) as draft:
-            signature = None if key is None else delta_signature(path, content)
-            if signature is not None and key is not None:
-                _write(signature, delta_signature_of(path.name, content, key, model, lineage))
-            try:
-                os.link(draft, path)  # unlike a rename, it fails if another writer took the number
-            except FileExistsError:
-                if signature is not None:
-                    signature.unlink()
-                sequence += 1
-                continue
-        _sync(folder)
-        return path
-
-
-@contextmanager
-def _draft(folder: Path, content: bytes) -> Iterator[Path]:
-    """A file with that content, on the disk, until the block ends."""
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".draft-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        yield Path(name)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

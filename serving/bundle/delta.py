@@ -12,6 +12,9 @@ has two tensors: `TABLE/ids`, int64 [n], the row numbers, sorted, each once; and
 the whole rows as they are stored, see `serving.bundle.tables`. Its metadata are `format` ("1"), `lineage`, `sequence`
 (its number) and `written_at` (Unix time in seconds), all as text.
 
+Of a model on several hosts, the router and each host have deltas of their own, under the same numbers, with the rows
+and columns that they have. A delta may have no row at all.
+
 A signature signs the line `tbe-serving/1 000000000001.safetensors "MODEL" "LINEAGE"`, a newline, and the file, see
 `serving.bundle.signature`. Its name has the first 16 hex digits of the file's SHA-256, so that of two who write one
 number at once none replaces the signature of the other.
@@ -137,7 +140,7 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
     arrays = _arrays(path, tensors, data)
     tables = {table.name: table for table in manifest.tables}
     names = {name.removesuffix(IDS) for name in arrays if name.endswith(IDS)}
-    if not names or {*arrays} != {f"{name}{what}" for name in names for what in (IDS, ROWS)}:
+    if {*arrays} != {f"{name}{what}" for name in names for what in (IDS, ROWS)}:
         raise BundleError(f"{path}: expected {IDS!r} and {ROWS!r} of each table, got {sorted(arrays)}: {_AGAIN}")
     if unknown := names - tables.keys():
         raise BundleError(f"{path}: expected tables of the model, got {min(unknown)!r}: {_AGAIN}")

@@ -2,8 +2,9 @@
 
 import asyncio
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -199,8 +200,8 @@ class RouterRanks:
         return found
 
     def _own_sums(self, split: Split) -> Tensor:
-        sums: Tensor = self._program.lookup(_OWN, *split.by_rank[_OWN], split.features)
-        return sums
+        look_up: Callable[[], Tensor] = partial(self._program.lookup, _OWN, *split.by_rank[_OWN], split.features)
+        return look_up() if self._weights.live is None else self._weights.live.state.read(look_up)
 
     def _merge(self, batch: Batch, split: Split, own: Tensor, found: Found) -> BatchAnswer:
         """The answer to a batch, from the partial sums of all ranks. Those of a lost host are zeros."""

@@ -80,10 +80,6 @@ class LiveCopy:
                 "weights-memory 'live': deltas are applied by `tbe-serve run`, which is not there: serve it so, or "
                 "open it with another"
             )
-        if manifest.hosts:
-            raise ConfigurationError(
-                f"weights-memory 'live': {directory} is a router's, whose hosts take no deltas yet: set another"
-            )
         digest = digest_file(directory / MANIFEST).sha256
         end = offsets_of(manifest)[""]
         folders = [(each.path, "" if each.is_hugetlbfs else lacks) for each in huge_page_folders(MOUNTS)]

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from safetensors.numpy import load
 
-from export import ExportConfig, ExportError, Sharding, export_model, publish_delta
+from export import ExportConfig, ExportError, Sharding, export_model, publish_changes, publish_delta
 from export.errors import ParityError, PublishError, QuantizeError
 from serving.bundle import open_bundle
 from serving.bundle.delta import delta_signature, lineage_of, listed
@@ -108,15 +108,30 @@ def test_a_row_that_would_move_too_far_is_named(repository: Path) -> None:
         publish_delta(repository, "m", {"a": ([5, 3], rows)}, max_error={"a": 0.1})
 
 
-def test_models_on_hosts_and_raw_ids_are_refused_by_name(tmp_path: Path) -> None:
+def test_raw_ids_and_models_of_hosts_are_refused_by_name(tmp_path: Path) -> None:
     config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
-    router = export_hosts(tmp_path, collection(SUM), config)
-    for model in (router.parent.name, f"{router.parent.name}-host-0"):
-        with pytest.raises(PublishError, match="a model on several hosts takes no deltas yet"):
-            publish_delta(tmp_path / "r", model, CHANGED)
+    router = export_hosts(tmp_path, collection(SUM), config).parent.name
+    with pytest.raises(PublishError, match=f"is a host of '{router}': publish deltas of that"):
+        publish_delta(tmp_path / "r", f"{router}-host-0", CHANGED)
+    with pytest.raises(PublishError, match="is on several hosts: name the rows that changed"):
+        publish_changes(tmp_path / "r", router, collection(SUM))
     export_model(dealt(), tmp_path / "raw", "m")
     with pytest.raises(PublishError, match="table 'dealt': its rows are named by raw ids"):
         publish_delta(tmp_path / "raw", "m", {"dealt": ([0], np.ones((1, 8), np.float32))})
+
+
+def test_a_router_and_its_hosts_get_their_rows_under_one_number_whoever_was_killed(tmp_path: Path) -> None:
+    config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
+    router = export_hosts(tmp_path, collection(SUM), config).parent.name
+    models = [f"{router}-host-0", f"{router}-host-1", router]
+    assert publish_delta(tmp_path / "r", router, CHANGED).sequence == 1
+    folders = [next((tmp_path / "r.deltas" / model).iterdir()) for model in models]
+    # A writer that was killed between two of them.
+    (folders[2] / "000000000001.safetensors").unlink()
+    (folders[1] / "000000000001.safetensors").unlink()
+    assert publish_delta(tmp_path / "r", router, CHANGED).sequence == 2
+    assert [listed(folder) for folder in folders] == [[1, 2]] * 3
+    assert load((folders[1] / "000000000001.safetensors").read_bytes()) == {}
 
 
 def test_writers_that_meet_each_have_a_number_and_all_are_whole(repository: Path) -> None:

@@ -1,0 +1,144 @@
+"""The files of deltas: how one is written under a number that nobody else has, and what a host gets of it."""
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.numpy import save
+
+from serving.bundle.delta import FORMAT, IDS, ROWS, Rows, delta_path, delta_signature, listed
+from serving.bundle.manifest import Manifest
+from serving.bundle.segments import segments_by_rank
+from serving.bundle.signature import delta_signature_of
+
+
+class LineageFolder(NamedTuple):
+    """The folder of the deltas of a lineage, <deltas>/<model>/<lineage>."""
+
+    deltas: Path
+    model: str
+    lineage: str
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.deltas / self.model / self.lineage
+
+    @property
+    def newest(self) -> int:
+        """The number of its newest delta; 0 if there is none."""
+        return max(listed(self.path), default=0)
+
+    def write(self, sequence: int, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path | None:
+        """Write a delta, as a whole or not at all.
+
+        Args:
+            sequence: its number.
+            stored: rows as they are stored, by table.
+            key: signs it.
+
+        Returns:
+            Its path. None: another delta has the number.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        tensors: dict[str, npt.NDArray[np.generic]] = {name + IDS: each.ids for name, each in stored.items()}
+        tensors |= {name + ROWS: each.rows for name, each in stored.items()}
+        metadata = {"format": FORMAT, "lineage": self.lineage, "sequence": f"{sequence}"}
+        content = save(tensors, metadata | {"written_at": f"{time.time()!r}"})
+        path = delta_path(self.path, sequence)
+        signature = delta_signature(path, content)
+        with _draft(self.path, content) as draft:
+            if key is not None:
+                _write(signature, delta_signature_of(path.name, content, key, self.model, self.lineage))
+            try:
+                os.link(draft, path)  # unlike a rename, it fails if another writer took the number
+            except FileExistsError:
+                signature.unlink(missing_ok=True)
+                return None
+        _sync(self.path)
+        return path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """In the block, no other process of machines that share the folder is in such a block.
+
+        Raises:
+            OSError: the folder is not there, or its file system has no locks.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def own_rows(router: Manifest, stored: Mapping[str, Rows]) -> dict[str, Rows]:
+    """What the router's own rank has of some rows: whole rows of the tables that it has a shard of."""
+    own = {shard.table for shard in router.plan.shards if router.plan.ranks[shard.rank].weights_file is not None}
+    return {table: rows for table, rows in stored.items() if table in own}
+
+
+def host_rows(router: Manifest, host: int, stored: Mapping[str, Rows]) -> dict[str, Rows]:
+    """What a host has of some rows, by the tables of its bundle: each is a shard of one of the router's.
+
+    Args:
+        router: the router's manifest.
+        host: its number.
+        stored: whole rows by the router's tables.
+    """
+    tables = {table.name: table for table in router.tables}
+    found = {}
+    for segment in segments_by_rank(router)[router.plan.rank_of_host[host]]:
+        shard = segment.shard
+        if (rows := stored.get(shard.table)) is None:
+            continue
+        low, high = np.searchsorted(rows.ids, shard.rows)
+        if low < high:
+            dtype = tables[shard.table].dtype
+            header = rows.rows[low:high, : dtype.format.header_bytes]
+            # A column begins where a row that ended before it would end.
+            columns = rows.rows[low:high, slice(*map(dtype.row_bytes, shard.columns))]
+            found[segment.table] = Rows(rows.ids[low:high] - shard.rows[0], np.concatenate((header, columns), axis=1))
+    return found
+
+
+@contextmanager
+def _draft(folder: Path, content: bytes) -> Iterator[Path]:
+    """A file with that content, on the disk, until the block ends."""
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".draft-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        yield Path(name)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

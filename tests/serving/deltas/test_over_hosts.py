@@ -1,0 +1,62 @@
+"""Deltas of a model whose tables lie on several hosts: each gets its rows and columns, under one number."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export import ExportConfig, Sharding, WeightDtype, publish_delta
+from serving.client import LookupClient
+from serving.engine import Engine
+from serving.model.settings import ServingSettings
+from tests.support.hosts import export_hosts, in_one_process
+from tests.support.live import PATIENCE_S
+from tests.support.models import SUM, collection, random_bags
+from tests.support.often import one_in
+from tests.support.servers import metric, running
+
+
+@pytest.mark.parametrize("dtype", one_in(2, [WeightDtype.INT8, WeightDtype.FP16]))
+def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype, tmp_path: Path) -> None:
+    """Of `a` each host has half of the rows, of `b` half of the columns; bit for bit, as one process."""
+    model = collection(SUM)
+    config = ExportConfig(
+        dtype={"*": dtype},
+        sharding=Sharding(ranks=2, ranks_per_host=1, types={"a": "row_wise", "b": "column_wise"}),
+        serving=ServingSettings(weights_memory="live"),
+    )
+    router = export_hosts(tmp_path, model, config)
+    random = np.random.default_rng(0)
+    changed: dict[str, Any] = {}
+    for number in (1, 2):
+        changed = {}
+        with torch.no_grad():
+            for name, bags in model.embedding_bags.items():
+                ids = random.permutation(bags.num_embeddings)[: bags.num_embeddings // 2]
+                changed[name] = ids, torch.randn(ids.size, bags.embedding_dim)
+                bags.weight[torch.from_numpy(ids)] = changed[name][1]
+        if number == 1:
+            publish_delta(tmp_path / "r", router.parent.name, changed)  # before the fleet is there
+    requests = [dict(random_bags(random, SUM, 10)) for _ in range(5)]
+    memory = replace(config, serving=None)
+    with Engine.open(in_one_process(tmp_path, model, memory, router)) as engine:
+        answers = [engine.lookup(each) for each in requests]
+    with (
+        running(tmp_path / "r", "--local-hosts") as server,
+        LookupClient(server.grpc, router.parent.name, 60) as client,
+    ):
+        assert metric(server, "tbe_delta_sequence", model=router.parent.name) == 1
+        publish_delta(tmp_path / "r", router.parent.name, changed)
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(_same(client.lookup(each), answer) for each, answer in zip(requests, answers, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def _same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return all(np.array_equal(found[name], rows) for name, rows in expected.items())
