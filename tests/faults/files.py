@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from serving.bundle.opening import open_bundle, verify_digests
 from serving.client import LookupClient, Retries
 from serving.errors import ServingError
 from tests.faults.tools import Oracle, publish, python
+from tests.support.often import BREATH_S
 from tests.support.servers import running, stubs
 
 WEIGHTS = "weights.0.bin"
@@ -86,6 +88,7 @@ def weights_change(folder: Path, change: Callable[[Path], None], *, kill: bool) 
         # It cannot be loaded anew: the command ends, and says why.
         while server.process.poll() is None:
             after.append(ask(client))
+            time.sleep(BREATH_S)
         assert server.process.stderr is not None
         return Changed(**counts, after=after, said=server.process.stderr.read(), code=server.process.returncode)
 
@@ -94,8 +97,10 @@ PUBLISH = """
 import sys
 from export import export_model
 from tests.support.models import SUM, collection
-for _ in range(int(sys.argv[2])):
-    print(export_model(collection(SUM), sys.argv[1], "m"))
+from tests.support.reloads import in_this_process
+with in_this_process():
+    for _ in range(int(sys.argv[2])):
+        print(export_model(collection(SUM), sys.argv[1], "m"))
 """
 
 

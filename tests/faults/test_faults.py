@@ -31,7 +31,7 @@ def test_clients_find_a_server_that_was_killed_and_started_again(
     assert seen.left == 0
 
 
-@pytest.mark.parametrize("asked", one_in(2, LOADS))
+@pytest.mark.parametrize("asked", one_in(3, LOADS))
 def test_clients_are_answered_again_when_a_model_s_process_was_killed(
     asked: Callable[[Path], Asked], tmp_path: Path
 ) -> None:
@@ -101,7 +101,7 @@ def test_no_work_is_done_for_callers_that_have_gone(tmp_path: Path, cancelled: b
 
 
 def test_callers_that_give_up_end_neither_the_server_nor_its_stop(tmp_path: Path) -> None:
-    seen = clients.give_up(tmp_path, seconds=5)
+    seen = clients.give_up(tmp_path, seconds=2)
     print(seen.line())
     assert seen.answers == 16
     assert seen.code == 0

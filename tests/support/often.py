@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 # Between two rounds of who asks all the time: the servers that they ask have the same cores.
-BREATH_S = 0.05
+BREATH_S = 0.2
 
 
 def one_in(number: int, values: Iterable[Any]) -> list[Any]:
