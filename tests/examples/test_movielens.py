@@ -67,8 +67,14 @@ def test_taking_samples_takes_their_bags() -> None:
     assert lengths.tolist() == [3, 0, 2, 3]
 
 
-# A third of the training, for `make test`.
-BRIEF = "from examples.movielens import demo, train; train.EPOCHS = 1; demo.main()"
+# A third of the training, and no fresh process for each export, for `make test`.
+BRIEF = """
+from examples.movielens import demo, train
+from tests.support.reloads import in_this_process
+train.EPOCHS = 1
+with in_this_process():
+    demo.main()
+"""
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.run import LOOKS, METHOD, TOGETHER, WELL, fuzz
 from tests.fuzz.served import publish
 from tests.support.growth import keeps_growing
+from tests.support.hosts import only
 from tests.support.servers import FREE, metric, replace_model_py
 
 COUNT = 3_000
@@ -160,11 +161,13 @@ def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
     assert refused == 50
 
 
-def test_after_a_shape_that_overflows_the_model_serves_again(tmp_path: Path) -> None:
+def test_after_a_shape_that_overflows_the_model_serves_again(
+    published: tuple[list[Model], Path], tmp_path: Path
+) -> None:
     """Triton 2.51's own fault; how soon is for `make fuzz` to say."""
-    models = publish(tmp_path / "r")
-    with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
-        recovery_s(server, models[0])
+    (model, *_), repository = published
+    with run_server(only(repository, [model.name], tmp_path / "r"), FREE, log=tmp_path / "log") as server:
+        recovery_s(server, model)
 
 
 def test_a_batch_of_nothing_is_not_sent_and_harms_nobody_when_it_is(one_model: Path, tmp_path: Path) -> None:

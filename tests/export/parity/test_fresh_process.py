@@ -16,6 +16,7 @@ from export.trained.probe import make_probe
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from tests.support.models import collection
+from tests.support.reloads import in_this_process
 
 pytestmark = pytest.mark.usefixtures("fresh_process")
 
@@ -45,8 +46,9 @@ def test_it_is_started_before_rows_are_stored_and_ends_with_the_export(tmp_path:
 
 
 def test_one_process_answers_for_all_bundles_of_an_export(tmp_path: Path) -> None:
-    whole = export_model(collection(), tmp_path / "r", "whole")
-    cut = export_model(collection(seed=1), tmp_path / "r", "cut", ExportConfig(sharding=Sharding(ranks=2)))
+    with in_this_process():
+        whole = export_model(collection(), tmp_path / "r", "whole")
+        cut = export_model(collection(seed=1), tmp_path / "r", "cut", ExportConfig(sharding=Sharding(ranks=2)))
     with FreshProcess() as fresh:
         for bundle in (whole, cut):
             probe = make_probe(open_bundle(bundle).manifest, {})

@@ -44,10 +44,16 @@ def part_of(bundle: Path) -> DensePart:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda each: each.__name__)
 def test_a_trained_model_s_scores_are_its_own(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
-    """With FP32 tables to 1e-6 of their size; with INT8 tables as far as the manifest says, or little more."""
+    """With FP32 tables to 1e-6 of their size; with INT8 tables as far as the manifest says, or little more.
+
+    They keep samples apart, and that is seen.
+    """
     module, random = trained(model()), np.random.default_rng(1)
     widths = WIDTHS if model is by_position else {}
     exact = Engine.open(export_model(module, tmp_path, "exact", replace(EXACT, dense_widths=widths)))
+    part = exact.bundle.manifest.dense_part
+    assert part is not None
+    assert (part.mixes_samples, part.mixed_by) == (False, None)  # it is scored with samples of others
     bundle = export_model(module, tmp_path, "int8", ExportConfig(scores=True, dense_widths=widths))
     rounded = Engine.open(bundle)
     parity = {each.name: each.parity for each in part_of(bundle).outputs}
@@ -89,13 +95,6 @@ def test_samples_that_meet_are_found_out(tmp_path: Path, model: Callable[[], nn.
     part = part_of(export_model(model(), tmp_path, "m", replace(EXACT, dense_widths=widths)))
     assert part.mixes_samples
     assert re.match(what, part.mixed_by or "")
-
-
-@pytest.mark.parametrize("model", MODELS, ids=lambda each: each.__name__)
-def test_models_that_keep_samples_apart_are_scored_together(tmp_path: Path, model: Callable[[], nn.Module]) -> None:
-    widths = WIDTHS if model is by_position else {}
-    part = part_of(export_model(model(), tmp_path, "n", replace(EXACT, dense_widths=widths)))
-    assert (part.mixes_samples, part.mixed_by) == (False, None)
 
 
 def test_int8_weights_are_scored_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from serving.errors import ServingError
 from serving.model.config_file import of_json, settings_of
 from serving.server import Control, Server, run_server
 from tests.support import oracle
+from tests.support.commands import tbe_export
 from tests.support.models import SUM, Bags, collection, random_bags, table_of
 from tests.support.often import BREATH_S, one_in
 from tests.support.servers import FREE, tbe_serve
@@ -239,14 +240,10 @@ def test_the_configured_version_is_served_after_a_restart(repository: Path, tmp_
 
 
 def prune(*arguments: str) -> list[str]:
-    import subprocess
-    import sys
-
-    done = subprocess.run(
-        [sys.executable, "-m", "export", "prune", *arguments], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    done = tbe_export("prune", *arguments)
+    assert done.exit_code == 0, done.stderr
+    lines: list[str] = done.stdout.splitlines()
+    return lines
 
 
 def test_pruning_leaves_what_is_in_use(repository: Path, server: Server) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import time
 import urllib.request
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_a_bundle_that_does_not_load_fails_the_start_with_its_reason(tmp_path: P
         pass
 
 
-def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path, server: Server) -> None:
+def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path) -> None:
     ports = FREE
     with pytest.raises(ConfigurationError, match="found no folder"), run_server(tmp_path / "none", ports):
         pass
@@ -108,9 +109,11 @@ def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path, se
         pass
     (tmp_path / "m" / "1").mkdir(parents=True)
     (tmp_path / "m" / "1" / "manifest.json").write_text("")
-    taken = Ports(grpc=int(server.grpc.rpartition(":")[2]), http=0, operations=0)
-    with (
-        pytest.raises(ConfigurationError, match=f"--grpc-port {taken.grpc}: cannot listen"),
-        run_server(tmp_path, taken),
-    ):
-        pass
+    # As gRPC listens: others may with it, if they ask for that as well.
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as listener:
+        taken = Ports(grpc=listener.getsockname()[1], http=0, operations=0)
+        with (
+            pytest.raises(ConfigurationError, match=f"--grpc-port {taken.grpc}: cannot listen"),
+            run_server(tmp_path, taken),
+        ):
+            pass

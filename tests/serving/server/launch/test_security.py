@@ -1,7 +1,6 @@
 """Who should not get in does not: closed protocols, TLS, keys, and bundles that somebody else made or changed."""
 
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from serving.server import Access, Control, Server, run_server
 from serving.server.launch.run_file import find_run_file
 from serving.triton.command_line import GRPC_KEY_HEADER
 from tests.support.certificates import write_certificates
+from tests.support.commands import tbe_export
 from tests.support.models import SUM, collection
 from tests.support.servers import (
     FREE,
@@ -229,10 +229,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def publish_signed(repository: Path, key: Path) -> None:
     """By the command, as a user would."""
-    command = [sys.executable, "-m", "export", "model", "--model", "tests.support.models:summed", "--name", "m"]
-    options = ["--repository", str(repository), "--signing-key", str(key)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    options = ("--repository", str(repository), "--signing-key", str(key))
+    done = tbe_export("model", "--model", "tests.support.models:summed", "--name", "m", *options)
+    assert done.exit_code == 0, done.stderr
 
 
 def test_only_what_a_trusted_key_signed_is_served_and_nothing_else_is_run(tmp_path: Path, keys: Path) -> None:
