@@ -48,7 +48,7 @@ def check_rows(rows: Callable[[str, Any], Any], module: Any) -> None:
     np.testing.assert_array_equal(rows("user", ids), expected)
 
 
-@pytest.mark.parametrize("specs", BOTH)
+@pytest.mark.parametrize("specs", one_in(2, BOTH))
 def test_served_and_merged(specs: Several[Spec], tmp_path: Path) -> None:
     module = managed(specs)
     export_model(module, tmp_path / "r", "m", FP32)

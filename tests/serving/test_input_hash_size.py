@@ -29,6 +29,7 @@ from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.managed import assert_equal, assert_right, behind, dealt, fill, managed, mch, right, undealt, zch
 from tests.support.models import Spec
+from tests.support.often import one_in
 from tests.support.saved import save_dcp
 from tests.support.servers import at_once, metric, running
 
@@ -272,7 +273,7 @@ def test_tables_that_take_other_ids_read_one_key(tmp_path: Path) -> None:
         engine.lookup(asked | {"y": [[], [-1]]})
 
 
-@pytest.mark.parametrize("pooling", ["SUM", "NONE"])
+@pytest.mark.parametrize("pooling", one_in(2, ["SUM", "NONE"]))
 def test_served_and_merged(pooling: str, tmp_path: Path) -> None:
     """Requests that come together; those with ids outside hurt nobody, and are counted."""
     module = dealt(pooling=pooling)

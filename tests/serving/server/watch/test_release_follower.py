@@ -63,7 +63,8 @@ class Said:
                 self.lines.append(line)
 
 
-def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path, rounds: int) -> None:
     repository, model = tmp_path / "r", tmp_path / "r" / "m"
     bundles = {version: export_version(repository, version) for version in (1, 2)}
     release(model, 1)
@@ -77,7 +78,7 @@ def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path) -> No
         for asker in askers:
             asker.start()
         try:
-            for version in (2, 1, 2, 1):
+            for version in (2, 1) * rounds:
                 release(model, version)
                 wait_for_versions(server, version)
         finally:
