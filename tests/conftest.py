@@ -27,6 +27,12 @@ settings.load_profile("short")
 gc.set_threshold(50_000)
 end_together()
 unchanged.watch()
+# Files that wait for servers, some of them for two minutes. If one began as the last, it would run alone at the end.
+LONG_FILES = ("tests/faults/", "tests/serving/router/", "tests/serving/server/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
 
 
 @pytest.fixture(scope="session", autouse=True)
