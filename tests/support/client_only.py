@@ -1,11 +1,14 @@
-"""Run a module as `python -m` does, as if `pip install tbe-serving` had installed no extra::
+"""Run commands as if `pip install tbe-serving` had installed no extra: `python -m tests.support.client_only`.
 
-python -m tests.support.client_only MODULE [ARGUMENT ...]
+It reads a program and its arguments for each, and writes its code, its output, its errors and its exception, in JSON.
+Each has a process that has imported both programs and nothing else. That is forked: to import them takes a second.
 """
 
 import importlib.metadata
-import runpy
+import json
+import multiprocessing
 import sys
+from importlib import import_module
 from typing import Any
 
 # What the extras of pyproject.toml bring, by package and by what is imported of it.
@@ -33,8 +36,18 @@ def main() -> None:
 
     importlib.metadata.version = version
     sys.meta_path[:] = [_Without(each) for each in sys.meta_path]
-    sys.argv = sys.argv[1:]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    for program in ("export", "serving"):
+        import_module(f"{program}.__main__")
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        json.dump(pool.map(_run, json.load(sys.stdin), chunksize=1), sys.stdout)
+
+
+def _run(typed: list[str]) -> tuple[int, str, str, str]:
+    from typer.testing import CliRunner
+
+    program, *arguments = typed
+    done = CliRunner().invoke(import_module(f"{program}.__main__").app, arguments)
+    return done.exit_code, done.stdout, done.stderr, repr(done.exception)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What commands do that need no torch: they do not wait for it, and a client-only install has them."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -92,26 +93,6 @@ def test_what_needs_no_torch_does_not_import_it(done: dict[tuple[str, ...], Any]
     assert exception == "None" or exception.startswith("SystemExit"), exception
 
 
-def _client_only(folder: Path, program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    root = str(Path(__file__).parents[3])
-    return subprocess.run(
-        [sys.executable, "-m", "tests.support.client_only", program, *arguments],
-        cwd=folder,
-        env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize("program", ["export", "serving"])
-def test_a_client_only_install_says_its_versions(tmp_path: Path, program: str) -> None:
-    done = _client_only(tmp_path, program, "--version")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "torch not installed (tested with 2.13)" in done.stdout.splitlines()
-
-
 _NEEDS_TORCH: dict[str, tuple[str, ...]] = {
     "model": _EXPORT,
     "complete": (*_EXPORT, "--version", "1"),
@@ -120,19 +101,6 @@ _NEEDS_TORCH: dict[str, tuple[str, ...]] = {
     "compare": ("--out", "out", "--model", "no.such:module"),
     "manifests": ("MODEL", *_MANIFESTS, _IMAGE),
 }
-
-
-@pytest.mark.parametrize("command", _NEEDS_TORCH)
-def test_a_client_only_install_says_what_an_export_needs(model: Path, tmp_path: Path, command: str) -> None:
-    """In one line, which names what pip can install."""
-    arguments = (each.replace("MODEL", str(model)) for each in _NEEDS_TORCH[command])
-    done = _client_only(tmp_path, "export", command, *arguments)
-    assert (done.returncode, done.stdout) == (1, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("tbe-export: yaml: " if command == "manifests" else "tbe-export: torch: expected 2.13, ")
-    assert "pip install 'tbe-serving[export]'" in line
-
-
 _SERVING: dict[str, tuple[tuple[str, ...], Callable[[str], bool]]] = {
     "run": (("REPOSITORY",), lambda said: "tritonserver" in said and "pip install 'tbe-serving[server]'" in said),
     "lookup": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
@@ -145,13 +113,59 @@ _SERVING: dict[str, tuple[tuple[str, ...], Callable[[str], bool]]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def client_only(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """Of each program and command: its code, its output, its errors and its exception, in a client-only install."""
+    commands = {
+        **{(program, "--version"): () for program in ("export", "serving")},
+        **{("export", command): arguments for command, arguments in _NEEDS_TORCH.items()},
+        **{("serving", command): arguments for command, (arguments, _) in _SERVING.items()},
+    }
+    names = {"REPOSITORY": str(model.parent), "MODEL": str(model)}
+    typed = [
+        [*command, *(re.sub("REPOSITORY|MODEL", lambda found: names[found[0]], each) for each in arguments)]
+        for command, arguments in commands.items()
+    ]
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.client_only"],
+        cwd=tmp_path_factory.mktemp("client_only"),
+        env={"PYTHONPATH": root, "PATH": "/usr/bin:/bin"},
+        input=json.dumps(typed),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    return dict(zip(commands, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("program", ["export", "serving"])
+def test_a_client_only_install_says_its_versions(client_only: dict[tuple[str, str], Any], program: str) -> None:
+    code, stdout, stderr, _ = client_only[program, "--version"]
+    assert (code, stderr) == (0, "")
+    assert "torch not installed (tested with 2.13)" in stdout.splitlines()
+
+
+@pytest.mark.parametrize("command", _NEEDS_TORCH)
+def test_a_client_only_install_says_what_an_export_needs(
+    client_only: dict[tuple[str, str], Any], command: str
+) -> None:
+    """In one line, which names what pip can install."""
+    code, stdout, stderr, _ = client_only["export", command]
+    assert (code, stdout) == (1, "")
+    (line,) = stderr.splitlines()
+    assert line.startswith("tbe-export: yaml: " if command == "manifests" else "tbe-export: torch: expected 2.13, ")
+    assert "pip install 'tbe-serving[export]'" in line
+
+
 @pytest.mark.parametrize("command", _SERVING)
-def test_a_client_only_install_shows_no_trace(model: Path, tmp_path: Path, command: str) -> None:
-    arguments, is_right = _SERVING[command]
-    typed = (each.replace("REPOSITORY", str(model.parent)).replace("MODEL", str(model)) for each in arguments)
-    done = _client_only(tmp_path, "serving", command, *typed)
-    assert is_right(done.stderr), done.stderr
-    assert len(done.stderr.splitlines()) <= 1
+def test_a_client_only_install_shows_no_trace(client_only: dict[tuple[str, str], Any], command: str) -> None:
+    _, is_right = _SERVING[command]
+    _, _, stderr, exception = client_only["serving", command]
+    assert is_right(stderr), stderr
+    assert len(stderr.splitlines()) <= 1
+    assert exception == "None" or exception.startswith("SystemExit"), exception
 
 
 def test_every_command_is_run_in_a_client_only_install() -> None:
