@@ -8,9 +8,10 @@ import pytest
 
 from serving.errors import EnvironmentMismatch
 from serving.lookup import program
+from tests.support.often import one_in
 
 
-@pytest.mark.parametrize("model", ["mixed", "sharded"])
+@pytest.mark.parametrize("model", one_in(2, ["sharded", "mixed"]))
 def test_a_lookup_imports_no_python_of_fbgemm(repository: Path, model: str) -> None:
     """It would bring 500 modules and 35 MB into each instance."""
     path = repository / model / "1"

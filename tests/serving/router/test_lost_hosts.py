@@ -311,7 +311,7 @@ def test_no_request_fails_when_one_of_two_replicas_is_killed_and_returns(served:
     assert wrong == []
 
 
-@pytest.mark.parametrize("lose", [silent, stopped], ids=lambda lose: lose.__name__)
+@pytest.mark.parametrize("lose", one_in(2, [silent, stopped]), ids=lambda lose: lose.__name__)
 def test_no_request_fails_once_it_was_noticed_that_a_replica_is_silent(
     served: Faulty, lose: Callable[[Faulty], AbstractContextManager[None]]
 ) -> None:

@@ -25,6 +25,7 @@ from tests.support.servers import lose, supervised
 from tests.support.whole import RAW, Whole, random_whole
 
 
+@pytest.mark.long
 def test_scores_through_a_router_are_those_of_one_process(tmp_path: Path) -> None:
     module = trained(two_tower())
     router = export_hosts(tmp_path, module, ON_HOSTS)
