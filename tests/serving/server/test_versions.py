@@ -21,9 +21,10 @@ from serving.model.config_file import of_json, settings_of
 from serving.server import Control, Server, run_server
 from tests.support import oracle
 from tests.support.commands import tbe_export
+from tests.support.host_faults import until
 from tests.support.models import SUM, Bags, collection, random_bags, table_of
 from tests.support.often import BREATH_S, one_in
-from tests.support.servers import FREE, tbe_serve
+from tests.support.servers import FREE, tbe_serve, until_answered
 
 
 def export_version(repository: Path, seed: int) -> Path:
@@ -74,6 +75,16 @@ class Seen:
     versions: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     failed: list[ServingError] = field(default_factory=list)
+    connected: list[int] = field(default_factory=list)
+
+    def wait_for_clients(self, count: int) -> None:
+        """Until so many are connected: from then on nothing may fail."""
+        until(lambda: len(self.connected) == count, "clients are connected")
+
+    def wait_for(self, version: int) -> None:
+        """Until a version has answered once more."""
+        before = self.versions[version]
+        until(lambda: self.versions[version] > before, f"version {version} answers")
 
 
 def ask_until(stopped: threading.Event, url: str, bundles: dict[int, Path], seed: int, seen: Seen) -> None:
@@ -82,6 +93,8 @@ def ask_until(stopped: threading.Event, url: str, bundles: dict[int, Path], seed
     requests = [random_bags(random, SUM, int(random.integers(1, 20))) for _ in range(8)]
     answers = {version: [expected(bundle, bags) for bags in requests] for version, bundle in bundles.items()}
     with LookupClient(url, "m", timeout_s=30, retries=Retries(attempts=1)) as client:
+        until_answered(client.lookup, requests[0])  # a busy machine may not connect in time
+        seen.connected.append(seed)
         while not stopped.wait(BREATH_S):
             for number, bags in enumerate(requests):
                 try:
@@ -110,9 +123,11 @@ def test_versions_switch_under_load_without_a_failed_or_wrong_answer(
     for asker in askers:
         asker.start()
     try:
+        seen.wait_for_clients(len(askers))
         for _ in range(rounds):
             for version in (2, 1):
                 assert control.load("m", (version,)) == (version,)
+                seen.wait_for(version)
             with pytest.raises(ServingError, match=r"weights\.0\.bin: expected \d+ bytes, got \d+"):
                 control.load("m")  # the newest is the broken one
             assert control.ready("m") == (1,)

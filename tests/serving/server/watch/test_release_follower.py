@@ -78,9 +78,11 @@ def test_a_release_is_followed_forward_and_back_under_load(tmp_path: Path, round
         for asker in askers:
             asker.start()
         try:
+            seen.wait_for_clients(len(askers))
             for version in (2, 1) * rounds:
                 release(model, version)
                 wait_for_versions(server, version)
+                seen.wait_for(version)
         finally:
             stopped.set()
             for asker in askers:
