@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from serving.client import LookupClient, Retries
@@ -68,7 +69,7 @@ def lied(folder: Path, times: int) -> Seen:
         expected = {needs: [version.one.lookup(each) for each in found] for needs, found in requests.items()}
         one_at_a_time = threading.Lock()
 
-        def ask(caller: int) -> None:
+        def ask(caller: int, is_relayed: bool = False) -> None:
             needs = caller % 2 == 0
             for request, rows in zip(requests[needs], expected[needs], strict=True):
                 started = time.monotonic()
@@ -83,7 +84,8 @@ def lied(folder: Path, times: int) -> Seen:
                         seen.others_failed += not needs
                         seen.nameless += needs and f"host {number} ({MODEL}-host-{number}" not in str(error)
                     elif needs:
-                        seen.answered_out_of_a_lie += 1
+                        # A connection that is being reset may still bring the truth.
+                        seen.answered_out_of_a_lie += not (is_relayed and same(found, rows))
                     elif same(found, rows):
                         seen.others_right += 1
                     else:
@@ -111,7 +113,7 @@ def lied(folder: Path, times: int) -> Seen:
             until_well()
             with on_the_wire(does, b"an answer") as address:
                 relay.turn(address)
-                list(pool.map(ask, range(CALLERS)))
+                list(pool.map(partial(ask, is_relayed=True), range(CALLERS)))
             relay.turn(liar.address)
             seen.lies += 1
         until_well()
