@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from export.kubernetes.addresses import GRPC_PORT, check_addresses, secrets_of
-from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, client_labels, read_fleet
+from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, check_deltas, client_labels, read_fleet
 from export.publish.published import bundle_of
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.signature import TrustedKeys, signature_of
@@ -49,6 +49,12 @@ def manifests(
         bool, typer.Option("--insecure", help="No TLS: something else, such as a mesh, keeps others out.")
     ] = False,
     metrics_from: Annotated[str, typer.Option(help="Namespace whose pods may read metrics.")] = METRICS_FROM,
+    deltas_claim: Annotated[
+        str | None,
+        typer.Option(
+            help="The PersistentVolumeClaim with the deltas of models with `weights-memory: live`; pods only read it."
+        ),
+    ] = None,
 ) -> None:
     """Write Kubernetes manifests for a bundle: a router and the hosts of its plan, or one model.
 
@@ -63,6 +69,7 @@ def manifests(
         trusted_keys=trusted_keys,
         insecure=insecure,
         metrics_from=metrics_from,
+        deltas_claim=deltas_claim,
     )
     numbers = Replicas(
         routers=routers,
@@ -73,6 +80,7 @@ def manifests(
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     fleet = read_fleet(bundle_of(bundle, trusted), numbers, name=name, hosts_also=hosts_also, trusted=trusted)
     check_addresses(fleet, trusted, insecure=insecure)
+    check_deltas(fleet, options)
     from export.kubernetes.base import base_files, changes, write_base  # a client-only install has no PyYAML
 
     files = base_files(fleet, numbers, options)
@@ -95,6 +103,8 @@ def _tell(fleet: Fleet, folder: Path, options: PodOptions) -> None:
     (client,) = (f'{label}: "{value}"' for label, value in client_labels(fleet).items())
     say(f"written to {folder}; deploy it: kubectl apply -k {folder}")
     say(f"needed: PersistentVolumeClaim {options.claim}, with the repository")
+    if options.deltas_claim is not None:
+        say(f"needed: PersistentVolumeClaim {options.deltas_claim}, with the deltas: `tbe-export delta --deltas`")
     for secret, purpose in {} if options.insecure else secrets_of(fleet).items():
         say(f"needed: Secret {secret}, of type kubernetes.io/tls with ca.crt: a certificate {purpose}")
     say(f"pods labelled {client} may look up, at {fleet.name}:{GRPC_PORT}")

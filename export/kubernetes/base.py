@@ -77,6 +77,7 @@ def _chosen(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[str, 
         "--trusted-keys": "none" if options.trusted_keys is None else "given",
         "--insecure": "yes" if options.insecure else "no",
         "--metrics-from": options.metrics_from,
+        "--deltas-claim": options.deltas_claim or "none",
     }
 
 

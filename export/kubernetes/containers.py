@@ -33,15 +33,16 @@ _START_S = 120
 def resources(member: Member) -> dict[str, Any]:
     """The resources of a server: cores for each process and one for tritonserver; memory for tables and processes.
 
-    The memory request covers all tables and processes. The limit also covers shared memory, and is large enough to
-    keep the tables in memory. There is no limit for cores: it would delay answers, and save nothing. Huge pages are a
-    resource of their own, with equal request and limit. Tables in them do not count as memory.
+    The memory request covers all tables and processes, and the copies that deltas change. The limit also covers
+    shared memory, and is large enough to keep the tables in memory. There is no limit for cores: it would delay
+    answers, and save nothing. Huge pages are a resource of their own, with equal request and limit. Tables in them do
+    not count as memory.
     """
     processes = _PROCESS_BYTES * (member.instances + 1)
-    memory_bytes = processes if member.huge_bytes else member.weights_bytes + processes
-    limit_bytes = memory_bytes + shared_bytes(member)
+    memory_bytes = processes if member.huge_bytes else (member.live_bytes or member.weights_bytes) + processes
+    limit_bytes = memory_bytes + _SHARED_BYTES * member.instances
     if not member.huge_bytes:
-        limit_bytes = max(limit_bytes, math.ceil(member.weights_bytes / MOST_OF_MEMORY))
+        limit_bytes = max(limit_bytes, math.ceil((member.live_bytes or member.weights_bytes) / MOST_OF_MEMORY))
     huge = {"hugepages-2Mi": mebibytes(member.huge_bytes)} if member.huge_bytes else {}
     return {
         "requests": {"cpu": str(member.instances * member.cores + 1), "memory": mebibytes(memory_bytes), **huge},
@@ -56,7 +57,7 @@ def small_resources() -> dict[str, Any]:
 
 def shared_bytes(member: Member) -> int:
     """The size of /dev/shm, in bytes."""
-    return _SHARED_BYTES * member.instances
+    return _SHARED_BYTES * member.instances + member.live_bytes
 
 
 def copy_bytes(member: Member) -> int:
@@ -74,7 +75,7 @@ def mebibytes(size_bytes: int) -> str:
     return f"{math.ceil(size_bytes / (1 << 20))}Mi"
 
 
-REPOSITORY, SOURCE, PRIVATE = "/repository", "/source", "/private"
+REPOSITORY, SOURCE, PRIVATE, DELTAS = "/repository", "/source", "/private", "/deltas"
 TRUSTED = "/keys/trusted.pem"
 TMP_MOUNT = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108  in the pod
 HOSTS_TLS_MOUNT = {"name": "hosts-tls", "mountPath": HOSTS_TLS, "readOnly": True}
@@ -98,6 +99,8 @@ def server_mounts(fleet: Fleet, member: Member, options: PodOptions) -> Iterator
     yield TMP_MOUNT
     if member.huge_bytes:
         yield {"name": "huge-pages", "mountPath": "/hugepages"}
+    if member.live_bytes:
+        yield {"name": "deltas", "mountPath": DELTAS, "readOnly": True}
     if not options.insecure:
         yield {"name": "tls", "mountPath": TLS, "readOnly": True}
         if calls_hosts(fleet, member):
@@ -120,6 +123,8 @@ def volumes(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Objec
     yield {"name": "tmp", **_folder(SMALL_BYTES)}
     if member.huge_bytes:
         yield {"name": "huge-pages", "emptyDir": {"medium": "HugePages-2Mi"}}
+    if member.live_bytes:
+        yield {"name": "deltas", "persistentVolumeClaim": {"claimName": options.deltas_claim, "readOnly": True}}
     if not options.insecure:
         yield {"name": "tls", **_secret(secret_of(fleet, member))}
         if calls_hosts(fleet, member):
@@ -184,6 +189,8 @@ def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
     yield "--operations-host=0.0.0.0"  # for probes, and for the scrapers that the network policy allows
     yield f"--serve={member.model}={','.join(map(str, member.versions))}"
     yield from ["--insecure"] if options.insecure else arguments(member)
+    if member.live_bytes:
+        yield f"--deltas={DELTAS}"
     if options.trusted_keys is not None:
         yield from (f"--trusted-keys={TRUSTED}", f"--private-folder={PRIVATE}")
         if options.copy:  # no other pod can write to the copy

@@ -13,7 +13,7 @@ from serving.bundle.plan import HostBundle, path_of
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of
-from serving.tables.page_cache import in_huge_pages
+from serving.tables.page_cache import HUGE_PAGE, in_huge_pages
 
 METRICS_FROM = "monitoring"
 # An image by digest, such as registry.example/team/tbe-serving@sha256:…, with a tag or without.
@@ -33,6 +33,7 @@ class PodOptions:
         trusted_keys: a file of public keys. One of them must have signed the bundles. None: no signature is needed.
         insecure: no TLS.
         metrics_from: the namespace whose pods may read metrics.
+        deltas_claim: the PersistentVolumeClaim with the deltas of models that are served live. None: there are none.
 
     Raises:
         ConfigurationError: a name is invalid in Kubernetes, or an image has no digest.
@@ -44,6 +45,7 @@ class PodOptions:
     trusted_keys: Path | None = None
     insecure: bool = False
     metrics_from: str = METRICS_FROM
+    deltas_claim: str | None = None
 
     def __post_init__(self) -> None:
         if not _IMAGE.fullmatch(self.image):
@@ -51,8 +53,9 @@ class PodOptions:
                 f"--image: expected an image by digest, such as registry.example/tbe-serving@sha256:…, for a tag can "
                 f"be moved, got {self.image!r}"
             )
-        if not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", self.claim):
-            raise ConfigurationError(f"--claim: expected the name of a PersistentVolumeClaim, got {self.claim!r}")
+        for option, claim in (("--claim", self.claim), ("--deltas-claim", self.deltas_claim)):
+            if claim is not None and not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", claim):
+                raise ConfigurationError(f"{option}: expected the name of a PersistentVolumeClaim, got {claim!r}")
         if not re.fullmatch(_LABEL, self.metrics_from):
             raise ConfigurationError(f"--metrics-from: expected the name of a namespace, got {self.metrics_from!r}")
 
@@ -71,6 +74,7 @@ class Member:
         cores: cores that each of them can use.
         replicas: number of pods. The least number, if an autoscaler changes it.
         huge_bytes: bytes that the weights files take on a file system of huge pages. 0: they are not served from one.
+        live_bytes: bytes of the copies in /dev/shm that deltas change. 0: they are not served live.
     """
 
     name: str
@@ -82,6 +86,7 @@ class Member:
     cores: int
     replicas: int
     huge_bytes: int = 0
+    live_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +200,25 @@ def read_fleet(
     return Fleet(bundle=bundle, front=front, hosts=hosts)
 
 
+def check_deltas(fleet: Fleet, options: PodOptions) -> None:
+    """Refuse a claim of deltas that no model takes, and models that take deltas without a claim.
+
+    Raises:
+        ConfigurationError: naming the model.
+    """
+    live = [each.model for each in (fleet.front, *fleet.hosts) if each.live_bytes]
+    if live and options.deltas_claim is None:
+        raise ConfigurationError(
+            f"{live[0]}: weights-memory: is 'live': say where its deltas are, --deltas-claim; or `tbe-serve "
+            "configure --weights-memory mapped`"
+        )
+    if not live and options.deltas_claim is not None:
+        raise ConfigurationError(
+            f"--deltas-claim: expected a model that takes deltas: `tbe-serve configure {fleet.bundle.path.parent} "
+            "--weights-memory live`"
+        )
+
+
 def _other(router: Bundle, version: int, trusted: TrustedKeys | None) -> Bundle:
     """Another version of a router, with the same hosts."""
     other = open_bundle(router.path.parent / str(version), trusted)
@@ -244,22 +268,17 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
     settings = settings_of(read_config(model, trusted))
     if settings.weights_memory == "locked":
         raise ConfigurationError(
-            f"{model}: weights-memory: expected 'mapped' or 'huge' in pods, got 'locked': how much memory a pod may "
-            f"lock, its node says: `tbe-serve configure {model} --weights-memory mapped`. A pod's limit has room "
-            "for its tables"
+            f"{model}: weights-memory: expected 'mapped', 'huge' or 'live' in pods, got 'locked': how much memory a "
+            f"pod may lock, its node says: `tbe-serve configure {model} --weights-memory mapped`. A pod's limit has "
+            "room for its tables"
         )
-    if settings.weights_memory == "live":
-        raise ConfigurationError(
-            f"{model}: weights-memory: expected 'mapped' or 'huge' in pods, got 'live': what brings deltas into a "
-            f"pod is not part of the manifests yet: `tbe-serve configure {model} --weights-memory mapped`"
-        )
-    huge = 0
-    if settings.weights_memory == "huge":
-        files = [each.manifest.files[name] for each in bundles for name in each.manifest.weights_files]
-        huge = sum(in_huge_pages(file.size_bytes) for file in files)
+    files = [each.manifest.files[name] for each in bundles for name in each.manifest.weights_files]
+    copied = sum(in_huge_pages(file.size_bytes) for file in files)
+    huge = copied if settings.weights_memory == "huge" else 0
+    live = copied + HUGE_PAGE * len(bundles) if settings.weights_memory == "live" else 0
     scores = any(each.manifest.dense_part for each in bundles)
     cores = max(settings.threads, settings.score_threads or 1) if scores else settings.threads
-    return {"instances": settings.instances, "cores": cores, "huge_bytes": huge}
+    return {"instances": settings.instances, "cores": cores, "huge_bytes": huge, "live_bytes": live}
 
 
 # An object of Kubernetes, or a part of one.

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from export import export_model
+from export import ExportConfig, export_model
 from serving.bundle.signature import read_signing_key, sign
+from serving.model.settings import ServingSettings
 from tests.export.kubernetes.conftest import IMAGE
 from tests.support.commands import tbe_export
 from tests.support.models import SUM, collection
@@ -84,6 +85,8 @@ def test_settings_that_were_changed_after_they_were_signed_are_not_deployed(
         ("--image", f"x@sha256:{'0' * 64}\n", "--image: expected an image by digest"),
         ("--claim", "Models", "--claim: expected the name of a PersistentVolumeClaim"),
         ("--metrics-from", "a.b", "--metrics-from: expected the name of a namespace"),
+        ("--deltas-claim", "Deltas", "--deltas-claim: expected the name of a PersistentVolumeClaim"),
+        ("--deltas-claim", "deltas", "--deltas-claim: expected a model that takes deltas: `tbe-serve configure"),
         ("--replicas-of", "3", "--replicas-of 3: expected HOST=N"),
         ("--replicas-of", "x=3", "--replicas-of x=3: expected HOST=N"),
         ("--replicas-of", "0=1", "--replicas-of: expected hosts of the plan, [], got 0"),
@@ -108,3 +111,26 @@ def test_what_has_no_default_is_asked_for(signed: Path, tmp_path: Path, option: 
     done = tbe_export("manifests", str(signed), *arguments[:at], *arguments[at + 2 :])
     assert done.exit_code == 2
     assert option in done.output
+
+
+def test_pods_of_a_live_model_mount_its_deltas_and_have_room_for_the_copy(tmp_path: Path) -> None:
+    config = ExportConfig(serving=ServingSettings(weights_memory="live"))
+    bundle = export_model(collection(SUM), tmp_path / "r", "m", config)
+    out = tmp_path / "k8s"
+    done = tbe_export("manifests", str(bundle), *given(out))
+    assert done.exit_code == 1
+    assert "m: weights-memory: is 'live': say where its deltas are, --deltas-claim" in done.stderr
+    assert tbe_export("manifests", str(bundle), *given(out), "--deltas-claim", "deltas").exit_code == 0
+    (deployment,) = (
+        each
+        for path in out.glob("*.yaml")
+        for each in yaml.safe_load_all(path.read_text())
+        if each and each["kind"] == "Deployment"
+    )
+    pod = deployment["spec"]["template"]["spec"]
+    (server,) = pod["containers"]
+    assert "--deltas=/deltas" in server["args"]
+    assert {"name": "deltas", "mountPath": "/deltas", "readOnly": True} in server["volumeMounts"]
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert volumes["deltas"]["persistentVolumeClaim"] == {"claimName": "deltas", "readOnly": True}
+    assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == "1028Mi"

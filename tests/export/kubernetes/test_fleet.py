@@ -54,7 +54,9 @@ def test_processes_and_their_cores_are_those_of_the_settings(
 
 def test_locked_weights_are_refused_since_a_pod_may_not_lock_them(repository: Path) -> None:
     configure(repository / "m", ServingSettings(weights_memory="locked"))
-    with pytest.raises(ConfigurationError, match="weights-memory: expected 'mapped' or 'huge' in pods, got 'locked'"):
+    with pytest.raises(
+        ConfigurationError, match="weights-memory: expected 'mapped', 'huge' or 'live' in pods, got 'locked'"
+    ):
         read_fleet(repository / "m" / "1", Replicas())
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from export.kubernetes.containers import copy_bytes, mebibytes, resources, start_s
+from export.kubernetes.containers import copy_bytes, mebibytes, resources, shared_bytes, start_s
 from export.kubernetes.fleet import Member
 from serving.tables import memory_budget
 
@@ -55,6 +55,14 @@ def test_weights_in_huge_pages_are_asked_for_as_such_and_not_as_memory() -> None
     found = resources(replace(member(10, 2), huge_bytes=10 * GIB + (2 << 20)))
     assert found["requests"] == {"cpu": "3", "memory": "1536Mi", "hugepages-2Mi": "10242Mi"}
     assert found["limits"] == {"memory": "3584Mi", "hugepages-2Mi": "10242Mi"}
+
+
+def test_copies_that_deltas_change_are_memory_and_lie_in_dev_shm() -> None:
+    live = replace(member(10, 2), live_bytes=10 * GIB + (2 << 20))
+    found = resources(live)
+    assert found["requests"] == {"cpu": "3", "memory": f"{10242 + 1536}Mi"}
+    assert found["limits"] == {"memory": f"{10242 + 1536 + 2048}Mi"}
+    assert shared_bytes(live) == live.live_bytes + 2 * GIB
 
 
 def test_threads_have_cores() -> None:

@@ -1,8 +1,9 @@
 """Scores of a model whose ranks are on other hosts: those of the same plan in one process, bit for bit."""
 
+import signal
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import ServerUnavailable, ServingError
 from serving.router.hosts_config import OnLost
+from serving.server import Supervisor
 from tests.support.host_faults import until
 from tests.support.hosts import MODEL, export_hosts, fleet, in_one_process
 from tests.support.models import MIXED
 from tests.support.often import BREATH_S
 from tests.support.scored import EXACT, ON_HOSTS, own_scores, random_request, trained, two_tower
-from tests.support.servers import lose, supervised
+from tests.support.servers import lose
 from tests.support.whole import RAW, Whole, random_whole
 
 
@@ -106,20 +108,22 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
     with (
         fleet(tmp_path, router, "--shard-timeout-ms", f"{1000 * TIMEOUT_S:.0f}") as served,
         Engine.open(router, replace(served.hosts, on_lost=zeroed)) as engine,
-        ThreadPoolExecutor(4) as pool,
+        ThreadPoolExecutor(5) as pool,
     ):
-        with supervised(served.servers[lost]):
-            askers = [pool.submit(ask, first) for first in range(4)]
-            try:
-                until_all_are_right(range(16))
-                assert not told
-                served.servers[lost].process.kill()
-                until(lambda: len({number for number, _ in told[:]}) == 8, "refusals")
-                until_all_are_right(range(16))
-            finally:
-                stopped.set()
-            for each in askers:
-                each.result()
+        supervisor = Supervisor(served.servers[lost], True, print)
+        askers: list[Future[Any]] = [pool.submit(ask, first) for first in range(4)]
+        try:
+            until_all_are_right(range(16))
+            assert not told
+            served.servers[lost].process.kill()
+            until(lambda: len({number for number, _ in told[:]}) == 8, "refusals")
+            askers.append(pool.submit(supervisor.wait))  # it is started anew only now, however soon all were asked
+            until_all_are_right(range(16))
+        finally:
+            stopped.set()
+            supervisor.stop(signal.SIGTERM)
+        for each in askers:
+            each.result()
         assert not wrong
         for number, said in told:
             assert number < 8, said
