@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -175,7 +174,7 @@ class AppliedCopy:
             if seen is not None and seen == self._refused:
                 return None
             delta = None if seen is None else self._read(path, sequence)
-        except BundleError as error:
+        except ServingError as error:
             self._refused = seen
             self._state.note_stopped(str(error))
             return None
@@ -199,12 +198,13 @@ class AppliedCopy:
 
         Raises:
             BundleError: it cannot be applied.
+            ConfigurationError: the trusted keys cannot be read.
         """
         try:
             content = read_file(path, self._most_bytes)
         except OSError as error:
             raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
-        if (keys := _trusted_keys()) is not None:
+        if (keys := TrustedKeys.of_environment()) is not None:  # read each time: keys are changed while servers run
             keys.check_delta(path, content, delta_signature(path, content), self._model, self._lineage)
         return parse_delta(path, content, self._manifest, self._lineage, sequence)
 
@@ -287,11 +287,6 @@ def _identity(path: Path) -> object:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-@cache
-def _trusted_keys() -> TrustedKeys | None:
-    return TrustedKeys.of_environment()
 
 
 if __name__ == "__main__":

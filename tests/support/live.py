@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,15 +50,19 @@ def applying(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCopi
             yield copies
 
 
-def wait_until_applied(copies: LiveCopies, sequence: int) -> Applied:
-    """What the only copy is at, once that delta is applied."""
+def wait_until(copies: LiveCopies, holds: Callable[[Applied], bool]) -> Applied:
+    """What the only copy is at, once that holds."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        (found,) = copies.applied()
-        if found.sequence >= sequence:
+        for found in filter(holds, copies.applied):
             return found
         time.sleep(0.01)
-    raise AssertionError(copies.applied())
+    raise AssertionError(copies.applied)
+
+
+def wait_until_applied(copies: LiveCopies, sequence: int) -> Applied:
+    """What the only copy is at, once that delta is applied."""
+    return wait_until(copies, lambda found: found.sequence >= sequence)
 
 
 def readers(bundle: Path, rows: int, last: int, count: int) -> list["subprocess.Popen[str]"]:

@@ -38,7 +38,7 @@ class Applied(NamedTuple):
         about: the version.
         sequence: the number of the newest delta that is applied.
         newest: the number of the newest delta that is there.
-        lag_s: for how long the oldest delta is there that is not applied, in seconds. 0: all are.
+        waits_since: since when the oldest delta is there that is not applied, in Unix time. None: all are.
         rows: that were written, in all.
         refused: deltas that were refused, in all.
         stopped: why no further delta is applied. Empty: they are.
@@ -47,10 +47,15 @@ class Applied(NamedTuple):
     about: About
     sequence: int
     newest: int
-    lag_s: float
+    waits_since: float | None
     rows: int
     refused: int
     stopped: str
+
+    @property
+    def lag_s(self) -> float:
+        """For how long the oldest delta is there that is not applied, in seconds. 0: all are."""
+        return 0.0 if self.waits_since is None else max(0.0, time.time() - self.waits_since)
 
 
 _METRICS: tuple[tuple[str, str, str, Callable[[Applied], float]], ...] = (
@@ -73,6 +78,8 @@ class LiveCopies:
 
     Attributes:
         environment: what the processes of the server's models need.
+        applied: what each live copy was at when it was last looked at. A file system that hangs holds up that, and
+            nobody who reads this.
     """
 
     def __init__(self, deltas: Path, environment: Mapping[str, str], sink: BinaryIO) -> None:
@@ -83,6 +90,7 @@ class LiveCopies:
         self._said: dict[tuple[str, str], str] = {}
         self._stopping = threading.Event()
         self.environment = {LIVE_SERVER: self._name}
+        self.applied: list[Applied] = []
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -96,8 +104,7 @@ class LiveCopies:
             thread.join()
             remove_unused_live_copies()
 
-    def applied(self) -> list[Applied]:
-        """What each live copy is at."""
+    def _look(self) -> list[Applied]:
         found = []
         for path in live_copies(self._name):
             with suppress(OSError), state_of(path) as state:  # it was just removed
@@ -108,20 +115,19 @@ class LiveCopies:
         about, sequence = state.about, state.sequence
         folder = self._deltas / about.model / about.lineage
         waiting: list[int] = []
-        lag_s = 0.0
+        since = None
         with suppress(OSError):  # the applier says so; or it was removed
             waiting = [number for number in listed(folder) if number > sequence]
-            if waiting:
-                lag_s = max(0.0, time.time() - delta_path(folder, waiting[0]).stat().st_mtime)
-        stopped = state.stopped
-        if not stopped and lag_s > _MISSING_S and waiting[0] > sequence + 1:
-            stopped = f"{delta_path(folder, sequence + 1)} is missing, and {waiting[0]} is there"
+            since = delta_path(folder, waiting[0]).stat().st_mtime if waiting else None
         newest = max(waiting, default=sequence)
-        return Applied(about, sequence, newest, lag_s, state.rows, state.refused, stopped)
+        found = Applied(about, sequence, newest, since, state.rows, state.refused, state.stopped)
+        if not found.stopped and found.lag_s > _MISSING_S and waiting[0] > sequence + 1:
+            return found._replace(stopped=f"{delta_path(folder, sequence + 1)} is missing, and {waiting[0]} is there")
+        return found
 
     def metrics(self) -> bytes:
         """The metrics of the copies, in Prometheus' text format."""
-        found = self.applied()
+        found = self.applied
         lines = []
         for name, kind, text, value_of in _METRICS:
             if found:
@@ -136,7 +142,7 @@ class LiveCopies:
         """A line for each copy to which no further delta is applied."""
         return [
             f"{each.about.model} {each.about.version}: deltas are applied up to {each.sequence}: {each.stopped}"
-            for each in self.applied()
+            for each in self.applied
             if each.stopped
         ]
 
@@ -150,6 +156,7 @@ class LiveCopies:
                     self._say(f"the applier of deltas ended with {process.returncode}, and is started again")
                 next_start = time.monotonic() + _STARTS_S
                 process = self._start()
+            self.applied = self._look()
             self._say_changes()
         if process is not None:
             process.kill()
@@ -163,7 +170,7 @@ class LiveCopies:
 
     def _say_changes(self) -> None:
         """Say which copies stopped, and which go on, once."""
-        for each in self.applied():
+        for each in self.applied:
             key = each.about.model, each.about.version
             if each.stopped != self._said.get(key, ""):
                 self._said[key] = each.stopped

@@ -16,6 +16,7 @@ from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.server.launch.live import LiveCopies
 from serving.tables import live_copy, live_state
+from serving.tables.live_copy import LIVE_SERVER, live_copies
 from serving.tables.table_files import WeightsMemory
 from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
 from tests.support.often import one_in
@@ -148,4 +149,4 @@ def test_a_server_without_an_applier_says_so(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, value)
     with pytest.raises(ServerUnavailable, match="no deltas were applied for a minute"):
         Engine.open(bundle, memory=WeightsMemory.LIVE)
-    assert not copies.applied()  # the copy went with the engine that waited for it
+    assert not live_copies(copies.environment[LIVE_SERVER])  # the copy went with the engine that waited for it
