@@ -9,8 +9,10 @@ from rich.table import Table
 
 from export.plan.report import PlanReport, Transfer
 from export.sizes import size_text
+from serving.bundle.delta import delta_path, deltas_folder, lineage_of, listed
 from serving.bundle.id_maps import IdMap
 from serving.bundle.manifest import Agreement, Manifest, Parity
+from serving.bundle.opening import Bundle
 from serving.bundle.plan import ROUTER
 from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc
 from serving.model.config_file import read_config, settings_of
@@ -222,6 +224,15 @@ def show_cached(bundle: Path, manifest: Manifest) -> None:
     if there and len(there) == len(found):
         size, huge = (size_text(sum(numbers)) for numbers in zip(*there, strict=True))
         out.print(f"in the page cache: {size} of the weights, {huge} of that in huge pages")
+
+
+def show_deltas(bundle: Bundle) -> None:
+    """Print how many deltas lie beside the repository for a bundle; nothing if there are none."""
+    repository = bundle.path.absolute().parent.parent
+    folder = deltas_folder(repository) / bundle.path.absolute().parent.name / lineage_of(bundle.digest)
+    if numbers := listed(folder):
+        size = sum(delta_path(folder, number).stat().st_size for number in numbers)
+        out.print(f"deltas: {len(numbers)}, up to {numbers[-1]}, {size_text(size)}, in {folder}", soft_wrap=True)
 
 
 def show_verification(verification: "Verification") -> None:

@@ -9,6 +9,7 @@ import typer
 from export.commands.module import CheckpointOption, build_module, named_example
 from export.commands.show import (
     show_cached,
+    show_deltas,
     show_hosts,
     show_parity,
     show_placement,
@@ -37,7 +38,8 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print the manifest itself.")] = False,
 ) -> None:
     """Show what a bundle holds: tables, dtypes, bytes before and after, shards, features, versions, parity."""
-    manifest = open_bundle(bundle).manifest
+    opened = open_bundle(bundle)
+    manifest = opened.manifest
     if as_json:
         print((bundle / MANIFEST).read_text(), end="")
         return
@@ -51,6 +53,7 @@ def inspect(
     show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
     show_cached(bundle, manifest)
+    show_deltas(opened)
     out.print("made with", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
 
 
@@ -133,7 +136,10 @@ def prune(
     keep: Annotated[int, typer.Option(help="How many of the newest versions stay, whatever happens.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
 ) -> None:
-    """Remove old versions of a model; never one that a server on this host has open, or that is to be served."""
+    """Remove old versions of a model, and their deltas.
+
+    A version that a server on this host has open, or that is to be served, stays.
+    """
     for fate in prune_versions(model, keep, dry_run=dry_run):
         removed = "would be removed" if dry_run else "removed"
         out.print(f"{model / str(fate.version)}: {fate.kept or removed}", soft_wrap=True)

@@ -12,9 +12,10 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
+from serving.bundle.delta import deltas_folder, lineage_of
 from serving.bundle.locks import in_use
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import check_published, newest, open_bundle, versions
+from serving.bundle.opening import check_published, digest_file, newest, open_bundle, versions
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign
@@ -89,7 +90,8 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
         dry_run: only tell what would be removed.
 
     Yields:
-        The fate of each version, newest first. A version is renamed away at once; then its files are removed.
+        The fate of each version, newest first. A version is renamed away at once; then its files are removed, and the
+        deltas of its lineage that lie beside the repository.
 
     Raises:
         PublishError: a version cannot be removed.
@@ -145,7 +147,7 @@ def _named_by_routers(model: Path) -> tuple[dict[int, str], str | None]:
 
 
 def _remove(version: Path) -> bool:
-    """Remove a version, unless a process has it open.
+    """Remove a version and the deltas of its lineage, unless a process has it open.
 
     Returns:
         Whether it was removed.
@@ -155,10 +157,12 @@ def _remove(version: Path) -> bool:
         if used:
             return False
         try:
+            lineage = lineage_of(digest_file(version / MANIFEST).sha256)
             # As for drafts: Triton takes every folder inside the repository for a model.
             trash = Path(tempfile.mkdtemp(dir=repository.parent, prefix=f".{repository.name}.draft-"))
             version.rename(trash / "version")
         except OSError as error:
             raise PublishError(f"{version}: cannot be removed: {error.strerror}") from error
     shutil.rmtree(trash, ignore_errors=True)  # the next export removes what is left
+    shutil.rmtree(deltas_folder(repository) / version.parent.name / lineage, ignore_errors=True)
     return True

@@ -98,6 +98,7 @@ _NEEDS_TORCH: dict[str, tuple[str, ...]] = {
     "complete": (*_EXPORT, "--version", "1"),
     "plan": ("--model", "no.such:module"),
     "verify": ("MODEL/1",),
+    "delta": ("MODEL", "--model", "no.such:module"),
     "compare": ("--out", "out", "--model", "no.such:module"),
     "manifests": ("MODEL", *_MANIFESTS, _IMAGE),
 }

@@ -195,6 +195,14 @@ def test_only_deltas_that_a_trusted_key_signed_are_applied(tmp_path: Path) -> No
         publish(3, "key")
         wait_for_page(server, "/metrics", 'tbe_delta_sequence{model="m",version="1"} 2\n')
         assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 3
+        # Keys are changed while it runs.
+        other = subprocess.run(
+            ["openssl", "pkey", "-in", tmp_path / "other.pem", "-pubout"], check=True, capture_output=True
+        )
+        trusted.write_bytes(trusted.read_bytes() + other.stdout)
+        publish(4, "other")
+        wait_for_page(server, "/metrics", 'tbe_delta_sequence{model="m",version="1"} 3\n')
+        assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 4
 
 
 def test_live_without_a_server_is_refused_by_name(tmp_path: Path) -> None:
@@ -215,9 +223,17 @@ def test_the_command_publishes_rows_and_what_changed(tmp_path: Path) -> None:
     assert "000000000002.safetensors: 2 rows, delta 2 of version 1" in done.output
     done = tbe_export("delta", str(bundle.parent), "--model", "tests.support.models:collection")
     assert "no row differs: nothing is published" in done.output
+    (folder,) = (tmp_path / "r.deltas" / "m").iterdir()
+    assert "deltas: 2, up to 2, " in " ".join(tbe_export("inspect", str(bundle)).output.split())
+    # Versions take their deltas with them.
+    export_model(collection(), tmp_path / "r", "m")
+    publish_delta(tmp_path / "r", "m", {"user": ([1], np.ones((1, 16), np.float32))})
+    assert tbe_export("prune", str(bundle.parent), "--keep", "1").exit_code == 0
+    (left,) = (tmp_path / "r.deltas" / "m").iterdir()
+    assert left != folder
     for wrong, said in (
         ((), "expected --rows, or --model"),
-        (("--rows", str(bundle / "program.pt")), "expected safetensors"),
+        (("--rows", str(bundle.parent / "config.pbtxt")), "expected safetensors"),
         (("--model", "tests.support.models:summed"), "expected the tables of"),
         (("--rows", str(tmp_path / "rows.safetensors"), "--max-error", "user"), "expected TABLE=X"),
         (("--rows", str(tmp_path / "rows.safetensors"), "--version", "9"), "cannot be read"),
