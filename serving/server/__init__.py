@@ -2,7 +2,8 @@
 
 from serving.server.launch.access import LOOPBACK, Access, ServerTls
 from serving.server.launch.ports import Ports
-from serving.server.launch.process import Server, run_server
+from serving.server.launch.process import run_server
+from serving.server.launch.server import Server
 from serving.server.local_hosts import LocalFleet, run_local_hosts
 from serving.server.models import ServedModel, find_models
 from serving.server.watch.supervisor import Supervisor

@@ -15,7 +15,8 @@ from serving.model.config_file import read_config
 from serving.server.launch.access import Access
 from serving.server.launch.ports import Ports
 from serving.server.launch.private import Trust
-from serving.server.launch.process import SHM_BYTES, Server, run_server
+from serving.server.launch.process import SHM_BYTES, run_server
+from serving.server.launch.server import Server
 from serving.server.models import Pins, check_pins, find_models
 from serving.server.versions import said_versions
 

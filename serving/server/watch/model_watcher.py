@@ -9,7 +9,7 @@ from typing import Any
 
 from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
 from serving.model.config_file import OURS
-from serving.server.launch.process import Server
+from serving.server.launch.server import Server
 from serving.server.watch.hang_check import HangCheck
 from serving.triton.command_line import erase_from_command_line
 from serving.triton.control import UNLOADED, Control, VersionState

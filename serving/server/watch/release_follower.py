@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from serving.bundle.release import Release
 from serving.errors import ServerUnavailable, ServingError
-from serving.server.launch.process import Server
+from serving.server.launch.server import Server
 from serving.server.versions import ReleaseFile, released_versions, switch
 
 _PERIOD_S = 1.0

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from serving.errors import ServingError
-from serving.server.launch.process import Server
+from serving.server.launch.server import Server
 from serving.server.watch.model_watcher import ModelWatcher, Served
 from serving.server.watch.release_follower import ReleaseFollower
 from serving.triton.stubs import living_stubs

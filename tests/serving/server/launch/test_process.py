@@ -6,10 +6,13 @@ import signal
 import socket
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import psutil
 import pytest
 
 from export import export_model
@@ -19,13 +22,14 @@ from serving.errors import (
     TritonserverFailed,
 )
 from serving.server import Ports, Server, run_server
-from serving.server.launch import process as launching
+from serving.server.launch import ready
 from serving.server.models import ServedModel
 from tests.support.models import SUM, collection
 from tests.support.often import one_in
 from tests.support.servers import (
     FREE,
     FREE_PORTS,
+    slow_start,
     start_tbe_serve,
 )
 
@@ -81,14 +85,48 @@ def test_a_server_that_dies_ends_the_command_with_a_failure(one_model: Path) -> 
 
 def test_a_server_is_ready_when_its_metrics_are_there_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Triton opens them last, after a model can be ready: whoever read where they are was refused there."""
-    monkeypatch.setattr(launching, "_ready_models", lambda _: (ServedModel("m", (1,)),))
+    monkeypatch.setattr(ready, "_ready_models", lambda _: (ServedModel("m", (1,)),))
     ended = SimpleNamespace(output=SimpleNamespace(reason=lambda: "no reason"))
     address = f"unix:{tmp_path / 'metrics'}"
     server = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), metrics_address=address, child=ended)
     with pytest.raises(TritonserverFailed, match="m not ready within"):
-        launching._wait_until_ready(cast(Server, server), ["m"], 0.2)
+        ready._wait_until_ready(cast(Server, server), ["m"], 0.2)
     (tmp_path / "metrics").touch()
-    launching._wait_until_ready(cast(Server, server), ["m"], 30)
+    ready._wait_until_ready(cast(Server, server), ["m"], 30)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_tritonserver_that_is_killed_while_it_loads_is_started_once_more(tmp_path: Path, times: int) -> None:
+    """Triton 2.51 aborts sometimes on a busy machine. If it is killed twice, there is another reason."""
+    bundle = export_model(collection(SUM), tmp_path / "r", "m")
+    gate = tmp_path / "gate"
+    gate.touch()
+    slow_start(bundle, gate)
+
+    def kill() -> None:
+        for _ in range(times):
+            while not (found := [each for each in psutil.Process().children() if each.name() == "tritonserver"]):
+                time.sleep(0.05)
+            while not found[0].children():  # the model's process, which waits
+                time.sleep(0.05)
+            found[0].kill()
+            while found[0].is_running() and found[0].status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.05)
+        gate.unlink()
+
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        killed = pool.submit(kill)
+        if times == 2:
+            with pytest.raises(TritonserverFailed, match="exited with -9 before its models were ready"):
+                stack.enter_context(run_server(tmp_path / "r", FREE, log=tmp_path / "log"))
+            killed.result()
+            return
+        server = stack.enter_context(run_server(tmp_path / "r", FREE, log=tmp_path / "log"))
+        killed.result()
+        assert server.warnings[0].startswith("tritonserver exited with -9 before its models were ready: ")
+        assert server.warnings[0].endswith("; it was started once more")
+        with LookupClient(server.grpc, "m", 30) as client:
+            assert client.lookup({"x": [[1]]}).version == 1
 
 
 def test_a_bundle_that_does_not_load_fails_the_start_with_its_reason(tmp_path: Path) -> None:
