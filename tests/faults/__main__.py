@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults import clients, files, histories, lying, memory, servers, whole
+from tests.faults import clients, files, fresh, histories, lying, memory, servers, whole
 from tests.faults.hosts import machines
 from tests.support.ending import end_together
 
@@ -36,6 +36,7 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
         lambda: "scores of sequences: " + servers.stub_killed(folder / "histories", 10, histories.published).line(),
         lambda: histories.host_lost(folder / "lost", 10).line(),
         lambda: lying.lied(folder / "lying", 20).line(),
+        lambda: fresh.changed(folder / "fresh", 60).line(),
     ]
     for made in ("lost", "lying"):
         (folder / made).mkdir()

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults import clients, files, histories, lying, memory, servers, whole
+from tests.faults import clients, files, fresh, histories, lying, memory, servers, whole
 from tests.faults.tools import Asked, published
 from tests.support.growth import keeps_growing
 from tests.support.often import one_in
@@ -139,6 +139,15 @@ def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: P
     print(seen.line())
     assert seen.refused > seen.lies
     assert (seen.nameless, seen.answered_out_of_a_lie, seen.others_wrong, seen.others_failed) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("seconds", one_in(2, [6, 40]))
+def test_rows_that_change_are_whole_and_never_older_whoever_is_killed(tmp_path: Path, seconds: int) -> None:
+    seen = fresh.changed(tmp_path, seconds, seed=seconds)
+    print(seen.line())
+    assert (seen.torn, seen.backwards, seen.too_new, seen.late) == (0, 0, 0, 0)
+    assert seen.reads > 10
+    assert seen.killed["applier"] > 0
 
 
 @pytest.mark.long
