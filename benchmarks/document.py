@@ -11,7 +11,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from benchmarks import beyond_memory, once, pages, peers_scores, scores_sequences, sequences, switching, threads
+from benchmarks import (
+    beyond_memory,
+    fresh,
+    once,
+    pages,
+    peers_scores,
+    scores_sequences,
+    sequences,
+    switching,
+    threads,
+)
 from benchmarks.peer_servers import PEERS
 from benchmarks.peers_hosts import CASE as HOSTS_CASE
 from benchmarks.peers_hosts import PEERS as HOSTS_PEERS
@@ -89,6 +99,7 @@ def render(run: dict[str, Any], file: str) -> str:
         sequences=sequences,
         scores_sequences=scores_sequences,
         threads=threads,
+        fresh=fresh,
         pages=pages,
         switching=switching,
         beyond=beyond_memory,
