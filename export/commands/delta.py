@@ -28,7 +28,7 @@ def delta(
     ] = None,
     checkpoint: CheckpointOption = None,
     version: Annotated[
-        int | None, typer.Option(min=1, help="The version whose rows change. Default: the newest.")
+        int | None, typer.Option(min=1, max=2**63 - 1, help="The version whose rows change. Default: the newest.")
     ] = None,
     max_error: Annotated[
         list[str] | None, typer.Option(metavar="TABLE=X", help="No element of the table may move by more than X.")

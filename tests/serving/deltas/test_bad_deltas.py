@@ -186,12 +186,13 @@ def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
         wait_until_applied(copies, 1)
         assert engine.rows("t", [3]).tolist() == [[5.0] * DIM]
         time.sleep(0.5)
-    log = (tmp_path / "applier.log").read_text().splitlines()
-    assert log == [
+    why, then = (tmp_path / "applier.log").read_text().splitlines()
+    assert why == (
         f"m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: publish it "
-        "again under this number, after removing it",
-        "m 1: deltas are applied up to 1: they go on",
-    ]
+        "again under this number, after removing it"
+    )
+    assert then.startswith("m 1: deltas are applied up to ")  # it may not be applied yet when that is seen
+    assert then.endswith(": they go on")
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
