@@ -129,7 +129,7 @@ class Lineage:
             BundleError: the version cannot be opened.
             PublishError: it is a host's: deltas of its router are its own, too.
         """
-        bundle = open_bundle(repository / model / str(version or newest(repository / model)))
+        bundle = open_bundle(repository / model / str(newest(repository / model) if version is None else version))
         if (part_of := bundle.manifest.part_of) is not None:
             raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
         return cls(bundle, lineage_of(bundle.digest), deltas or deltas_folder(repository))

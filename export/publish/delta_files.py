@@ -14,7 +14,8 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save
 
-from serving.bundle.delta import FORMAT, IDS, ROWS, Rows, delta_path, delta_signature, listed
+from export.errors import PublishError
+from serving.bundle.delta import FORMAT, IDS, MOST_DELTAS, ROWS, Rows, delta_path, delta_signature, listed
 from serving.bundle.manifest import Manifest
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import delta_signature_of
@@ -34,8 +35,21 @@ class LineageFolder(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """The number of its newest delta; 0 if there is none."""
-        return max(listed(self.path), default=0)
+        """The number of its newest delta; 0 if there is none.
+
+        Raises:
+            PublishError: one is missing before it, which servers wait for; or no number is left.
+        """
+        numbers = listed(self.path)
+        missing = next((number for number, found in enumerate(numbers, start=1) if number != found), None)
+        if missing is not None:
+            raise PublishError(
+                f"{delta_path(self.path, missing)}: is missing, and {numbers[-1]} is there: servers wait for it: "
+                "bring it back, or remove all behind it and publish what changed"
+            )
+        if len(numbers) == MOST_DELTAS:
+            raise PublishError(f"{self.path}: no number is left: export a new version")
+        return len(numbers)
 
     def write(self, sequence: int, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path | None:
         """Write a delta, as a whole or not at all.

@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import Bytes, Table, dequantize
-from serving.errors import BundleError
+from serving.errors import BundleError, shown
 from serving.files import UNREADABLE, Strict, json_tree
 
 FORMAT = "1"
@@ -43,6 +43,9 @@ _NAME = re.compile(r"[0-9]{12}\.safetensors")
 # Most bytes of the header, as in safetensors itself.
 _MOST_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
+_MOST_ROWS = 2**48
+# The largest number that a file name holds.
+MOST_DELTAS = 10**12 - 1
 
 
 def lineage_of(digest: str) -> str:
@@ -103,7 +106,7 @@ class _Metadata(Strict, frozen=True):
 
 class _Tensor(Strict, frozen=True):
     dtype: Literal["I64", "U8"]
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=_MOST_ROWS)], ...], msgspec.Meta(max_length=2)]
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
 
 
@@ -134,14 +137,16 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
         raise BundleError(f"{path}: expected the header of a delta: {error}: {_AGAIN}") from error
     if (metadata.lineage, int(metadata.sequence)) != (lineage, sequence) or not math.isfinite(written_at):
         raise BundleError(
-            f"{path}: expected delta {sequence} of lineage {lineage}, got {metadata.sequence} of {metadata.lineage}, "
-            f"written at {metadata.written_at}: {_AGAIN}"
+            f"{path}: expected delta {sequence} of lineage {lineage}, got {metadata.sequence} of "
+            f"{metadata.lineage[:64]!r}, written at {metadata.written_at[:32]!r}: {_AGAIN}"
         )
     arrays = _arrays(path, tensors, data)
     tables = {table.name: table for table in manifest.tables}
     names = {name.removesuffix(IDS) for name in arrays if name.endswith(IDS)}
     if {*arrays} != {f"{name}{what}" for name in names for what in (IDS, ROWS)}:
-        raise BundleError(f"{path}: expected {IDS!r} and {ROWS!r} of each table, got {sorted(arrays)}: {_AGAIN}")
+        raise BundleError(
+            f"{path}: expected {IDS!r} and {ROWS!r} of each table, got {shown(str(sorted(arrays)))}: {_AGAIN}"
+        )
     if unknown := names - tables.keys():
         raise BundleError(f"{path}: expected tables of the model, got {min(unknown)!r}: {_AGAIN}")
     found = {name: Rows(arrays[name + IDS], arrays[name + ROWS]) for name in sorted(names)}
@@ -151,7 +156,7 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
     return Delta(sequence, written_at, found)
 
 
-_AGAIN = "publish it again under this number, after removing it"
+_AGAIN = "remove it and all behind it, and publish what changed"
 _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "U8": np.dtype("u1")}
 
 
@@ -168,8 +173,8 @@ def _arrays(path: Path, tensors: Mapping[str, _Tensor], data: memoryview) -> dic
         stop = start + size * dtype.itemsize
         if tensor.data_offsets != (start, stop) or stop > len(data):
             raise BundleError(
-                f"{path}: {name}: expected bytes {start} to {stop}, within the {len(data)} that there are, got "
-                f"{tensor.data_offsets}: {_AGAIN}"
+                f"{path}: {name[:64]!r}: expected bytes {start} to {stop}, within the {len(data)} that there are, "
+                f"got {tensor.data_offsets}: {_AGAIN}"
             )
         array = np.frombuffer(data, np.uint8, stop - start, start)
         # int64 of another alignment than 8 is right on x86-64 and ARM, and slower.
@@ -192,7 +197,8 @@ def problem_of(changed: Rows, table: Table) -> str | None:
         return "its rows are named by raw ids, whose map a delta cannot change: export the model again"
     if not len(ids):
         return "expected at least one row, got none"
-    if ids[0] < 0 or ids[-1] >= table.rows or (np.diff(ids) <= 0).any():
+    # Compared, not subtracted: differences of int64 may overflow.
+    if ids[0] < 0 or ids[-1] >= table.rows or (ids[1:] <= ids[:-1]).any():
         return f"expected row numbers in [0, {table.rows}), sorted, each once"
     header = table.dtype.format.header_bytes
     # The numbers of a quantized row are finite if its scale and its bias are: they are FP16, the numbers FP32.

@@ -113,7 +113,13 @@ class AppliedCopy:
         self._left = 0  # rows of the present delta that are not written
         self._written_at = 0.0
         self._refused: object = None
+        # The file that is being applied, and the one that was applied last.
+        self._read_now: object = None
+        self._applied: object = None
+        self._is_other = False
         self._used_at = time.monotonic()
+        if self._state.sequence > about.base:  # by an applier that was killed
+            self._applied = _identity(delta_path(self._folder, self._state.sequence)) or "gone"
         # The newest delta that was there when the copy was made: a model that is loaded waits for it.
         self._awaited = 0
         with suppress(BundleError):  # the first step says so
@@ -170,6 +176,7 @@ class AppliedCopy:
         try:
             numbers = self._listed()
             self._state.newest_listed = max(numbers, default=0)
+            self._check_applied()
             seen = _identity(path) if sequence in numbers else None
             if seen is not None and seen == self._refused:
                 return None
@@ -178,9 +185,30 @@ class AppliedCopy:
             self._refused = seen
             self._state.note_stopped(str(error))
             return None
-        self._refused = None
+        except Exception as error:
+            self._refused = seen
+            self._state.note_stopped(f"{path}: cannot be read: {error!r}")
+            return None
+        self._refused, self._read_now = None, seen
         self._state.note_stopped("")
         return delta
+
+    def _check_applied(self) -> None:
+        """Refuse to go on if the newest delta that was applied is gone, or another has its number now.
+
+        Then the rows here are those of another history, and stay so.
+
+        Raises:
+            BundleError: naming it.
+        """
+        path = delta_path(self._folder, self._state.sequence)
+        if self._applied is not None and _identity(path) != self._applied:
+            self._is_other = True
+        if self._is_other:
+            raise BundleError(
+                f"{path}: was applied, and is gone or another by now: start the server again, which applies what is "
+                "there"
+            )
 
     def _listed(self) -> list[int]:
         """The numbers of the deltas that are there.
@@ -231,6 +259,7 @@ class AppliedCopy:
                 yield took_s
                 start = stop
             place += len(ids)
+        self._applied = self._read_now
         self._state.note_applied(delta.sequence, delta.written_at)
 
     def _adapt(self, took_s: float, rows: int) -> None:
@@ -283,7 +312,7 @@ def _shards(copy: LiveCopy, manifest: Manifest) -> Mapping[str, Sequence[_ShardR
 def _identity(path: Path) -> object:
     """Tells one file at a path from another that took its place."""
     try:
-        found = path.stat()
+        found = path.lstat()
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

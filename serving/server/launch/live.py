@@ -118,7 +118,7 @@ class LiveCopies:
         since = None
         with suppress(OSError):  # the applier says so; or it was removed
             waiting = [number for number in listed(folder) if number > sequence]
-            since = delta_path(folder, waiting[0]).stat().st_mtime if waiting else None
+            since = delta_path(folder, waiting[0]).lstat().st_mtime if waiting else None
         newest = max(waiting, default=sequence)
         found = Applied(about, sequence, newest, since, state.rows, state.refused, state.stopped)
         if not found.stopped and found.lag_s > _MISSING_S and waiting[0] > sequence + 1:

@@ -18,7 +18,7 @@ from export import ExportConfig, ExportError, Sharding, export_model, publish_ch
 from export.errors import ParityError, PublishError, QuantizeError
 from serving.bundle import open_bundle
 from serving.bundle.delta import delta_signature, lineage_of, listed
-from serving.errors import ConfigurationError
+from serving.errors import BundleError, ConfigurationError
 from tests.support.hosts import export_hosts
 from tests.support.managed import dealt
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
@@ -147,6 +147,17 @@ def test_writers_that_meet_each_have_a_number_and_all_are_whole(repository: Path
         tensors = load((folder / f"{number:012d}.safetensors").read_bytes())
         assert tensors["a/ids"].tolist() == [value]
     assert len([*folder.iterdir()]) == 24
+
+
+def test_a_gap_that_servers_would_wait_for_is_named(repository: Path) -> None:
+    found = [publish_delta(repository, "m", CHANGED).path for _ in range(3)]
+    found[1].unlink()
+    with pytest.raises(PublishError, match=r"000000000002\.safetensors: is missing, and 3 is there"):
+        publish_delta(repository, "m", CHANGED)
+    found[2].unlink()
+    assert publish_delta(repository, "m", CHANGED).sequence == 2
+    with pytest.raises(BundleError):
+        publish_delta(repository, "m", CHANGED, version=0)
 
 
 def test_a_publisher_that_is_killed_leaves_whole_deltas_or_none(repository: Path) -> None:

@@ -80,6 +80,14 @@ WRONG_TENSORS: dict[str, tuple[dict[str, Any], str]] = {
     "a row twice": ({"t/ids": np.array([1, 5, 5], np.int64)}, "sorted, each once"),
     "not in order": ({"t/ids": np.array([5, 1, 7], np.int64)}, "sorted, each once"),
     "beyond the table": ({"t/ids": np.array([1, 5, 100], np.int64)}, r"row numbers in \[0, 100\)"),
+    "differences that overflow": (
+        {
+            "t/ids": np.array([0, 1, 2**63 - 1, -(2**63), -1, 7], np.int64),
+            "t/rows": np.zeros((6, DIM + 4), np.uint8),
+        },
+        "sorted, each once",
+    ),
+    "65 dimensions": ({"t/ids": np.zeros((1,) * 32, np.int64)}, "the header of a delta"),
     "below zero": ({"t/ids": np.array([-1, 5, 7], np.int64)}, r"row numbers in \[0, 100\)"),
     "NaN": ({"t/rows": _NAN}, "row 5 holds NaN or infinity"),
     "infinity": ({"t/rows": _INF}, "row 99 holds NaN or infinity"),
@@ -188,8 +196,8 @@ def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
         time.sleep(0.5)
     why, then = (tmp_path / "applier.log").read_text().splitlines()
     assert why == (
-        f"m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: publish it "
-        "again under this number, after removing it"
+        f"m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: remove "
+        "it and all behind it, and publish what changed"
     )
     assert then.startswith("m 1: deltas are applied up to ")  # it may not be applied yet when that is seen
     assert then.endswith(": they go on")
@@ -206,3 +214,33 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
         publish_number(path, 5, [3], DIM)
         assert wait_until_applied(copies, 1).stopped == ""
         assert engine.rows("t", [3]).tolist() == [[5.0] * DIM]
+
+
+def test_a_delta_that_was_applied_and_is_gone_or_another_stops_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would serve another history than servers that start now, and nobody would know."""
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
+        for number in (1, 2, 3):
+            publish_number(path, number, [3], DIM)
+        wait_until_applied(copies, 3)
+        (folder,) = (tmp_path / "r.deltas" / "m").iterdir()
+        for number in (2, 3):
+            (folder / f"{number:012d}.safetensors").unlink()
+        for number in (20, 30, 40):  # under the numbers 2, 3 and 4
+            publish_number(path, number, [3], DIM)
+        found = wait_until(copies, lambda found: "was applied, and is gone or another by now" in found.stopped)
+        assert found.sequence == 3
+        assert engine.rows("t", [3]).tolist() == [[3.0] * DIM]
+    with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
+        assert engine.rows("t", [3]).tolist() == [[40.0] * DIM]
+
+
+def test_a_link_under_a_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    folder = tmp_path / "r.deltas" / "m" / lineage_of(open_bundle(path).digest)
+    folder.mkdir(parents=True)
+    (folder / "000000000001.safetensors").symlink_to("nowhere")
+    with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
+        assert wait_until(copies, lambda found: "symbolic link" in found.stopped).lag_s > 0
