@@ -111,6 +111,7 @@ class AppliedCopy:
         self._slices: Iterator[float] | None = None
         self._rows = _FIRST_ROWS  # of a slice
         self._left = 0  # rows of the present delta that are not written
+        self._due_at = 0.0  # when it should be written, by time.monotonic
         self._written_at = 0.0
         self._refused: object = None
         # The file that is being applied, and the one that was applied last.
@@ -156,7 +157,8 @@ class AppliedCopy:
         if time.time() - self._written_at > _BEHIND_S:
             return _MOST_SHARE
         left_s = self._left * _SLICE_S / self._rows
-        return min(max(left_s / _WITHIN_S, _LEAST_SHARE), _MOST_SHARE)
+        until_s = max(self._due_at - time.monotonic(), _SLICE_S)
+        return min(max(left_s / until_s, _LEAST_SHARE), _MOST_SHARE)
 
     def _begin(self) -> Iterator[float] | None:
         """The slices of the next delta. None: it is not there, or cannot be applied."""
@@ -240,6 +242,7 @@ class AppliedCopy:
         """Write the rows of a delta, a slice at each step. It yields the processor's time for that, in seconds."""
         begun = self._state.half_written  # by an applier that was killed: what came before is written
         self._left = sum(len(each.ids) for each in delta.tables.values())
+        self._due_at = time.monotonic() + _WITHIN_S
         place = 0
         for name, (ids, rows) in delta.tables.items():
             start = 0 if begun is None else min(max(begun[0] - place, 0), len(ids))
