@@ -90,11 +90,12 @@ class Rows(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """A delta: its number, when it was written in Unix time, and the changed rows by table."""
+    """A delta: its number, when it was written in Unix time, changed rows by table, and the file's SHA-256 in hex."""
 
     sequence: int
     written_at: float
     tables: Mapping[str, Rows]
+    digest: str
 
 
 class _Metadata(Strict, frozen=True):
@@ -153,7 +154,7 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
     for name, rows in found.items():
         if problem := problem_of(rows, tables[name]):
             raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")
-    return Delta(sequence, written_at, found)
+    return Delta(sequence, written_at, found, hashlib.sha256(content).hexdigest())
 
 
 _AGAIN = "remove it and all behind it, and publish what changed"

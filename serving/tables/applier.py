@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from serving.bundle.delta import Delta, delta_path, delta_signature, listed, parse_delta
 from serving.bundle.manifest import MANIFEST, Manifest
+from serving.bundle.opening import digest_file
 from serving.bundle.parse import parse_manifest
 from serving.bundle.plan import Shard
 from serving.bundle.signature import TrustedKeys
@@ -114,13 +115,14 @@ class AppliedCopy:
         self._due_at = 0.0  # when it should be written, by time.monotonic
         self._written_at = 0.0
         self._refused: object = None
-        # The file that is being applied, and the one that was applied last.
-        self._read_now: object = None
+        # The file that was applied last: what tells it from another, and the digest of its bytes.
         self._applied: object = None
+        self._digest = ""
         self._is_other = False
         self._used_at = time.monotonic()
         if self._state.sequence > about.base:  # by an applier that was killed
             self._applied = _identity(delta_path(self._folder, self._state.sequence)) or "gone"
+            self._digest = self._digest_of(self._state.sequence)
         # The newest delta that was there when the copy was made: a model that is loaded waits for it.
         self._awaited = 0
         with suppress(BundleError):  # the first step says so
@@ -191,26 +193,35 @@ class AppliedCopy:
             self._refused = seen
             self._state.note_stopped(f"{path}: cannot be read: {error!r}")
             return None
-        self._refused, self._read_now = None, seen
+        self._refused = None
         self._state.note_stopped("")
         return delta
 
     def _check_applied(self) -> None:
         """Refuse to go on if the newest delta that was applied is gone, or another has its number now.
 
-        Then the rows here are those of another history, and stay so.
+        Then the rows here are those of another history, and stay so. A copy of the same bytes in its place is no
+        other: what brings deltas from elsewhere may bring them again.
 
         Raises:
             BundleError: naming it.
         """
         path = delta_path(self._folder, self._state.sequence)
-        if self._applied is not None and _identity(path) != self._applied:
-            self._is_other = True
+        if self._applied is not None and (found := _identity(path)) != self._applied:
+            self._is_other = self._is_other or found is None or self._digest_of(self._state.sequence) != self._digest
+            self._applied = found
         if self._is_other:
             raise BundleError(
                 f"{path}: was applied, and is gone or another by now: start the server again, which applies what is "
                 "there"
             )
+
+    def _digest_of(self, sequence: int) -> str:
+        """SHA-256, in hex, of a delta. Empty if it cannot be read."""
+        try:
+            return digest_file(delta_path(self._folder, sequence)).sha256
+        except OSError:
+            return ""
 
     def _listed(self) -> list[int]:
         """The numbers of the deltas that are there.
@@ -262,7 +273,8 @@ class AppliedCopy:
                 yield took_s
                 start = stop
             place += len(ids)
-        self._applied = self._read_now
+        self._applied = _identity(delta_path(self._folder, delta.sequence))
+        self._digest = delta.digest
         self._state.note_applied(delta.sequence, delta.written_at)
 
     def _adapt(self, took_s: float, rows: int) -> None:

@@ -226,15 +226,21 @@ def test_a_delta_that_was_applied_and_is_gone_or_another_stops_its_server(
             publish_number(path, number, [3], DIM)
         wait_until_applied(copies, 3)
         (folder,) = (tmp_path / "r.deltas" / "m").iterdir()
-        for number in (2, 3):
+        third = folder / "000000000003.safetensors"
+        content = third.read_bytes()
+        third.unlink()
+        third.write_bytes(content)  # what brings deltas from elsewhere may bring one again
+        publish_number(path, 4, [3], DIM)
+        wait_until_applied(copies, 4)
+        for number in (2, 3, 4):
             (folder / f"{number:012d}.safetensors").unlink()
-        for number in (20, 30, 40):  # under the numbers 2, 3 and 4
+        for number in (20, 30, 40, 50):  # under the numbers 2, 3, 4 and 5
             publish_number(path, number, [3], DIM)
         found = wait_until(copies, lambda found: "was applied, and is gone or another by now" in found.stopped)
-        assert found.sequence == 3
-        assert engine.rows("t", [3]).tolist() == [[3.0] * DIM]
+        assert found.sequence == 4
+        assert engine.rows("t", [3]).tolist() == [[4.0] * DIM]
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
-        assert engine.rows("t", [3]).tolist() == [[40.0] * DIM]
+        assert engine.rows("t", [3]).tolist() == [[50.0] * DIM]
 
 
 def test_a_link_under_a_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
