@@ -136,10 +136,9 @@ class AppliedCopy:
     def is_unused(self) -> bool:
         """Whether no model has used the copy for `_UNUSED_S`. It is removed then."""
         now = time.monotonic()
-        if now < self._used_at + _UNUSED_S:
-            return False
-        self._used_at = now
-        return self._copy.is_unused()
+        if self._copy.is_used():
+            self._used_at = now
+        return now >= self._used_at + _UNUSED_S and self._copy.remove()
 
     def step(self) -> None:
         """Write a slice, or begin with the next delta; and say when the next step is due."""

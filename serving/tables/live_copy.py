@@ -16,8 +16,8 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -107,15 +107,25 @@ class LiveCopy:
         """
         return cls(path, locked(path, os.O_RDWR, fcntl.LOCK_SH), is_written=True)
 
-    def is_unused(self) -> bool:
-        """Whether no other process holds the copy. It is removed then."""
+    def is_used(self) -> bool:
+        """Whether another process holds the copy."""
+        return not self._is_alone(lambda: None)
+
+    def remove(self) -> bool:
+        """Remove the copy, unless another process holds it. Returns whether it is removed."""
+        return self._is_alone(lambda: self.path.unlink(missing_ok=True))
+
+    def _is_alone(self, then: Callable[[], None]) -> bool:
+        """Whether no other process holds the copy. If so, do something while none can begin to."""
         (file,) = self._held
-        with suppress(BlockingIOError):
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.path.unlink(missing_ok=True)
+            then()
             return True
-        fcntl.flock(file, fcntl.LOCK_SH)  # if Linux could not change the lock, it gave it up
-        return False
+        except BlockingIOError:
+            return False
+        finally:
+            fcntl.flock(file, fcntl.LOCK_SH)  # if Linux could not change the lock, it gave it up
 
     def wait_until_caught_up(self) -> None:
         """Wait until the deltas are applied that were there when the copy was made.

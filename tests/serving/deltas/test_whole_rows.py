@@ -4,6 +4,7 @@ import mmap
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from export import Sharding, WeightDtype
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.server.launch.live import LiveCopies
-from serving.tables import live_copy, live_state
-from serving.tables.live_copy import LIVE_SERVER, live_copies
+from serving.tables import applier, live_copy, live_state
+from serving.tables.live_copy import LIVE_SERVER, LiveCopy, live_copies
+from serving.tables.live_state import State
 from serving.tables.table_files import WeightsMemory
 from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
 from tests.support.often import one_in
@@ -139,6 +141,31 @@ def test_a_lookup_that_writers_outrun_gets_whole_rows_all_the_same(tmp_path: Pat
         assert state.read(look_up) == 3
         assert state.rows == 2
         state.close()
+
+
+def test_a_copy_stays_for_as_long_as_a_model_may_need_to_be_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From when it was used last, whenever it is looked at."""
+    monkeypatch.setattr(applier, "_UNUSED_S", 0.5)
+    bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
+    monkeypatch.setenv(LIVE_SERVER, "0123456789abcdef")
+    monkeypatch.setattr(State, "is_caught_up", True)
+    engine = Engine.open(bundle, memory=WeightsMemory.LIVE)
+    assert engine.table_files.live is not None
+    path = engine.table_files.live.path
+    copy = applier.AppliedCopy(LiveCopy.attach(path), tmp_path)
+    end = time.monotonic() + 0.8
+    while time.monotonic() < end:
+        used_at = time.monotonic()
+        assert not copy.is_unused()
+        time.sleep(0.01)
+    engine.close()
+    while not copy.is_unused():
+        time.sleep(0.01)
+    assert time.monotonic() - used_at >= 0.5
+    assert not path.exists()
+    copy.close()
 
 
 def test_a_server_without_an_applier_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
