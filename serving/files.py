@@ -167,10 +167,16 @@ def _open_folder(path: Path) -> int:
 
 
 @contextmanager
-def replacing(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, mode: int = 0o644, is_new: bool = False) -> Iterator[BinaryIO]:
     """A new file that replaces `path` when the block ends. If the block fails, the new file is removed.
 
+    Args:
+        path: where it is then.
+        mode: its permissions.
+        is_new: whether nothing may be there: of several who write at once, one does.
+
     Raises:
+        FileExistsError: something is there that must not be.
         OSError: it cannot be written.
     """
     descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -180,8 +186,7 @@ def replacing(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(descriptor)
-        os.replace(draft, path)
-    except BaseException:
+        (os.link if is_new else os.replace)(draft, path)
+    finally:
         with suppress(FileNotFoundError):
             os.unlink(draft)
-        raise

@@ -1,7 +1,7 @@
 """`tbe-export delta`: publish the rows that changed since a version was exported."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,30 +50,19 @@ def delta(
     from export.publish.changes import publish_changes
     from export.publish.delta import publish_delta, read_changed
 
-    limits = dict(_limit(text) for text in max_error or ())
-    folder = model.absolute()
-    if rows is not None:
-        found = publish_delta(
-            folder.parent,
-            folder.name,
-            read_changed(rows),
-            version=version,
-            max_error=limits,
-            deltas=deltas,
-            signing_key=signing_key,
-        )
+    common: dict[str, Any] = {
+        "version": version,
+        "max_error": dict(_limit(text) for text in max_error or ()),
+        "deltas": deltas,
+        "signing_key": signing_key,
+    }
+    where = model.absolute().parent, model.absolute().name
+    if module is None:
+        assert rows is not None  # noqa: S101  one of the two is given
+        found = publish_delta(*where, read_changed(rows), **common)
     else:
-        assert module is not None  # noqa: S101  one of the two is given
-        changes = publish_changes(
-            folder.parent,
-            folder.name,
-            build_module(module, meta=checkpoint is not None),
-            checkpoint=checkpoint,
-            version=version,
-            max_error=limits,
-            deltas=deltas,
-            signing_key=signing_key,
-        )
+        trained = build_module(module, meta=checkpoint is not None)
+        changes = publish_changes(*where, trained, checkpoint=checkpoint, **common)
         if changes is None:
             out.print(f"{model}: no row differs: nothing is published", soft_wrap=True)
             return

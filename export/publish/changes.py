@@ -13,7 +13,7 @@ from export.errors import PublishError
 from export.publish.delta import Lineage, PublishedDelta, check_takes, quantized
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.delta import Rows, delta_path, listed, parse_delta
+from serving.bundle.delta import Rows, delta_path, listed, parse_delta, read_delta
 from serving.bundle.opening import weights_path
 from serving.bundle.signature import read_signing_key
 from serving.bundle.tables import Bytes, Table
@@ -84,10 +84,11 @@ class _Current:
 
     def __init__(self, lineage: Lineage) -> None:
         self._bundle = lineage.bundle
+        manifest = lineage.bundle.manifest
         changed: dict[str, list[Rows]] = {}
         for sequence in listed(lineage.folder.path):
             path = delta_path(lineage.folder.path, sequence)
-            delta = parse_delta(path, path.read_bytes(), lineage.bundle.manifest, lineage.name, sequence)
+            delta = parse_delta(path, read_delta(path, manifest), manifest, lineage.name, sequence)
             for name, rows in delta.tables.items():
                 changed.setdefault(name, []).append(rows)
         self._changed = {name: _last_of_each(each) for name, each in changed.items()}
@@ -110,7 +111,7 @@ class _Current:
                 header = table.dtype.format.header_bytes
                 own = found[first - start : last - start]
                 own[:, :header] = stored[:, :header]
-                own[:, slice(*map(table.dtype.row_bytes, shard.columns))] = stored[:, header:]
+                own[:, table.columns_at(shard)] = stored[:, header:]
         if (changed := self._changed.get(table.name)) is not None:
             low, high = np.searchsorted(changed.ids, (start, stop))
             found[changed.ids[low:high] - start] = changed.rows[low:high]

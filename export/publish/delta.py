@@ -18,7 +18,7 @@ from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.delta_files import LineageFolder, host_rows, own_rows
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError
-from serving.bundle.delta import IDS, ROWS, Rows, delta_path, deltas_folder, lineage_of
+from serving.bundle.delta import IDS, ROWS, Rows, delta_path, deltas_folder, lineage_of, tables_in
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import Bundle, newest, open_bundle
 from serving.bundle.signature import read_signing_key
@@ -101,8 +101,8 @@ def read_changed(path: Path) -> dict[str, Changed]:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"{path}: expected safetensors: {error}") from error
-    names = {name.removesuffix(IDS) for name in tensors if name.endswith(IDS)}
-    if {*tensors} != {f"{name}{what}" for name in names for what in (IDS, ROWS)}:
+    names = tables_in(tensors)
+    if names is None:
         raise ConfigurationError(f"{path}: expected TABLE{IDS} and TABLE{ROWS} of each table, got {sorted(tensors)}")
     return {name: (tensors[name + IDS], tensors[name + ROWS]) for name in sorted(names)}
 
@@ -176,9 +176,10 @@ class Lineage:
         with self.folder.locked():
             for folder in parts:
                 folder.path.mkdir(parents=True, exist_ok=True)
-            sequence = 1 + max(folder.newest for folder in parts)
+            newest = {folder: folder.newest for folder in parts}
+            sequence = 1 + max(newest.values())
             for folder, rows in parts.items():
-                for missing in range(folder.newest + 1, sequence):
+                for missing in range(newest[folder] + 1, sequence):
                     folder.write(missing, {}, key)
                 if folder.write(sequence, rows, key) is None:
                     raise PublishError(

@@ -2,10 +2,9 @@
 
 import fcntl
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,10 +14,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save
 
 from export.errors import PublishError
+from export.publish.draft import sync_folder
 from serving.bundle.delta import FORMAT, IDS, MOST_DELTAS, ROWS, Rows, delta_path, delta_signature, listed
 from serving.bundle.manifest import Manifest
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import delta_signature_of
+from serving.files import replacing
 
 
 class LineageFolder(NamedTuple):
@@ -70,16 +71,18 @@ class LineageFolder(NamedTuple):
         metadata = {"format": FORMAT, "lineage": self.lineage, "sequence": f"{sequence}"}
         content = save(tensors, metadata | {"written_at": f"{time.time()!r}"})
         path = delta_path(self.path, sequence)
-        signature = delta_signature(path, content)
-        with _draft(self.path, content) as draft:
-            if key is not None:
-                _write(signature, delta_signature_of(path.name, content, key, self.model, self.lineage))
-            try:
-                os.link(draft, path)  # unlike a rename, it fails if another writer took the number
-            except FileExistsError:
-                signature.unlink(missing_ok=True)
-                return None
-        _sync(self.path)
+        signature = None if key is None else delta_signature(path, content)
+        if signature is not None and key is not None:
+            with replacing(signature) as file:
+                file.write(delta_signature_of(path.name, content, key, self.model, self.lineage))
+        try:
+            with replacing(path, is_new=True) as file:
+                file.write(content)
+        except FileExistsError:
+            if signature is not None:
+                signature.unlink()
+            return None
+        sync_folder(self.path)
         return path
 
     @contextmanager
@@ -119,40 +122,6 @@ def host_rows(router: Manifest, host: int, stored: Mapping[str, Rows]) -> dict[s
             continue
         low, high = np.searchsorted(rows.ids, shard.rows)
         if low < high:
-            dtype = tables[shard.table].dtype
-            header = rows.rows[low:high, : dtype.format.header_bytes]
-            # A column begins where a row that ended before it would end.
-            columns = rows.rows[low:high, slice(*map(dtype.row_bytes, shard.columns))]
-            found[segment.table] = Rows(rows.ids[low:high] - shard.rows[0], np.concatenate((header, columns), axis=1))
+            columns = tables[shard.table].shard_columns(rows.rows[low:high], shard)
+            found[segment.table] = Rows(rows.ids[low:high] - shard.rows[0], columns)
     return found
-
-
-@contextmanager
-def _draft(folder: Path, content: bytes) -> Iterator[Path]:
-    """A file with that content, on the disk, until the block ends."""
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".draft-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o644)
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-        yield Path(name)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

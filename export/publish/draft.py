@@ -83,7 +83,7 @@ class Draft:
             bundle = model / str(version)
             self._sign(self.path, version)
             if _rename(self.path, bundle):
-                _sync_folder(model)
+                sync_folder(model)
                 return bundle
             if self.version is not None:
                 raise PublishError(_exists(bundle))
@@ -105,14 +105,14 @@ class Draft:
         if not _rename(draft, model):
             (draft / str(version)).rename(self.path)
             return None
-        _sync_folder(self.repository)
+        sync_folder(self.repository)
         return model / str(version)
 
     def _sign(self, path: Path, version: int) -> None:
         """Sign the draft as `version`. A signature names its version, whose number is known only now."""
         if self.signing_key is not None:
             sign(path / MANIFEST, (path / MANIFEST).read_bytes(), self.signing_key, self.name, version)
-            _sync_folder(path)
+            sync_folder(path)
 
 
 @contextmanager
@@ -204,7 +204,7 @@ def _sync(root: Path) -> None:
         for name in names:
             with (Path(folder) / name).open("rb") as file:
                 os.fsync(file.fileno())
-        _sync_folder(Path(folder))
+        sync_folder(Path(folder))
 
 
 def _forget(version: Path) -> None:
@@ -215,7 +215,8 @@ def _forget(version: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Push the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

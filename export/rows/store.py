@@ -142,18 +142,8 @@ def write_rows(files: Mapping[int, int], table: Table, shards: Sequence[Shard], 
     for shard in shards:
         first, last = max(start, shard.rows[0]), min(start + len(stored), shard.rows[1])
         if first < last:
-            rows = _columns(stored[first - start : last - start], table, shard)
+            rows = table.shard_columns(stored[first - start : last - start], shard)
             _write(files[shard.rank], rows, shard.offset_bytes + (first - shard.rows[0]) * rows.shape[1])
-
-
-def _columns(stored: Bytes, table: Table, shard: Shard) -> Bytes:
-    """The shard's columns of whole rows: uint8 [n, row bytes] → uint8 [n, row bytes of the shard]."""
-    if shard.width == table.dim:
-        return stored
-    # A column begins where a row that ended before it would end.
-    first, last = map(table.dtype.row_bytes, shard.columns)
-    header = table.dtype.format.header_bytes
-    return np.concatenate((stored[:, :header], stored[:, first:last]), axis=1)
 
 
 def _write(file: int, rows: Bytes, offset: int) -> None:

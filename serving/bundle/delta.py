@@ -23,7 +23,7 @@ number at once none replaces the signature of the other.
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -34,7 +34,7 @@ import numpy.typing as npt
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import Bytes, Table, dequantize
 from serving.errors import BundleError, shown
-from serving.files import UNREADABLE, Strict, json_tree
+from serving.files import UNREADABLE, Strict, json_tree, read_file
 
 FORMAT = "1"
 # The names of the two tensors of a table.
@@ -44,6 +44,8 @@ _NAME = re.compile(r"[0-9]{12}\.safetensors")
 _MOST_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MOST_ROWS = 2**48
+# Most bytes of a file beside those of its rows, and those of a row's number.
+_NAMES_BYTES, _ID_BYTES = 1 << 20, 8
 # The largest number that a file name holds.
 MOST_DELTAS = 10**12 - 1
 
@@ -80,6 +82,25 @@ def listed(folder: Path) -> list[int]:
         return sorted(int(each.name[:12]) for each in folder.iterdir() if _NAME.fullmatch(each.name))
     except FileNotFoundError:
         return []
+
+
+def tables_in(tensors: Collection[str]) -> set[str] | None:
+    """The tables of which there are row numbers and rows, by the names of tensors. None: there are others."""
+    names = {name.removesuffix(IDS) for name in tensors if name.endswith(IDS)}
+    return names if {*tensors} == {f"{name}{what}" for name in names for what in (IDS, ROWS)} else None
+
+
+def read_delta(path: Path, manifest: Manifest) -> bytes:
+    """The bytes of a delta, no more than one of these tables can have.
+
+    Raises:
+        BundleError: it cannot be read.
+    """
+    rows_bytes = sum(table.rows * (table.row_bytes + _ID_BYTES) for table in manifest.tables)
+    try:
+        return read_file(path, _NAMES_BYTES + rows_bytes)
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 class Rows(NamedTuple):
@@ -143,8 +164,8 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
         )
     arrays = _arrays(path, tensors, data)
     tables = {table.name: table for table in manifest.tables}
-    names = {name.removesuffix(IDS) for name in arrays if name.endswith(IDS)}
-    if {*arrays} != {f"{name}{what}" for name in names for what in (IDS, ROWS)}:
+    names = tables_in(arrays)
+    if names is None:
         raise BundleError(
             f"{path}: expected {IDS!r} and {ROWS!r} of each table, got {shown(str(sorted(arrays)))}: {_AGAIN}"
         )
@@ -152,7 +173,7 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
         raise BundleError(f"{path}: expected tables of the model, got {min(unknown)!r}: {_AGAIN}")
     found = {name: Rows(arrays[name + IDS], arrays[name + ROWS]) for name in sorted(names)}
     for name, rows in found.items():
-        if problem := problem_of(rows, tables[name]):
+        if problem := _problem_of(rows, tables[name]):
             raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")
     return Delta(sequence, written_at, found, hashlib.sha256(content).hexdigest())
 
@@ -186,7 +207,7 @@ def _arrays(path: Path, tensors: Mapping[str, _Tensor], data: memoryview) -> dic
     return arrays
 
 
-def problem_of(changed: Rows, table: Table) -> str | None:
+def _problem_of(changed: Rows, table: Table) -> str | None:
     """What is wrong with changed rows of a table. None: nothing is."""
     ids, rows = changed
     if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != np.uint8 or rows.shape != (len(ids), table.row_bytes):

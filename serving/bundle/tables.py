@@ -270,6 +270,18 @@ class Table(Strict, frozen=True, omit_defaults=True):
         """Bytes of a shard of this table. Each shard has its own copy of a row's scale and bias."""
         return shard.height * self.dtype.row_bytes(shard.width)
 
+    def columns_at(self, shard: Shard) -> slice:
+        """Where in a whole row the elements of a shard are, in bytes."""
+        # A column begins where a row that ended before it would end.
+        return slice(*map(self.dtype.row_bytes, shard.columns))
+
+    def shard_columns(self, stored: Bytes, shard: Shard) -> Bytes:
+        """A shard's columns of whole rows, scale and bias included: [n, row bytes] → [n, row bytes of the shard]."""
+        if shard.width == self.dim:
+            return stored
+        header = self.dtype.format.header_bytes
+        return np.concatenate((stored[:, :header], stored[:, self.columns_at(shard)]), axis=1)
+
     def whole_shard(self, rank: int) -> Shard:
         """One shard with all of this table, at byte offset 0."""
         return Shard(table=self.name, rank=rank, rows=(0, self.rows), columns=(0, self.dim), offset_bytes=0)

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.delta import Delta, delta_path, delta_signature, listed, parse_delta
+from serving.bundle.delta import Delta, delta_path, delta_signature, listed, parse_delta, read_delta
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import digest_file
 from serving.bundle.parse import parse_manifest
@@ -42,8 +42,6 @@ _LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.5
 _BEHIND_S = 2.0
 # A copy that no model uses is removed after so many seconds. Until then, a model that is loaded anew finds it.
 _UNUSED_S = 10.0
-# Most bytes of a delta's file beside those of its rows: names and numbers of rows.
-_HEADER_BYTES, _ID_BYTES = 1 << 20, 8
 
 
 def main(server: str, deltas: str) -> None:
@@ -106,27 +104,25 @@ class AppliedCopy:
             raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
         self._folder = deltas / about.model / about.lineage
         self._shards = _shards(copy, self._manifest)
-        self._most_bytes = _HEADER_BYTES + sum(
-            table.rows * (table.row_bytes + _ID_BYTES) for table in self._manifest.tables
-        )
         self._slices: Iterator[float] | None = None
         self._rows = _FIRST_ROWS  # of a slice
         self._left = 0  # rows of the present delta that are not written
         self._due_at = 0.0  # when it should be written, by time.monotonic
         self._written_at = 0.0
         self._refused: object = None
-        # The file that was applied last: what tells it from another, and the digest of its bytes.
+        # The file that was applied last, and the one that is being applied: what tells each from another.
         self._applied: object = None
-        self._digest = ""
+        self._reading: object = None
+        self._digest = ""  # of the bytes of the one that was applied last
         self._is_other = False
         self._used_at = time.monotonic()
-        if self._state.sequence > about.base:  # by an applier that was killed
-            self._applied = _identity(delta_path(self._folder, self._state.sequence)) or "gone"
-            self._digest = self._digest_of(self._state.sequence)
         # The newest delta that was there when the copy was made: a model that is loaded waits for it.
         self._awaited = 0
-        with suppress(BundleError):  # the first step says so
-            self._awaited = max(self._listed(), default=0)
+        with suppress(OSError, BundleError):  # the folder cannot be read: the first step says so
+            self._awaited = max(listed(self._folder), default=0)
+            if self._state.sequence:  # by an applier that was killed
+                self._applied = _identity(delta_path(self._folder, self._state.sequence)) or "gone"
+                self._digest = self._digest_of(self._state.sequence)
         self.next_at = 0.0
 
     def close(self) -> None:
@@ -177,10 +173,8 @@ class AppliedCopy:
         path = delta_path(self._folder, sequence)
         seen = None
         try:
-            numbers = self._listed()
-            self._state.newest_listed = max(numbers, default=0)
             self._check_applied()
-            seen = _identity(path) if sequence in numbers else None
+            seen = _identity(path)
             if seen is not None and seen == self._refused:
                 return None
             delta = None if seen is None else self._read(path, sequence)
@@ -192,7 +186,7 @@ class AppliedCopy:
             self._refused = seen
             self._state.note_stopped(f"{path}: cannot be read: {error!r}")
             return None
-        self._refused = None
+        self._refused, self._reading = None, seen
         self._state.note_stopped("")
         return delta
 
@@ -222,17 +216,6 @@ class AppliedCopy:
         except OSError:
             return ""
 
-    def _listed(self) -> list[int]:
-        """The numbers of the deltas that are there.
-
-        Raises:
-            BundleError: their folder cannot be read.
-        """
-        try:
-            return listed(self._folder)
-        except OSError as error:
-            raise BundleError(f"{self._folder}: cannot be read: {error.strerror}") from error
-
     def _read(self, path: Path, sequence: int) -> Delta:
         """A delta whose bytes were checked.
 
@@ -240,10 +223,7 @@ class AppliedCopy:
             BundleError: it cannot be applied.
             ConfigurationError: the trusted keys cannot be read.
         """
-        try:
-            content = read_file(path, self._most_bytes)
-        except OSError as error:
-            raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
+        content = read_delta(path, self._manifest)
         if (keys := TrustedKeys.of_environment()) is not None:  # read each time: keys are changed while servers run
             keys.check_delta(path, content, delta_signature(path, content), self._model, self._lineage)
         return parse_delta(path, content, self._manifest, self._lineage, sequence)
@@ -260,9 +240,7 @@ class AppliedCopy:
                 stop = min(start + self._rows, len(ids)) if begun is None else begun[1] - place
                 begun = None
                 parts = [each.part(ids[start:stop], rows[start:stop]) for each in self._shards[name]]
-                began = (
-                    time.thread_time()
-                )  # without what others took of the core meanwhile: that says nothing of rows
+                began = time.thread_time()  # without what others took of the core meanwhile
                 with self._state.writing(place + start, stop - start):
                     for target, at, columns in parts:
                         target[at] = columns
@@ -272,9 +250,8 @@ class AppliedCopy:
                 yield took_s
                 start = stop
             place += len(ids)
-        self._applied = _identity(delta_path(self._folder, delta.sequence))
-        self._digest = delta.digest
-        self._state.note_applied(delta.sequence, delta.written_at)
+        self._applied, self._digest = self._reading, delta.digest
+        self._state.note_applied(delta.sequence)
 
     def _adapt(self, took_s: float, rows: int) -> None:
         """Make the next slice as long as `_SLICE_S`, at most twice as long as the last."""
@@ -295,17 +272,12 @@ class _ShardRows:
         # A row is one item, so that numpy copies it at once.
         self._rows = np.frombuffer(pages, f"V{width}", shard.height, at)
         self._first, self._last = shard.rows
-        # A column begins where a row that ended before it would end.
-        self._columns = slice(*map(table.dtype.row_bytes, shard.columns))
-        self._header = table.dtype.format.header_bytes
-        self._is_whole = shard.width == table.dim
+        self._table, self._shard = table, shard
 
     def part(self, ids: npt.NDArray[np.int64], rows: Bytes) -> tuple[_Items, npt.NDArray[np.int64], _Items]:
         """What is written of some rows: the shard, the places there, and the bytes."""
         low, high = np.searchsorted(ids, (self._first, self._last))
-        own = rows[low:high]
-        if not self._is_whole:
-            own = np.concatenate((own[:, : self._header], own[:, self._columns]), axis=1)
+        own = self._table.shard_columns(rows[low:high], self._shard)
         columns = np.ascontiguousarray(own).view(self._rows.dtype).reshape(-1)
         return self._rows, np.asarray(ids[low:high] - self._first), columns
 
@@ -324,11 +296,17 @@ def _shards(copy: LiveCopy, manifest: Manifest) -> Mapping[str, Sequence[_ShardR
 
 
 def _identity(path: Path) -> object:
-    """Tells one file at a path from another that took its place."""
+    """Tells one file at a path from another that took its place. None: there is none.
+
+    Raises:
+        BundleError: nobody can tell.
+    """
     try:
         found = path.lstat()
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 

@@ -45,14 +45,12 @@ class About(Strict, frozen=True):
         model, version: its name and number.
         bundle: path of the bundle.
         lineage: the lineage whose deltas it takes.
-        base: the number of the newest delta that the bundle has in it. 0: none.
     """
 
     model: str
     version: str
     bundle: str
     lineage: str
-    base: int = 0
 
 
 class State:
@@ -63,17 +61,16 @@ class State:
         file: the copy, for locks.
     """
 
-    _FENCE, _SEQUENCE, _LISTED, _CAUGHT_UP, _ROWS, _REFUSED, _PLACE, _STOP, _WRITTEN_AT = range(9)
+    _FENCE, _SEQUENCE, _CAUGHT_UP, _ROWS, _REFUSED, _PLACE, _STOP = range(7)
 
     def __init__(self, pages: mmap.mmap, file: int) -> None:
         self._pages = memoryview(pages)
         self._numbers = self._pages[:_ABOUT].cast("Q")
-        self._times = self._pages[:_ABOUT].cast("d")
         self._file = file
 
     def close(self) -> None:
         """Let the pages go."""
-        for each in (self._numbers, self._times, self._pages):
+        for each in (self._numbers, self._pages):
             each.release()
 
     @property
@@ -85,15 +82,6 @@ class State:
     def sequence(self) -> int:
         """The number of the newest delta that is applied as a whole. All before it are."""
         return self._numbers[self._SEQUENCE]
-
-    @property
-    def newest_listed(self) -> int:
-        """The number of the newest delta in the folder. It may not be readable yet."""
-        return self._numbers[self._LISTED]
-
-    @newest_listed.setter
-    def newest_listed(self, number: int) -> None:
-        self._numbers[self._LISTED] = number
 
     @property
     def is_caught_up(self) -> bool:
@@ -111,11 +99,6 @@ class State:
         return self._numbers[self._REFUSED]
 
     @property
-    def written_at(self) -> float:
-        """When the delta was published that was applied last, in Unix time. 0: there was none."""
-        return self._times[self._WRITTEN_AT]
-
-    @property
     def stopped(self) -> str:
         """Why no further delta is applied. Empty: they are."""
         return self._text(_STOPPED).decode(errors="replace")
@@ -124,7 +107,7 @@ class State:
         """Say why no further delta is applied; empty if they are again."""
         if why and why != self.stopped:
             self._numbers[self._REFUSED] += 1
-        self._write_text(_STOPPED, why.encode()[: _TEXT_BYTES - 8])
+        self._write_text(_STOPPED, why.encode(errors="replace")[: _TEXT_BYTES - 8])
 
     def note_caught_up(self) -> None:
         """From now on, models may serve from this copy."""
@@ -144,7 +127,6 @@ class State:
     def begin(self, about: About) -> None:
         """Write the first state."""
         self._write_text(_ABOUT, msgspec.json.encode(about))
-        self._numbers[self._SEQUENCE] = about.base
 
     # Reading rows, and writing them.
 
@@ -201,9 +183,8 @@ class State:
             numbers[self._FENCE] += 1
             numbers[self._ROWS] += rows
 
-    def note_applied(self, sequence: int, written_at: float) -> None:
+    def note_applied(self, sequence: int) -> None:
         """All rows of a delta are written."""
-        self._times[self._WRITTEN_AT] = written_at
         self._numbers[self._SEQUENCE] = sequence
 
 

@@ -77,6 +77,20 @@ with in_this_process():
 """
 
 
+def run_in(folder: Path, *arguments: str) -> str:
+    """What Python prints in a folder."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -85,16 +99,8 @@ with in_this_process():
     ],
 )
 def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(tmp_path: Path, command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    page = done.stdout[done.stdout.index("MovieLens-100k, from training to gRPC") :]
+    said = run_in(tmp_path, *command)
+    page = said[said.index("MovieLens-100k, from training to gRPC") :]
     table = re.findall(r"(float|int8, gRPC|int4, gRPC|int8, scores) +(0\.\d{5}) ", page)
     auc = {what: float(number) for what, number in table}
     assert auc["float"] > 0.69
@@ -107,18 +113,8 @@ def test_the_demo_ends_with_the_same_auc_from_int8_tables_over_grpc(tmp_path: Pa
 @pytest.mark.long
 def test_rows_that_are_kept_fresh_rank_better_than_stale_ones(tmp_path: Path) -> None:
     """`make demo-fresh`: scores by a server that deltas reach while the model is trained."""
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.movielens.fresh"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    stale, fresh, trained = (
-        float(found) for found in re.findall(r"(?:exported|fresh|here) +(0\.\d{4})", done.stdout)
-    )
+    said = run_in(tmp_path, "-m", "examples.movielens.fresh")
+    stale, fresh, trained = (float(found) for found in re.findall(r"(?:exported|fresh|here) +(0\.\d{4})", said))
     assert fresh - stale >= 0.02
     assert trained == pytest.approx(fresh, abs=5e-3)
     assert (tmp_path / "build/demo-fresh/auc.png").exists()

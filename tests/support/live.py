@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
+from torchrec import EmbeddingBagCollection
 
 from export import ExportConfig, Sharding, WeightDtype, export_model, publish_delta
 from serving.bundle.delta import deltas_folder
@@ -36,6 +39,19 @@ def publish_number(bundle: Path, number: int, ids: Sequence[int], dim: int) -> N
     """A delta of the bundle's model whose rows have that number in every element."""
     rows = np.full((len(ids), dim), number, np.float32)
     publish_delta(bundle.parent.parent, bundle.parent.name, {"t": (ids, rows)}, version=int(bundle.name))
+
+
+def changed_rows(
+    module: EmbeddingBagCollection, random: np.random.Generator, how_many: Callable[[int], int]
+) -> dict[str, tuple[npt.NDArray[np.int64], torch.Tensor]]:
+    """Change some rows of each table of a module, of how many it has, as training does; as `publish_delta` takes them."""
+    changed = {}
+    with torch.no_grad():
+        for name, bags in module.embedding_bags.items():
+            ids = random.permutation(bags.num_embeddings)[: how_many(bags.num_embeddings)]
+            changed[name] = ids, torch.randn(ids.size, bags.embedding_dim)
+            bags.weight[torch.from_numpy(ids)] = changed[name][1]
+    return changed
 
 
 @contextmanager

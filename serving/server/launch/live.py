@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -21,12 +21,12 @@ from serving.tables.live_state import About, State
 
 # Seconds between looks at the copies and the applier.
 _LOOKS_S = 0.2
+# Seconds between two lists of a folder, which may have thousands of deltas.
+_LISTS_S = 1.0
 # Least seconds between two starts of the applier.
 _STARTS_S = 1.0
 # One thread: it multiplies nothing.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-
-
 # A number that is missing for so many seconds is told of. Whoever copies deltas may bring them in any order.
 _MISSING_S = 5.0
 
@@ -88,6 +88,9 @@ class LiveCopies:
         self._variables = {**os.environ, **environment, **_ONE_THREAD}
         self._sink = sink
         self._said: dict[tuple[str, str], str] = {}
+        # The numbers of the deltas that are there, by folder, as they were when they were last listed.
+        self._numbers: dict[Path, list[int]] = {}
+        self._next_listing = 0.0
         self._stopping = threading.Event()
         self.environment = {LIVE_SERVER: self._name}
         self.applied: list[Applied] = []
@@ -104,9 +107,12 @@ class LiveCopies:
             thread.join()
             remove_unused_live_copies()
 
-    def _look(self) -> list[Applied]:
+    def _look(self, copies: Iterable[Path]) -> list[Applied]:
+        if time.monotonic() >= self._next_listing:
+            self._next_listing = time.monotonic() + _LISTS_S
+            self._numbers.clear()
         found = []
-        for path in live_copies(self._name):
+        for path in copies:
             with suppress(OSError), state_of(path) as state:  # it was just removed
                 found.append(self._applied(state))
         return found
@@ -117,7 +123,9 @@ class LiveCopies:
         waiting: list[int] = []
         since = None
         with suppress(OSError):  # the applier says so; or it was removed
-            waiting = [number for number in listed(folder) if number > sequence]
+            if folder not in self._numbers:
+                self._numbers[folder] = listed(folder)
+            waiting = [number for number in self._numbers[folder] if number > sequence]
             since = delta_path(folder, waiting[0]).lstat().st_mtime if waiting else None
         newest = max(waiting, default=sequence)
         found = Applied(about, sequence, newest, since, state.rows, state.refused, state.stopped)
@@ -150,13 +158,14 @@ class LiveCopies:
         process: subprocess.Popen[bytes] | None = None
         next_start = 0.0
         while not self._stopping.wait(_LOOKS_S):
+            copies = live_copies(self._name)
             is_running = process is not None and process.poll() is None
-            if not is_running and time.monotonic() >= next_start and live_copies(self._name):
+            if not is_running and time.monotonic() >= next_start and copies:
                 if process is not None:
                     self._say(f"the applier of deltas ended with {process.returncode}, and is started again")
                 next_start = time.monotonic() + _STARTS_S
                 process = self._start()
-            self.applied = self._look()
+            self.applied = self._look(copies)
             self._say_changes()
         if process is not None:
             process.kill()

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from safetensors.numpy import load
@@ -20,6 +19,7 @@ from serving.bundle import open_bundle
 from serving.bundle.delta import delta_signature, lineage_of, listed
 from serving.errors import BundleError, ConfigurationError
 from tests.support.hosts import export_hosts
+from tests.support.live import changed_rows
 from tests.support.managed import dealt
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
 
@@ -36,14 +36,7 @@ def test_rows_are_those_of_an_export_of_the_changed_model(tmp_path: Path) -> Non
     """Of every dtype, byte for byte."""
     model = collection(MIXED)
     export_model(model, tmp_path / "r", "m", MIXED_CONFIG)
-    random = np.random.default_rng(1)
-    changed: dict[str, Any] = {}
-    with torch.no_grad():
-        for name, bags in model.embedding_bags.items():
-            ids = random.permutation(bags.num_embeddings)[:7]
-            rows = torch.randn(7, bags.embedding_dim)
-            bags.weight[torch.from_numpy(ids)] = rows
-            changed[name] = ids, rows
+    changed = changed_rows(model, np.random.default_rng(1), lambda _: 7)
     found = publish_delta(tmp_path / "r", "m", changed)
     anew = open_bundle(export_model(model, tmp_path / "r", "m", MIXED_CONFIG))
     tensors = load(found.path.read_bytes())

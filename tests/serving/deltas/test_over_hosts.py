@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from export import ExportConfig, Sharding, WeightDtype, publish_delta
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
 from tests.support.hosts import export_hosts, in_one_process
-from tests.support.live import PATIENCE_S
+from tests.support.live import PATIENCE_S, changed_rows
 from tests.support.models import SUM, collection, random_bags
 from tests.support.often import one_in
 from tests.support.servers import metric, running
@@ -32,16 +31,8 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
     )
     router = export_hosts(tmp_path, model, config)
     random = np.random.default_rng(0)
-    changed: dict[str, Any] = {}
-    for number in (1, 2):
-        changed = {}
-        with torch.no_grad():
-            for name, bags in model.embedding_bags.items():
-                ids = random.permutation(bags.num_embeddings)[: bags.num_embeddings // 2]
-                changed[name] = ids, torch.randn(ids.size, bags.embedding_dim)
-                bags.weight[torch.from_numpy(ids)] = changed[name][1]
-        if number == 1:
-            publish_delta(tmp_path / "r", router.parent.name, changed)  # before the fleet is there
+    first, second = (changed_rows(model, random, lambda rows: rows // 2) for _ in range(2))
+    publish_delta(tmp_path / "r", router.parent.name, first)  # before the fleet is there
     requests = [dict(random_bags(random, SUM, 10)) for _ in range(5)]
     memory = replace(config, serving=None)
     with Engine.open(in_one_process(tmp_path, model, memory, router)) as engine:
@@ -51,7 +42,7 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
         LookupClient(server.grpc, router.parent.name, 60) as client,
     ):
         assert metric(server, "tbe_delta_sequence", model=router.parent.name) == 1
-        publish_delta(tmp_path / "r", router.parent.name, changed)
+        publish_delta(tmp_path / "r", router.parent.name, second)
         deadline = time.monotonic() + PATIENCE_S
         while not all(_same(client.lookup(each), answer) for each, answer in zip(requests, answers, strict=True)):
             assert time.monotonic() < deadline

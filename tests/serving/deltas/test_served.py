@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
 
 from export import ExportConfig, Sharding, WeightDtype, export_model, publish_changes, publish_delta
@@ -17,7 +16,7 @@ from serving.errors import ServingError
 from serving.model.settings import ServingSettings
 from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
-from tests.support.live import PATIENCE_S, publish_number, published
+from tests.support.live import PATIENCE_S, changed_rows, publish_number, published
 from tests.support.models import MIXED, MIXED_CONFIG, collection, random_bags
 from tests.support.servers import Running, metric, running, stubs, tbe_serve, wait_for_answer
 
@@ -58,15 +57,7 @@ def test_answers_are_those_of_the_changed_model_exported_anew(tmp_path: Path) ->
     )
     export_model(model, tmp_path / "r", "m", config)
     random = np.random.default_rng(0)
-    changes = []
-    for _ in range(3):
-        changed = {}
-        with torch.no_grad():
-            for name, bags in model.embedding_bags.items():
-                ids = random.permutation(bags.num_embeddings)[: bags.num_embeddings // 3]
-                changed[name] = ids, torch.randn(ids.size, bags.embedding_dim)
-                bags.weight[torch.from_numpy(ids)] = changed[name][1]
-        changes.append(changed)
+    changes = [changed_rows(model, random, lambda rows: rows // 3) for _ in range(3)]
     expected = Engine.open(export_model(model, tmp_path / "anew", "m", config))
     requests = [dict(random_bags(random, MIXED, 20)) for _ in range(10)]
     answers = [expected.lookup(each) for each in requests]
