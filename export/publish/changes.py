@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from export.errors import PublishError
-from export.publish.delta import Lineage, PublishedDelta, check_takes, quantized
+from export.publish.delta import Lineage, PublishedDelta, check_limits, check_takes, quantized
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.delta import Rows, delta_path, listed, parse_delta, read_delta
@@ -28,7 +28,7 @@ def publish_changes(
     checkpoint: WeightSource = None,
     version: int | None = None,
     max_error: Mapping[str, float] = MappingProxyType({}),
-    deltas: Path | None = None,
+    deltas: Path | str | None = None,
     signing_key: Path | None = None,
 ) -> PublishedDelta | None:
     """Publish the rows of a module that are stored otherwise than in its version and the deltas since.
@@ -63,6 +63,7 @@ def publish_changes(
         raise ConfigurationError(
             f"expected the tables of {lineage.bundle.path}, with as many rows and columns: export the module anew"
         )
+    check_limits(max_error)
     weights = open_weights(module, trained, checkpoint)
     current = _Current(lineage)
     stored = {}

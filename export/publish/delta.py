@@ -54,7 +54,7 @@ def publish_delta(
     *,
     version: int | None = None,
     max_error: Mapping[str, float] = MappingProxyType({}),
-    deltas: Path | None = None,
+    deltas: Path | str | None = None,
     signing_key: Path | None = None,
 ) -> PublishedDelta:
     """Quantize changed rows and publish them. Servers of the model with `weights-memory: live` apply them.
@@ -122,7 +122,7 @@ class Lineage:
     deltas: Path
 
     @classmethod
-    def of(cls, repository: Path, model: str, version: int | None, deltas: Path | None) -> "Lineage":
+    def of(cls, repository: Path, model: str, version: int | None, deltas: Path | str | None) -> "Lineage":
         """That of a version; of the newest where it is None. `deltas` is as for `publish_delta`.
 
         Raises:
@@ -132,7 +132,7 @@ class Lineage:
         bundle = open_bundle(repository / model / str(newest(repository / model) if version is None else version))
         if (part_of := bundle.manifest.part_of) is not None:
             raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
-        return cls(bundle, lineage_of(bundle.digest), deltas or deltas_folder(repository))
+        return cls(bundle, lineage_of(bundle.digest), deltas_folder(repository) if deltas is None else Path(deltas))
 
     @property
     def folder(self) -> LineageFolder:
@@ -194,6 +194,7 @@ def _stored(manifest: Manifest, changed: Mapping[str, Changed], max_error: Mappi
     tables = {table.name: table for table in manifest.tables}
     if unknown := (changed.keys() | max_error.keys()) - tables.keys():
         raise ConfigurationError(f"table {min(unknown)!r}: expected one of the model's, {', '.join(tables)}")
+    check_limits(max_error)
     found = {}
     for name, (ids, rows) in changed.items():
         table = tables[name]
@@ -204,6 +205,17 @@ def _stored(manifest: Manifest, changed: Mapping[str, Changed], max_error: Mappi
             parts = [quantized(table, numbers[each], floats[each], max_error.get(name, math.inf)) for each in blocks]
             found[name] = Rows(numbers, np.concatenate(parts))
     return found
+
+
+def check_limits(max_error: Mapping[str, float]) -> None:
+    """Refuse limits that no error can keep.
+
+    Raises:
+        ConfigurationError: naming the table.
+    """
+    for table, limit in max_error.items():
+        if not 0 < limit < math.inf:
+            raise ConfigurationError(f"max_error {table!r}: expected a finite number > 0, got {limit}")
 
 
 def check_takes(table: Table) -> None:

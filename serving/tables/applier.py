@@ -40,6 +40,8 @@ _SLICE_S, _FIRST_ROWS = 0.0005, 1000
 _LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.5
 # A delta that is older than this, in seconds, is behind: it is written as fast as lookups can bear.
 _BEHIND_S = 2.0
+# Seconds until a delta that was refused is tried again.
+_RETRY_S = 2.0
 # A copy that no model uses is removed after so many seconds. Until then, a model that is loaded anew finds it.
 _UNUSED_S = 10.0
 
@@ -110,6 +112,7 @@ class AppliedCopy:
         self._due_at = 0.0  # when it should be written, by time.monotonic
         self._written_at = 0.0
         self._refused: object = None
+        self._retry_at = 0.0  # when what was refused is tried again, by time.monotonic
         # The file that was applied last, and the one that is being applied: what tells each from another.
         self._applied: object = None
         self._reading: object = None
@@ -175,38 +178,40 @@ class AppliedCopy:
         try:
             self._check_applied()
             seen = _identity(path)
-            if seen is not None and seen == self._refused:
+            if seen is not None and seen == self._refused and time.monotonic() < self._retry_at:
                 return None
             delta = None if seen is None else self._read(path, sequence)
-        except ServingError as error:
-            self._refused = seen
-            self._state.note_stopped(str(error))
-            return None
         except Exception as error:
-            self._refused = seen
-            self._state.note_stopped(f"{path}: cannot be read: {error!r}")
+            why = str(error) if isinstance(error, ServingError) else f"{path}: cannot be read: {error!r}"
+            self._refuse(seen, why)
             return None
         self._refused, self._reading = None, seen
         self._state.note_stopped("")
         return delta
 
+    def _refuse(self, seen: object, why: str) -> None:
+        """Say why the next delta is not applied. It is tried again: its signature or a key may come later."""
+        self._refused, self._retry_at = seen, time.monotonic() + _RETRY_S
+        self._state.note_stopped(why)
+
     def _check_applied(self) -> None:
         """Refuse to go on if the newest delta that was applied is gone, or another has its number now.
 
-        Then the rows here are those of another history, and stay so. A copy of the same bytes in its place is no
-        other: what brings deltas from elsewhere may bring them again.
+        If another has it, the rows here are those of another history, and stay so. A copy of the same bytes in its
+        place is no other: what brings deltas from elsewhere may bring them again. What is gone may come back.
 
         Raises:
             BundleError: naming it.
         """
         path = delta_path(self._folder, self._state.sequence)
-        if self._applied is not None and (found := _identity(path)) != self._applied:
-            self._is_other = self._is_other or found is None or self._digest_of(self._state.sequence) != self._digest
+        found = None if self._applied is None else _identity(path)
+        if found is not None and found != self._applied:
+            self._is_other = self._is_other or self._digest_of(self._state.sequence) != self._digest
             self._applied = found
-        if self._is_other:
+        if self._is_other or (self._applied is not None and found is None):
             raise BundleError(
-                f"{path}: was applied, and is gone or another by now: start the server again, which applies what is "
-                "there"
+                f"{path}: was applied, and is gone or another by now: bring it back, or start the server again, "
+                "which applies what is there"
             )
 
     def _digest_of(self, sequence: int) -> str:

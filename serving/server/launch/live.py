@@ -38,7 +38,7 @@ class Applied(NamedTuple):
         about: the version.
         sequence: the number of the newest delta that is applied.
         newest: the number of the newest delta that is there.
-        waits_since: since when the oldest delta is there that is not applied, in Unix time. None: all are.
+        waits_since: since when the oldest delta that is not applied is seen here, by time.monotonic. None: all are.
         rows: that were written, in all.
         refused: deltas that were refused, in all.
         stopped: why no further delta is applied. Empty: they are.
@@ -54,8 +54,8 @@ class Applied(NamedTuple):
 
     @property
     def lag_s(self) -> float:
-        """For how long the oldest delta is there that is not applied, in seconds. 0: all are."""
-        return 0.0 if self.waits_since is None else max(0.0, time.time() - self.waits_since)
+        """For how long the oldest delta that is not applied is seen here, in seconds. 0: all are."""
+        return 0.0 if self.waits_since is None else time.monotonic() - self.waits_since
 
 
 _METRICS: tuple[tuple[str, str, str, Callable[[Applied], float]], ...] = (
@@ -91,6 +91,8 @@ class LiveCopies:
         # The numbers of the deltas that are there, by folder, as they were when they were last listed.
         self._numbers: dict[Path, list[int]] = {}
         self._next_listing = 0.0
+        # When each number that is not applied was seen first, by folder.
+        self._seen: dict[Path, dict[int, float]] = {}
         self._stopping = threading.Event()
         self.environment = {LIVE_SERVER: self._name}
         self.applied: list[Applied] = []
@@ -121,12 +123,14 @@ class LiveCopies:
         about, sequence = state.about, state.sequence
         folder = self._deltas / about.model / about.lineage
         waiting: list[int] = []
-        since = None
         with suppress(OSError):  # the applier says so; or it was removed
             if folder not in self._numbers:
                 self._numbers[folder] = listed(folder)
             waiting = [number for number in self._numbers[folder] if number > sequence]
-            since = delta_path(folder, waiting[0]).lstat().st_mtime if waiting else None
+        # By our own clock: a file's time may be that of another machine, or of what was copied.
+        seen = self._seen.get(folder, {})
+        self._seen[folder] = seen = {number: seen.get(number, time.monotonic()) for number in waiting}
+        since = seen[waiting[0]] if waiting else None
         newest = max(waiting, default=sequence)
         found = Applied(about, sequence, newest, since, state.rows, state.refused, state.stopped)
         if not found.stopped and found.lag_s > _MISSING_S and waiting[0] > sequence + 1:

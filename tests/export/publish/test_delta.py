@@ -62,6 +62,10 @@ def test_numbers_count_up_and_the_folder_lies_beside_the_repository(repository: 
     assert publish_delta(repository, "m", CHANGED).sequence == 1  # another lineage
     assert publish_delta(repository, "m", CHANGED, version=1).sequence == 4
     assert publish_delta(repository, "m", CHANGED, deltas=repository.parent / "d").sequence == 1
+    assert publish_delta(repository, "m", CHANGED, deltas=str(repository.parent / "d")).sequence == 2
+    for limit in (-1.0, 0.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match="max_error 'a': expected a finite number > 0"):
+            publish_delta(repository, "m", CHANGED, max_error={"a": limit})
 
 
 WRONG: dict[str, tuple[Any, type[Exception], str]] = {

@@ -1,6 +1,7 @@
 """What is no delta is refused by name, whoever wrote it; safetensors' own library writes what is right."""
 
 import json
+import os
 import struct
 import time
 from collections.abc import Callable
@@ -249,4 +250,34 @@ def test_a_link_under_a_number_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     folder.mkdir(parents=True)
     (folder / "000000000001.safetensors").symlink_to("nowhere")
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
-        assert wait_until(copies, lambda found: "symbolic link" in found.stopped).lag_s > 0
+        wait_until(copies, lambda found: "symbolic link" in found.stopped and found.lag_s > 0)
+
+
+def test_a_folder_that_is_gone_for_a_while_stops_nothing_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mount that is lost and comes back."""
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
+        publish_number(path, 1, [3], DIM)
+        wait_until_applied(copies, 1)
+        (tmp_path / "r.deltas").rename(tmp_path / "away")
+        wait_until(copies, lambda found: "is gone or another by now" in found.stopped)
+        (tmp_path / "away").rename(tmp_path / "r.deltas")
+        publish_number(path, 2, [3], DIM)
+        assert wait_until_applied(copies, 2).refused == 1
+        assert engine.rows("t", [3]).tolist() == [[2.0] * DIM]
+
+
+def test_a_number_that_waits_is_told_by_our_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever time a file has: that of a publisher whose clock is ahead, or of what was copied long ago."""
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    for number in (1, 2):
+        publish_number(path, number, [3], DIM)
+    (folder,) = (tmp_path / "r.deltas" / "m").iterdir()
+    (folder / "000000000001.safetensors").unlink()
+    ahead = time.time() + 3600
+    os.utime(folder / "000000000002.safetensors", (ahead, ahead))
+    with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
+        found = wait_until(copies, lambda found: "is missing, and 2 is there" in found.stopped)
+        assert 5 < found.lag_s < 3600

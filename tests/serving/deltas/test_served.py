@@ -1,5 +1,6 @@
 """Deltas behind a real server: fresh rows within a second, through recoveries, switches, and what cannot be applied."""
 
+import shutil
 import subprocess
 import time
 import urllib.request
@@ -190,10 +191,22 @@ def test_only_deltas_that_a_trusted_key_signed_are_applied(tmp_path: Path) -> No
         other = subprocess.run(
             ["openssl", "pkey", "-in", tmp_path / "other.pem", "-pubout"], check=True, capture_output=True
         )
-        trusted.write_bytes(trusted.read_bytes() + other.stdout)
         publish(4, "other")
+        wait_for_page(server, "/readyz?verbose", "expected a signature by a key of")
+        trusted.write_bytes(trusted.read_bytes() + other.stdout)
         wait_for_page(server, "/metrics", 'tbe_delta_sequence{model="m",version="1"} 3\n')
         assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 4
+        # A signature may be brought behind its delta.
+        shutil.copytree(tmp_path / "r.deltas", tmp_path / "elsewhere")
+        rows = {spec.name: ([3], np.full((1, spec.dim), 5, np.float32))}
+        key_file = tmp_path / "key.pem"
+        late = publish_delta(tmp_path / "r", "m", rows, deltas=tmp_path / "elsewhere", signing_key=key_file).path
+        shutil.copy(late, bad.parent)
+        wait_for_page(server, "/readyz?verbose", "cannot be read")
+        (signature,) = late.parent.glob(f"{late.stem}.*.sig")
+        shutil.copy(signature, bad.parent)
+        wait_for_page(server, "/metrics", 'tbe_delta_sequence{model="m",version="1"} 4\n')
+        assert client.lookup({"user_id": [[3]]})["user_id"][0, 0] == 5
 
 
 def test_live_without_a_server_is_refused_by_name(tmp_path: Path) -> None:
