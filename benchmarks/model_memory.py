@@ -7,7 +7,7 @@ import psutil
 
 from serving.engine import Engine
 from serving.server import Server
-from serving.tables.page_cache import huge_bytes_of
+from serving.tables.pages import huge_bytes_of
 
 _LOOKS_S = 2.0
 _MOST_LOOKS = 60

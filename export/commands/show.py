@@ -16,7 +16,7 @@ from serving.bundle.opening import Bundle
 from serving.bundle.plan import ROUTER
 from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc
 from serving.model.config_file import read_config, settings_of
-from serving.tables.page_cache import cached
+from serving.tables.pages import cached
 from serving.terminal.app import out
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from serving.bundle.plan import HostBundle, path_of
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of
-from serving.tables.page_cache import HUGE_PAGE, in_huge_pages
+from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
 METRICS_FROM = "monitoring"
 # An image by digest, such as registry.example/team/tbe-serving@sha256:…, with a tag or without.

@@ -24,7 +24,7 @@ from serving.bundle.plan import ROUTER, Block, Plan, Rank, Shard, ShardingType, 
 from serving.bundle.tables import Feature, Table
 from serving.errors import ConfigurationError
 from serving.files import UNREADABLE, read_file
-from serving.tables.page_cache import HUGE_PAGE
+from serving.tables.pages import HUGE_PAGE
 
 # A shard of at least so many bytes starts at a huge page. The unused bytes before it are at most 3 % of it.
 _LARGE = 32 * HUGE_PAGE

@@ -23,7 +23,7 @@ from serving.errors import ConfigurationError
 from serving.files import temporary_folder
 from serving.model.config_file import CONFIG, model_config, parameters_of, read_config, settings_of
 from serving.model.settings import ServingSettings
-from serving.tables.page_cache import HUGE_PAGE
+from serving.tables.pages import HUGE_PAGE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

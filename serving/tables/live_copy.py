@@ -28,7 +28,7 @@ from serving.bundle.opening import digest_file
 from serving.errors import ConfigurationError, ServerUnavailable
 from serving.files import open_file
 from serving.tables.live_state import About, State
-from serving.tables.page_cache import HUGE_PAGE, in_huge_pages
+from serving.tables.pages import HUGE_PAGE, in_huge_pages
 from serving.tables.shared_copy import MOUNTS, copy_checked, huge_page_folders, let_go, locked, remove_unused, taken
 
 # The environment variable with the name of the server, which the names of its live copies begin with.

@@ -1,10 +1,12 @@
-"""The pages of a mapped file: 2 MiB each where the kernel can, else 4 KiB.
+"""The pages of a file in memory: how much of it is there, in pages of which size, and how it gets there.
+
+Pages have 2 MiB each where the kernel can, else 4 KiB.
 
 A lookup reads rows from anywhere. With pages of 4 KiB, a page that was not used lately costs a walk through the page
 tables. With pages of 2 MiB, the tables of a bundle fit the processor's TLB. The size of a page is decided when the
 file is written or first read. All processes share the pages (docs/decisions/0022-pages.md).
 
-Sources of the constants: madvise(2), posix_fadvise(2), proc_pid_smaps(5).
+Sources of the constants: madvise(2), mincore(2), posix_fadvise(2), proc_pid_smaps(5).
 """
 
 import ctypes
@@ -12,16 +14,20 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from serving.tables.page_cache import HUGE_PAGE, huge_bytes_at, in_huge_pages
+from serving.files import open_file
 
+HUGE_PAGE = 2 << 20
+_PAGES = HUGE_PAGE // mmap.PAGESIZE
 # Bytes that are read into memory at once. The first 2 MiB are read alone, to see whether the kernel has huge pages.
 _CHUNK_BYTES = 256 << 20
 # Most attempts to get the first page as a huge one: a lookup may touch it and spoil an attempt.
@@ -32,10 +38,19 @@ _POPULATE_READ = 22
 # A kernel without huge pages refuses this advice. That does no harm.
 _ABOUT_HUGE = {mmap.MADV_HUGEPAGE, mmap.MADV_NOHUGEPAGE}
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _LIBC.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _MOUNTS = Path("/proc/self/mountinfo")
+_SMAPS = Path("/proc/self/smaps")
+_HUGE = re.compile(r"^(?:FilePmdMapped|ShmemPmdMapped|Shared_Hugetlb|Private_Hugetlb): +(\d+) kB$", re.MULTILINE)
+_FAILED = ctypes.c_void_p(-1).value
+# Bytes of a file that are looked at together.
+_LOOKED_AT_BYTES = 1 << 30
 
 
 class MappedFile:
@@ -180,6 +195,49 @@ def leave_out_of_memory(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+class Cached(NamedTuple):
+    """Bytes of a file that are in the page cache, in whole pages: all of them, and those in pages of 2 MiB."""
+
+    size: int
+    huge: int
+
+
+def cached(path: Path) -> Cached | None:
+    """How much of a file is in the page cache. Nothing is read from the disk.
+
+    None if it is not known: the file is gone, or this process neither owns it nor may write to it. Linux would then
+    say that all of it is in memory.
+    """
+    try:
+        with open_file(path, follow=True) as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() and not os.access(path, os.W_OK, effective_ids=True):
+                return None
+            starts = range(0, found.st_size, _LOOKED_AT_BYTES)
+            parts = [_cached(file.fileno(), start, min(_LOOKED_AT_BYTES, found.st_size - start)) for start in starts]
+            return Cached(sum(each.size for each in parts), sum(each.huge for each in parts))
+    except OSError:
+        return None
+
+
+def in_huge_pages(size_bytes: int) -> int:
+    """Bytes that a file of `size_bytes` takes on a file system of huge pages: whole pages of 2 MiB."""
+    return -(-size_bytes // HUGE_PAGE) * HUGE_PAGE
+
+
+def huge_bytes_at(address: int) -> int:
+    """Bytes of the mapping at `address` that this process has in huge pages. 0 if there is no such mapping."""
+    first = f"{address:x}-"
+    said = _SMAPS.read_text()
+    at = 0 if said.startswith(first) else said.find("\n" + first)
+    return huge_bytes_of(said[at : said.find("\nVmFlags:", at)]) if at >= 0 else 0
+
+
+def huge_bytes_of(smaps: str) -> int:
+    """Bytes in huge pages of files, on a tmpfs or hugetlbfs too, by the text of smaps or smaps_rollup."""
+    return sum(int(kib) << 10 for kib in _HUGE.findall(smaps))
+
+
 def _file_system_of(path: Path) -> str:
     """The kind of file system that a file is on, such as "ext4"."""
     device = os.stat(path).st_dev
@@ -189,3 +247,22 @@ def _file_system_of(path: Path) -> str:
         if where.split(" ")[2] == wanted:
             return what.split(" ")[0]
     return "its file system"
+
+
+def _cached(file: int, start: int, size_bytes: int) -> Cached:
+    pages = -(-size_bytes // mmap.PAGESIZE)
+    states = ctypes.create_string_buffer(pages)
+    address = _LIBC.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, file, start)
+    if address == _FAILED:
+        raise OSError(ctypes.get_errno(), "cannot be mapped")
+    try:
+        if _LIBC.mincore(address, size_bytes, states):
+            raise OSError(ctypes.get_errno(), "mincore")
+        # The lowest bit of each byte says whether that page is in memory.
+        there = np.frombuffer(memoryview(states).cast("B"), np.uint8) & 1
+        windows = there[: pages // _PAGES * _PAGES].reshape(-1, _PAGES)
+        for window in np.flatnonzero(windows.all(axis=1)).tolist():
+            ctypes.string_at(address + window * HUGE_PAGE, 1)  # touching a byte maps its page: all of a huge one
+        return Cached(int(there.sum()) * mmap.PAGESIZE, huge_bytes_at(address) if windows.any() else 0)
+    finally:
+        _LIBC.munmap(address, size_bytes)

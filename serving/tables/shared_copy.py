@@ -27,7 +27,7 @@ from serving.bundle.manifest import FileDigest
 from serving.bundle.opening import check_sha256
 from serving.errors import BundleError, ConfigurationError
 from serving.files import open_file
-from serving.tables.page_cache import HUGE_PAGE, in_huge_pages
+from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
 MOUNTS = Path("/proc/self/mountinfo")
 # The name of a copy: this prefix, and the SHA-256 of the file.

@@ -19,8 +19,7 @@ from serving.bundle.plan import Plan
 from serving.errors import BundleError, ConfigurationError
 from serving.tables.live_copy import LiveCopy, offsets_of
 from serving.tables.memory_budget import most_weights_bytes, weights_of_others
-from serving.tables.page_cache import HUGE_PAGE
-from serving.tables.pages import MappedFile, leave_out_of_memory
+from serving.tables.pages import HUGE_PAGE, MappedFile, leave_out_of_memory
 from serving.tables.read_ahead import ReadAhead
 from serving.tables.shared_copy import SharedCopies
 

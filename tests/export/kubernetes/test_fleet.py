@@ -11,7 +11,7 @@ from serving.bundle.manifest import MANIFEST
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import apply_settings, read_config, write_config
 from serving.model.settings import ServingSettings
-from serving.tables.page_cache import HUGE_PAGE
+from serving.tables.pages import HUGE_PAGE
 from tests.support.scored import EXACT, dlrm
 
 

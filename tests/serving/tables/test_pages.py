@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from serving.tables import pages
-from serving.tables.page_cache import HUGE_PAGE
-from serving.tables.pages import MappedFile
+from serving.tables.pages import HUGE_PAGE, MappedFile
 from tests.support.huge_pages import expect_huge, huge_of, write_in_small_pieces
 
 

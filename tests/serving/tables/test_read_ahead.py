@@ -16,7 +16,7 @@ from serving.request.batches import batches_of
 from serving.request.encoding import encode
 from serving.request.tensors import Batch
 from serving.tables import memory_budget
-from serving.tables.page_cache import cached
+from serving.tables.pages import cached
 from serving.tables.read_ahead import ReadAhead
 from tests.support.models import Spec, collection
 

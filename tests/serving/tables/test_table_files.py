@@ -20,7 +20,7 @@ from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
 from serving.model.settings import ServingSettings
 from serving.tables import memory_budget, pages, table_files
-from serving.tables.page_cache import HUGE_PAGE, cached
+from serving.tables.pages import HUGE_PAGE, cached
 from serving.tables.table_files import PagesUsed, TableFiles, WeightsMemory
 from tests.support.huge_pages import expect_huge, write_in_small_pieces
 from tests.support.models import Spec, collection

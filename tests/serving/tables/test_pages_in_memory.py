@@ -5,7 +5,7 @@ import mmap
 import os
 from pathlib import Path
 
-from serving.tables.page_cache import Cached, cached
+from serving.tables.pages import Cached, cached
 from tests.support.huge_pages import HUGE_PAGE, expect_huge, huge_of, write_in_small_pieces
 
 
