@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from export.plan.sharding import Sharding
     from export.publish.changes import publish_changes
     from export.publish.delta import publish_delta
+    from export.publish.trainer import follow
     from serving.bundle.plan import IdDtype
     from serving.bundle.scores import DenseDtype
     from serving.bundle.tables import DefaultRow, IdPolicy, OutputDtype, WeightDtype
@@ -30,6 +31,7 @@ __all__ = [
     "complete_hosts",
     "export_hosts",
     "export_model",
+    "follow",
     "publish_changes",
     "publish_delta",
 ]
@@ -49,6 +51,7 @@ _HOMES = {
     "complete_hosts": "export.machines",
     "export_hosts": "export.machines",
     "export_model": "export.pipeline",
+    "follow": "export.publish.trainer",
     "publish_changes": "export.publish.changes",
     "publish_delta": "export.publish.delta",
 }

@@ -104,14 +104,14 @@ def test_a_tritonserver_that_is_killed_while_it_loads_is_started_once_more(tmp_p
     slow_start(bundle, gate)
 
     def kill() -> None:
-        for _ in range(times):
-            while not (found := [each for each in psutil.Process().children() if each.name() == "tritonserver"]):
-                time.sleep(0.05)
-            while not found[0].children():  # the model's process, which waits
-                time.sleep(0.05)
-            found[0].kill()
-            while found[0].is_running() and found[0].status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.05)
+        killed: list[int] = []
+        while len(killed) < times:
+            for each in psutil.Process().children():
+                # It has the model's process, which waits. One that was killed may be a zombie for a while.
+                if each.name() == "tritonserver" and each.pid not in killed and each.children():
+                    each.kill()
+                    killed.append(each.pid)
+            time.sleep(0.05)
         gate.unlink()
 
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
