@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from export.pipeline import export_model
     from export.plan.sharding import Sharding
     from export.publish.changes import publish_changes
+    from export.publish.compact import compact
     from export.publish.delta import publish_delta
     from export.publish.trainer import follow
     from serving.bundle.plan import IdDtype
@@ -28,6 +29,7 @@ __all__ = [
     "OutputDtype",
     "Sharding",
     "WeightDtype",
+    "compact",
     "complete_hosts",
     "export_hosts",
     "export_model",
@@ -48,6 +50,7 @@ _HOMES = {
     "OutputDtype": "serving.bundle.tables",
     "Sharding": "export.plan.sharding",
     "WeightDtype": "serving.bundle.tables",
+    "compact": "export.publish.compact",
     "complete_hosts": "export.machines",
     "export_hosts": "export.machines",
     "export_model": "export.pipeline",

@@ -20,7 +20,7 @@ from export.scores.dense_part import Scored, dense_part
 from export.scores.requests import columns_of
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.tables import Trained, TrainedTable, collect_tables
-from serving.bundle.manifest import NEWEST_FORMAT_VERSION, Manifest, format_version_of
+from serving.bundle.manifest import SCORES_FORMAT_VERSION, Manifest, format_version_of
 from serving.bundle.plan import IdDtype
 from serving.bundle.scores import DensePart
 from serving.bundle.segments import name_twice
@@ -148,7 +148,7 @@ def with_position_weights(manifest: Manifest, trained: Sequence[TrainedTable], w
 
 def with_dense_part(manifest: Manifest, part: DensePart) -> Manifest:
     """`manifest` with a dense part. Nothing of the model is left out then."""
-    return msgspec.structs.replace(manifest, dense_part=part, left_out=(), format_version=NEWEST_FORMAT_VERSION)
+    return msgspec.structs.replace(manifest, dense_part=part, left_out=(), format_version=SCORES_FORMAT_VERSION)
 
 
 def _dtypes(

@@ -27,12 +27,27 @@ settings.load_profile("short")
 gc.set_threshold(50_000)
 end_together()
 unchanged.watch()
-# Files that wait for servers, some of them for two minutes. If one began as the last, it would run alone at the end.
-LONG_FILES = ("tests/faults/", "tests/serving/router/", "tests/serving/server/")
+# Files that wait for servers, some of them for two minutes. They take turns with files that compute, so that neither
+# the processor waits nor all wait for it; the longest begin first.
+LONG_FILES = (
+    "tests/faults/",
+    "tests/serving/server/watch/",
+    "tests/serving/router/",
+    "tests/serving/deltas/",
+    "tests/serving/server/",
+)
+_OTHERS_BETWEEN = 5
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    long = [name for prefix in LONG_FILES for name in files if name.startswith(prefix)]
+    others = [name for name in files if name not in long]
+    place = {name: number * _OTHERS_BETWEEN for number, name in enumerate(long)}
+    place |= {name: number for number, name in enumerate(others)}
+    items[:] = [item for name in sorted(files, key=lambda name: place[name]) for item in files[name]]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""`tbe-export delta`: publish the rows that changed since a version was exported."""
+"""`tbe-export delta` and `compact`: rows that changed since a version was exported, and a version that has them."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,14 +6,27 @@ from typing import Annotated, Any
 import typer
 
 from export.commands.module import CheckpointOption, build_module
+from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
 from serving.pins import check_pins
 from serving.terminal.app import out
 from serving.terminal.options import real
 
+ModelArgument = Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")]
+VersionOption = Annotated[
+    int | None, typer.Option(min=1, max=2**63 - 1, help="The version whose rows change. Default: the newest.")
+]
+DeltasOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder of all deltas, as `tbe-serve run --deltas`. Default: REPOSITORY.deltas."),
+]
+SigningKeyOption = Annotated[
+    Path | None, typer.Option(help="PEM file with the Ed25519 private key that signs what is published.")
+]
+
 
 def delta(
-    model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
+    model: ModelArgument,
     rows: Annotated[
         Path | None,
         typer.Option(
@@ -27,19 +40,12 @@ def delta(
         ),
     ] = None,
     checkpoint: CheckpointOption = None,
-    version: Annotated[
-        int | None, typer.Option(min=1, max=2**63 - 1, help="The version whose rows change. Default: the newest.")
-    ] = None,
+    version: VersionOption = None,
     max_error: Annotated[
         list[str] | None, typer.Option(metavar="TABLE=X", help="No element of the table may move by more than X.")
     ] = None,
-    deltas: Annotated[
-        Path | None,
-        typer.Option(help="Folder of all deltas, as `tbe-serve run --deltas`. Default: REPOSITORY.deltas."),
-    ] = None,
-    signing_key: Annotated[
-        Path | None, typer.Option(help="PEM file with the Ed25519 private key that signs the delta.")
-    ] = None,
+    deltas: DeltasOption = None,
+    signing_key: SigningKeyOption = None,
 ) -> None:
     """Publish changed rows of a model: servers with `weights-memory: live` serve them within a second."""
     if (rows is None) == (module is None):
@@ -68,6 +74,45 @@ def delta(
             return
         found = changes
     out.print(f"{found.path}: {found.rows:,} rows, delta {found.sequence} of version {found.version}", soft_wrap=True)
+
+
+def compact(
+    model: ModelArgument,
+    version: VersionOption = None,
+    until: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="The last delta that counts. The new version takes no later one: rows are rolled back."
+        ),
+    ] = None,
+    deltas: DeltasOption = None,
+    signing_key: SigningKeyOption = None,
+    trusted_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="PEM file with Ed25519 public keys: one must have signed the version and each delta. Default: that "
+            "of --signing-key."
+        ),
+    ] = None,
+) -> None:
+    """Publish a version and its deltas as the next version: a server that starts has less to apply."""
+    check_pins()
+    from export.publish.compact import compact as publish
+
+    found = open_bundle(
+        publish(
+            model.absolute().parent,
+            model.absolute().name,
+            version=version,
+            until=until,
+            deltas=deltas,
+            signing_key=signing_key,
+            trusted_keys=trusted_keys,
+        )
+    )
+    goes_on = found.manifest.compacted
+    then = f"delta {goes_on.sequence + 1} is next" if goes_on else "it begins a lineage of its own"
+    out.print(f"{found.path}: {found.manifest.notes[-1]}; {then}", soft_wrap=True)
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -13,9 +13,9 @@ from export.errors import PublishError
 from export.publish.delta import Lineage, PublishedDelta, check_limits, check_takes, quantized
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.delta import Rows, delta_path, listed, parse_delta, read_delta
+from serving.bundle.delta import Rows, delta_path, delta_signature, parse_delta, read_delta
 from serving.bundle.opening import weights_path
-from serving.bundle.signature import read_signing_key
+from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
 
@@ -65,7 +65,7 @@ def publish_changes(
         )
     check_limits(max_error)
     weights = open_weights(module, trained, checkpoint)
-    current = _Current(lineage)
+    current = _CurrentRows(lineage)
     stored = {}
     for table in trained:
         weights.check(table)
@@ -80,19 +80,37 @@ def publish_changes(
     return lineage.publish(stored, key) if stored else None
 
 
-class _Current:
+def changed_rows(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> dict[str, Rows]:
+    """The rows that the deltas of a lineage change, by table: each as it is in the last that has it.
+
+    Args:
+        lineage: a version, and the deltas since.
+        until: the last delta that counts; the newest where None.
+        trusted: one of these keys must have signed each. None: no signature is needed.
+
+    Raises:
+        BundleError: a delta cannot be read, or none of the keys signed it.
+        PublishError: a delta is missing.
+    """
+    manifest, folder = lineage.bundle.manifest, lineage.folder
+    changed: dict[str, list[Rows]] = {}
+    for sequence in range(folder.since + 1, (folder.newest if until is None else until) + 1):
+        path = delta_path(folder.path, sequence)
+        content = read_delta(path, manifest)
+        if trusted is not None:
+            trusted.check_delta(path, content, delta_signature(path, content), folder.model, lineage.name)
+        delta = parse_delta(path, content, manifest, lineage.name, sequence)
+        for name, rows in delta.tables.items():
+            changed.setdefault(name, []).append(rows)
+    return {name: _last_of_each(each) for name, each in changed.items()}
+
+
+class _CurrentRows:
     """The rows of a lineage as they are stored now: those of its version, and of all deltas since."""
 
     def __init__(self, lineage: Lineage) -> None:
         self._bundle = lineage.bundle
-        manifest = lineage.bundle.manifest
-        changed: dict[str, list[Rows]] = {}
-        for sequence in listed(lineage.folder.path):
-            path = delta_path(lineage.folder.path, sequence)
-            delta = parse_delta(path, read_delta(path, manifest), manifest, lineage.name, sequence)
-            for name, rows in delta.tables.items():
-                changed.setdefault(name, []).append(rows)
-        self._changed = {name: _last_of_each(each) for name, each in changed.items()}
+        self._changed = changed_rows(lineage)
 
     def rows(self, table: Table, start: int, stop: int) -> Bytes:
         """Rows [start, stop) of a table: uint8 [n, row bytes]."""
@@ -127,7 +145,7 @@ def _last_of_each(changed: Sequence[Rows]) -> Rows:
     return Rows(each_once, rows[first])
 
 
-def _differing(current: _Current, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:
+def _differing(current: _CurrentRows, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:
     """Those of some consecutive rows that are stored otherwise by now."""
     ids = np.arange(start, start + len(rows))
     stored = quantized(table, ids, rows, limit)

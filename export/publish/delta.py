@@ -21,7 +21,7 @@ from export.rows.table_error import TableError
 from serving.bundle.delta import IDS, ROWS, Rows, delta_path, deltas_folder, lineage_of, tables_in
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import Bundle, newest, open_bundle
-from serving.bundle.signature import read_signing_key
+from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
 
@@ -37,7 +37,7 @@ class PublishedDelta(NamedTuple):
     Attributes:
         path: its file.
         sequence: its number in its lineage.
-        version: the version that began the lineage.
+        version: the version whose lineage it is.
         rows: how many it has, in all.
     """
 
@@ -67,7 +67,7 @@ def publish_delta(
         model: the model's name.
         changed: by table the numbers of the rows, integers [n], each once; and the rows as trained, float32 or
             float16 [n, dim].
-        version: the version that began the lineage; the newest where None.
+        version: the version whose lineage it is; the newest where None.
         max_error: largest allowed |float − stored| of an element, by table. A table without one is still checked: no
             element may move further than rounding explains.
         deltas: the folder of all deltas; REPOSITORY.deltas where None.
@@ -109,7 +109,7 @@ def read_changed(path: Path) -> dict[str, Changed]:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The lineage that a version began, to which deltas are published.
+    """The lineage of a version, to which deltas are published.
 
     Attributes:
         bundle: of the version.
@@ -122,22 +122,31 @@ class Lineage:
     deltas: Path
 
     @classmethod
-    def of(cls, repository: Path, model: str, version: int | None, deltas: Path | str | None) -> "Lineage":
+    def of(
+        cls,
+        repository: Path,
+        model: str,
+        version: int | None,
+        deltas: Path | str | None,
+        trusted: TrustedKeys | None = None,
+    ) -> "Lineage":
         """That of a version; of the newest where it is None. `deltas` is as for `publish_delta`.
 
         Raises:
-            BundleError: the version cannot be opened.
+            BundleError: the version cannot be opened, or none of the keys signed it.
             PublishError: it is a host's: deltas of its router are its own, too.
         """
-        bundle = open_bundle(repository / model / str(newest(repository / model) if version is None else version))
+        number = newest(repository / model) if version is None else version
+        bundle = open_bundle(repository / model / str(number), trusted)
         if (part_of := bundle.manifest.part_of) is not None:
             raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
-        return cls(bundle, lineage_of(bundle.digest), deltas_folder(repository) if deltas is None else Path(deltas))
+        name = lineage_of(bundle.digest, bundle.manifest.compacted)
+        return cls(bundle, name, deltas_folder(repository) if deltas is None else Path(deltas))
 
     @property
     def folder(self) -> LineageFolder:
         """The folder of its deltas."""
-        return LineageFolder(self.deltas, self.bundle.path.parent.name, self.name)
+        return LineageFolder(self.deltas, self.bundle.path.parent.name, self.name, self.bundle.manifest.sequence)
 
     def publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> PublishedDelta:
         """Write stored rows as the next delta: of a router, one for each host, and then its own.

@@ -23,11 +23,12 @@ from serving.files import replacing
 
 
 class LineageFolder(NamedTuple):
-    """The folder of the deltas of a lineage, <deltas>/<model>/<lineage>."""
+    """The folder of the deltas of a lineage, <deltas>/<model>/<lineage>. Those up to `since` need not be there."""
 
     deltas: Path
     model: str
     lineage: str
+    since: int = 0
 
     @property
     def path(self) -> Path:
@@ -36,21 +37,27 @@ class LineageFolder(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """The number of its newest delta; 0 if there is none.
+        """The number of its newest delta; `since` if there is none behind that.
 
         Raises:
             PublishError: one is missing before it, which servers wait for; or no number is left.
         """
-        numbers = listed(self.path)
-        missing = next((number for number, found in enumerate(numbers, start=1) if number != found), None)
+        numbers = self.numbers
+        expected = range(self.since + 1, self.since + 1 + len(numbers))
+        missing = next((number for number, found in zip(expected, numbers, strict=True) if number != found), None)
         if missing is not None:
             raise PublishError(
                 f"{delta_path(self.path, missing)}: is missing, and {numbers[-1]} is there: servers wait for it: "
                 "bring it back, or remove all behind it and publish what changed"
             )
-        if len(numbers) == MOST_DELTAS:
+        if (newest := self.since + len(numbers)) == MOST_DELTAS:
             raise PublishError(f"{self.path}: no number is left: export a new version")
-        return len(numbers)
+        return newest
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its deltas behind `since`, in order."""
+        return [number for number in listed(self.path) if number > self.since]
 
     def write(self, sequence: int, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path | None:
         """Write a delta, as a whole or not at all.

@@ -12,10 +12,10 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
-from serving.bundle.delta import deltas_folder, lineage_of
+from serving.bundle.delta import delta_path, deltas_folder, lineage_of, listed
 from serving.bundle.locks import in_use
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import check_published, digest_file, newest, open_bundle, versions
+from serving.bundle.opening import Bundle, check_published, newest, open_bundle, versions
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign
@@ -91,7 +91,7 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
 
     Yields:
         The fate of each version, newest first. A version is renamed away at once; then its files are removed, and the
-        deltas of its lineage that lie beside the repository.
+        deltas of its lineage that lie beside the repository, unless another version needs them.
 
     Raises:
         PublishError: a version cannot be removed.
@@ -147,22 +147,49 @@ def _named_by_routers(model: Path) -> tuple[dict[int, str], str | None]:
 
 
 def _remove(version: Path) -> bool:
-    """Remove a version and the deltas of its lineage, unless a process has it open.
+    """Remove a version, and the deltas that no other needs, unless a process has it open.
 
     Returns:
         Whether it was removed.
     """
     repository = version.parent.parent
+    removed = _bundle(version)
     with in_use(version) as used:
         if used:
             return False
         try:
-            lineage = lineage_of(digest_file(version / MANIFEST).sha256)
             # As for drafts: Triton takes every folder inside the repository for a model.
             trash = Path(tempfile.mkdtemp(dir=repository.parent, prefix=f".{repository.name}.draft-"))
             version.rename(trash / "version")
         except OSError as error:
             raise PublishError(f"{version}: cannot be removed: {error.strerror}") from error
     shutil.rmtree(trash, ignore_errors=True)  # the next export removes what is left
-    shutil.rmtree(deltas_folder(repository) / version.parent.name / lineage, ignore_errors=True)
+    if removed is not None:
+        _remove_deltas(repository, removed)
     return True
+
+
+def _bundle(version: Path) -> Bundle | None:
+    """The bundle of a version. None: it cannot be read, such as one of a newer tbe-serving."""
+    with suppress(BundleError):
+        return open_bundle(version)
+    return None
+
+
+def _remove_deltas(repository: Path, removed: Bundle) -> None:
+    """Remove the deltas of a version's lineage that no other version of its model needs."""
+    model = removed.path.parent
+    others = [_bundle(model / str(each)) for each in versions(model)]
+    lineage = lineage_of(removed.digest, removed.manifest.compacted)
+    folder = deltas_folder(repository) / model.name / lineage
+    known = [each for each in others if each is not None]
+    since = [each.manifest.sequence for each in known if lineage_of(each.digest, each.manifest.compacted) == lineage]
+    if len(known) < len(others):
+        return
+    if not since:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for number in listed(folder):
+        if number <= min(since):
+            for path in folder.glob(f"{delta_path(folder, number).stem}.*"):
+                path.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
 """Deltas: files of changed rows, which a running server applies to the tables that it serves.
 
-A *lineage* is one training. A full export starts it, and its deltas are numbered 1, 2, 3 and so on. A delta lies
-beside the repository, never inside it: Triton takes each folder there for a model, and reloads a model when one of
-its files changes. Of the repository `r` it is::
+A *lineage* is one training. A full export starts it, and its deltas are numbered 1, 2, 3 and so on. A version that
+is made of another and its deltas goes on with its lineage (`Manifest.compacted`). A delta lies beside the repository,
+never inside it: Triton takes each folder there for a model, and reloads a model when one of its files changes. Of the
+repository `r` it is::
 
     r.deltas/MODEL/LINEAGE/000000000001.safetensors
     r.deltas/MODEL/LINEAGE/000000000001.0f3c….sig     its signature, if there is one
@@ -31,7 +32,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.manifest import Manifest
+from serving.bundle.manifest import Compacted, Manifest
 from serving.bundle.tables import Bytes, Table, dequantize
 from serving.errors import BundleError, shown
 from serving.files import UNREADABLE, Strict, json_tree, read_file
@@ -50,9 +51,12 @@ _NAMES_BYTES, _ID_BYTES = 1 << 20, 8
 MOST_DELTAS = 10**12 - 1
 
 
-def lineage_of(digest: str) -> str:
-    """The name of the lineage that a bundle begins: the first 32 hex digits of its manifest's SHA-256."""
-    return digest[:32]
+def lineage_of(digest: str, compacted: Compacted | None = None) -> str:
+    """The name of the lineage of a bundle.
+
+    It is that of the deltas in its rows, or one that it begins: the first 32 hex digits of its manifest's SHA-256.
+    """
+    return digest[:32] if compacted is None else compacted.lineage
 
 
 def deltas_folder(repository: Path) -> Path:

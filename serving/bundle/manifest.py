@@ -16,6 +16,7 @@ A bundle is one version of a Triton model::
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -36,7 +37,9 @@ IDS_FORMAT_VERSION = 6
 # bundles with a dense part, too.
 SEQUENCES_FORMAT_VERSION = 7
 # The format of bundles with a dense part, or an id map with an input_hash_size, on hosts or not.
-NEWEST_FORMAT_VERSION = 8
+SCORES_FORMAT_VERSION = 8
+# The format of bundles that have the rows of deltas.
+NEWEST_FORMAT_VERSION = 9
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
@@ -100,6 +103,18 @@ class Parity(Strict, frozen=True, omit_defaults=True):
     trained: Agreement | None = None
 
 
+class Compacted(Strict, frozen=True):
+    """Which deltas are in the rows of a version.
+
+    Attributes:
+        lineage: their lineage, which goes on with the version: 32 hex digits.
+        sequence: the number of the newest. All before it are in the rows, too.
+    """
+
+    lineage: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+    sequence: Annotated[int, msgspec.Meta(ge=1, lt=10**12)]
+
+
 class Manifest(Strict, frozen=True, omit_defaults=True):
     """The content of manifest.json: what the bundle holds.
 
@@ -116,6 +131,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         part_of: in the manifest of a host, the plan that it is a part of.
         id_dtype: the dtype of `values` in a request.
         dense_part: the program that turns pooled embeddings into scores. None: only embeddings are served.
+        compacted: the deltas that are in its rows. None: there are none, and it begins a lineage of its own.
     """
 
     format_version: int
@@ -133,6 +149,12 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     part_of: Part | None = None
     id_dtype: IdDtype = IdDtype.INT64
     dense_part: DensePart | None = None
+    compacted: Compacted | None = None
+
+    @property
+    def sequence(self) -> int:
+        """The number of the newest delta that is in its rows; 0 if there is none."""
+        return 0 if self.compacted is None else self.compacted.sequence
 
     @property
     def keys(self) -> dict[str, tuple[Feature, ...]]:
@@ -240,7 +262,7 @@ def format_version_of(
     by_position = any(feature.position_weights is not None for feature in features)
     tables = tuple(tables)
     if any(table.id_map is not None and table.id_map.valid_ids is not None for table in tables):
-        return NEWEST_FORMAT_VERSION
+        return SCORES_FORMAT_VERSION
     if any(table.id_map is not None or table.is_sequence for table in tables):
         return SEQUENCES_FORMAT_VERSION
     if is_narrow or by_position or any(table.id_policy is IdPolicy.MODULO for table in tables):

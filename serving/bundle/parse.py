@@ -17,6 +17,7 @@ from serving.bundle.manifest import (
     MODEL,
     NEWEST_FORMAT_VERSION,
     PROGRAM,
+    SCORES_FORMAT_VERSION,
     SEQUENCES_FORMAT_VERSION,
     SHARD_ALIGNMENT,
     Manifest,
@@ -83,6 +84,7 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
         (HOSTS_FORMAT_VERSION, "$", document, ("hosts", "part_of", "id_dtype")),
         (FORMAT_VERSION, "$", document, ("left_out", "notes")),
         (SEQUENCES_FORMAT_VERSION, "$", document, ("dense_part",)),
+        (NEWEST_FORMAT_VERSION, "$", document, ("compacted",)),
         *((FORMAT_VERSION, f"$.features[{n}]", feature, ("shared_key",)) for n, feature in enumerate(features)),
         *(
             (IDS_FORMAT_VERSION, f"$.features[{n}]", feature, ("position_weights",))
@@ -93,7 +95,7 @@ def _in_keys(document: Any, version: int) -> Iterator[str]:
             for n, table in enumerate(document["tables"])
         ),
         *(
-            (NEWEST_FORMAT_VERSION, f"$.tables[{n}].id_map.hashed", _hashed(table), ("input_hash_size",))
+            (SCORES_FORMAT_VERSION, f"$.tables[{n}].id_map.hashed", _hashed(table), ("input_hash_size",))
             for n, table in enumerate(document["tables"])
         ),
         *((FORMAT_VERSION, f"$.parity[{n}]", parity, ("trained",)) for n, parity in enumerate(parities)),
@@ -212,6 +214,8 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
     own = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
     if manifest.hosts and (manifest.part_of is not None or own != [0]):
         yield "hosts: expected a router's bundle, whose first rank, and no other, is its own"
+    if is_of_hosts and manifest.compacted is not None:
+        yield "compacted: expected a bundle that is not on several hosts"
     for each in manifest.hosts:
         if not each.is_possible:
             yield (

@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import typer
 from rich.filesize import decimal
 from rich.table import Table
 
 from serving.client import DEFAULT_TIMEOUT_S, LookupClient
 from serving.client.connection import Connection
-from serving.client.health import ask_every_table
+from serving.client.messages import Answer
 from serving.client.metadata import MetadataFile
 from serving.client.retries import Retries
 from serving.client.serves import Serves, ask_all, differences
 from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, takes_tls
 from serving.model.settings import ServingSettings
+from serving.request.encoding import Features
 from serving.server.launch.run_file import find_run_file
 from serving.server.watch.status import ModelStatus, ProcessMemory, Status, status_of
 from serving.terminal.app import out
@@ -207,3 +209,19 @@ def health(
     for model in models:
         with LookupClient(url, model, timeout_s, retries=Retries(attempts=1), tls=tls()) as client:
             out.print(f"{model}: version {ask_every_table(client).version} answers")
+
+
+def ask_every_table(client: LookupClient) -> Answer:
+    """Look up row 0 of every table for one sample; the embeddings, {feature: [1, dim]}. Of a router, ask every host.
+
+    Triton 24.10 says ready even when the model's process has died.
+
+    Raises:
+        ServingError: the model does not answer.
+    """
+    info = client.info()
+    row = np.zeros(1, np.int64), np.ones(1, np.int32)
+    features: Features = {
+        name: (*row, np.ones(1, np.float32)) if name in info.weighted else row for name in info.keys
+    }
+    return client.lookup(features, every_host=True)

@@ -123,7 +123,7 @@ class AppliedCopy:
         self._awaited = 0
         with suppress(OSError, BundleError):  # the folder cannot be read: the first step says so
             self._awaited = max(listed(self._folder), default=0)
-            if self._state.sequence:  # by an applier that was killed
+            if self._state.sequence > self._manifest.sequence:  # by an applier that was killed
                 self._applied = _identity(delta_path(self._folder, self._state.sequence)) or "gone"
                 self._digest = self._digest_of(self._state.sequence)
         self.next_at = 0.0

@@ -87,7 +87,7 @@ class LiveCopy:
         remove_unused_live_copies()
         problems = []
         for folder, lacking in folders:
-            path = folder / f"{LIVE_PREFIX}{server}-{lineage_of(digest)}"
+            path = folder / f"{LIVE_PREFIX}{server}-{digest[:32]}"
             try:
                 return cls(path, taken(path, end, partial(_fill, directory, manifest, digest), lacking))
             except OSError as error:
@@ -162,7 +162,9 @@ def _fill(directory: Path, manifest: Manifest, digest: str, pages: mmap.mmap) ->
         copy_checked(directory / name, manifest.files[name], pages, offsets[name])
     path = directory.absolute()
     state = State(pages, -1)
-    state.begin(About(model=path.parent.name, version=path.name, bundle=str(path), lineage=lineage_of(digest)))
+    lineage = lineage_of(digest, manifest.compacted)
+    about = About(model=path.parent.name, version=path.name, bundle=str(path), lineage=lineage)
+    state.begin(about, manifest.sequence)
     state.close()
 
 

@@ -124,8 +124,9 @@ class State:
         self._pages[at + 8 : at + 8 + len(text)] = text
         self._pages[at : at + 8] = len(text).to_bytes(8, "little")
 
-    def begin(self, about: About) -> None:
-        """Write the first state."""
+    def begin(self, about: About, sequence: int) -> None:
+        """Write the first state: of a version whose rows have the deltas up to `sequence`."""
+        self._numbers[self._SEQUENCE] = sequence
         self._write_text(_ABOUT, msgspec.json.encode(about))
 
     # Reading rows, and writing them.

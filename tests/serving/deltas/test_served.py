@@ -7,10 +7,12 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import save_file
 
-from export import ExportConfig, Sharding, WeightDtype, export_model, publish_changes, publish_delta
+from export import ExportConfig, Sharding, WeightDtype, compact, export_model, publish_changes, publish_delta
+from export.publish.published import prune
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
@@ -158,6 +160,34 @@ def test_a_version_has_its_own_copy_and_its_own_deltas(tmp_path: Path) -> None:
             time.sleep(0.1)
         (new,) = copies_of(server)
     assert not new.exists()
+
+
+def test_a_compacted_version_goes_on_where_the_deltas_in_it_end(tmp_path: Path) -> None:
+    """They are pruned; an applier that is killed, and a server that starts, do without them."""
+    first = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    for number in (1, 2):
+        publish_number(first, number, [3], DIM)
+    with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
+        second = compact(tmp_path / "r", "m")
+        assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
+        wait_for_number(client, 2)
+        deadline = time.monotonic() + PATIENCE_S
+        while [*prune(tmp_path / "r" / "m", 1)][-1].kept is not None:  # until tritonserver has let it go
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        (applier,) = (
+            each
+            for each in psutil.Process(server.process.pid).children()
+            if "serving.tables.applier" in each.cmdline()
+        )
+        applier.kill()
+        publish_number(second, 3, [3], DIM)
+        wait_for_number(client, 3)
+        assert metric(server, "tbe_delta_sequence", model="m", version="2") == 3
+    assert [path.name for path in sorted(tmp_path.glob("r.deltas/m/*/*"))] == ["000000000003.safetensors"]
+    with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:
+        wait_for_number(client, 3)
+        assert metric(server, "tbe_delta_sequence", model="m", version="2") == 3
 
 
 def test_only_deltas_that_a_trusted_key_signed_are_applied(tmp_path: Path) -> None:

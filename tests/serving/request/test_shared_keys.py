@@ -10,7 +10,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
 from serving.client import LookupClient
-from serving.client.health import ask_every_table
+from serving.commands.status import ask_every_table
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.request.tensors import EMBEDDINGS, Tensors

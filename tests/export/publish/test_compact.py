@@ -1,0 +1,175 @@
+"""A version and its deltas as one: byte for byte what an export of the changed model writes, and rows rolled back."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from export import ExportConfig, ExportError, Sharding, compact, export_model, publish_changes, publish_delta
+from export.errors import PublishError
+from export.publish.published import prune
+from serving.bundle import Bundle, open_bundle
+from serving.bundle.delta import deltas_folder, lineage_of, listed
+from serving.bundle.signature import TrustedKeys
+from serving.engine import Engine
+from serving.errors import BundleError, ConfigurationError, ServingError
+from tests.support.commands import tbe_export
+from tests.support.hosts import export_hosts
+from tests.support.live import changed_rows
+from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
+from tests.support.ranker import ranker
+
+CONFIG = ExportConfig(
+    dtype=MIXED_CONFIG.dtype,
+    id_policy=MIXED_CONFIG.id_policy,
+    sharding=Sharding(
+        ranks=2,
+        types={"user": "column_wise", "item": "row_wise", "genre": "data_parallel", "word": "table_wise"},
+    ),
+)
+
+
+def weights_of(bundle: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(bundle.glob("weights.*.bin"))}
+
+
+def names(bundle: Bundle) -> str:
+    return lineage_of(bundle.digest, bundle.manifest.compacted)
+
+
+def ones(rows: int = 1, dim: int = 8) -> npt.NDArray[np.float32]:
+    return np.ones((rows, dim), np.float32)
+
+
+def test_a_version_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_model(tmp_path: Path) -> None:
+    """Of all dtypes, in all ways to cut tables; and its lineage goes on."""
+    model = collection(MIXED)
+    r = tmp_path / "r"
+    first = open_bundle(export_model(model, r, "m", CONFIG))
+    for seed in range(3):
+        publish_delta(r, "m", changed_rows(model, np.random.default_rng(seed), lambda rows: rows // 3))
+    second = open_bundle(compact(r, "m"))
+    assert second.path.name == "2"
+    assert weights_of(second.path) == weights_of(export_model(model, tmp_path / "anew", "m", CONFIG))
+    assert second.manifest.compacted is not None
+    assert (names(second), second.manifest.sequence) == (names(first), 3)
+    assert publish_changes(r, "m", model) is None
+    fourth = publish_delta(r, "m", changed_rows(model, np.random.default_rng(4), lambda _: 2))
+    assert (fourth.sequence, fourth.version) == (4, 2)
+    third = open_bundle(compact(r, "m"))  # of what was compacted, and of version 1 with all deltas
+    assert weights_of(third.path) == weights_of(compact(r, "m", version=1))
+    assert (names(third), third.manifest.sequence) == (names(first), 4)
+    assert publish_changes(r, "m", model) is None
+
+
+def test_rows_are_rolled_back_by_a_version_that_takes_no_later_delta(tmp_path: Path) -> None:
+    model = collection(SUM)
+    r = tmp_path / "r"
+    first = open_bundle(export_model(model, r, "m"))
+    before = weights_of(first.path)
+    publish_delta(r, "m", changed_rows(model, np.random.default_rng(0), lambda _: 5))
+    right = weights_of(export_model(model, tmp_path / "anew", "m"))
+    publish_delta(r, "m", changed_rows(model, np.random.default_rng(1), lambda _: 5))  # a bad one
+    second = open_bundle(compact(r, "m", version=1, until=1))
+    assert weights_of(second.path) == right
+    assert second.manifest.compacted is None
+    assert names(second) != names(first)
+    assert publish_delta(r, "m", {"a": ([0], ones())}).sequence == 1
+    assert weights_of(compact(r, "m", version=1, until=0)) == before
+    said = tbe_export("compact", str(r / "m"), "--version", "1", "--until", "2").stdout
+    assert said == f"{r / 'm' / '4'}: rows of version 1, and deltas up to 2; it begins a lineage of its own\n"
+    said = tbe_export("compact", str(r / "m"), "--version", "2").stdout
+    assert said.endswith("rows of version 2, and deltas up to 1; delta 2 is next\n")
+
+
+def test_scores_are_those_of_the_changed_rows(tmp_path: Path) -> None:
+    model = ranker()
+    r = tmp_path / "r"
+    export_model(model, r, "m", ExportConfig(scores=True))
+    publish_delta(r, "m", changed_rows(model.embeddings, np.random.default_rng(0), lambda rows: rows))
+    request = {"x": [[1, 2], [3]], "y": [[4], []], "z": [[5], [6]]}
+    dense = {"user": np.ones((2, 3), np.float32), "item": np.ones((2, 2), np.float32)}
+    found = Engine.open(compact(r, "m")).score(request, dense)
+    expected = Engine.open(export_model(model, tmp_path / "anew", "m", ExportConfig(scores=True))).score(
+        request, dense
+    )
+    for name, numbers in expected.items():
+        np.testing.assert_array_equal(found[name], numbers)
+
+
+def test_deltas_go_when_no_version_needs_them(tmp_path: Path) -> None:
+    r = tmp_path / "r"
+    first = open_bundle(export_model(collection(SUM), r, "m"))
+    folder = deltas_folder(r) / "m" / names(first)
+    for row in range(4):
+        publish_delta(r, "m", {"a": ([row], ones())})
+        if row == 2:
+            compact(r, "m")
+    rows = weights_of(compact(r, "m", version=1))
+    shutil.rmtree(r / "m" / "3")
+    assert [fate.version for fate in prune(r / "m", 2)] == [2, 1]
+    assert listed(folder) == [1, 2, 3, 4]  # version 1 needs them
+    assert [fate.kept for fate in prune(r / "m", 1)][1:] == [None]
+    assert listed(folder) == [4]
+    assert weights_of(compact(r, "m")) == rows
+    assert publish_delta(r, "m", {"a": ([9], ones())}).sequence == 5
+    [*prune(r / "m", 1)]
+    assert listed(folder) == [5]
+    compact(r, "m", until=5)  # of a lineage of its own
+    [*prune(r / "m", 1)]
+    assert not folder.exists()
+
+
+def test_what_cannot_be_compacted_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    r = tmp_path / "r"
+    bundle = export_model(collection(SUM), r, "m")
+
+    def refusal(error: type[ServingError | ExportError], **options: Any) -> str:
+        with pytest.raises(error) as refused:
+            compact(r, "m", **options)
+        assert sorted(path.name for path in (r / "m").iterdir()) == ["1", "config.pbtxt"]
+        assert {path.name for path in tmp_path.iterdir()} <= {"r", "r.deltas"}
+        return str(refused.value)
+
+    assert "expected deltas of" in refusal(PublishError)
+    paths = [publish_delta(r, "m", {"a": ([row], ones())}).path for row in range(3)]
+    assert "until: expected a delta of" in refusal(ConfigurationError, until=4)
+    content = paths[1].read_bytes()
+    paths[1].unlink()
+    assert f"{paths[1]}: is missing" in refusal(PublishError)
+    paths[1].write_bytes(content[:-1])
+    assert str(paths[1]) in refusal(BundleError)
+    paths[1].write_bytes(content)
+    weights = bundle / "weights.0.bin"
+    damaged = bytearray(weights.read_bytes())
+    damaged[100] ^= 1
+    weights.write_bytes(damaged)
+    assert "weights.0.bin" in refusal(BundleError)
+    config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
+    router = export_hosts(tmp_path / "hosts", collection(SUM), config).parent.name
+    with pytest.raises(PublishError, match="is on several hosts"):
+        compact(tmp_path / "hosts" / "r", router)
+
+
+def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:
+    for name in ("key", "other"):
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", tmp_path / f"{name}.pem"], check=True)
+        subprocess.run(
+            ["openssl", "pkey", "-in", tmp_path / f"{name}.pem", "-pubout", "-out", tmp_path / f"{name}.pub"],
+            check=True,
+        )
+    key, other = tmp_path / "key.pem", tmp_path / "other.pem"
+    r = tmp_path / "r"
+    export_model(collection(SUM), r, "m", signing_key=key)
+    publish_delta(r, "m", {"a": ([0], ones())}, signing_key=key)
+    open_bundle(compact(r, "m", signing_key=key), TrustedKeys.read(tmp_path / "key.pub"))
+    with pytest.raises(BundleError, match="expected a signature by a key of"):
+        compact(r, "m", version=1, signing_key=other)
+    compact(r, "m", version=1, signing_key=other, trusted_keys=tmp_path / "key.pub")
+    unsigned = publish_delta(r, "m", {"a": ([0], ones())}, version=2)
+    with pytest.raises(BundleError, match=rf"{unsigned.path.stem}\.[0-9a-f]+\.sig: cannot be read"):
+        compact(r, "m", version=2, signing_key=key)
