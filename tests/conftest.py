@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    long = [name for prefix in LONG_FILES for name in files if name.startswith(prefix)]
+    long = dict.fromkeys(name for prefix in LONG_FILES for name in files if name.startswith(prefix))
     others = [name for name in files if name not in long]
     place = {name: number * _OTHERS_BETWEEN for number, name in enumerate(long)}
     place |= {name: number for number, name in enumerate(others)}

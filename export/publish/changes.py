@@ -65,7 +65,7 @@ def publish_changes(
         )
     check_limits(max_error)
     weights = open_weights(module, trained, checkpoint)
-    current = _CurrentRows(lineage)
+    current = CurrentRows(lineage)
     stored = {}
     for table in trained:
         weights.check(table)
@@ -105,7 +105,7 @@ def changed_rows(lineage: Lineage, until: int | None = None, trusted: TrustedKey
     return {name: _last_of_each(each) for name, each in changed.items()}
 
 
-class _CurrentRows:
+class CurrentRows:
     """The rows of a lineage as they are stored now: those of its version, and of all deltas since."""
 
     def __init__(self, lineage: Lineage) -> None:
@@ -145,7 +145,7 @@ def _last_of_each(changed: Sequence[Rows]) -> Rows:
     return Rows(each_once, rows[first])
 
 
-def _differing(current: _CurrentRows, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:
+def _differing(current: CurrentRows, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:
     """Those of some consecutive rows that are stored otherwise by now."""
     ids = np.arange(start, start + len(rows))
     stored = quantized(table, ids, rows, limit)

@@ -63,7 +63,7 @@ def _server(status: Status) -> Table:
 
 
 def _versions(models: Iterable[ModelStatus]) -> Table:
-    table = _table("model", "version", "state", "chosen by", "instances", "tables", "in page cache")
+    table = _table("model", "version", "state", "chosen by", "instances", "tables", "in page cache", "delta")
     for model in models:
         for each in model.versions:
             table.add_row(
@@ -74,17 +74,20 @@ def _versions(models: Iterable[ModelStatus]) -> Table:
                 str(len(each.instances)),
                 _size(each.weights_bytes),
                 _size(each.cached_bytes),
+                "" if each.deltas is None else f"{each.deltas.sequence:,}",
             )
     return table
 
 
 def _reasons(models: Iterable[ModelStatus]) -> Table:
-    """Why versions do not serve. A table of its own, because reasons need the whole width."""
+    """Why versions do not serve, or stay behind. A table of its own, because reasons need the whole width."""
     table = Table.grid(padding=(0, 2))
     for model in models:
         for each in model.versions:
             if each.reason:
                 table.add_row(f"{model.name} {each.version}", each.reason)
+            if each.deltas is not None and each.deltas.stopped:
+                table.add_row(f"{model.name} {each.version}", f"no further delta is applied: {each.deltas.stopped}")
     return table
 
 
@@ -134,7 +137,16 @@ def _table(*columns: str) -> Table:
     return table
 
 
-_NUMBERS = {"instances", "tables", "in page cache", "resident", "share (PSS)", "tables mapped", "in huge pages"}
+_NUMBERS = {
+    "delta",
+    "instances",
+    "tables",
+    "in page cache",
+    "resident",
+    "share (PSS)",
+    "tables mapped",
+    "in huge pages",
+}
 
 
 def _memory(memory: ProcessMemory | None) -> tuple[str, str, str, str]:

@@ -37,6 +37,8 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
         lambda: histories.host_lost(folder / "lost", 10).line(),
         lambda: lying.lied(folder / "lying", 20).line(),
         lambda: fresh.changed(folder / "fresh", 60).line(),
+        lambda: fresh.hammered(folder / "hammered", 10_000, on_hosts=False).line(),
+        lambda: fresh.hammered(folder / "routed", 10_000, on_hosts=True).line(),
     ]
     for made in ("lost", "lying"):
         (folder / made).mkdir()

@@ -1,10 +1,10 @@
-"""Rows that deltas change all the time, while the applier and models' processes are killed.
+"""Rows that deltas change all the time: by the thousand, and while the applier and models' processes are killed.
 
-Every element of a row is the number of the delta that changed it last. So a reader sees whether a row is torn, older
+Every element of a row shows the number of the delta that changed it last. So a reader sees whether a row is torn, older
 than before, or not there yet.
 """
 
-import threading
+import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,33 +19,40 @@ from export import ExportConfig, Sharding, WeightDtype, export_model, publish_de
 from serving.client import LookupClient
 from serving.errors import ServingError
 from serving.model.settings import ServingSettings
+from tests.faults.fresh_reader import FEATURES, READ, ROUND, all_rows, read
 from tests.faults.tools import PATIENCE_S
+from tests.support.hosts import export_hosts
 from tests.support.models import Spec, collection
 from tests.support.servers import Running, running, stubs
 
-# FP16 holds every number up to 2,048, and a scale of 0 every row of equal numbers.
-_MOST_DELTAS = 2000
-_PERIOD_S, _READERS = 0.03, 3
+_PERIOD_S = 0.03
 # tritonserver dies of some kills of a model's process, too, and `tbe-serve run` bears five deaths within ten minutes.
 _MOST_MODELS_KILLED = 4
-SPECS = (
-    Spec("int8", 200, 64, "SUM", ("x",)),
-    Spec("columns", 100, 32, "SUM", ("y",)),
-    Spec("rows", 100, 16, "SUM", ("z",)),
-)
-CONFIG = ExportConfig(
-    dtype={"columns": WeightDtype.FP16, "rows": WeightDtype.FP32},
-    sharding=Sharding(ranks=2, types={"int8": "table_wise", "columns": "column_wise", "rows": "row_wise"}),
-    serving=ServingSettings(weights_memory="live", instances=2),
+SIZES = {"int8": (200, 64), "columns": (100, 32), "rows": (100, 16), "int4": (100, 32), "int2": (100, 32)}
+SPECS = tuple(Spec(name, *size, "SUM", (FEATURES[name],)) for name, size in SIZES.items())
+_DTYPES = {
+    "columns": WeightDtype.FP16,
+    "rows": WeightDtype.FP32,
+    "int4": WeightDtype.INT4,
+    "int2": WeightDtype.INT2,
+}
+_TYPES = {"int8": "table_wise", "columns": "column_wise", "rows": "row_wise", "int4": "data_parallel"}
+_SERVING = ServingSettings(weights_memory="live", instances=2)
+CONFIG = ExportConfig(dtype=_DTYPES, sharding=Sharding(ranks=2, types=_TYPES), serving=_SERVING)
+# Columns that lie on several hosts may be of two deltas for a moment, as docs/fresh-rows.md says.
+ON_HOSTS = ExportConfig(
+    dtype=_DTYPES,
+    sharding=Sharding(ranks=2, ranks_per_host=1, types={"int8": "row_wise", "rows": "row_wise"}),
+    serving=_SERVING,
 )
 
 
 @dataclass
 class Seen:
-    """Figures of `changed`. `late` rows had not the number of their last delta in the end."""
+    """Figures of what was read. `late` rows had not the number of their last delta in the end."""
 
     deltas: int = 0
-    killed: dict[str, int] = field(default_factory=dict)
+    killed: dict[str, int] = field(default_factory=lambda: {"applier": 0, "model": 0})
     reads: int = 0
     refused: int = 0
     torn: int = 0
@@ -57,92 +64,105 @@ class Seen:
         """All in one."""
         killed = ", ".join(f"{what} {times} times" for what, times in self.killed.items())
         return (
-            f"{self.deltas} deltas while {self.reads:,} lookups read all rows, killed: {killed}: {self.torn} rows torn, "
-            f"{self.backwards} older than before, {self.too_new} from nowhere, {self.late} late in the end; "
-            f"{self.refused} lookups refused"
+            f"{self.deltas:,} deltas while {self.reads:,} lookups read all rows, killed: {killed}: {self.torn} rows "
+            f"torn, {self.backwards} older than before, {self.too_new} from nowhere, {self.late} late in the end; "
+            f"{self.refused:,} lookups refused"
         )
 
 
 def changed(folder: Path, seconds: float, seed: int = 0) -> Seen:
     """Publish, read and kill for so many seconds, and compare the end."""
     bundle = export_model(collection(SPECS), folder / "r", "m", CONFIG)
-    seen, random = Seen(killed={"applier": 0, "model": 0}), np.random.default_rng(seed)
-    numbers = {spec.name: np.ones(spec.rows) for spec in SPECS}
-    _publish(bundle, {spec.name: np.arange(spec.rows) for spec in SPECS}, 1)
-    seen.deltas = 1
-    with running(folder / "r") as server, _reading(server.grpc, seen):
+    random = np.random.default_rng(seed)
+    published = _Published(bundle, random)
+    with running(folder / "r") as server, _reading(server.grpc, "m", published, 3):
         end, next_kill = time.monotonic() + seconds, time.monotonic() + 1.0
-        while time.monotonic() < end and seen.deltas < _MOST_DELTAS:
-            spec = SPECS[random.integers(len(SPECS))]
-            ids = np.sort(random.choice(spec.rows, random.integers(1, spec.rows), replace=False))
-            seen.deltas += 1
-            numbers[spec.name][ids] = seen.deltas
-            _publish(bundle, {spec.name: ids}, seen.deltas)
+        while time.monotonic() < end:
+            published.publish()
             if time.monotonic() > next_kill:
-                _kill(server, seen, random)
+                _kill(server, published.seen, random)
                 next_kill = time.monotonic() + 1.5
             time.sleep(_PERIOD_S)
+        published.wait(server.grpc, "m")
+    return published.seen
+
+
+def hammered(folder: Path, deltas: int, *, on_hosts: bool) -> Seen:
+    """So many deltas, one after another, while eight clients read: of one server, or of a router and its hosts."""
+    if on_hosts:
+        bundle = export_hosts(folder, collection(SPECS), ON_HOSTS)
+    else:
+        bundle = export_model(collection(SPECS), folder / "r", "m", CONFIG)
+    model = bundle.parent.name
+    published = _Published(bundle, np.random.default_rng(0))
+    options = ["--local-hosts"] if on_hosts else []
+    with running(folder / "r", *options) as server, _reading(server.grpc, model, published, 8):
+        while published.seen.deltas < deltas:
+            published.publish()
+        published.wait(server.grpc, model)
+    return published.seen
+
+
+class _Published:
+    """What is published."""
+
+    def __init__(self, bundle: Path, random: np.random.Generator) -> None:
+        self.seen = Seen()
+        # The number of deltas that are published, or are just being.
+        self.newest = multiprocessing.get_context("spawn").Value("q", 0)
+        self._bundle, self._random = bundle, random
+        self._numbers = {spec.name: np.ones(spec.rows) for spec in SPECS}
+        self._write({spec.name: np.arange(spec.rows) for spec in SPECS})
+
+    def publish(self) -> None:
+        """Change some rows of a table."""
+        spec = SPECS[self._random.integers(len(SPECS))]
+        ids = np.sort(self._random.choice(spec.rows, self._random.integers(1, spec.rows), replace=False))
+        self._write({spec.name: ids})
+
+    def _write(self, ids: dict[str, npt.NDArray[np.int64]]) -> None:
+        self.seen.deltas += 1
+        self.newest.value = self.seen.deltas
+        number = self.seen.deltas % ROUND
+        dims = {spec.name: spec.dim for spec in SPECS}
+        rows = {name: (each, np.full((each.size, dims[name]), number, np.float32)) for name, each in ids.items()}
+        for name, each in ids.items():
+            self._numbers[name][each] = number
+        publish_delta(self._bundle.parent.parent, self._bundle.parent.name, rows)
+
+    def wait(self, url: str, model: str) -> None:
+        """Until all rows have the number of their last delta; some time at most."""
         deadline = time.monotonic() + PATIENCE_S
-        with LookupClient(server.grpc, "m", 10) as client:
-            while (late := _late(client, numbers)) and time.monotonic() < deadline:
+        with LookupClient(url, model, 10) as client:
+            while (late := self._late(client)) and time.monotonic() < deadline:
                 time.sleep(0.1)
-        seen.late = late
-    return seen
+        self.seen.late = late
 
-
-def _publish(bundle: Path, ids: dict[str, npt.NDArray[np.int64]], number: int) -> None:
-    dims = {spec.name: spec.dim for spec in SPECS}
-    rows = {name: (each, np.full((each.size, dims[name]), number, np.float32)) for name, each in ids.items()}
-    publish_delta(bundle.parent.parent, bundle.parent.name, rows)
-
-
-def _all_rows(client: LookupClient) -> dict[str, npt.NDArray[np.float32]]:
-    """The first 100 rows of each table."""
-    found = client.lookup({spec.features[0]: np.arange(100).reshape(-1, 1) for spec in SPECS})
-    return {spec.name: np.asarray(found[spec.features[0]], np.float32) for spec in SPECS}
-
-
-def _late(client: LookupClient, numbers: dict[str, npt.NDArray[np.float64]]) -> int:
-    try:
-        found = _all_rows(client)
-    except ServingError:
-        return 1
-    return sum(int((rows != numbers[name][:100, np.newaxis]).any(axis=1).sum()) for name, rows in found.items())
+    def _late(self, client: LookupClient) -> int:
+        try:
+            found = all_rows(client)
+        except ServingError:
+            return 1
+        return sum(
+            int((rows != self._numbers[name][:READ, np.newaxis]).any(axis=1).sum()) for name, rows in found.items()
+        )
 
 
 @contextmanager
-def _reading(url: str, seen: Seen) -> Iterator[None]:
-    """Readers that look at all rows all the time, in the block."""
-    stopped, one_at_a_time = threading.Event(), threading.Lock()
-
-    def read() -> None:
-        before = {spec.name: np.zeros(100, np.float32) for spec in SPECS}
-        with LookupClient(url, "m", 2) as client:
-            while not stopped.wait(0.01):
-                try:
-                    found = _all_rows(client)
-                except ServingError:
-                    with one_at_a_time:
-                        seen.refused += 1
-                    continue
-                newest = seen.deltas
-                with one_at_a_time:
-                    seen.reads += 1
-                    for name, rows in found.items():
-                        seen.torn += int((rows != rows[:, :1]).any(axis=1).sum())
-                        seen.backwards += int((rows[:, 0] < before[name]).sum())
-                        seen.too_new += int((rows[:, 0] > newest).sum())
-                before = {name: rows[:, 0] for name, rows in found.items()}
-
-    threads = [threading.Thread(target=read) for _ in range(_READERS)]
-    for thread in threads:
-        thread.start()
+def _reading(url: str, model: str, published: _Published, clients: int) -> Iterator[None]:
+    """Clients that look at all rows all the time, in the block; in a process of their own."""
+    context = multiprocessing.get_context("spawn")
+    ready, stopped, figures = context.Event(), context.Event(), context.Queue()
+    process = context.Process(target=read, args=(url, model, published.newest, clients, ready, stopped, figures))
+    process.start()
+    assert ready.wait(PATIENCE_S)
     try:
         yield
     finally:
         stopped.set()
-        for thread in threads:
-            thread.join()
+        for name, number in figures.get(timeout=PATIENCE_S).items():
+            setattr(published.seen, name, number)
+        process.join()
 
 
 def _kill(server: Running, seen: Seen, random: np.random.Generator) -> None:

@@ -4,7 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +26,7 @@ SETTINGS = ("--instances", "2", "--max-busy-ms", "60000")
 
 @dataclass
 class Seen:
-    """What callers saw. `others_failed` needed nothing of the host."""
+    """What callers saw. `others_…` needed nothing of the host; of those that failed, what was said."""
 
     lies: int = 0
     refused: int = 0
@@ -34,7 +34,7 @@ class Seen:
     answered_out_of_a_lie: int = 0
     others_right: int = 0
     others_wrong: int = 0
-    others_failed: int = 0
+    others_failed: list[str] = field(default_factory=list)
     longest_s: float = 0.0
 
     def line(self) -> str:
@@ -42,7 +42,7 @@ class Seen:
         return (
             f"a host that lies in {self.lies} ways: {self.refused} refused, {self.nameless} of them without its name, "
             f"{self.answered_out_of_a_lie} answered; without it {self.others_right} right, {self.others_wrong} wrong, "
-            f"{self.others_failed} failed; after {1000 * self.longest_s:.0f} ms at most "
+            f"{len(self.others_failed)} failed; after {1000 * self.longest_s:.0f} ms at most "
             f"(shard-timeout-ms {1000 * TIMEOUT_S:.0f})"
         )
 
@@ -83,7 +83,7 @@ def lied(folder: Path, times: int) -> Seen:
                     seen.longest_s = max(seen.longest_s, time.monotonic() - started)
                     if found is None:
                         seen.refused += needs
-                        seen.others_failed += not needs
+                        seen.others_failed += [] if needs else [str(error)]
                         seen.nameless += needs and f"host {number} ({MODEL}-host-{number}" not in str(error)
                     elif needs:
                         # A connection that is being reset may still bring the truth.

@@ -11,7 +11,7 @@ from serving.server import Ports, run_server
 from tests.fuzz.killer import recovery_s
 from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.run import fuzz
-from tests.fuzz.served import publish
+from tests.fuzz.served import deltas, publish
 from tests.support.ending import end_together
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -23,7 +23,8 @@ end_together()
 with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
     models = publish(Path(folder) / "repository")
     free = Ports(grpc=0, http=0, operations=0)
-    with run_server(Path(folder) / "repository", free, log=Path(folder) / "log") as server:
+    repository = Path(folder) / "repository"
+    with run_server(repository, free, log=Path(folder) / "log") as server, deltas(repository, models):
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, arguments.count, arguments.seed)
         recovered_s = recovery_s(server, models[0])
     (Path(folder) / "hosts").mkdir()

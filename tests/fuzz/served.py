@@ -2,7 +2,8 @@
 would meet if requests were scored together, one of sequences, and one whose scores are made of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.fuzz.answers import Feature
 from tests.fuzz.contract import Dense, Model, Scores
 from tests.fuzz.reads import FIXED, JAGGED, OUTPUTS, TYPED, Reads
 from tests.support.histories import say
+from tests.support.live import changing_nothing
 from tests.support.models import MIXED, Spec, float_tables
 from tests.support.own_dense_part import with_dense_part
 from tests.support.sequences import POOLED, ROWS, Mixed
@@ -25,8 +27,17 @@ MOST_IDS, MOST_SAMPLES, MOST_SEQUENCE_BYTES = 50_000, 5_000, 500_000
 PLAIN: dict[str, str | int] = {"user": "error", "item": "zero", "genre": "modulo", "word": 3}
 
 
+@contextmanager
+def deltas(repository: Path, models: Sequence[Model]) -> Iterator[None]:
+    """In the block, the rows of all are written all the time, as they are."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(changing_nothing(repository / model.name / model.version))
+        yield
+
+
 def publish(repository: Path) -> list[Model]:
-    """Export all into `repository`, their rows as they are (FP32)."""
+    """Export all into `repository`, their rows as they are (FP32), to be served live."""
     return [
         _whole(repository, "m", Whole()),
         _whole(repository, "meets", Meeting()),
@@ -49,6 +60,7 @@ def _config() -> ExportConfig:
             max_request_samples=MOST_SAMPLES,
             max_sequence_bytes=MOST_SEQUENCE_BYTES,
             max_busy_ms=60_000,
+            weights_memory="live",
         ),
     )
 

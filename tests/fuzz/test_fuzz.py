@@ -17,7 +17,7 @@ from tests.fuzz.good import good
 from tests.fuzz.killer import recovery_s
 from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.run import LOOKS, METHOD, TOGETHER, WELL, fuzz
-from tests.fuzz.served import publish
+from tests.fuzz.served import deltas, publish
 from tests.support.growth import keeps_growing
 from tests.support.hosts import only
 from tests.support.servers import FREE, metric, replace_model_py
@@ -39,7 +39,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Model], Pa
 @pytest.fixture(scope="module")
 def served(published: tuple[list[Model], Path]) -> Iterator[tuple[list[Model], Server]]:
     models, repository = published
-    with run_server(repository, FREE, log=repository.with_name("log")) as server:
+    with run_server(repository, FREE, log=repository.with_name("log")) as server, deltas(repository, models):
         yield models, server
 
 
@@ -52,6 +52,10 @@ def test_every_message_is_answered_right_or_refused_clearly(served: tuple[list[M
     assert outcome.statuses["INVALID_ARGUMENT"] > COUNT // 3
     assert outcome.statuses["OK"] > COUNT // 50
     assert metric(server, "tbe_calls_total") < metric(server, "tbe_requests_total"), "nothing was merged"
+    copies = server.condition.copies
+    assert copies is not None
+    assert len(copies.applied) == len(models)
+    assert all(each.rows > 0 and not each.stopped for each in copies.applied)
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""`make soak`: half an hour of lookups and of scores, and more load than there is capacity; ends in a line of figures."""
+"""`make soak`: half an hour each of lookups, of fresh rows and of scores, and more load than there is capacity; ends in a line of figures."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.soak.overload import overload
-from tests.soak.served import lookups, scores
+from tests.soak.served import fresh, lookups, scores
 from tests.soak.soak import soak
 from tests.support.ending import end_together
 
@@ -16,7 +16,7 @@ arguments = parser.parse_args()
 end_together()
 with tempfile.TemporaryDirectory(prefix="tbe-soak-") as folder:
     soaked = []
-    for publish in (lookups, scores):
+    for publish in (lookups, fresh, scores):
         print(f"soak: {arguments.seconds:g} s of {publish.__name__}", file=sys.stderr)
         soaked.append(soak(Path(folder) / publish.__name__, arguments.seconds, publish))
     print("soak: more load than there is capacity", file=sys.stderr)

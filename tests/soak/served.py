@@ -1,8 +1,8 @@
 """What is put under load: a server, its requests, and one function that does it."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export import ExportConfig, export_model
@@ -13,6 +13,7 @@ from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
 from tests.support.forms import example_of, module_of
+from tests.support.live import changing_nothing
 from tests.support.models import Spec, collection
 from tests.support.servers import replace_model_py
 
@@ -65,6 +66,11 @@ def lookups(repository: Path, settings: ServingSettings) -> Path:
     return export_model(collection(TABLES), repository, "m", ExportConfig(serving=settings))
 
 
+def fresh(repository: Path, settings: ServingSettings) -> Path:
+    """The same as `lookups`, whose rows are written all the time, as they are."""
+    return lookups(repository, replace(settings, weights_memory="live"))
+
+
 def scores(repository: Path, settings: ServingSettings) -> Path:
     """A whole model that scores items by a user's history."""
     config = ExportConfig(scores=True, serving=settings)
@@ -93,7 +99,12 @@ def serving(
     if s_per_id:
         replace_model_py(path, SLOW.format(s_per_id=s_per_id))
     bundle = open_bundle(path)
-    with run_server(folder / "r", Ports(grpc=0, http=0, operations=0), log=folder / "log") as server:
+    with ExitStack() as stack:
+        server = stack.enter_context(
+            run_server(folder / "r", Ports(grpc=0, http=0, operations=0), log=folder / "log")
+        )
+        if publish is fresh:
+            stack.enter_context(changing_nothing(path))
         with LookupClient(server.grpc, "m", _DEADLINE_S) as client:
             info = client.info()
         pooling = dict.fromkeys(info.keys, pooling_factor)

@@ -7,7 +7,7 @@ import pytest
 
 from serving.model.settings import ServingSettings
 from tests.soak.overload import BUSY_MS, CALL_IDS, POOLING_FACTOR, S_PER_ID, SAMPLES
-from tests.soak.served import Publish, lookups, scores, serving
+from tests.soak.served import Publish, fresh, lookups, scores, serving
 from tests.soak.soak import Held, growth
 from tests.support.growth import keeps_growing
 from tests.support.often import one_in
@@ -16,7 +16,9 @@ ROUNDS = 10
 NOISE_BYTES = 256 << 10
 
 
-@pytest.mark.parametrize(("publish", "seconds"), one_in(3, [(lookups, 0.3), (lookups, 1.5), (scores, 1.5)]))
+@pytest.mark.parametrize(
+    ("publish", "seconds"), one_in(2, [(fresh, 0.3), (lookups, 1.5), (fresh, 1.5), (scores, 1.5)])
+)
 def test_under_load_all_answers_are_right_and_whatever_grows_stops(
     publish: Publish, seconds: float, tmp_path: Path
 ) -> None:

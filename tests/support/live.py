@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,16 @@ import torch
 from torchrec import EmbeddingBagCollection
 
 from export import ExportConfig, Sharding, WeightDtype, export_model, publish_delta
-from serving.bundle.delta import deltas_folder
+from export.publish.changes import CurrentRows
+from export.publish.delta import Lineage
+from serving.bundle.delta import Rows, deltas_folder
 from serving.model.settings import ServingSettings
 from serving.server.launch.live import Applied, LiveCopies
 from tests.support.models import Spec, collection
 
 PATIENCE_S = 60.0
+# Of deltas that change nothing: seconds between two, and the most rows of one.
+_PERIOD_S, _MOST_ROWS = 0.05, 1000
 
 
 def published(folder: Path, rows: int, dim: int, dtype: WeightDtype, sharding: Sharding | None = None) -> Path:
@@ -52,6 +57,39 @@ def changed_rows(
             changed[name] = ids, torch.randn(ids.size, bags.embedding_dim)
             bags.weight[torch.from_numpy(ids)] = changed[name][1]
     return changed
+
+
+@contextmanager
+def changing_nothing(bundle: Path) -> Iterator[None]:
+    """In the block, publish deltas all the time whose rows are those that are stored: no answer changes."""
+    lineage = Lineage.of(bundle.parent.parent, bundle.parent.name, int(bundle.name), None)
+    current = CurrentRows(lineage)
+    stored = {
+        table.name: current.rows(table, 0, table.rows)
+        for table in lineage.bundle.manifest.tables
+        if table.id_map is None
+    }
+    stopping, failed = threading.Event(), []
+
+    def publish() -> None:
+        random = np.random.default_rng(0)
+        try:
+            while not stopping.wait(_PERIOD_S):
+                name = random.choice(sorted(stored))
+                most = min(len(stored[name]), _MOST_ROWS)
+                ids = np.sort(random.choice(len(stored[name]), random.integers(1, most + 1), replace=False))
+                lineage.publish({name: Rows(ids, stored[name][ids])}, None)
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+    assert not failed, failed
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from serving.model.settings import ServingSettings
 from serving.router.hosts_config import hosts_of
 from serving.router.replicas import HostReplicas, replicas_of
 from serving.server.launch.run_file import Recovery, RunFile
-from serving.tables.live_copy import LIVE_PREFIX
+from serving.tables.live_copy import LIVE_PREFIX, state_of
 from serving.tables.pages import cached, huge_bytes_of
 from serving.tables.shared_copy import COPY_PREFIX
 from serving.triton.control import UNLOADED, Control, VersionState
@@ -26,6 +27,7 @@ _WEIGHTS = re.compile(
     rf"^([0-9a-f]+)-([0-9a-f]+) .*/(?:weights\.\d+\.bin|{COPY_PREFIX}[0-9a-f]{{64}}|{LIVE_PREFIX}[0-9a-f-]+)$",
     re.MULTILINE,
 )
+_LIVE = re.compile(rf"(/\S*/{LIVE_PREFIX}[0-9a-f-]+)$", re.MULTILINE)
 
 
 class ProcessMemory(Strict, frozen=True):
@@ -70,6 +72,20 @@ class InstanceStatus(Strict, frozen=True):
     memory: ProcessMemory | None
 
 
+class DeltasStatus(Strict, frozen=True):
+    """The deltas in the live copy of a version.
+
+    Attributes:
+        sequence: the number of the newest that is applied.
+        rows: that were written, in all.
+        stopped: why no further one is applied. Empty: they are.
+    """
+
+    sequence: int
+    rows: int
+    stopped: str
+
+
 class VersionStatus(Strict, frozen=True):
     """A version that a server has loaded, or tried to load.
 
@@ -81,6 +97,7 @@ class VersionStatus(Strict, frozen=True):
         weights_bytes: size of its weights files. None: no process has mapped them.
         cached_bytes: how much of them is in the page cache, which all processes share. None: it is not known.
         hosts: for a router, the hosts of its plan and their replicas.
+        deltas: None: it has no live copy.
     """
 
     version: int
@@ -90,6 +107,7 @@ class VersionStatus(Strict, frozen=True):
     weights_bytes: int | None
     cached_bytes: int | None
     hosts: tuple[HostReplicas, ...] = ()
+    deltas: DeltasStatus | None = None
 
 
 class ModelStatus(Strict, frozen=True):
@@ -185,7 +203,17 @@ def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettin
         weights_bytes=size if own else None,
         cached_bytes=min(size, there) if own and there is not None else None,
         hosts=_hosts(own[0].bundle, settings) if own and settings is not None and settings.hosts else (),
+        deltas=_deltas(own[0].process.pid) if own else None,
     )
+
+
+def _deltas(process: int) -> DeltasStatus | None:
+    """What the live copy is at that a model's process has mapped. None: it has none, or has just ended."""
+    with suppress(OSError):
+        for path in _LIVE.findall((Path("/proc") / str(process) / "maps").read_text()):
+            with state_of(Path(path)) as state:
+                return DeltasStatus(sequence=state.sequence, rows=state.rows, stopped=state.stopped)
+    return None
 
 
 def _hosts(bundle: Path, settings: ServingSettings) -> tuple[HostReplicas, ...]:

@@ -1,6 +1,7 @@
 """A delta holds what an export of the changed model would store, as a whole or not at all."""
 
 import os
+import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -195,6 +196,20 @@ def test_a_delta_is_signed_for_its_model_lineage_and_number(repository: Path, tm
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     command = ["openssl", "pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", public, "-in", statement, "-sigfile"]
     subprocess.run([*map(str, command), str(delta_signature(found.path, content))], check=True)
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(repository: Path) -> None:
+    """A limit on the size of files stands in for the disk: the kernel refuses the write in the same way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        with pytest.raises(PublishError, match="cannot be written: File too large"):
+            publish_delta(repository, "m", {"a": (range(50), np.ones((50, 8), np.float32))})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (folder,) = (repository.parent / "r.deltas" / "m").iterdir()
+    assert [*folder.iterdir()] == []
+    assert publish_delta(repository, "m", CHANGED).sequence == 1
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(repository: Path) -> None:

@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from export.publish import delta_files
 from serving.bundle import WeightDtype, open_bundle
 from serving.bundle.delta import lineage_of, parse_delta
 from serving.bundle.opening import Bundle
 from serving.engine import Engine
-from serving.errors import BundleError
+from serving.errors import BundleError, ConfigurationError
+from serving.tables import memory_budget
+from serving.tables.live_copy import LIVE_SERVER, live_copies
 from serving.tables.table_files import WeightsMemory
 from tests.support.live import applying, publish_number, published, wait_until, wait_until_applied
 
@@ -242,6 +246,32 @@ def test_a_delta_that_was_applied_and_is_gone_or_another_stops_its_server(
         assert engine.rows("t", [3]).tolist() == [[4.0] * DIM]
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
         assert engine.rows("t", [3]).tolist() == [[50.0] * DIM]
+
+
+@pytest.mark.parametrize("years", [-40, 40])
+def test_a_clock_that_is_wrong_keeps_no_delta_back(
+    years: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither that of who publishes nor a time that goes back between two deltas."""
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
+        for number, shift in ((1, years), (2, 0), (3, -years)):
+            now = time.time() + shift * 365 * 86400
+            monkeypatch.setattr(delta_files, "time", SimpleNamespace(time=lambda now=now: now))
+            publish_number(path, number, [3], DIM)
+            assert wait_until_applied(copies, number).stopped == ""
+            assert engine.rows("t", [3]).tolist() == [[float(number)] * DIM]
+
+
+def test_a_memory_that_is_too_small_for_a_live_copy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    monkeypatch.setattr(memory_budget, "memory_here", lambda: 1 << 20)
+    with (
+        applying(path, monkeypatch) as copies,
+        pytest.raises(ConfigurationError, match=r"weights-memory 'live': .* cannot be copied, which takes 4 MiB: .*"),
+    ):
+        Engine.open(path, memory=WeightsMemory.LIVE)
+    assert not live_copies(copies.environment[LIVE_SERVER])
 
 
 def test_a_link_under_a_number_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Deltas behind a real server: fresh rows within a second, through recoveries, switches, and what cannot be applied."""
 
+import json
 import shutil
 import subprocess
 import time
@@ -128,6 +129,9 @@ def test_what_cannot_be_applied_stops_those_behind_it_and_is_named(tmp_path: Pat
         assert metric(server, "tbe_delta_stopped", model="m") == 1
         assert metric(server, "tbe_delta_refused_total", model="m") == 1
         assert client.lookup({"x": [[3]]})["x"][0, 0] == 3
+        assert f"m 1  no further delta is applied: {bad}: expected" in tbe_serve("status", server.grpc).stdout
+        (model,) = json.loads(tbe_serve("status", server.grpc, "--json").stdout)["models"]
+        assert model["versions"][0]["deltas"].items() >= {"sequence": 3, "rows": 3}.items()
         with running(tmp_path / "r") as other, LookupClient(other.grpc, "m", 60) as theirs:
             assert theirs.lookup({"x": [[3]]})["x"][0, 0] == 3
         bad.unlink()
