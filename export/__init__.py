@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from export.config import ExportConfig
     from export.errors import ExportError
     from export.machines import complete_hosts, export_hosts
+    from export.next_version import compact, export_next
     from export.pipeline import export_model
     from export.plan.sharding import Sharding
     from export.publish.changes import publish_changes
-    from export.publish.compact import compact
     from export.publish.delta import publish_delta
     from export.publish.trainer import follow
     from serving.bundle.plan import IdDtype
@@ -33,6 +33,7 @@ __all__ = [
     "complete_hosts",
     "export_hosts",
     "export_model",
+    "export_next",
     "follow",
     "publish_changes",
     "publish_delta",
@@ -50,10 +51,11 @@ _HOMES = {
     "OutputDtype": "serving.bundle.tables",
     "Sharding": "export.plan.sharding",
     "WeightDtype": "serving.bundle.tables",
-    "compact": "export.publish.compact",
+    "compact": "export.next_version",
     "complete_hosts": "export.machines",
     "export_hosts": "export.machines",
     "export_model": "export.pipeline",
+    "export_next": "export.next_version",
     "follow": "export.publish.trainer",
     "publish_changes": "export.publish.changes",
     "publish_delta": "export.publish.delta",

@@ -27,17 +27,18 @@ def check_pins() -> None:
         raise mismatch(wrong)
 
 
-def mismatch(wrong: str) -> EnvironmentMismatch:
-    """The error for an environment in which something is wrong, with the command that mends all of it."""
-    return EnvironmentMismatch(f"{wrong}: mend this environment with `{mended_by(installed())}`")
-
-
-def mended_by(found: Mapping[str, str]) -> str:
-    """The command that makes packages agree.
+def mismatch(wrong: str, *, is_broken: bool = False) -> EnvironmentMismatch:
+    """The error for an environment in which something is wrong, with the command that mends all of it.
 
     Args:
-        found: versions by name, as `installed`.
+        wrong: what is wrong.
+        is_broken: whether FBGEMM has to be replaced, though its version fits.
     """
+    return EnvironmentMismatch(f"{wrong}: mend this environment with `{_mended_by(installed(), is_broken)}`")
+
+
+def _mended_by(found: Mapping[str, str], is_broken: bool) -> str:
+    """The command that makes packages agree. It lets be what fits."""
     if "torch" not in found:  # an export looks first; what serves imports torch before it asks
         return "pip install 'tbe-serving[export]'"
     steps = []
@@ -45,10 +46,19 @@ def mended_by(found: Mapping[str, str]) -> str:
         steps.append(f"pip install torch=={_TORCH}.0")
     if "torchrec" in found and not _has(found, "torchrec", _TORCHREC):
         steps.append(f"pip install --no-deps torchrec=={_TORCHREC}.0")
+    if _fbgemm_fits(found) and not is_broken:
+        return " && ".join(steps)
     if "fbgemm-gpu" in found:  # pip has no way to say "this instead of that", and their files have the same names
         steps.append("pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu")
     steps.append(f"pip install --no-deps --force-reinstall fbgemm-gpu-cpu=={_FBGEMM}.0")
     return " && ".join(steps)
+
+
+def _fbgemm_fits(found: Mapping[str, str]) -> bool:
+    """Whether there is one build of FBGEMM, of the right version, and no CUDA build beside torch's CPU build."""
+    builds = found.keys() & {"fbgemm-gpu", "fbgemm-gpu-cpu"}
+    is_cuda_alone = "fbgemm-gpu" in builds and found.get("torch", "").endswith("+cpu")
+    return len(builds) == 1 and all(_has(found, each, _FBGEMM) for each in builds) and not is_cuda_alone
 
 
 def _wrong(found: Mapping[str, str]) -> Iterator[str]:

@@ -5,9 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from export.commands.module import CheckpointOption, build_module
+from export.commands.module import CheckpointOption, DeltasOption, SigningKeyOption, build_module
 from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
+from serving.model.config_file import read_config, settings_of
 from serving.pins import check_pins
 from serving.terminal.app import out
 from serving.terminal.options import real
@@ -15,13 +16,6 @@ from serving.terminal.options import real
 ModelArgument = Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")]
 VersionOption = Annotated[
     int | None, typer.Option(min=1, max=2**63 - 1, help="The version whose rows change. Default: the newest.")
-]
-DeltasOption = Annotated[
-    Path | None,
-    typer.Option(help="Folder of all deltas, as `tbe-serve run --deltas`. Default: REPOSITORY.deltas."),
-]
-SigningKeyOption = Annotated[
-    Path | None, typer.Option(help="PEM file with the Ed25519 private key that signs what is published.")
 ]
 
 
@@ -74,6 +68,8 @@ def delta(
             return
         found = changes
     out.print(f"{found.path}: {found.rows:,} rows, delta {found.sequence} of version {found.version}", soft_wrap=True)
+    if settings_of(read_config(model)).weights_memory != "live":
+        out.print(f"no server applies it: `tbe-serve configure {model} --weights-memory live`", soft_wrap=True)
 
 
 def compact(
@@ -97,7 +93,7 @@ def compact(
 ) -> None:
     """Publish a version and its deltas as the next version: a server that starts has less to apply."""
     check_pins()
-    from export.publish.compact import compact as publish
+    from export.next_version import compact as publish
 
     found = open_bundle(
         publish(

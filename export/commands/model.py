@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -10,7 +11,7 @@ import msgspec
 import typer
 from rich import progress as bars
 
-from export.commands.module import CheckpointOption, ModelOption, SigningKeyOption, build_module
+from export.commands.module import CheckpointOption, DeltasOption, ModelOption, SigningKeyOption, build_module
 from export.commands.settings import Config, takes_settings
 from export.commands.show import (
     show_parity,
@@ -24,7 +25,7 @@ from export.commands.show import (
 )
 from export.config import Progress
 from export.plan.report import report_plan
-from serving.bundle.opening import open_bundle
+from serving.bundle.opening import open_bundle, versions
 from serving.errors import ConfigurationError
 from serving.pins import check_pins
 from serving.terminal.app import err, out
@@ -74,6 +75,14 @@ def model(
     checkpoint: CheckpointOption = None,
     version: Annotated[int | None, typer.Option(help="The version's number; by default the next free one.")] = None,
     signing_key: SigningKeyOption = None,
+    same_lineage: Annotated[
+        bool,
+        typer.Option(
+            help="Go on with the deltas of the newest version: rows that changed are published as a delta first, and "
+            "later deltas are for both versions."
+        ),
+    ] = False,
+    deltas: DeltasOption = None,
     only_hosts: Annotated[
         str | None,
         typer.Option(
@@ -91,8 +100,15 @@ def model(
     hosts = None if only_hosts is None else _numbers(only_hosts)
     if hosts is not None and version is None:
         raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
+    if hosts is not None and same_lineage:
+        raise ConfigurationError("--same-lineage: expected a model that is not on several hosts")
+    if same_lineage and not versions(repository / name):
+        raise ConfigurationError(f"--same-lineage: expected versions in {repository / name}: the first is without")
+    if deltas is not None and not same_lineage:
+        raise ConfigurationError("--deltas: expected --same-lineage beside it")
     check_pins()
     from export.machines import export_hosts
+    from export.next_version import export_next
     from export.pipeline import export_model
 
     module = build_module(model, meta=checkpoint is not None)
@@ -109,7 +125,7 @@ def model(
             out.print(f"published {path}", soft_wrap=True)
         out.print("next, when all hosts are there: tbe-export complete, with the same options", soft_wrap=True)
         return
-    path = publish(export_model, settings, version)
+    path = publish(partial(export_next, deltas=deltas) if same_lineage else export_model, settings, version)
     manifest = open_bundle(path).manifest
     show_tables(manifest)
     if len(manifest.plan.ranks) > 1:

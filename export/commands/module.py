@@ -26,6 +26,10 @@ CheckpointOption = Annotated[
         "by default the module's own weights."
     ),
 ]
+DeltasOption = Annotated[
+    Path | None,
+    typer.Option(help="Folder of all deltas, as `tbe-serve run --deltas`. Default: REPOSITORY.deltas."),
+]
 SigningKeyOption = Annotated[
     Path | None,
     typer.Option(help="PEM file with the Ed25519 private key that signs the bundle, and a new model's settings."),

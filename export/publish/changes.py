@@ -14,7 +14,7 @@ from export.publish.delta import Lineage, PublishedDelta, check_limits, check_ta
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.delta import Rows, delta_path, delta_signature, parse_delta, read_delta
-from serving.bundle.opening import weights_path
+from serving.bundle.opening import Bundle, weights_path
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
@@ -65,7 +65,7 @@ def publish_changes(
         )
     check_limits(max_error)
     weights = open_weights(module, trained, checkpoint)
-    current = CurrentRows(lineage)
+    current = StoredRows(lineage.bundle, changed_rows(lineage))
     stored = {}
     for table in trained:
         weights.check(table)
@@ -105,12 +105,16 @@ def changed_rows(lineage: Lineage, until: int | None = None, trusted: TrustedKey
     return {name: _last_of_each(each) for name, each in changed.items()}
 
 
-class CurrentRows:
-    """The rows of a lineage as they are stored now: those of its version, and of all deltas since."""
+class StoredRows:
+    """The rows of a bundle as they are stored, but for those that deltas have changed since.
 
-    def __init__(self, lineage: Lineage) -> None:
-        self._bundle = lineage.bundle
-        self._changed = changed_rows(lineage)
+    Args:
+        bundle: the bundle.
+        changed: as `changed_rows`.
+    """
+
+    def __init__(self, bundle: Bundle, changed: Mapping[str, Rows] = MappingProxyType({})) -> None:
+        self._bundle, self._changed = bundle, changed
 
     def rows(self, table: Table, start: int, stop: int) -> Bytes:
         """Rows [start, stop) of a table: uint8 [n, row bytes]."""
@@ -145,7 +149,7 @@ def _last_of_each(changed: Sequence[Rows]) -> Rows:
     return Rows(each_once, rows[first])
 
 
-def _differing(current: CurrentRows, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:
+def _differing(current: StoredRows, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:
     """Those of some consecutive rows that are stored otherwise by now."""
     ids = np.arange(start, start + len(rows))
     stored = quantized(table, ids, rows, limit)

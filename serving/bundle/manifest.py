@@ -108,11 +108,11 @@ class Compacted(Strict, frozen=True):
 
     Attributes:
         lineage: their lineage, which goes on with the version: 32 hex digits.
-        sequence: the number of the newest. All before it are in the rows, too.
+        sequence: the number of the newest. All before it are in the rows, too. 0: none is.
     """
 
     lineage: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
-    sequence: Annotated[int, msgspec.Meta(ge=1, lt=10**12)]
+    sequence: Annotated[int, msgspec.Meta(ge=0, lt=10**12)]
 
 
 class Manifest(Strict, frozen=True, omit_defaults=True):

@@ -32,7 +32,8 @@ def load_fbgemm() -> None:
     compilers. That is 500 modules, sympy among them: 35 MB and half a second in each process.
 
     Raises:
-        EnvironmentMismatch: an installed version differs from its pin (`serving.pins`), or a library is missing.
+        EnvironmentMismatch: an installed version differs from its pin (`serving.pins`), or a library is missing, or
+            cannot be loaded.
     """
     check_pins()
     spec = importlib.util.find_spec("fbgemm_gpu")
@@ -41,8 +42,11 @@ def load_fbgemm() -> None:
     for name in _LIBRARIES:
         path = Path(spec.origin).with_name(name)
         if not path.exists():
-            raise mismatch(f"{path}: expected a library of FBGEMM, found none")
-        torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+            raise mismatch(f"{path}: expected a library of FBGEMM, found none", is_broken=True)
+        try:
+            torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+        except OSError as error:  # such as a CUDA build without CUDA's libraries
+            raise mismatch(f"{path}: cannot be loaded: {error}", is_broken=True) from error
 
 
 @contextmanager

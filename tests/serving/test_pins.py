@@ -1,9 +1,11 @@
 """Packages that do not work together are refused with what to install."""
 
 import pytest
+import torch
 
 from serving import pins
 from serving.errors import EnvironmentMismatch
+from serving.lookup.program import load_fbgemm
 
 GOOD = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0", "tbe-serving": "0.1.0"}
 
@@ -23,8 +25,20 @@ INSTEAD = f"pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu && {CPU}"
         pytest.param(
             {"torch": "2.12.1"},
             "torch: expected 2.13, found 2.12.1",
-            f"pip install torch==2.13.0 && {CPU}",
+            "pip install torch==2.13.0",
             id="torch",
+        ),
+        pytest.param(
+            {"torch": "2.12.1", "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"},
+            "torch: expected 2.13, found 2.12.1",
+            "pip install torch==2.13.0",
+            id="torch beside a CUDA build that fits",
+        ),
+        pytest.param(
+            {"torch": "2.12.1+cpu", "fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"},
+            "torch: expected 2.13, found 2.12.1+cpu",
+            f"pip install torch==2.13.0 && {INSTEAD}",
+            id="torch's CPU build beside a CUDA build",
         ),
         pytest.param(
             {"torch": None}, "torch: expected 2.13, found none", "pip install 'tbe-serving[export]'", id="no torch"
@@ -52,7 +66,7 @@ INSTEAD = f"pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu && {CPU}"
         pytest.param(
             {"torchrec": "1.18.0"},
             "torchrec: expected 1.8, found 1.18.0",
-            f"pip install --no-deps torchrec==1.8.0 && {CPU}",
+            "pip install --no-deps torchrec==1.8.0",
             id="torchrec",
         ),
     ],
@@ -78,3 +92,20 @@ def test_what_agrees_is_taken(monkeypatch: pytest.MonkeyPatch, changed: dict[str
     found = {name: version for name, version in (GOOD | changed).items() if version}
     monkeypatch.setattr(pins, "installed", lambda: found)
     pins.check_pins()
+
+
+def test_a_library_that_cannot_be_loaded_is_named_with_the_command_that_replaces_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As FBGEMM's CUDA build is on a machine without a driver, beside a torch that fits it."""
+
+    def fails(_: object) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+
+    found = {"torch": "2.13.0", "fbgemm-gpu": "1.8.0"}
+    monkeypatch.setattr(pins, "installed", lambda: found)
+    monkeypatch.setattr(torch.ops, "load_library", fails)
+    with pytest.raises(EnvironmentMismatch) as refused:
+        load_fbgemm()
+    assert "fbgemm_gpu_tbe_inference.so: cannot be loaded: libcuda.so.1: cannot open" in str(refused.value)
+    assert str(refused.value).endswith(f"mend this environment with `{INSTEAD}`")

@@ -18,7 +18,7 @@ import torch
 from torchrec import EmbeddingBagCollection
 
 from export import ExportConfig, Sharding, WeightDtype, export_model, publish_delta
-from export.publish.changes import CurrentRows
+from export.publish.changes import StoredRows
 from export.publish.delta import Lineage
 from serving.bundle.delta import Rows, deltas_folder
 from serving.model.settings import ServingSettings
@@ -63,7 +63,7 @@ def changed_rows(
 def changing_nothing(bundle: Path) -> Iterator[None]:
     """In the block, publish deltas all the time whose rows are those that are stored: no answer changes."""
     lineage = Lineage.of(bundle.parent.parent, bundle.parent.name, int(bundle.name), None)
-    current = CurrentRows(lineage)
+    current = StoredRows(lineage.bundle)
     stored = {
         table.name: current.rows(table, 0, table.rows)
         for table in lineage.bundle.manifest.tables

@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-from safetensors.numpy import load
+from safetensors.numpy import load, save_file
 
 from export import ExportConfig, ExportError, Sharding, export_model, publish_changes, publish_delta
 from export.errors import ParityError, PublishError, QuantizeError
 from serving.bundle import open_bundle
 from serving.bundle.delta import delta_signature, lineage_of, listed
 from serving.errors import BundleError, ConfigurationError
+from tests.support.commands import tbe_export
 from tests.support.hosts import export_hosts
 from tests.support.live import changed_rows
 from tests.support.managed import dealt
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
+from tests.support.servers import tbe_serve
 
 CHANGED = {"a": ([7, 3], np.ones((2, 8), np.float32))}
 
@@ -50,6 +52,15 @@ def test_rows_are_those_of_an_export_of_the_changed_model(tmp_path: Path) -> Non
             start = shards[table.name].offset_bytes + number * table.row_bytes
             assert row.tobytes() == bytes_[start : start + table.row_bytes]
     assert found.rows == 7 * len(changed)
+
+
+def test_the_command_says_that_no_server_of_the_model_takes_deltas(repository: Path, tmp_path: Path) -> None:
+    save_file({"a/ids": np.array([1]), "a/rows": np.ones((1, 8), np.float32)}, tmp_path / "rows.safetensors")
+    command = "delta", str(repository / "m"), "--rows", str(tmp_path / "rows.safetensors")
+    mend = f"tbe-serve configure {repository / 'm'} --weights-memory live"
+    assert tbe_export(*command).stdout.endswith(f"\nno server applies it: `{mend}`\n")
+    assert tbe_serve(*mend.split()[1:]).returncode == 0
+    assert tbe_export(*command).stdout.endswith("1 rows, delta 2 of version 1\n")
 
 
 def test_numbers_count_up_and_the_folder_lies_beside_the_repository(repository: Path) -> None:

@@ -66,6 +66,7 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-export manifests": (["repository/mixed"], KUBERNETES, "or an earlier base for"),
     "tbe-export release": (["repository/mixed", "1"], [], ""),
     "tbe-export delta": (["repository/mixed"], MODEL, ""),
+    "tbe-export compact": (["repository/mixed"], [], "expected deltas of"),
     "tbe-export prune": (["repository/mixed"], ["--keep", "1"], ""),
     "tbe-export compare": (
         [],

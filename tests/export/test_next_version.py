@@ -1,4 +1,4 @@
-"""A version and its deltas as one: byte for byte what an export of the changed model writes, and rows rolled back."""
+"""The next version of a lineage: byte for byte what an export of the changed model writes, and rows rolled back."""
 
 import shutil
 import subprocess
@@ -8,9 +8,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
+from torchrec import EmbeddingBagCollection
 
-from export import ExportConfig, ExportError, Sharding, compact, export_model, publish_changes, publish_delta
+from export import (
+    ExportConfig,
+    ExportError,
+    Sharding,
+    WeightDtype,
+    compact,
+    export_model,
+    export_next,
+    publish_changes,
+    publish_delta,
+)
 from export.errors import PublishError
+from export.publish.delta import Lineage, PublishedDelta
 from export.publish.published import prune
 from serving.bundle import Bundle, open_bundle
 from serving.bundle.delta import deltas_folder, lineage_of, listed
@@ -20,8 +33,9 @@ from serving.errors import BundleError, ConfigurationError, ServingError
 from tests.support.commands import tbe_export
 from tests.support.hosts import export_hosts
 from tests.support.live import changed_rows
+from tests.support.managed import dealt
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
-from tests.support.ranker import ranker
+from tests.support.ranker import Ranker, ranker
 
 CONFIG = ExportConfig(
     dtype=MIXED_CONFIG.dtype,
@@ -173,3 +187,105 @@ def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:
     unsigned = publish_delta(r, "m", {"a": ([0], ones())}, version=2)
     with pytest.raises(BundleError, match=rf"{unsigned.path.stem}\.[0-9a-f]+\.sig: cannot be read"):
         compact(r, "m", version=2, signing_key=key)
+
+
+REQUEST = {"x": [[1, 2], [3]], "y": [[4], []], "z": [[5], [6]]}
+DENSE = {"user": np.ones((2, 3), np.float32), "item": np.ones((2, 2), np.float32)}
+
+
+def expect_scores(bundle: Path, model: Ranker, tmp_path: Path) -> None:
+    """Those of an export of the model."""
+    expected = Engine.open(export_model(model, tmp_path / "anew", "m", ExportConfig(scores=True)))
+    found = Engine.open(bundle).score(REQUEST, DENSE)
+    for name, numbers in expected.score(REQUEST, DENSE).items():
+        np.testing.assert_array_equal(found[name], numbers)
+
+
+def test_a_dense_part_that_was_trained_further_goes_on_with_the_rows(tmp_path: Path) -> None:
+    """Those that its training changed meanwhile are a delta, for both versions."""
+    model = ranker()
+    r = tmp_path / "r"
+    first = open_bundle(export_model(model, r, "m", ExportConfig(scores=True)))
+    with torch.no_grad():
+        model.top.weight += 1
+    second = open_bundle(export_next(model, r, "m", ExportConfig(scores=True)))
+    assert (names(second), second.manifest.sequence) == (names(first), 0)
+    assert not deltas_folder(r).exists()  # no row changed
+    expect_scores(second.path, model, tmp_path)
+    random = np.random.default_rng(0)
+    publish_delta(r, "m", changed_rows(model.embeddings, random, lambda _: 3))
+    with torch.no_grad():
+        model.of_user.weight -= 1
+    changed_rows(model.embeddings, random, lambda _: 3)
+    third = open_bundle(export_next(model, r, "m", ExportConfig(scores=True)))
+    assert (names(third), third.manifest.sequence) == (names(first), 2)
+    expect_scores(third.path, model, tmp_path)
+    for version in (1, 2):
+        assert weights_of(compact(r, "m", version=version)) == weights_of(third.path)
+    assert publish_delta(r, "m", {"a": ([0], ones())}).sequence == 3
+
+
+def test_a_delta_that_somebody_publishes_meanwhile_is_in_the_version_s_lineage_before_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = collection(SUM)
+    r = tmp_path / "r"
+    export_model(model, r, "m")
+    changed_rows(model, np.random.default_rng(0), lambda _: 3)
+    publish, others = Lineage.publish, []
+
+    def after_another(lineage: Lineage, *arguments: Any) -> PublishedDelta:
+        monkeypatch.setattr(Lineage, "publish", publish)
+        others.append(publish_delta(r, "m", {"a": ([7], ones())}))
+        return publish(lineage, *arguments)
+
+    monkeypatch.setattr(Lineage, "publish", after_another)
+    second = open_bundle(export_next(model, r, "m"))
+    assert [each.sequence for each in others] == [1]
+    assert second.manifest.sequence == 3  # the second does not have row 7
+    assert weights_of(compact(r, "m", version=1)) == weights_of(second.path)
+
+
+def test_what_cannot_go_on_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    r = tmp_path / "r"
+    model = collection(SUM)
+    export_model(model, r, "m")
+    changed_rows(model, np.random.default_rng(0), lambda _: 3)
+    with pytest.raises(ConfigurationError, match=r"expected the tables of .* of the same dtypes"):
+        export_next(model, r, "m", ExportConfig(dtype={"a": WeightDtype.FP16}))
+    assert sorted(path.name for path in (r / "m").iterdir()) == ["1", "config.pbtxt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+    config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
+    router = export_hosts(tmp_path / "hosts", collection(SUM), config).parent.name
+    with pytest.raises(PublishError, match="is on several hosts"):
+        export_next(model, tmp_path / "hosts" / "r", router)
+
+
+def test_tables_of_raw_ids_are_new_and_no_delta(tmp_path: Path) -> None:
+    module = dealt()
+    first = open_bundle(export_model(module, tmp_path / "r", "m"))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 1
+    second = open_bundle(export_next(module, tmp_path / "r", "m"))
+    assert names(second) == names(first)
+    assert not deltas_folder(tmp_path / "r").exists()
+    assert weights_of(second.path) != weights_of(first.path)
+
+
+def test_the_command_goes_on_with_a_lineage(tmp_path: Path) -> None:
+    r, model = tmp_path / "r", "tests.export.test_next_version:further"
+    first = open_bundle(export_model(collection(SUM), r, "m"))
+    command = "model", "--model", model, "--repository", str(r), "--name", "m"
+    done = tbe_export(*command, "--same-lineage", "--deltas", str(tmp_path / "elsewhere"))
+    assert done.exit_code == 0, done.output
+    second = open_bundle(r / "m" / "2")
+    assert (names(second), second.manifest.sequence) == (names(first), 1)
+    assert len(listed(tmp_path / "elsewhere" / "m" / names(first))) == 1
+    assert "--deltas: expected --same-lineage" in tbe_export(*command, "--deltas", str(tmp_path)).output
+
+
+def further() -> EmbeddingBagCollection:
+    model = collection(SUM)
+    changed_rows(model, np.random.default_rng(0), lambda _: 3)
+    return model
