@@ -35,6 +35,8 @@ LONG_FILES = (
     "tests/serving/router/",
     "tests/serving/deltas/",
     "tests/serving/server/",
+    "tests/soak/",
+    "tests/serving/triton/",
 )
 _OTHERS_BETWEEN = 5
 
