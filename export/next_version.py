@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -14,11 +14,11 @@ from export.config import Example, ExportConfig, Progress
 from export.errors import PublishError
 from export.parity.verify import verify
 from export.pipeline import export_model
-from export.publish.changes import StoredRows, changed_rows
+from export.publish.changes import StoredRows, changed_rows, deltas_of
 from export.publish.delta import Lineage
 from export.publish.draft import draft
 from export.trained.checkpoint import WeightSource
-from serving.bundle.delta import Rows
+from serving.bundle.delta import Delta, Rows
 from serving.bundle.manifest import (
     NEWEST_FORMAT_VERSION,
     SCORES_FORMAT_VERSION,
@@ -84,7 +84,6 @@ def compact(
     if until is not None and not folder.since <= until <= newest:
         raise ConfigurationError(f"until: expected a delta of {bundle.path}, {folder.since} to {newest}, got {until}")
     last = newest if until is None else until
-    changed = changed_rows(lineage, last, trusted)
     manifest = msgspec.structs.replace(
         bundle.manifest,
         format_version=NEWEST_FORMAT_VERSION if until is None else _format_version(bundle.manifest),
@@ -96,7 +95,7 @@ def compact(
         for name, digest in bundle.manifest.files.items():
             shutil.copyfile(bundle.path / name, new.path / name)
             check_digest(new.path / name, digest)
-        _write(bundle, new.path, changed)
+        _write(bundle.manifest, new.path, deltas_of(lineage, last, trusted))
         files = {
             name: digest_file(new.path / name) if name in manifest.weights_files else digest
             for name, digest in bundle.manifest.files.items()
@@ -116,25 +115,27 @@ def _lineage(
     return lineage
 
 
-def _write(bundle: Bundle, directory: Path, changed: Mapping[str, Rows]) -> None:
-    """Write changed rows to the copies of a bundle's weights files."""
-    manifest = bundle.manifest
+def _write(manifest: Manifest, directory: Path, deltas: Iterable[Delta]) -> None:
+    """Write the rows of deltas, one after another, to the weights files in a folder."""
     tables = {table.name: table for table in manifest.tables}
-    for name, rows in changed.items():
-        for shard in manifest.plan.shards_by_table[name]:
-            low, high = np.searchsorted(rows.ids, shard.rows)
-            if low == high:
-                continue
-            width = tables[name].dtype.row_bytes(shard.width)
-            stored = np.memmap(
-                weights_path(directory, manifest, shard.rank),
-                np.uint8,
-                mode="r+",
-                offset=shard.offset_bytes,
-                shape=(shard.height, width),
-            )
-            stored[rows.ids[low:high] - shard.rows[0]] = tables[name].shard_columns(rows.rows[low:high], shard)
-            stored.flush()
+    stored = {
+        shard: np.memmap(
+            weights_path(directory, manifest, shard.rank),
+            np.uint8,
+            mode="r+",
+            offset=shard.offset_bytes,
+            shape=(shard.height, tables[shard.table].dtype.row_bytes(shard.width)),
+        )
+        for shard in manifest.plan.shards
+    }
+    for delta in deltas:
+        for name, rows in delta.tables.items():
+            for shard in manifest.plan.shards_by_table[name]:
+                low, high = np.searchsorted(rows.ids, shard.rows)
+                own = tables[name].shard_columns(rows.rows[low:high], shard)
+                stored[shard][rows.ids[low:high] - shard.rows[0]] = own
+    for each in stored.values():
+        each.flush()
 
 
 def _format_version(manifest: Manifest) -> int:

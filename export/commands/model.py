@@ -135,6 +135,8 @@ def model(
     show_parity(manifest.parity)
     show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
+    if manifest.compacted is not None:
+        out.print(f"deltas up to {manifest.sequence} are in its rows: {manifest.sequence + 1} is next")
     show_published(path, manifest)
 
 

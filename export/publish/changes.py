@@ -1,7 +1,8 @@
 """Publish the rows of a trained module that are stored otherwise by now: what changed since the last delta."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,11 +14,14 @@ from export.errors import PublishError
 from export.publish.delta import Lineage, PublishedDelta, check_limits, check_takes, quantized
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.delta import Rows, delta_path, delta_signature, parse_delta, read_delta
+from serving.bundle.delta import Delta, Rows, delta_path, delta_signature, parse_delta, read_delta
 from serving.bundle.opening import Bundle, weights_path
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
+
+# Rows of deltas that are held before those that a later one has, too, are dropped.
+_LEAST_ROWS = 1 << 20
 
 
 def publish_changes(
@@ -80,28 +84,40 @@ def publish_changes(
     return lineage.publish(stored, key) if stored else None
 
 
-def changed_rows(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> dict[str, Rows]:
-    """The rows that the deltas of a lineage change, by table: each as it is in the last that has it.
+def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Iterator[Delta]:
+    """The deltas of a lineage behind those that are in its version, in order.
 
     Args:
         lineage: a version, and the deltas since.
-        until: the last delta that counts; the newest where None.
+        until: the last one; the newest where None.
         trusted: one of these keys must have signed each. None: no signature is needed.
 
     Raises:
-        BundleError: a delta cannot be read, or none of the keys signed it.
-        PublishError: a delta is missing.
+        BundleError: one cannot be read, or none of the keys signed it.
+        PublishError: one is missing.
     """
     manifest, folder = lineage.bundle.manifest, lineage.folder
-    changed: dict[str, list[Rows]] = {}
     for sequence in range(folder.since + 1, (folder.newest if until is None else until) + 1):
         path = delta_path(folder.path, sequence)
         content = read_delta(path, manifest)
         if trusted is not None:
             trusted.check_delta(path, content, delta_signature(path, content), folder.model, lineage.name)
-        delta = parse_delta(path, content, manifest, lineage.name, sequence)
+        yield parse_delta(path, content, manifest, lineage.name, sequence)
+
+
+def changed_rows(lineage: Lineage, until: int | None = None) -> dict[str, Rows]:
+    """The rows that `deltas_of` a lineage change, by table: each as it is in the last that has it.
+
+    No more than about twice as many rows are in memory.
+    """
+    changed: dict[str, list[Rows]] = {}
+    more: Counter[str] = Counter()  # rows behind the first part of a table
+    for delta in deltas_of(lineage, until):
         for name, rows in delta.tables.items():
             changed.setdefault(name, []).append(rows)
+            more[name] += len(rows.ids)
+            if more[name] > max(_LEAST_ROWS, len(changed[name][0].ids)):
+                changed[name], more[name] = [_last_of_each(changed[name])], 0
     return {name: _last_of_each(each) for name, each in changed.items()}
 
 

@@ -168,12 +168,13 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def kjt_of(manifest: Manifest, probe: Tensors, device: torch.device) -> KeyedJaggedTensor:
     """A copy of the probe, which a module may write to."""
-    return KeyedJaggedTensor(
-        keys=list(manifest.keys),
-        values=torch.tensor(probe.values),
-        lengths=torch.tensor(probe.lengths),
-        weights=None if probe.weights is None else torch.tensor(probe.weights),
-    ).to(device)
+    with quiet():  # torch.fx warns of its own wrapper of this class
+        return KeyedJaggedTensor(
+            keys=list(manifest.keys),
+            values=torch.tensor(probe.values),
+            lengths=torch.tensor(probe.lengths),
+            weights=None if probe.weights is None else torch.tensor(probe.weights),
+        ).to(device)
 
 
 @contextmanager

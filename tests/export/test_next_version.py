@@ -23,6 +23,7 @@ from export import (
     publish_delta,
 )
 from export.errors import PublishError
+from export.publish import changes
 from export.publish.delta import Lineage, PublishedDelta
 from export.publish.published import prune
 from serving.bundle import Bundle, open_bundle
@@ -187,6 +188,16 @@ def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:
     unsigned = publish_delta(r, "m", {"a": ([0], ones())}, version=2)
     with pytest.raises(BundleError, match=rf"{unsigned.path.stem}\.[0-9a-f]+\.sig: cannot be read"):
         compact(r, "m", version=2, signing_key=key)
+
+
+def test_rows_that_many_deltas_change_are_as_in_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what came before is let go of meanwhile."""
+    monkeypatch.setattr(changes, "_LEAST_ROWS", 4)
+    model = collection(SUM)
+    export_model(model, tmp_path / "r", "m")
+    for seed in range(8):
+        publish_delta(tmp_path / "r", "m", changed_rows(model, np.random.default_rng(seed), lambda rows: rows // 2))
+    assert publish_changes(tmp_path / "r", "m", model) is None
 
 
 REQUEST = {"x": [[1, 2], [3]], "y": [[4], []], "z": [[5], [6]]}
