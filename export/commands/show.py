@@ -227,16 +227,12 @@ def show_cached(bundle: Path, manifest: Manifest) -> None:
 
 
 def show_deltas(bundle: Bundle) -> None:
-    """Print how many deltas lie beside the repository for a bundle; nothing if there are none."""
-    repository = bundle.path.absolute().parent.parent
-    folder = (
-        deltas_folder(repository)
-        / bundle.path.absolute().parent.name
-        / lineage_of(bundle.digest, bundle.manifest.compacted)
-    )
-    if bundle.manifest.compacted is not None:
-        out.print(f"compacted: has deltas up to {bundle.manifest.sequence} of lineage {folder.name}")
-    if numbers := [number for number in listed(folder) if number > bundle.manifest.sequence]:
+    """Print which deltas a bundle has, and how many more lie beside the repository; nothing if there are none."""
+    model, manifest = bundle.path.absolute().parent, bundle.manifest
+    folder = deltas_folder(model.parent) / model.name / lineage_of(bundle.digest, manifest.compacted)
+    if manifest.compacted is not None:
+        out.print(f"compacted: has deltas up to {manifest.sequence} of lineage {folder.name}")
+    if numbers := [number for number in listed(folder) if number > manifest.sequence]:
         size = sum(delta_path(folder, number).stat().st_size for number in numbers)
         out.print(f"deltas: {len(numbers)}, up to {numbers[-1]}, {size_text(size)}, in {folder}", soft_wrap=True)
 
