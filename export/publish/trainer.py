@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.batched_embedding_kernel import (
     BatchedDenseEmbedding,
     BatchedDenseEmbeddingBag,
@@ -68,8 +68,9 @@ def follow(
     Every process of the training enters the block, and calls `step` as often. The one with rank 0 publishes, so only
     that one needs the repository. If the block ends by an error, the rest is not published.
 
-    What is published is what changed since the block began. If the model was trained after it was exported, call
-    `publish_changes` before. A step of the optimizer is seen, and nothing else: not `load_state_dict`, for example.
+    What is published is what changed since the block began, of the tables that the version has. If the model was
+    trained after it was exported, call `publish_changes` before. A step of the optimizer is seen, and nothing else,
+    such as `load_state_dict`.
 
     Args:
         dmp: the module that is trained.
@@ -97,13 +98,14 @@ def follow(
         each: [_Shard(each, number, group) for number in range(len(each.config.embedding_tables))] for each in kernels
     }
     every = group.gathered([shard.place for each in shards.values() for shard in each if shard.is_mine])
-    began = group.of_first(lambda: _checked_version(Lineage.of(Path(repository), model, version, deltas), every))
+    began, tables = group.of_first(lambda: _checked(Lineage.of(Path(repository), model, version, deltas), every))
     common: dict[str, Any] = {"max_error": max_error, "deltas": deltas, "signing_key": signing_key}
     publish = partial(publish_delta, repository, model, version=began, **common)
-    following = Following(group, shards, publish, every_s)
+    own = [shard for each in shards.values() for shard in each if shard.place.table in tables]
+    following = Following(group, own, publish, every_s)
     with ExitStack() as hooks:
-        for kernel, own in shards.items():
-            hooks.callback(kernel.register_forward_hook(partial(_note, own)).remove)
+        for kernel, each in shards.items():
+            hooks.callback(kernel.register_forward_hook(partial(_note, each)).remove)
         yield following
         following.publish()
 
@@ -158,6 +160,7 @@ class _Shard:
 
     def changed(self) -> npt.NDArray[np.int64]:
         """The rows that changed since `forget`, by their numbers in the table."""
+        self._kernel.flush()  # rows that a GPU has in a cache
         if self._before is not None:
             self._is_changed = torch.ne(self._rows(), self._before).any(dim=1)
         ids: npt.NDArray[np.int64] = self._is_changed.nonzero().flatten().cpu().numpy()
@@ -187,7 +190,7 @@ class Following:
     def __init__(
         self,
         group: "_Group",
-        shards: Mapping[nn.Module, Sequence[_Shard]],
+        shards: Sequence[_Shard],
         publish: Callable[[Mapping[str, Changed]], PublishedDelta],
         every_s: float,
     ) -> None:
@@ -214,10 +217,7 @@ class Following:
         Raises:
             QuantizeError, ParityError, PublishError: as `publish_delta`, in each process. No row is forgotten.
         """
-        every = [shard for each in self._shards.values() for shard in each]
-        own = [shard for shard in every if shard.is_mine]
-        for kernel in self._shards:
-            kernel.flush()  # type: ignore[operator]  # rows that a GPU has in a cache
+        own = [shard for shard in self._shards if shard.is_mine]
         # A row may have changed in one of its shards alone. All of it is published.
         found = self._group.gathered([(shard.place.table, shard.changed()) for shard in own])
         ids = self._group.of_first(lambda: _joined(found))
@@ -226,7 +226,7 @@ class Following:
         )
         self._every_steps = self._group.of_first(lambda: self._published(parts))
         self._steps = 0
-        for shard in every:
+        for shard in self._shards:
             shard.forget()
 
     def _published(self, parts: Sequence[_Part]) -> int:
@@ -252,8 +252,8 @@ def _note(shards: Sequence[_Shard], kernel: Any, inputs: tuple[KeyedJaggedTensor
     output.register_hook(changing)  # type: ignore[no-untyped-call]
 
 
-def _checked_version(lineage: Lineage, places: Sequence[_Place]) -> int:
-    """The version that began a lineage, if shards are its tables, each whole and once."""
+def _checked(lineage: Lineage, places: Sequence[_Place]) -> tuple[int, set[str]]:
+    """The version of a lineage, and its tables, if shards have each of them whole and once. They may have others."""
     for table in lineage.bundle.manifest.tables:
         check_takes(table)
         own = [each for each in places if each.table == table.name]
@@ -265,7 +265,7 @@ def _checked_version(lineage: Lineage, places: Sequence[_Place]) -> int:
                 f"each once, in TorchRec's fused or dense kernels, got {cells:,} elements in {len(own)} shards: "
                 "export the module anew, or publish by `publish_changes`"
             )
-    return int(lineage.bundle.path.name)
+    return int(lineage.bundle.path.name), {table.name for table in lineage.bundle.manifest.tables}
 
 
 def _joined(found: Sequence[tuple[str, npt.NDArray[np.int64]]]) -> dict[str, npt.NDArray[np.int64]]:

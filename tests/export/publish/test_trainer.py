@@ -66,7 +66,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Rows(nn.Module):
-    """The rows of a sequence, for a sum."""
+    """The rows of a sequence, for a sum, beside a table that is not exported."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,9 +74,12 @@ class Rows(nn.Module):
             tables=[EmbeddingConfig(name="t", num_embeddings=20, embedding_dim=8, feature_names=["f"])]
         )
 
+        self.others = collection((Spec("u", 20, 8, "SUM", ("f",)),))
+
     def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
         rows: torch.Tensor = self.rows(ids)["f"].values()
-        return rows.sum()
+        others: torch.Tensor = self.others(ids).values()
+        return rows.sum() + others.sum()
 
 
 def ids(*of_one_sample: int) -> KeyedJaggedTensor:
