@@ -194,13 +194,13 @@ def export_next(
             progress=progress,
         )
         exported = open_bundle(path)
-        sequence = _publish_difference(lineage, exported, key)
-        manifest = msgspec.structs.replace(
-            exported.manifest,
-            format_version=NEWEST_FORMAT_VERSION,
-            compacted=Compacted(lineage.name, sequence),
-        )
-        with draft(repository, name, version, manifest, config.serving, key) as new:
+        # The draft is begun first: a version that the model cannot take leaves no delta.
+        with draft(repository, name, version, exported.manifest, config.serving, key) as new:
+            manifest = msgspec.structs.replace(
+                exported.manifest,
+                format_version=NEWEST_FORMAT_VERSION,
+                compacted=Compacted(lineage.name, _publish_difference(lineage, exported, key)),
+            )
             for each in manifest.files:
                 (path / each).rename(new.path / each)
             write_manifest(new.path, manifest)
@@ -228,16 +228,19 @@ def _difference(lineage: Lineage, exported: Bundle, until: int) -> dict[str, Row
     """The rows of a bundle that are stored otherwise in a version and its deltas."""
     before = {table.name: table for table in lineage.bundle.manifest.tables}
     tables = {table.name: table for table in exported.manifest.tables}
-    shapes = [{name: (each.rows, each.dim, each.dtype) for name, each in found.items()} for found in (before, tables)]
-    if shapes[0] != shapes[1]:
+    old_shapes, new_shapes = (
+        {name: (each.rows, each.dim, each.dtype, each.id_map is None) for name, each in found.items()}
+        for found in (before, tables)
+    )
+    if old_shapes != new_shapes:
         raise ConfigurationError(
-            f"expected the tables of {lineage.bundle.path}, with as many rows and columns of the same dtypes: export "
-            "the module anew"
+            f"expected the tables of {lineage.bundle.path}, with as many rows and columns of the same dtypes, and "
+            "raw ids where it has them: export the module anew"
         )
     old, new = StoredRows(lineage.bundle, changed_rows(lineage, until)), StoredRows(exported)
     found = {}
     for name, table in tables.items():
-        if table.id_map is not None or before[name].id_map is not None:
+        if table.id_map is not None:
             continue
         parts = []
         for start in range(0, table.rows, _BLOCK_ROWS):

@@ -32,7 +32,7 @@ DeltasOption = Annotated[
 ]
 SigningKeyOption = Annotated[
     Path | None,
-    typer.Option(help="PEM file with the Ed25519 private key that signs the bundle, and a new model's settings."),
+    typer.Option(help="PEM file with the Ed25519 private key that signs what is published."),
 ]
 
 

@@ -183,9 +183,9 @@ def _remove_deltas(repository: Path, removed: Bundle) -> None:
     lineage = lineage_of(removed.digest, removed.manifest.compacted)
     folder = deltas_folder(repository) / model.name / lineage
     known = [each for each in others if each is not None]
-    since = [each.manifest.sequence for each in known if lineage_of(each.digest, each.manifest.compacted) == lineage]
-    if len(known) < len(others):
+    if len(known) < len(others):  # one that cannot be read may need them
         return
+    since = [each.manifest.sequence for each in known if lineage_of(each.digest, each.manifest.compacted) == lineage]
     if not since:
         shutil.rmtree(folder, ignore_errors=True)
         return

@@ -14,6 +14,7 @@ from torchrec import EmbeddingBagCollection
 from export import (
     ExportConfig,
     ExportError,
+    OutputDtype,
     Sharding,
     WeightDtype,
     compact,
@@ -266,6 +267,11 @@ def test_what_cannot_go_on_is_named_and_leaves_nothing(tmp_path: Path) -> None:
         export_next(model, r, "m", ExportConfig(dtype={"a": WeightDtype.FP16}))
     assert sorted(path.name for path in (r / "m").iterdir()) == ["1", "config.pbtxt"]
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
+    with pytest.raises(PublishError, match="expected the contract of the versions already there"):
+        export_next(model, r, "m", ExportConfig(output_dtype=OutputDtype.FP16))
+    with pytest.raises(PublishError, match="exists; published versions are never changed"):
+        export_next(model, r, "m", version=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]  # no delta either
     config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
     router = export_hosts(tmp_path / "hosts", collection(SUM), config).parent.name
     with pytest.raises(PublishError, match="is on several hosts"):
