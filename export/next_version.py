@@ -248,8 +248,7 @@ def _difference(lineage: Lineage, exported: Bundle, until: int) -> dict[str, Row
             rows = new.rows(table, start, stop)
             differ = (rows != old.rows(before[name], start, stop)).any(axis=1)
             parts.append(Rows(start + np.flatnonzero(differ), rows[differ]))
-        if any(len(each.ids) for each in parts):
-            found[name] = Rows(
-                np.concatenate([each.ids for each in parts]), np.concatenate([each.rows for each in parts])
-            )
+        differing = Rows.joined(parts)
+        if differing.ids.size:
+            found[name] = differing
     return found

@@ -77,10 +77,10 @@ def publish_changes(
             _differing(current, tables[table.name], start, rows, max_error.get(table.name, math.inf))
             for start, rows in blocks(table, weights)
         ]
-        ids = np.concatenate([each.ids for each in found])
-        if ids.size:
+        differing = Rows.joined(found)
+        if differing.ids.size:
             check_takes(tables[table.name])
-            stored[table.name] = Rows(ids, np.concatenate([each.rows for each in found]))
+            stored[table.name] = differing
     return lineage.publish(stored, key) if stored else None
 
 
@@ -159,10 +159,9 @@ class StoredRows:
 
 def _last_of_each(changed: Sequence[Rows]) -> Rows:
     """Each row once, as it is in the last of some deltas that has it."""
-    ids = np.concatenate([each.ids for each in changed])[::-1]
-    rows = np.concatenate([each.rows for each in changed])[::-1]
-    each_once, first = np.unique(ids, return_index=True)
-    return Rows(each_once, rows[first])
+    ids, rows = Rows.joined(changed)
+    each_once, first = np.unique(ids[::-1], return_index=True)
+    return Rows(each_once, rows[::-1][first])
 
 
 def _differing(current: StoredRows, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:

@@ -24,7 +24,7 @@ number at once none replaces the signature of the other.
 import hashlib
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -112,6 +112,11 @@ class Rows(NamedTuple):
 
     ids: npt.NDArray[np.int64]
     rows: Bytes
+
+    @classmethod
+    def joined(cls, parts: Sequence["Rows"]) -> "Rows":
+        """Rows of a table, one part behind the other."""
+        return cls(np.concatenate([each.ids for each in parts]), np.concatenate([each.rows for each in parts]))
 
 
 class Delta(NamedTuple):
