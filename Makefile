@@ -48,9 +48,8 @@ test: lint ## ruff, mypy --strict, and every promise once, end to end: a quarter
 	@requirements/test-tools.sh
 	@$(PYTEST)
 
-test-all: lint ## Everything: also what goes on for long, and what waits for real time-outs
-	@requirements/test-tools.sh
-	@$(PYTEST) -m "not kube" --hypothesis-profile long
+test-all: test ## Everything: then also what goes on for long or waits for real time-outs, and many random examples
+	@$(PYTEST) -m "(long or hypothesis) and not kube" --hypothesis-profile long
 
 lint: $(STAMP) ## ruff and mypy --strict
 	@$(BIN)/ruff check .
