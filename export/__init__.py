@@ -66,4 +66,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_pins()  # first: with builds that do not agree, the import fails and does not say why
-    return getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+    return found
