@@ -5,28 +5,25 @@ graph says that they are ids of the example in another order, and that nothing e
 """
 
 import io
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.answering import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.bags import Bag, GivenKeys
 from export.capture.example import outputs_of
+from export.capture.following import followable
 from export.capture.signature import Signature
 from export.capture.steps import inlined
 from export.errors import ModelError, first_line
-from export.trained.keyed import is_users, line_of_error, line_of_stack
+from export.trained.keyed import line_of_error, line_of_stack
 from export.trained.managed import is_sequence, takes_weights
-from export.trained.running import evaluating, quiet
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 EMBEDDINGS = "embeddings"
@@ -97,6 +94,7 @@ def captured(
     collections: Collections,
     signature: Signature,
     inputs: Mapping[Input, Tensor],
+    counts: Mapping[str, int],
 ) -> Captured:
     """Follow a model.
 
@@ -105,17 +103,19 @@ def captured(
         collections: of the model.
         signature: what its arguments are made of.
         inputs: what the graph is to take, `embeddings` first, with an example of each; of two samples or more.
+        counts: keys that are followed for so many ids in each sample, and no others.
 
     Raises:
         ModelError: naming the line of the model's code that cannot be followed.
     """
     whole = _Whole(model, collections, signature, list(inputs))
-    compared: list[tuple[Any, str]] = []
-    silent = redirect_stderr(io.StringIO())
-    with torch.no_grad(), evaluating(model), quiet(), silent, _plain_attention(), _plain_data(), _noting(compared):
+    with followable(model) as compared, redirect_stderr(io.StringIO()):
         try:
             program = torch.export.export(
-                whole, tuple(inputs.values()), dynamic_shapes=(_dims(whole, signature),), strict=False
+                whole,
+                tuple(inputs.values()),
+                dynamic_shapes=(_dims(whole, {**counts, **signature.fixed}),),
+                strict=False,
             )
         except ModelError:
             raise
@@ -146,7 +146,7 @@ def _expect_any_number(
             raise ModelError(
                 f"{type(model).__name__}: its forward can be called with {size} ids of {each.name!r} alone"
                 f"{': see' + ' and'.join(lines) if lines else ''}: take sizes of tensors as they are (x.size(0), "
-                "x.shape), not len(x), int(…) or a number of the example"
+                "x.shape), not a number of the example, nor lists as long as a batch"
             )
     size = nodes[0].meta["val"].shape[0].node
     sizes = {symbol for node in nodes for each in node.meta["val"].shape for symbol in _symbols_of(each)}
@@ -178,7 +178,7 @@ def _refusal(error: Exception, lines: Sequence[str]) -> str:
         return (
             "its forward can be called with the number of samples of the example alone, or torch.export cannot tell "
             f"that it can be called with others{where}: take sizes of tensors as they are (x.size(0), x.shape), not "
-            "len(x), int(…) or a number of the example"
+            "a number of the example, nor lists as long as a batch"
         )
     if "data-dependent" in said:
         return (
@@ -186,50 +186,6 @@ def _refusal(error: Exception, lines: Sequence[str]) -> str:
             "that does not change, such as the longest sequence that it was trained with"
         )
     return f"its forward cannot be followed for any number of samples{line_of_error(error)}: {said}"
-
-
-@contextmanager
-def _noting(compared: list[tuple[Any, str]]) -> Iterator[None]:
-    """In the block, note what torch.export finds out about sizes, and the line of the model's code."""
-    log_guard = ShapeEnv._log_guard
-
-    def noted(env: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
-        compared.append((guard, line_of_stack()))
-        log_guard(env, prefix, guard, *args, **kwargs)
-
-    kind: Any = ShapeEnv
-    kind._log_guard = noted
-    try:
-        yield
-    finally:
-        kind._log_guard = log_guard
-
-
-@contextmanager
-def _plain_data() -> Iterator[None]:
-    """In the block, `.data` in the model's code is `.detach()`, which torch.export can follow."""
-    kind: Any = torch.Tensor
-    plain: Any = torch._C.TensorBase.data
-
-    def data(tensor: Tensor) -> Any:
-        return tensor.detach() if is_users(Path(sys._getframe(1).f_code.co_filename)) else plain.__get__(tensor)
-
-    kind.data = property(data, plain.__set__, plain.__delete__)
-    try:
-        yield
-    finally:
-        del kind.data
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """In the block, nn.TransformerEncoderLayer is the operators that it is made of, not one of its own."""
-    is_fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(is_fast)
 
 
 @dataclass(slots=True)
@@ -295,7 +251,7 @@ def _bags(given: Mapping[Input, Tensor]) -> dict[str, Bag]:
     return {key: Bag(given[ids_of(key)], given[lengths_of(key)], given.get(weights_of(key))) for key in keys}
 
 
-def _dims(whole: _Whole, signature: Signature) -> tuple[dict[int, Any], ...]:
+def _dims(whole: _Whole, counts: Mapping[str, int]) -> tuple[dict[int, Any], ...]:
     """The dimensions of inputs that are not always of one size."""
     samples: Any = torch.export.Dim("samples", min=2)
     key_of = keys_of_features(whole.collections)
@@ -303,8 +259,10 @@ def _dims(whole: _Whole, signature: Signature) -> tuple[dict[int, Any], ...]:
     for each in whole.inputs:
         if isinstance(each, str) or each.kind is JaggedKind.LENGTHS:
             dims.append({0: samples})
-        elif (key := key_of.get(each.name)) is not None and key in signature.fixed:
-            dims.append({0: signature.fixed[key] * samples})
+            continue
+        count = counts.get(key_of[each.name] if each.kind is JaggedKind.ROWS else each.name)
+        if count is not None:
+            dims.append({0: count * samples})
         else:
             dims.append({0: torch.export.Dim.AUTO})
     return tuple(dims)

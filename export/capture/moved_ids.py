@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from export.capture.answering import Collections, keys_of_features
 from export.capture.graph import Captured, Input, Made, ids_of, lengths_of, weights_of
 from export.capture.signature import Places, Signature
-from export.capture.writes import is_writing, written
+from export.capture.steps import is_writing, written
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -215,7 +215,9 @@ def _marked(
     """
     generator = torch.Generator().manual_seed(samples)
     lengths = {
-        each.name: torch.randperm(samples + 5, generator=generator)[:samples] + 1
+        each.name: torch.full((samples,), signature.fixed[each.name])
+        if each.name in signature.fixed
+        else torch.randperm(samples + 5, generator=generator)[:samples] + 1
         for each in inputs
         if isinstance(each, JaggedInput) and each.kind is JaggedKind.LENGTHS
     }

@@ -12,8 +12,7 @@ from export.capture.answering import Collections
 from export.capture.graph import EMBEDDINGS, Captured, Input, ids_of
 from export.capture.moved_ids import answers_of
 from export.capture.signature import Signature
-from export.capture.steps import attribute_of, is_random, origin_of
-from export.capture.writes import is_writing, written
+from export.capture.steps import attribute_of, is_random, is_writing, origin_of, written
 from export.errors import ModelError
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind

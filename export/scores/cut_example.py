@@ -115,9 +115,29 @@ def follow_example(model: nn.Module, collections: Collections, example: Example)
     """
     signature = read_signature(model, collections, example)
     inputs = _inputs(signature, collections)
-    found = captured(model, collections, signature, inputs)
+    first: ModelError | None = None
+    for counts in _counts(signature, collections):
+        try:
+            found = captured(model, collections, signature, inputs, counts)
+            break
+        except ModelError as error:
+            first = first or error
+    else:
+        assert first is not None  # noqa: S101  counts begin with none
+        raise first
+    signature = replace(signature, fixed=_fixed(signature, found, collections))
     signature = placed(model, signature, found, inputs, collections)
-    return FromExample(replace(signature, fixed=_fixed(signature, found, collections)), found, collections)
+    return FromExample(signature, found, collections)
+
+
+def _counts(signature: Signature, collections: Collections) -> list[dict[str, int]]:
+    """Of which keys a forward is followed for as many ids in each sample as the example has: of none; of those whose
+    rows it gets; of all."""
+    lengths = {key: {*bag.lengths.tolist()} for key, bag in signature.bags().items()}
+    every = {key: int(found.pop()) for key, found in lengths.items() if len(found) == 1 and 0 not in found}
+    with_rows = {key for columns in collections.values() if not columns.spans for key in columns.keys}
+    of_rows = {key: count for key, count in every.items() if key in with_rows}
+    return [{}, *(counts for counts in (of_rows, every if every != of_rows else {}) if counts)]
 
 
 def _fixed(signature: Signature, found: Captured, collections: Collections) -> dict[str, int]:

@@ -184,15 +184,14 @@ def _answers_of_model(
     hearing = listening(columns, heard)
     with hearing, model_errors(entry, "its forward fails for ids of all features, and dense inputs in [0, 1)"):
         answer = _own_answer(entry, found, given)
-    pooled = torch.empty(given.samples, given.embeddings.shape[1])
-    rows: dict[str, Tensor] = {}
-    for collection, these in columns.items():
-        answered = heard[collection]
+    pooled, rows = given.embeddings.clone(), {**given.rows}
+    for collection, own in heard.items():  # one that the forward does not call answers nothing
+        these = columns[collection]
         if is_sequence(collection):
             named = zip(these.features, these.names, strict=True)
-            rows |= {feature: answered[name].values().float().cpu() for feature, name in named}
+            rows |= {feature: own[name].values().float().cpu() for feature, name in named}
             continue
-        pieces = answered.values().split(answered.length_per_key(), dim=1)
+        pieces = own.values().split(own.length_per_key(), dim=1)
         for (first, last), piece in zip(these.spans, pieces, strict=True):
             pooled[:, first:last] = piece
     return replace(given, embeddings=pooled, rows=rows), answer

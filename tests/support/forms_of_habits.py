@@ -223,6 +223,32 @@ class TablesOfOneName(nn.Module):
         return answer
 
 
+class SizesOfPython(Network):
+    """Python's own names for sizes: len(x), int(x.size(0)); halves of a batch that is there twice."""
+
+    def forward(self, keyed: KeyedJaggedTensor, numbers: Tensor) -> Tensor:
+        samples = len(numbers)
+        assert isinstance(samples, int)
+        pooled = self.bags(keyed).values().view(int(samples), 3, int(DIM * 1.0))
+        first, second = torch.split(torch.cat([pooled, pooled * 2]), int(numbers.size(0)))
+        answer: Tensor = (first + second).sum(dim=1) * self.of_dense(numbers)
+        return answer + torch.ones(len(pooled), DIM) / len(pooled[0])
+
+
+class NotCalled(Network):
+    """gSASRec's table of outputs: a collection that another method looks up, of a table with the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = collection(POOLED[1:2], seed=3)
+
+    def forward(self, keyed: KeyedJaggedTensor, numbers: Tensor) -> Tensor:
+        return self.logits(keyed, numbers)
+
+    def of_items(self, keyed: KeyedJaggedTensor) -> Tensor:
+        return self.items(keyed).values()  # type: ignore[no-any-return]
+
+
 class Across(Network):
     """Two towers in training: the scores of all users with all items of the batch. Samples meet."""
 
@@ -252,6 +278,8 @@ HABITS: dict[str, Form] = {
         "modes_and_settings": Modes,
         "no_grad": NoGrad,
         "cosine": Cosine,
+        "sizes_of_python": SizesOfPython,
+        "collection_not_called": NotCalled,
         "branch_on_batch_size": OfBatchSize,
         "across_samples": Across,
     }.items()

@@ -109,6 +109,18 @@ class JoinedByHand(Scored):
         return self.scores(keyed)
 
 
+class OneOfEach(Scored):
+    """AdvancedNCF: as many samples as a third of the ids, for each sample has one of each key."""
+
+    def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
+        samples = keyed.values().size(0) // len(keyed.keys())
+        found = self.scores(keyed)
+        if found.size(0) != samples:
+            raise ValueError(f"expected {samples} samples, got {found.size(0)}")
+        by_key = keyed.values().view(len(keyed.keys()), samples)
+        return found + torch.fmod(by_key, 7).t().float()[:, :2]
+
+
 class Permuted(Scored):
     """`permute`, before a collection that wants another order."""
 
@@ -217,6 +229,7 @@ KEYS: dict[str, Form] = {
         JoinedByHand,
         positional(lambda random, n: ids(random, n, "user_id"), lambda random, n: ids(random, n, "item_id", "words")),
     ),
+    "one_id_of_each_key": (OneOfEach, positional(lambda random, n: ids(random, n, *ORDER, least=1, most=1))),
     "ids_permuted": (Permuted, positional(pooled_ids)),
     "ids_split": (Split, positional(pooled_ids)),
     "ids_padded": (Padded, padded),

@@ -229,6 +229,15 @@ class ByCandidate(Rows):
         return scores
 
 
+class AllOfOneLength(Rows):
+    """Histories that a loader cut to one length: rows of both keys as one tensor [B, 2L, dim], which is viewed."""
+
+    def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
+        rows = self.rows(keyed)
+        both = torch.cat([rows["seen"].values(), rows["visited"].values()]).view(2, keyed.stride(), LONGEST, DIM)
+        return self.top(both.transpose(0, 1).flatten(1, 2).amax(dim=1))  # type: ignore[no-any-return]
+
+
 def seen(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
     return ids(random, samples, "seen", "target", "visited", most=LONGEST)
 
@@ -240,6 +249,10 @@ def not_empty(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
 def one_length(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
     lengths = of(random, LONGEST + 1, samples).int()
     return ids(random, samples, "seen", "target", "visited", seen=lengths, visited=lengths)
+
+
+def all_of_one_length(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
+    return ids(random, samples, "seen", "target", "visited", least=LONGEST, most=LONGEST)
 
 
 def beside(random: np.random.Generator, samples: int) -> KeyedJaggedTensor:
@@ -274,6 +287,7 @@ SEQUENCES: dict[str, Form] = {name: (module, positional(seen)) for name, module 
     "longest_of_batch": (OwnLongest, positional(not_empty)),
     "longest_of_lengths": (LongestOfLengths, positional(not_empty)),
     "sequences_of_one_length": (OneLength, positional(one_length)),
+    "all_of_one_length": (AllOfOneLength, positional(all_of_one_length)),
     "numbers_by_event": (Measured, events),
     "beside_pooled": (BesidePooled, positional(beside, dense)),
     "raw_ids": (RawIds, positional(raw)),

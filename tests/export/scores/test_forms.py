@@ -36,9 +36,7 @@ REFUSED = {
     "across_samples": r"expected an answer with a row for each sample, got 'scores' \['B', 'B'\]",
     "sequences_answered": "expected a tensor, .* got 'scores_0.seen', which is jagged",
     "score_by_candidate": r"expected an answer with a row for each sample, got 'scores' \['B'\]",
-    "longest_of_lengths": "hangs on numbers of the request at .*line [0-9]+: `longest = int",
     "numbers_by_event": "uses 'batch.prices.seen_price', which no collection looks up",
-    "heads_in_batch": "number of samples of the example alone.*line [0-9]+: `states = ",
 }
 # `.squeeze()` of an answer of one sample leaves out the dimension of samples. What is served keeps it.
 SQUEEZED = ("squeezed_answer", "values_and_lengths")
@@ -169,6 +167,7 @@ TENSORS: dict[str, Callable[[dict[str, Numbers]], dict[str, Any]]] = {
     "ids_of_columns": lambda tensors: dict(
         zip(ORDER, (tensors[each].tolist() for each in ("user_ids", "item_ids", "words")), strict=True)
     ),
+    "heads_in_batch": lambda tensors: {"visited": tensors["events"].tolist()},
     "values_and_lengths": of_parts("values", "lengths"),
     "dict_of_tensors": of_parts("batch.id_list_features.values", "batch.id_list_features.lengths"),
 }

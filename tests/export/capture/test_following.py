@@ -1,0 +1,77 @@
+"""Python's `len` and `int` in a model's file: sizes that may be any, unless the file hands them on."""
+
+import builtins
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from export import export_model
+from serving.engine import Engine
+from tests.support.forms_inputs import ids
+from tests.support.scored import EXACT
+
+SOURCE = """
+import torch
+from torch import nn
+from tests.support.forms_inputs import DIM, POOLED
+from tests.support.models import collection
+
+
+class Ranker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags = collection(POOLED[:1])
+
+    def forward(self, keyed):
+        pooled = self.bags(keyed).values()
+        return {body}
+"""
+SIZES = "pooled * int(len(pooled) / len(pooled)) + torch.ones(int(pooled.size(0)), DIM)"
+HANDED_ON = "pooled + torch.arange(DIM, dtype=int) + sum(map(int, '12'))"
+
+
+@pytest.fixture
+def written(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """A model's file, whose forward is the parameter."""
+    path = tmp_path / "a_ranker_of_a_user.py"
+    path.write_text(SOURCE.format(body=request.param))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[path.stem]
+
+
+@pytest.mark.parametrize("written", [SIZES, HANDED_ON], indirect=True)
+def test_sizes_of_python_are_served_and_nothing_stays_behind(written: ModuleType, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = written.Ranker().eval()
+    before = {**vars(written)}
+    bundle = export_model(model, tmp_path / "r", "m", EXACT, example=(example(5),))
+    assert vars(written) == before
+    assert vars(builtins)["int"] is int
+    with Engine.open(bundle) as engine:
+        for samples in (1, 2, 9):
+            keyed = example(samples)
+            (scores,) = engine.score({"user_id": {"values": keyed.values(), "lengths": keyed.lengths()}}).values()
+            torch.testing.assert_close(torch.from_numpy(scores.copy()), answer(model, keyed), rtol=0, atol=1e-6)
+
+
+def example(samples: int) -> KeyedJaggedTensor:
+    return ids(np.random.default_rng(samples), samples, "user_id")
+
+
+def answer(model: torch.nn.Module, keyed: KeyedJaggedTensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(keyed)
+    return found
