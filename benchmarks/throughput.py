@@ -123,7 +123,7 @@ def _recovery(repository: Path) -> Iterator[Result]:
     ):
         features: Features = {"f0": [[1]]}
         client.lookup(features)
-        supervisor = Supervisor(server, True, lambda _: None)
+        supervisor = Supervisor(server, True)
         watching = threading.Thread(target=supervisor.wait)
         watching.start()
         times = []

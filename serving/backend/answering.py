@@ -104,6 +104,7 @@ class Answerer:
         metrics: counts requests, and what became of them.
         recorder: keeps slow and refused requests; None keeps none.
         log: takes the trace of an unexpected error. Callers get a fixed text.
+        say_refused: takes why each request was refused that was not as it should be.
         largest_handover: most requests that Triton hands over together.
     """
 
@@ -114,13 +115,14 @@ class Answerer:
         metrics: LookupMetrics,
         recorder: Recorder | None,
         log: Callable[[str], None],
+        say_refused: Callable[[str], None],
         largest_handover: int = LARGEST_HANDOVER,
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
         self._recorder = recorder
-        self._log = log
+        self._log, self._say_refused = log, say_refused
         self._backlog = Backlog(limits.max_busy_ms, largest_handover)
 
     def answer(
@@ -222,7 +224,7 @@ class Answerer:
         lost = 0
         for error in answer.errors.values():
             if isinstance(error, InvalidRequest):
-                metrics.count_invalid(error)
+                self._count_refused(error)
             else:
                 lost += 1
         if not answer.checked.requests:
@@ -248,9 +250,13 @@ class Answerer:
                 self._record(handover, position, f"slow: {1e3 * seconds:.1f} ms")
 
     def _refuse(self, handover: "_Handover", position: int, error: InvalidRequest) -> None:
-        self._metrics.count_invalid(error)
+        self._count_refused(error)
         handover.outcomes[position] = error
         self._record(handover, position, f"refused: {error.reason.value}")
+
+    def _count_refused(self, error: InvalidRequest) -> None:
+        self._metrics.count_invalid(error)
+        self._say_refused(str(error))
 
     def _fail(self, handover: "_Handover", group: Sequence[int]) -> None:
         """Answer an unexpected error, inside `except`: the log gets the trace, each caller a fixed text."""

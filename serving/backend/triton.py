@@ -6,7 +6,7 @@
 
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from serving.errors import (
     ServingError,
     shown,
 )
+from serving.log import Sampled, about_model
 from serving.model.settings import RECOVERED, ServingSettings, parsed
 from serving.request.tensors import IDS, Array, Tensors, decode_parameters
 from serving.router.hosts_config import hosts_of
@@ -123,15 +124,20 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
     if settings.verify_weights and not is_verified:
         verify_digests(bundle, but=bundle.manifest.weights_files)
         engine.table_files.verify()
-    warm_up(engine, model, pb_utils.Logger.log_warn)
+
+    def warns(event: str) -> Callable[[str], None]:
+        return about_model(pb_utils.Logger.log_warn, event, args["model_name"], args["model_version"])
+
+    warm_up(engine, model, warns("warm_up"))
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
     metrics = LookupMetrics(families, labels, [table.name for table in manifest.tables], manifest.exported_at)
-    pages = PageMetrics(families, labels, engine.table_files, pb_utils.Logger.log_warn)
+    pages = PageMetrics(families, labels, engine.table_files, warns("pages"))
     if recovered is not None and args["model_instance_name"].endswith("_0"):  # by one instance of several
         metrics.count_recovery()
-    recorder = Recorder.of(settings, args["model_name"], metrics.count_captured, pb_utils.Logger.log_warn)
-    answerer = Answerer(engine, settings, metrics, recorder, pb_utils.Logger.log_error)
+    recorder = Recorder.of(settings, args["model_name"], metrics.count_captured, warns("capture"))
+    fails = about_model(pb_utils.Logger.log_error, "failed", args["model_name"], args["model_version"])
+    answerer = Answerer(engine, settings, metrics, recorder, fails, Sampled(warns("refused")))
     published = [metrics.publish, pages.publish]
     if isinstance(engine.ranks, RouterRanks):
         engine.ranks.watch_replicas(_REPLICAS_PERIOD_S)

@@ -1,8 +1,10 @@
 """Which calls are tried again, and when, for both clients.
 
-gRPC itself tries again by status. This file does it for errors that a status does not tell apart from others.
+gRPC itself tries again by status. This file does it for errors that a status does not tell apart from others. It logs
+that, at DEBUG.
 """
 
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from serving.arguments import check_arguments
 from serving.errors import ConfigurationError, DeadlineExceeded, ModelUnavailable, SharedMemoryFull
 
 T = TypeVar("T")
+_LOG = logging.getLogger(__name__)
 # gRPC counts in ms. With 0 ms to wait, which 1 ms less 20 % is, it was seen to forget the call until its deadline.
 _LEAST_BACKOFF_S = 0.002
 _MOST_BACKOFF_S = 1_000_000
@@ -87,16 +90,16 @@ async def with_retries(
         in_part = elsewhere and left_s < _NOTICED_S
         try:
             return await attempt(left_s * _FIRST_SHARE if in_part else left_s)
-        except DeadlineExceeded:
+        except DeadlineExceeded as error:
             if not in_part:
                 raise
             elsewhere = False
+            _LOG.debug("attempt %d: %s: another server has the rest of the time", number, error)
             continue
-        except ModelUnavailable:
-            if retries.attempts == 1 or time.monotonic() + pause_s >= deadline:
+        except (ModelUnavailable, SharedMemoryFull) as error:
+            is_last = retries.attempts == 1 if isinstance(error, ModelUnavailable) else number >= retries.attempts
+            if is_last or time.monotonic() + pause_s >= deadline:
                 raise
-        except SharedMemoryFull:
-            if number >= retries.attempts or time.monotonic() + pause_s >= deadline:
-                raise
+            _LOG.debug("attempt %d: %s: tried again in %g s", number, error, pause_s)
         await pause(pause_s)
         pause_s = min(2 * pause_s, retries.max_backoff_s)

@@ -14,11 +14,11 @@ import msgspec
 import typer
 from rich.table import Table
 
-from serving.commands.connection import say
 from serving.commands.load import FollowOf, PinsOf, takes_follow, takes_pins
 from serving.commands.trust import TrustOf, takes_trust
 from serving.errors import ConfigurationError
 from serving.files import read_file
+from serving.log import LogFormat, server_log
 from serving.server import (
     LOOPBACK,
     Access,
@@ -35,8 +35,8 @@ from serving.server.launch.private import Trust
 from serving.server.launch.process import SHM_BYTES
 from serving.server.models import Pins
 from serving.server.versions import ReleaseFile, read_releases, released_versions
-from serving.server.watch.fleet_supervisor import FleetSupervisor
 from serving.server.watch.release_follower import ReleaseFollower
+from serving.server.watch.supervisor import FleetSupervisor
 from serving.terminal.app import out
 from serving.terminal.options import shared_options
 from serving.triton.command_line import RESTRICTED
@@ -160,6 +160,9 @@ def run(
             "a tritonserver for each host on free ports, and one for the router on the ports given here.",
         ),
     ] = False,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="Form of the log on stderr, tritonserver's lines included: a line an event.")
+    ] = LogFormat.TEXT,
     as_json: Annotated[bool, typer.Option("--json", help="When ready, print one line of JSON.")] = False,
 ) -> None:
     """Run a tritonserver on a model repository until SIGINT or SIGTERM. Exits with its exit code.
@@ -176,20 +179,23 @@ def run(
         "shm_bytes": shm_mib << 20,
         "options": triton_options or (),
     }
-    serve = _fleet if local_hosts else _alone
+    serve = partial(_fleet if local_hosts else _alone, log_format=log_format)
     with _private_files(), serve(repository, ports(), pins=pinned, access=access(), **common) as servers:
-        for warning in dict.fromkeys(warning for server in servers.values() for warning in server.warnings):
-            say(warning)
         watched = [
-            Supervisor(server, recover, partial(_say_of, name), _follower(server, files, unload_after_s, name))
-            for name, server in servers.items()
+            Supervisor(server, recover, _follower(server, files, unload_after_s)) for server in servers.values()
         ]
+        log = servers[""].log
+        for warning in dict.fromkeys(warning for server in servers.values() for warning in server.warnings):
+            log.warning(warning, extra={"event": "warning"})
+        for server in servers.values():
+            named = ", ".join(map(_named, server.models))
+            server.log.info("serves %s on %s", named, server.grpc, extra={"event": "ready"})
         signals.supervisor = supervisor = FleetSupervisor(watched[:-1], watched[-1]) if local_hosts else watched[0]
         print(_as_json(servers)) if as_json else out.print(_as_text(servers))
         sys.stdout.flush()
         code = supervisor.wait()
-    if code:
-        say(f"tritonserver exited with {code}")
+        if code:
+            log.critical("tritonserver exited with %d", code, extra={"event": "exited"})
     raise typer.Exit(code if code >= 0 else 128 - code)
 
 
@@ -198,30 +204,24 @@ Servers = Mapping[str, Server]
 
 
 @contextmanager
-def _alone(repository: Path, ports: Ports, **options: Any) -> Iterator[Servers]:
-    with run_server(repository, ports, **options) as server:
+def _alone(repository: Path, ports: Ports, *, log_format: LogFormat, **options: Any) -> Iterator[Servers]:
+    with run_server(repository, ports, log=server_log(form=log_format), **options) as server:
         yield {"": server}
 
 
 @contextmanager
-def _fleet(repository: Path, ports: Ports, **options: Any) -> Iterator[Servers]:
-    with run_local_hosts(repository, ports, **options) as fleet:
+def _fleet(repository: Path, ports: Ports, *, log_format: LogFormat, **options: Any) -> Iterator[Servers]:
+    with run_local_hosts(repository, ports, log_format=log_format, **options) as fleet:
         yield {f"host {number}": server for number, server in fleet.hosts.items()} | {"": fleet.router}
 
 
-def _say_of(name: str, line: str) -> None:
-    say(f"{name}: {line}" if name else line)
-
-
-def _follower(
-    server: Server, files: Sequence[ReleaseFile], unload_after_s: float | None, name: str
-) -> ReleaseFollower | None:
+def _follower(server: Server, files: Sequence[ReleaseFile], unload_after_s: float | None) -> ReleaseFollower | None:
     """What follows the releases of a server's models. None: they are not followed."""
     if unload_after_s is None:
         return None
     served = {model.name for model in server.models}
     own = [file for file in files if file.model in served]
-    return ReleaseFollower(server, own, unload_after_s, partial(_say_of, name))
+    return ReleaseFollower(server, own, unload_after_s)
 
 
 def _releases(repository: Path, pinned: Pins, trust: Trust | None) -> tuple[ReleaseFile, ...]:

@@ -1,5 +1,6 @@
 """A router and its hosts on this machine: a tritonserver for each host of its plan, and one for the router."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from serving.bundle.opening import Bundle, open_bundle, versions
 from serving.bundle.plan import HostBundle, is_host_model, path_of
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
+from serving.log import LogFormat, close_log, server_log
 from serving.model.config_file import read_config
 from serving.server.launch.access import Access
 from serving.server.launch.ports import Ports
@@ -73,6 +75,7 @@ def run_local_hosts(
     trust: Trust | None = None,
     deltas: Path | None = None,
     logs: Path | None = None,
+    log_format: LogFormat = LogFormat.TEXT,
     shm_bytes: int = SHM_BYTES,
     options: Sequence[str] = (),
 ) -> Iterator[LocalFleet]:
@@ -89,6 +92,7 @@ def run_local_hosts(
         trust: as `run_server`.
         deltas: as `run_server`.
         logs: a folder for the log of each server, `<model>.log`. None: stderr.
+        log_format: of these logs.
         shm_bytes: as `run_server`, of each server.
         options: as `run_server`, of each server.
 
@@ -101,6 +105,12 @@ def run_local_hosts(
     placed = _placement(repository, pins, None if trust is None else TrustedKeys.read(trust.keys))
     start = partial(run_server, repository, deltas=deltas, shm_bytes=shm_bytes, options=options)
     with ExitStack() as stack:
+
+        def log_of(model: str, host: int | None = None) -> logging.Logger:
+            log = server_log(None if logs is None else logs / f"{model}.log", log_format, host)
+            stack.callback(close_log, log)
+            return log
+
         hosts = {
             number: stack.enter_context(
                 start(
@@ -108,7 +118,7 @@ def run_local_hosts(
                     models=[host.model],
                     pins={host.model: pins.get(host.model, host.versions)},
                     trust=_trust_in(trust, [host.model]),
-                    log=_log(logs, host.model),
+                    log=log_of(host.model, number),
                 )
             )
             for number, host in placed.hosts.items()
@@ -122,14 +132,10 @@ def run_local_hosts(
                 hosts={placed.router: {str(number): server.grpc for number, server in hosts.items()}},
                 access=access,
                 trust=_trust_in(trust, models),
-                log=_log(logs, placed.router),
+                log=log_of(placed.router),
             )
         )
         yield LocalFleet(hosts, router)
-
-
-def _log(folder: Path | None, model: str) -> Path | None:
-    return None if folder is None else folder / f"{model}.log"
 
 
 def _trust_in(trust: Trust | None, models: Sequence[str]) -> Trust | None:

@@ -1,13 +1,15 @@
-"""The log of a tritonserver: passed on line by line, and searched for the reason why the server ended.
+"""What a tritonserver says: logged line by line, and searched for the reason why the server ended.
 
 Run with Triton 24.10. The source of 26.04 was read: its log has the same format.
 """
 
+import logging
 import re
 import threading
 from collections import deque
-from contextlib import suppress
 from typing import BinaryIO
+
+from serving.log import triton_record
 
 _LINES_KEPT = 200
 # An error in the log. Before its text come the time, the process and a line of Triton's code.
@@ -23,16 +25,17 @@ _PATIENCE_S = 2.0
 
 
 class Output:
-    """Copies the log of a server, line by line, on a thread of its own, until the server has ended.
+    """Logs what a server says, line by line, on a thread of its own, until the server has ended.
 
     Args:
         source: the pipe that the server writes to.
-        sink: takes every line.
+        log: takes every line.
+        name: of who says it.
     """
 
-    def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
-        self._source = source
-        self._sink = sink
+    def __init__(self, source: BinaryIO, log: logging.Logger, name: str = "triton") -> None:
+        self._source, self._name = source, name
+        self._log = log
         self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
         self._thread = threading.Thread(target=self._copy, name="output", daemon=True)
         self._thread.start()
@@ -54,9 +57,9 @@ class Output:
             for line in self._source:
                 is_usage = is_usage or line.startswith(_USAGE)
                 if not is_usage:
-                    self._lines.append(line.decode(errors="replace").rstrip())
-                    with suppress(OSError, ValueError):  # the sink is closed: read on, or the server would block
-                        self._sink.write(line)
+                    said = line.decode(errors="replace").rstrip()
+                    self._lines.append(said)
+                    self._log.handle(triton_record(said, self._name))
 
 
 def _matches(pattern: re.Pattern[str], lines: list[str]) -> list[str]:

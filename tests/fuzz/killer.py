@@ -34,7 +34,7 @@ def recovery_s(server: Server, model: Model) -> float:
     asked = {next(iter(model.features)): [[1, 2]]}
     with LookupClient(server.grpc, model.name, 10) as client, grpc.insecure_channel(server.grpc) as channel:
         (expected,) = client.lookup(asked).values()
-        supervisor = Supervisor(server, True, lambda _: None)
+        supervisor = Supervisor(server, True)
         watching = threading.Thread(target=supervisor.wait)
         watching.start()
         try:

@@ -378,7 +378,7 @@ def test_a_program_that_needs_ids_is_loaded_and_fails_alone_without(tmp_path: Pa
     )
     log: list[str] = []
     metrics: Any = _NoMetrics()
-    answerer = Answerer(engine, ServingSettings(), metrics, None, log.append)
+    answerer = Answerer(engine, ServingSettings(), metrics, None, log.append, lambda _: None)
     bags: list[Any] = [[[1, 9]], [[]], [[2]]]
     requests = [replace(encode(of_recent(recent)), outputs=("score",)) for recent in bags]
     first, failed, last = answerer.answer(requests, lambda each: each, lambda _: False)

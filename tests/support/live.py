@@ -21,6 +21,7 @@ from export import ExportConfig, Sharding, WeightDtype, export_model, publish_de
 from export.publish.changes import StoredRows
 from export.publish.delta import Lineage
 from serving.bundle.delta import Rows, deltas_folder
+from serving.log import close_log, server_log
 from serving.model.settings import ServingSettings
 from serving.server.launch.live import Applied, LiveCopies
 from tests.support.models import Spec, collection
@@ -95,13 +96,13 @@ def changing_nothing(bundle: Path) -> Iterator[None]:
 @contextmanager
 def applying(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCopies]:
     """Keep an applier for the engines of this process and its children, as a server does."""
-    log = bundle.parent.parent.parent / "applier.log"
-    with log.open("ab", buffering=0) as sink:
-        copies = LiveCopies(deltas_folder(bundle.parent.parent), {}, sink)
-        for name, value in copies.environment.items():
-            monkeypatch.setenv(name, value)
-        with copies.kept():
-            yield copies
+    log = server_log(bundle.parent.parent.parent / "applier.log")
+    copies = LiveCopies(deltas_folder(bundle.parent.parent), {}, log)
+    for name, value in copies.environment.items():
+        monkeypatch.setenv(name, value)
+    with copies.kept():
+        yield copies
+    close_log(log)
 
 
 def wait_until(copies: LiveCopies, holds: Callable[[Applied], bool]) -> Applied:

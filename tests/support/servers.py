@@ -306,7 +306,7 @@ def lose(server: Server) -> None:
 @contextmanager
 def supervised(server: Server) -> Iterator[None]:
     """Start a server anew that dies inside the block, which ends with it."""
-    supervisor = Supervisor(server, True, print)
+    supervisor = Supervisor(server, True)
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(supervisor.wait)
         try:

@@ -20,5 +20,5 @@ def answers_of(bundle: Path, requests: list[Tensors], limits: Limits | None = No
     metrics = LookupMetrics(
         lambda name, *_: Counter(name, {}), {}, [table.name for table in engine.bundle.manifest.tables], 0.0
     )
-    answerer = Answerer(engine, limits or ServingSettings(), metrics, None, pytest.fail)
+    answerer = Answerer(engine, limits or ServingSettings(), metrics, None, pytest.fail, lambda _: None)
     return answerer.answer(requests, lambda tensors: tensors, lambda _: False)

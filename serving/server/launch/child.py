@@ -7,6 +7,7 @@ kernel skip exactly that call. The child process sets the filter on itself befor
 
 import contextlib
 import ctypes
+import logging
 import os
 import platform
 import resource
@@ -138,14 +139,14 @@ class Launch:
         command: the program and its options.
         environment: environment variables that it gets in addition to ours.
         shm_bytes: most bytes of shared memory of an instance.
-        sink: its log is written there.
+        log: what it says goes there.
         folder: its working directory, where a model's Python looks for modules first. None: ours.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str]
     shm_bytes: int
-    sink: BinaryIO
+    log: logging.Logger
     folder: Path | None = None
 
     def start(self, options: Sequence[str] = ()) -> Child:
@@ -160,7 +161,7 @@ class Launch:
             start_new_session=True,  # else it would get a Ctrl-C twice: from the terminal, and from us
             preexec_fn=partial(_in_child, self.shm_bytes),
         )
-        return Child(process, Output(cast(BinaryIO, process.stdout), self.sink))
+        return Child(process, Output(cast(BinaryIO, process.stdout), self.log))
 
 
 @contextlib.contextmanager

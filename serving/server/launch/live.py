@@ -4,6 +4,7 @@
 that has no live copy starts no applier.
 """
 
+import logging
 import os
 import secrets
 import subprocess
@@ -13,11 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 from serving.bundle.delta import delta_path, listed
 from serving.tables.live_copy import LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 from serving.tables.live_state import About, State
+from serving.triton.output import Output
 
 # Seconds between looks at the copies and the applier.
 _LOOKS_S = 0.2
@@ -74,7 +76,7 @@ class LiveCopies:
     Args:
         deltas: the folder of all deltas.
         environment: of the applier, in addition to ours.
-        sink: the server's log.
+        log: the server's log.
 
     Attributes:
         environment: what the processes of the server's models need.
@@ -82,11 +84,11 @@ class LiveCopies:
             nobody who reads this.
     """
 
-    def __init__(self, deltas: Path, environment: Mapping[str, str], sink: BinaryIO) -> None:
+    def __init__(self, deltas: Path, environment: Mapping[str, str], log: logging.Logger) -> None:
         self._name = secrets.token_hex(8)
         self._deltas = deltas
         self._variables = {**os.environ, **environment, **_ONE_THREAD}
-        self._sink = sink
+        self._log = log
         self._said: dict[tuple[str, str], str] = {}
         # The numbers of the deltas that are there, by folder, as they were when they were last listed.
         self._numbers: dict[Path, list[int]] = {}
@@ -166,7 +168,11 @@ class LiveCopies:
             is_running = process is not None and process.poll() is None
             if not is_running and time.monotonic() >= next_start and copies:
                 if process is not None:
-                    self._say(f"the applier of deltas ended with {process.returncode}, and is started again")
+                    self._log.warning(
+                        "the applier of deltas ended with %d, and is started again",
+                        process.returncode,
+                        extra={"event": "applier_died"},
+                    )
                 next_start = time.monotonic() + _STARTS_S
                 process = self._start()
             self.applied = self._look(copies)
@@ -177,9 +183,15 @@ class LiveCopies:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-P", "-m", "serving.tables.applier", self._name, str(self._deltas)]
-        return subprocess.Popen(
-            command, env=self._variables, stdin=subprocess.DEVNULL, stdout=self._sink, stderr=self._sink
+        process = subprocess.Popen(
+            command,
+            env=self._variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
+        Output(cast(BinaryIO, process.stdout), self._log, "applier")
+        return process
 
     def _say_changes(self) -> None:
         """Say which copies stopped, and which go on, once."""
@@ -187,10 +199,12 @@ class LiveCopies:
             key = each.about.model, each.about.version
             if each.stopped != self._said.get(key, ""):
                 self._said[key] = each.stopped
-                self._say(
-                    f"{' '.join(key)}: deltas are applied up to {each.sequence}: {each.stopped or 'they go on'}"
+                about = {"model": each.about.model, "version": each.about.version}
+                self._log.log(
+                    logging.ERROR if each.stopped else logging.INFO,
+                    "%s: deltas are applied up to %d: %s",
+                    " ".join(key),
+                    each.sequence,
+                    each.stopped or "they go on",
+                    extra={"event": "deltas_stopped" if each.stopped else "deltas_go_on", **about},
                 )
-
-    def _say(self, line: str) -> None:
-        with suppress(OSError):  # a full disk, or a reader that is gone
-            self._sink.write(f"{line}\n".encode())

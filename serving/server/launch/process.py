@@ -1,15 +1,14 @@
 """Run a real tritonserver: start it, wait until its models are ready, stop it."""
 
 import contextlib
-import os
+import logging
 import secrets
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
 
 from serving.bundle.delta import deltas_folder
+from serving.log import close_log, server_log
 from serving.server.launch.access import Access
 from serving.server.launch.child import Launch, signals_deferred
 from serving.server.launch.live import LiveCopies
@@ -43,7 +42,7 @@ def run_server(
     trust: Trust | None = None,
     deltas: Path | None = None,
     ready_timeout_s: float = 120.0,
-    log: Path | None = None,
+    log: Path | logging.Logger | None = None,
     shm_bytes: int = SHM_BYTES,
     options: Sequence[str] = (),
 ) -> Iterator[Server]:
@@ -61,7 +60,7 @@ def run_server(
         trust: which signatures are trusted, and how signed bundles are served. None: unsigned bundles are served too.
         ready_timeout_s: longest time to load the models, in seconds.
         deltas: the folder of the models' deltas. None: REPOSITORY.deltas.
-        log: the file for the server's log. None: stderr.
+        log: the server's log (`serving.log`), or its file. None: stderr.
         shm_bytes: most bytes of shared memory of an instance, for the requests that it answers together. The kernel's
             limit on the size of files enforces it (RLIMIT_FSIZE).
         options: further options of tritonserver, such as "--log-info=true".
@@ -78,11 +77,14 @@ def run_server(
     with contextlib.ExitStack() as stack:
         private = None if trust is None else stack.enter_context(private_folder(repository, models, trust, pins))
         served = private.repository if private else repository
+        folder = Path(private.path) if private else None
         installation = find_tritonserver(stack)
         endpoints = stack.enter_context(free_endpoints(access, ports))
         environment = installation.environment | (private.environment if private else {})
-        sink = stack.enter_context(_sink(log))
-        copies = LiveCopies((deltas or deltas_folder(repository)).absolute(), environment, sink)
+        if not isinstance(log, logging.Logger):
+            log = server_log(log)
+            stack.callback(close_log, log)
+        copies = LiveCopies((deltas or deltas_folder(repository)).absolute(), environment, log)
         stack.enter_context(copies.kept())
         condition = Condition(tls=access.tls, copies=copies)
         scrape = partial(metrics_page, endpoints.metrics, CONTROL_TIMEOUT_S)
@@ -97,9 +99,9 @@ def run_server(
                 *options,
             ],
             environment=environment | copies.environment,
-            folder=Path(private.path) if private else None,
+            folder=folder,
             shm_bytes=shm_bytes,
-            sink=sink,
+            log=log,
         )
         # What is served otherwise than config.pbtxt says, Triton can be told to load only once it answers.
         told = {**dict.fromkeys(hosts, ()), **pins}
@@ -159,9 +161,3 @@ def _started(
         if models:  # loading them shows that it has copied its options. Without one, only its first answer does
             erase_from_command_line(server.process, key)
         yield server
-
-
-def _sink(log: Path | None) -> BinaryIO:
-    if log is None:
-        return open(sys.stderr.fileno(), "wb", buffering=0, closefd=False)
-    return open(log, "wb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))

@@ -1,5 +1,6 @@
 """A tritonserver that was started: where it is, its process, and how it is replaced and ended."""
 
+import logging
 import subprocess
 import threading
 import time
@@ -60,6 +61,11 @@ class Server:
     loading: Mapping[str, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock), repr=False)
     models: tuple[ServedModel, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> logging.Logger:
+        """Its log."""
+        return self.launch.log
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":

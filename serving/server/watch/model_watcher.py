@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +56,6 @@ class ModelWatcher:
         server: a running server.
         served: the models that it serves. The watcher updates it.
         recover: whether to load a model again if its process died or hangs. False: give up.
-        say: called with a line for each event.
 
     Attributes:
         failure: why it gave up: the server should be stopped. None: it goes on.
@@ -64,7 +63,7 @@ class ModelWatcher:
         has_loaded: whether all models of `served` have been loaded.
     """
 
-    def __init__(self, server: Server, served: Served, recover: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, server: Server, served: Served, recover: bool) -> None:
         self.failure: ServingError | None = None
         self.lost: str | None = None
         self.has_loaded = False
@@ -72,7 +71,7 @@ class ModelWatcher:
         self._child = server.child
         self._served = served
         self._recover = recover
-        self._say = say
+        self._log = server.log
         self._ended = threading.Event()
         self._seen, self._has_complained = time.monotonic(), False
         self._suspects: set[str] = set()
@@ -123,7 +122,9 @@ class ModelWatcher:
     def _check(self) -> None:
         control = self._server.control(_ASK_TIMEOUT_S)
         try:
+            before = {**self._served.versions}
             self._served.update(control.index(), control)
+            self._note_switches(before)
             answered = control.answered()
         except ServingError as error:  # the server has just ended, is busy, or refuses us
             self._complain(error)
@@ -142,12 +143,30 @@ class ModelWatcher:
                     stub.kill()
             self._replace(model, hung[model])
 
+    def _note_switches(self, before: Mapping[str, Sequence[int]]) -> None:
+        """Log which models serve other versions than before: by `tbe-serve load`, a release, or recovery."""
+        now = self._served.versions
+        for model in sorted(before.keys() | now.keys()):
+            old, new = (", ".join(map(str, each.get(model, ()))) or "none" for each in (before, now))
+            if old != new:
+                self._log.info(
+                    "model %r: serves version %s, before %s",
+                    model,
+                    new,
+                    old,
+                    extra={"event": "switched", "model": model, "version": max(now.get(model, ()), default=None)},
+                )
+
     def _complain(self, error: ServingError) -> None:
         silent_s = time.monotonic() - self._seen
         if silent_s > _SILENT_S and not self._has_complained:
             self._has_complained = True
             self._server.condition.server = "tritonserver does not answer"
-            self._say(f"cannot see its models, so one that dies will not be loaded anew: {error}")
+            self._log.warning(
+                "cannot see its models, so one that dies will not be loaded anew: %s",
+                error,
+                extra={"event": "server_silent"},
+            )
         if silent_s > _LOST_S and isinstance(error, DeadlineExceeded):
             raise error
 
@@ -187,7 +206,7 @@ class ModelWatcher:
     def _replace(self, model: str, why: str) -> None:
         if not self._recover:
             raise TritonserverFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
-        self._say(f"model {model!r}: {why}; loading it anew")
+        self._log.error("model %r: %s; loading it anew", model, why, extra={"event": "model_died", "model": model})
         self._server.note_recovery(model, why)
         self._server.condition.models[model] = f"{why}; it is loaded anew"
         with self._server.loading[model]:
@@ -202,7 +221,12 @@ class ModelWatcher:
         )
         for key in [key for key in self._hang_checks if key[0] == model]:
             del self._hang_checks[key]
-        self._say(f"model {model!r}: serves again after {time.monotonic() - started:.1f} s")
+        self._log.info(
+            "model %r: serves again after %.1f s",
+            model,
+            time.monotonic() - started,
+            extra={"event": "model_recovered", "model": model},
+        )
 
 
 def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:

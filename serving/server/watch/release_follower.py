@@ -1,8 +1,10 @@
 """Follow the release files of models: serve the versions that they say, also when they change (`run --follow`)."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from serving.bundle.release import Release
 from serving.errors import ServerUnavailable, ServingError
@@ -23,14 +25,10 @@ class ReleaseFollower:
         server: a running server. It serves the versions of the releases that `files` has read.
         files: the release files of its models.
         unload_after_s: how long older versions serve on beside a new one, for requests that name them, in seconds.
-        say: called with a line for each event.
     """
 
-    def __init__(
-        self, server: Server, files: Sequence[ReleaseFile], unload_after_s: float, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, server: Server, files: Sequence[ReleaseFile], unload_after_s: float) -> None:
         self._server = server
-        self._say = say
         self._ended = threading.Event()
         self._followed = [_Followed(file, unload_after_s, self._tell) for file in files]
         released = released_versions(files)
@@ -50,22 +48,23 @@ class ReleaseFollower:
             for each in self._followed:
                 each.follow(self._server)
 
-    def _tell(self, line: str) -> None:
+    def _tell(self, level: int, event: str, model: str, line: str) -> None:
         if not self._ended.is_set():  # a server that stops loads nothing
-            self._say(line)
+            self._server.log.log(level, "model %r: %s", model, line, extra={"event": event, "model": model})
 
 
 class _Followed:
     """A model that follows its release file."""
 
-    def __init__(self, file: ReleaseFile, unload_after_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, file: ReleaseFile, unload_after_s: float, tell: Callable[[int, str, str, str], None]) -> None:
         self._file = file
         self._unload_after_s = unload_after_s
         self._present = self._tried = file.newest
         self._unload_at: float | None = None
         self._try_at, self._pause_s = 0.0, _PERIOD_S
-        self._say = say
-        self._say_of_file, self._say_of_loading = _Once(self._tell), _Once(self._tell)
+        self._tell = tell
+        self._say_of_file = _Once(partial(tell, logging.WARNING, "release_refused", file.model))
+        self._say_of_loading = _Once(partial(tell, logging.ERROR, "release_failed", file.model))
 
     def follow(self, server: Server) -> None:
         """Read the release file. Load or unload versions that are due."""
@@ -122,7 +121,8 @@ class _Followed:
         self._say_of_loading(None)
         server.kept.note(released={**server.run_file.released, self._file.model: release.versions})
         until = f"; {_numbers(older)} is unloaded in {self._unload_after_s:g} s" if older else ""
-        self._tell(f"serves {_listed(release)}, as released{until}")
+        said = f"serves {_listed(release)}, as released{until}"
+        self._tell(logging.INFO, "released", self._file.model, said)
 
     def _unload(self, server: Server, present: Release) -> None:
         """Unload the older versions beside the present release."""
@@ -132,9 +132,6 @@ class _Followed:
         hosts = server.run_file.hosts.get(self._file.model)
         switch(control, self._file.model, present.versions, repository=server.repository, hosts=hosts)
         self._unload_at = None
-
-    def _tell(self, line: str) -> None:
-        self._say(f"model {self._file.model!r}: {line}")
 
 
 class _Once:

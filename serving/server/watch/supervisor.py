@@ -1,8 +1,9 @@
-"""Supervise a tritonserver: keep its models serving, start it again when it dies, and stop it on a signal."""
+"""Supervise tritonservers: keep their models serving, start them again when they die, and stop them on a signal."""
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from serving.errors import ServingError
 from serving.server.launch.server import Server
@@ -56,19 +57,15 @@ class Supervisor:
     Args:
         server: a running server.
         recover: whether to load models again that die or hang, and to start the server again if it dies.
-        say: called with a line for each event.
         follower: follows the models' release files while the server runs. None: do not follow them.
 
     Raises:
         ServingError: the server does not say which models it serves.
     """
 
-    def __init__(
-        self, server: Server, recover: bool, say: Callable[[str], None], follower: ReleaseFollower | None = None
-    ) -> None:
-        self._server = server
+    def __init__(self, server: Server, recover: bool, follower: ReleaseFollower | None = None) -> None:
+        self._server, self._log = server, server.log
         self._recover = recover
-        self._say = say
         self._follower = follower
         self._served = Served(server.started)
         control = server.control(_ASK_TIMEOUT_S)
@@ -84,6 +81,7 @@ class Supervisor:
     def stop(self, number: int) -> None:
         """Stop: send signal `number` to the server. It answers the requests that it accepted, and ends."""
         self._stopping = self._server.condition.is_stopping = True
+        self._log.info("stops: what was accepted is answered", extra={"event": "stopping"})
         self._is_idle = not self._is_answering()
         if self._follower is not None:
             self._follower.end()
@@ -106,8 +104,10 @@ class Supervisor:
         if self._failure is not None:
             raise self._failure
         if self._stopping and code < 0 and self._is_idle:
-            self._say(
-                f"tritonserver ended with {signal.Signals(-code).name} while it stopped, with nothing left to answer"
+            self._log.warning(
+                "tritonserver ended with %s while it stopped, with nothing left to answer",
+                signal.Signals(-code).name,
+                extra={"event": "server_died"},
             )
             return 0
         return code
@@ -117,7 +117,7 @@ class Supervisor:
 
     def _watch(self, *, is_anew: bool) -> int:
         """Watch until this tritonserver has ended. Returns its exit code."""
-        watcher = ModelWatcher(self._server, self._served, self._recover, self._say)
+        watcher = ModelWatcher(self._server, self._served, self._recover)
         watcher.start(is_anew=is_anew)
         while (code := self._server.process.poll()) is None and not self._stopping:
             self._server.condition.seen = time.monotonic()
@@ -126,7 +126,9 @@ class Supervisor:
                 self._failure = watcher.failure
                 self.stop(signal.SIGTERM)
             elif watcher.lost is not None:
-                self._say(f"tritonserver does not answer, and is killed: {watcher.lost}")
+                self._log.error(
+                    "tritonserver does not answer, and is killed: %s", watcher.lost, extra={"event": "server_hangs"}
+                )
                 self._server.process.kill()
                 self._server.process.wait()
             else:
@@ -162,14 +164,22 @@ class Supervisor:
         reason = signal.Signals(-code).name if code < 0 else f"{code}: {self._server.child.output.reason()}"
         pause_s = self._restarts.next_pause_s(has_served=self._has_served)
         if pause_s is None:
-            self._say(f"tritonserver died again ({reason}), after {MOST} starts within {WITHIN_S / 60:g} minutes")
+            self._log.critical(
+                "tritonserver died again (%s), after %d starts within %g minutes",
+                reason,
+                MOST,
+                WITHIN_S / 60,
+                extra={"event": "server_died"},
+            )
             return False
         self._server.condition.server = f"tritonserver died ({reason}); it is started anew"
         self._server.condition.models.clear()
         self._server.note_recovery(None, f"tritonserver died ({reason})")
         pause = f", in {pause_s:g} s" if pause_s else ""
         count = f"{self._restarts.recent} of at most {MOST} times"
-        self._say(f"tritonserver died ({reason}); starting it anew, {count}{pause}")
+        self._log.error(
+            "tritonserver died (%s); starting it anew, %s%s", reason, count, pause, extra={"event": "server_died"}
+        )
         until = time.monotonic() + pause_s
         while time.monotonic() < until and not self._stopping:
             self._server.condition.seen = time.monotonic()
@@ -179,3 +189,49 @@ class Supervisor:
         if self._stopping:  # the signal came before the new server could get it
             self._server.signal(signal.SIGTERM)
         return not self._stopping or self._server.process.poll() is None
+
+
+class FleetSupervisor:
+    """Supervises the server of a router and those of its hosts as one.
+
+    Each server is watched, and started anew, on a thread of its own. The main thread hears signals meanwhile.
+
+    Args:
+        hosts: of the servers of the hosts.
+        router: of the router's server.
+    """
+
+    def __init__(self, hosts: Sequence[Supervisor], router: Supervisor) -> None:
+        self._hosts, self._router = hosts, router
+        self._number: int | None = None
+
+    def stop(self, number: int) -> None:
+        """Stop all by signal `number`: the router first, which needs its hosts for what it has accepted."""
+        self._number = number
+
+    def wait(self) -> int:
+        """Watch until all have ended. When one has ended for good, all others are stopped.
+
+        Returns:
+            The exit code of the router's server, or, where that is 0, of the first host's that is not.
+
+        Raises:
+            ServingError: as `Supervisor.wait`.
+        """
+        with ThreadPoolExecutor(1 + len(self._hosts)) as pool:
+            router = pool.submit(self._router.wait)
+            hosts = [pool.submit(each.wait) for each in self._hosts]
+            while self._number is None and not wait([router, *hosts], 0, FIRST_COMPLETED).done:
+                time.sleep(_PERIOD_S)
+            number = signal.SIGTERM if self._number is None else self._number
+            _stop([self._router], [router], number)
+            _stop(self._hosts, hosts, number)
+        return next((code for code in (each.result() for each in (router, *hosts)) if code), 0)
+
+
+def _stop(supervisors: Sequence[Supervisor], running: Sequence["Future[int]"], number: int) -> None:
+    """Stop those that run, and wait until they have ended."""
+    for supervisor, each in zip(supervisors, running, strict=True):
+        if not each.done():
+            supervisor.stop(number)
+    wait(running)

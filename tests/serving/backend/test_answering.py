@@ -56,6 +56,7 @@ class Bench:
         self.call_ms = 0.0
         self.decoded = self.asked_for = 0
         self.counts: dict[str, float] = {}
+        self.refused: list[str] = []
         self.engine = Engine.open(bundle)
         look_up = self.engine.ranks.answer
 
@@ -67,7 +68,9 @@ class Bench:
             monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         monkeypatch.setattr(self.engine.ranks, "answer", slow)
         self.metrics = LookupMetrics(lambda name, *_: Counter(name, self.counts), {}, ["a"], 0.0)
-        self.answerer = Answerer(self.engine, limits, self.metrics, None, lambda _: None, largest_handover)
+        self.answerer = Answerer(
+            self.engine, limits, self.metrics, None, lambda _: None, self.refused.append, largest_handover
+        )
         self.tensors = Tensors(["user_id"], np.array([1]), np.array([1], np.int32))
         self.expected = self.engine.outputs(self.tensors)[EMBEDDINGS]
 
@@ -221,7 +224,7 @@ def test_requests_whose_fp16_answer_overflows_are_counted_and_not_their_neighbou
     """Each id weighs 40,000: two of one sign are beyond the largest number."""
     counts: dict[str, float] = {}
     metrics = LookupMetrics(lambda name, *_: Counter(name, counts), {}, ["t"], 0.0)
-    answerer = Answerer(half, ServingSettings(), metrics, None, lambda _: None)
+    answerer = Answerer(half, ServingSettings(), metrics, None, lambda _: None, lambda _: None)
     asked = [
         Tensors(None, np.array(bag, np.int64), np.array([len(bag)], np.int32), np.full(len(bag), 4e4, np.float32))
         for bag in bags
@@ -271,7 +274,7 @@ def test_nothing_of_a_request_waits_for_the_garbage_collector(mixed: Path) -> No
     with Engine.open(mixed) as engine:
         tables = [table.name for table in engine.bundle.manifest.tables]
         metrics = LookupMetrics(lambda name, *_: Counter(name, counts), {}, tables, 0.0)
-        answerer = Answerer(engine, ServingSettings(), metrics, None, lambda _: None)
+        answerer = Answerer(engine, ServingSettings(), metrics, None, lambda _: None, lambda _: None)
         refused = [isinstance(each, ServingError) for each in answerer.answer(requests, decode, lambda _: False)]
         assert refused == [False] + [True] * 6
         with without_collector():

@@ -1,5 +1,8 @@
 """What each failure is to a caller, and what is tried again."""
 
+import asyncio
+import logging
+import time
 from typing import Any
 
 import grpc
@@ -7,6 +10,7 @@ import numpy as np
 import pytest
 
 from serving.client import Retries
+from serving.client.retries import with_retries
 from serving.errors import (
     AccessDenied,
     ConfigurationError,
@@ -15,10 +19,12 @@ from serving.errors import (
     InvalidRequest,
     LimitExceeded,
     ModelNotFound,
+    ModelUnavailable,
     NotAuthenticated,
     RequestCancelled,
     ServerUnavailable,
     ServingError,
+    SharedMemoryFull,
 )
 from tests.support.fake_server import Fake
 from tests.support.lookups import Lookup, lookup_sync
@@ -150,3 +156,24 @@ def test_a_backoff_that_grpc_would_forget_is_refused(fake: Fake, address: str) -
     for _ in range(20):
         with pytest.raises(ServerUnavailable):
             lookup_sync(address, retries=Retries(attempts=2, backoff_s=0.002))
+
+
+def test_what_is_tried_again_is_logged_at_debug(caplog: pytest.LogCaptureFixture) -> None:
+    errors: list[ServingError] = [SharedMemoryFull("full"), ModelUnavailable("loading"), DeadlineExceeded("late")]
+
+    async def attempt(_: float) -> str:
+        if errors:
+            raise errors.pop(0)
+        return "answer"
+
+    async def pause(_: float) -> None:
+        pass
+
+    with caplog.at_level(logging.DEBUG, "serving.client.retries"):
+        call = with_retries(attempt, pause, Retries(attempts=3), time.monotonic() + 2, elsewhere=True)
+        assert asyncio.run(call) == "answer"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("DEBUG", "attempt 1: full: tried again in 0.02 s"),
+        ("DEBUG", "attempt 2: loading: tried again in 0.04 s"),
+        ("DEBUG", "attempt 3: late: another server has the rest of the time"),
+    ]

@@ -15,6 +15,7 @@ import pytest
 from export import Sharding, WeightDtype
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
+from serving.log import server_log
 from serving.server.launch.live import LiveCopies
 from serving.tables import applier, live_copy, live_state
 from serving.tables.live_copy import LIVE_SERVER, LiveCopy, live_copies
@@ -171,7 +172,7 @@ def test_a_copy_stays_for_as_long_as_a_model_may_need_to_be_loaded_anew(
 def test_a_server_without_an_applier_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_copy, "_CATCH_UP_S", 0.2)
     bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
-    copies = LiveCopies(tmp_path, {}, sys.stderr.buffer)
+    copies = LiveCopies(tmp_path, {}, server_log())
     for name, value in copies.environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ServerUnavailable, match="no deltas were applied for a minute"):

@@ -110,7 +110,7 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         Engine.open(router, replace(served.hosts, on_lost=zeroed)) as engine,
         ThreadPoolExecutor(5) as pool,
     ):
-        supervisor = Supervisor(served.servers[lost], True, print)
+        supervisor = Supervisor(served.servers[lost], True)
         askers: list[Future[Any]] = [pool.submit(ask, first) for first in range(4)]
         try:
             until_all_are_right(range(16))

@@ -59,7 +59,7 @@ class Said:
     def _read(self, server: Running) -> None:
         assert server.process.stderr is not None
         for line in server.process.stderr:
-            if line.startswith("tbe-serve: model"):
+            if " tbe-serve " in line and ": model '" in line and " switched: " not in line:
                 self.lines.append(line)
 
 

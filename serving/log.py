@@ -1,0 +1,164 @@
+"""What a server logs: an event a line, with its time, its level and what it is about, as text or JSON.
+
+`tbe-serve run` says what it does. What tritonserver and its models say is put into the same form.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# What a record may have beside its message. `event` names what happened in one word, or the line of Triton's code.
+_ABOUT = ("event", "host", "model", "version")
+_CONTROL = re.compile(r"\s*[\x00-\x1f\x7f-\x9f\u2028\u2029]+\s*")
+
+
+class LogFormat(StrEnum):
+    """How an event is written."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+def server_log(path: Path | None = None, form: LogFormat = LogFormat.TEXT, host: int | None = None) -> logging.Logger:
+    """A log of a server, without colours.
+
+    Args:
+        path: the file, which is emptied, and which only its own user can read. None: stderr.
+        form: text, `TIME LEVEL SOURCE EVENT: MESSAGE`, or a JSON object with these, and `model`, `version` and `host`
+            where the event is about one. Time is UTC, as in RFC 3339.
+        host: the number of the host of a router whose server it is.
+    """
+    log = logging.Logger("tbe-serve")
+    handler = _Handler(_sink(path))
+    handler.setFormatter(_Form(form, host))
+    log.addHandler(handler)
+    return log
+
+
+def close_log(log: logging.Logger) -> None:
+    """Close the file of a log. What is logged later is lost."""
+    for handler in log.handlers:
+        handler.close()
+
+
+def _sink(path: Path | None) -> BinaryIO:
+    if path is None:
+        try:
+            number = sys.stderr.fileno()
+        except (AttributeError, OSError):  # another object is in its place, as in a notebook
+            number = 2
+        return open(number, "wb", buffering=0, closefd=False)
+    return open(path, "wb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
+
+
+class _Handler(logging.Handler):
+    """Writes each record by one call, so that lines of several processes do not mix."""
+
+    def __init__(self, sink: BinaryIO) -> None:
+        super().__init__()
+        self._sink = sink
+
+    def close(self) -> None:
+        self._sink.close()
+        super().close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError, ValueError):  # a full disk, or a reader that is gone: the server goes on
+            self._sink.write(f"{self.format(record)}\n".encode(errors="replace"))
+
+
+class _Form(logging.Formatter):
+    def __init__(self, form: LogFormat, host: int | None) -> None:
+        super().__init__()
+        self._form, self._host = form, host
+
+    def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        head = {"time": f"{seconds}.{int(record.msecs):03}Z", "level": record.levelname, "source": record.name}
+        about: dict[str, Any] = {"host": self._host, **vars(record)}
+        about = {name: about[name] for name in _ABOUT if about.get(name) is not None}
+        message = record.getMessage()
+        if self._form is LogFormat.JSON:
+            return json.dumps({**head, **about, "message": message}, ensure_ascii=False)
+        host = f"host {self._host}: " if self._host is not None else ""
+        line = f"{' '.join(head.values())} {about.get('event', 'said')}: {host}{message}"
+        return _CONTROL.sub(" ", line.strip())
+
+
+# A line of tritonserver's log: level, day, time, process, and the line of code; then the text, quoted or not.
+_TRITON = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([^\]]+)\] (.*)")
+_LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
+# What libraries print in colours; and the error of a machine that has no GPU, which is none.
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+_NO_GPU = "CudaDriverHelper"
+_OF_MODEL = re.compile(r"\[(\w+) (.+?)/(\d+)\] (.*)", re.DOTALL)
+
+
+def about_model(log: Callable[[str], None], event: str, model: str, version: str) -> Callable[[str], None]:
+    """What a model's process logs by Triton's logger, so that `triton_record` reads what it is about.
+
+    Args:
+        log: of Triton's `pb_utils.Logger`.
+        event: what happened.
+        model: the name of the model.
+        version: of the model.
+    """
+    return lambda message: log(f"[{event} {model}/{version}] {message}")
+
+
+class Sampled:
+    """Logs the first of what may happen often; then, at most every 10 s, one more, and how many there were.
+
+    Args:
+        log: takes the lines.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._count, self._next = 0, 0.0
+
+    def __call__(self, message: str) -> None:
+        """Count an event, and log it if none was lately. Of a long message, the beginning."""
+        self._count += 1
+        if (now := time.monotonic()) >= self._next:
+            first = f"{self._count} since the last line, such as: " if self._count > 1 else ""
+            self._log(f"{first}{message[:_LONGEST]}")
+            self._count, self._next = 0, now + _SAMPLED_S
+
+
+_SAMPLED_S, _LONGEST = 10.0, 1000
+
+
+def triton_record(line: str, source: str = "triton") -> logging.LogRecord:
+    """A line of tritonserver's log as a record. One that is none of its own form was printed by `source`."""
+    found = _TRITON.fullmatch(line)
+    if found is None:
+        return logging.makeLogRecord(_record(source, logging.INFO, _COLOUR.sub("", line), event="printed"))
+    level, at, said = _LEVELS[found[1]], found[2], _unquoted(found[3])
+    if said.startswith(_NO_GPU):
+        level = logging.INFO
+    of_model = _OF_MODEL.fullmatch(said)
+    if of_model is None:
+        return logging.makeLogRecord(_record("triton", level, said, event=at))
+    event, model, version, message = of_model.groups()
+    return logging.makeLogRecord(_record("model", level, message, event=event, model=model, version=int(version)))
+
+
+def _record(name: str, level: int, message: str, **about: Any) -> dict[str, Any]:
+    return {"name": name, "levelno": level, "levelname": logging.getLevelName(level), "msg": message, **about}
+
+
+def _unquoted(text: str) -> str:
+    """Triton puts text into quotes, and escapes it as JSON does."""
+    if len(text) > 1 and text[0] == text[-1] == '"':
+        with suppress(ValueError):
+            return str(json.loads(text))
+    return text
