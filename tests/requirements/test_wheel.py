@@ -126,3 +126,9 @@ def test_an_environment_of_the_wheel_says_what_it_lacks_and_then_exports_and_ser
         finally:
             server.terminate()
             server.wait()
+    # A folder of the user's own that hides ours is named, before anything starts.
+    (tmp_path / "own" / "serving").mkdir(parents=True)
+    (tmp_path / "own" / "serving" / "__init__.py").touch()
+    hidden = tried([*run_on, str(tmp_path / "r")], tmp_path / "own")
+    assert hidden.returncode == 1
+    assert re.fullmatch(rf"tbe-serve: {tmp_path}/own/serving/__init__.py: hides the package .*\n", hidden.stderr)

@@ -3,11 +3,15 @@
 import contextlib
 import logging
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 
+import serving
 from serving.bundle.delta import deltas_folder
+from serving.errors import ConfigurationError
 from serving.log import close_log, server_log
 from serving.server.launch.access import Access
 from serving.server.launch.child import Launch, signals_deferred
@@ -67,7 +71,8 @@ def run_server(
 
     Raises:
         TritonserverFailed: no tritonserver was found, it ended, or its models were not ready in time.
-        ConfigurationError: an argument cannot be used, a pinned version is not there, or a port is taken.
+        ConfigurationError: an argument cannot be used, a pinned version is not there, a port is taken, or the working
+            directory hides this package.
         BundleError: a bundle is not signed by a trusted key.
     """
     models, pins, hosts = models or find_models(repository), pins or {}, hosts or {}
@@ -78,6 +83,7 @@ def run_server(
         private = None if trust is None else stack.enter_context(private_folder(repository, models, trust, pins))
         served = private.repository if private else repository
         folder = Path(private.path) if private else None
+        expect_not_hidden(folder or Path.cwd())
         installation = find_tritonserver(stack)
         endpoints = stack.enter_context(free_endpoints(access, ports))
         environment = installation.environment | (private.environment if private else {})
@@ -161,3 +167,21 @@ def _started(
         if models:  # loading them shows that it has copied its options. Without one, only its first answer does
             erase_from_command_line(server.process, key)
         yield server
+
+
+def expect_not_hidden(folder: Path) -> None:
+    """Refuse a working directory with another `serving`: a model's process looks there first.
+
+    Raises:
+        ConfigurationError: naming it.
+    """
+    for finder in sys.meta_path:
+        searched = [str(folder), *sys.path] if finder is PathFinder else None
+        found = finder.find_spec("serving", searched)
+        if found is not None and found.origin is not None:
+            if not Path(found.origin).samefile(str(serving.__file__)):
+                raise ConfigurationError(
+                    f"{found.origin}: hides the package `serving` of tbe-serving from the processes of models, which "
+                    "look in the working directory first: start in another folder, or give yours another name"
+                )
+            return

@@ -4,10 +4,12 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,6 +17,7 @@ from typing import cast
 import psutil
 import pytest
 
+import serving
 from export import export_model
 from serving.client import LookupClient
 from serving.errors import (
@@ -23,6 +26,7 @@ from serving.errors import (
 )
 from serving.server import Ports, Server, run_server
 from serving.server.launch import ready
+from serving.server.launch.process import expect_not_hidden
 from serving.server.models import ServedModel
 from tests.support.models import SUM, collection
 from tests.support.often import one_in
@@ -139,6 +143,21 @@ def test_a_bundle_that_does_not_load_fails_the_start_with_its_reason(tmp_path: P
         run_server(tmp_path / "r", FREE, log=tmp_path / "log"),
     ):
         pass
+
+
+def test_a_folder_that_hides_this_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an environment of the wheel. A development install finds ours wherever it is started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "serving").mkdir()
+    monkeypatch.setattr(sys, "meta_path", [PathFinder])
+    monkeypatch.setattr(sys, "path", [str(Path(serving.__file__).parents[1]), *sys.path])
+    expect_not_hidden(Path.cwd())  # a folder without code hides nothing
+    for name in ("serving/__init__.py", "serving.py"):
+        (tmp_path / name).touch()
+        with pytest.raises(ConfigurationError, match=rf"^{tmp_path}/{name}: hides the package `serving`"):
+            expect_not_hidden(Path.cwd())
+        (tmp_path / name).unlink()
+    expect_not_hidden(Path(serving.__file__).parents[1])
 
 
 def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path) -> None:
