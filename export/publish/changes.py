@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.errors import PublishError
 from export.publish.delta import Lineage, PublishedDelta, check_limits, check_takes, quantized
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.delta import Delta, Rows, delta_path, delta_signature, parse_delta, read_delta
-from serving.bundle.opening import Bundle, weights_path
+from serving.bundle.delta import Delta, Rows, delta_path, delta_signature, lineage_of, parse_delta, read_delta
+from serving.bundle.opening import Bundle, open_bundle, weights_path
+from serving.bundle.plan import Shard, path_of
+from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
-from serving.errors import ConfigurationError
+from serving.errors import BundleError, ConfigurationError
 
 # Rows of deltas that are held before those that a later one has, too, are dropped.
 _LEAST_ROWS = 1 << 20
@@ -37,7 +38,8 @@ def publish_changes(
 ) -> PublishedDelta | None:
     """Publish the rows of a module that are stored otherwise than in its version and the deltas since.
 
-    All rows are read and quantized, block by block, but only those that differ are published.
+    All rows are read and quantized, block by block, but only those that differ are published. Of a model on several
+    hosts, the bundles of these have to be in the same repository.
 
     Args:
         module: as `export_model` takes it.
@@ -50,14 +52,10 @@ def publish_changes(
     Raises:
         ModelError, CheckpointError: as `export_model`.
         ConfigurationError: the module has other tables than the model.
-        BundleError: a delta of the lineage cannot be read; or as `publish_delta`.
+        BundleError: a delta of the lineage, or the bundle of a host, cannot be read; or as `publish_delta`.
         QuantizeError, ParityError, PublishError: as `publish_delta`.
     """
     lineage = Lineage.of(Path(repository), model, version, deltas)
-    if lineage.bundle.manifest.hosts:
-        raise PublishError(
-            f"{lineage.bundle.path}: is on several hosts: name the rows that changed (`publish_delta`)"
-        )
     key = None if signing_key is None else read_signing_key(signing_key)
     trained = collect_tables(module, follow=False).tables
     tables = {table.name: table for table in lineage.bundle.manifest.tables}
@@ -69,7 +67,7 @@ def publish_changes(
         )
     check_limits(max_error)
     weights = open_weights(module, trained, checkpoint)
-    current = StoredRows(lineage.bundle, changed_rows(lineage))
+    current = stored_rows(lineage)
     stored = {}
     for table in trained:
         weights.check(table)
@@ -134,19 +132,11 @@ class StoredRows:
 
     def rows(self, table: Table, start: int, stop: int) -> Bytes:
         """Rows [start, stop) of a table: uint8 [n, row bytes]."""
-        manifest = self._bundle.manifest
         found: Bytes = np.empty((stop - start, table.row_bytes), np.uint8)
-        for shard in manifest.plan.pieces_by_table[table.name]:
+        for shard in self._bundle.manifest.plan.pieces_by_table[table.name]:
             first, last = max(start, shard.rows[0]), min(stop, shard.rows[1])
             if first < last:
-                width = table.dtype.row_bytes(shard.width)
-                stored = np.memmap(
-                    weights_path(self._bundle.path, manifest, shard.rank),
-                    np.uint8,
-                    mode="r",
-                    offset=shard.offset_bytes + (first - shard.rows[0]) * width,
-                    shape=(last - first, width),
-                )
+                stored = self._piece(table, shard, first, last)
                 header = table.dtype.format.header_bytes
                 own = found[first - start : last - start]
                 own[:, :header] = stored[:, :header]
@@ -155,6 +145,52 @@ class StoredRows:
             low, high = np.searchsorted(changed.ids, (start, stop))
             found[changed.ids[low:high] - start] = changed.rows[low:high]
         return found
+
+    def _piece(self, table: Table, shard: Shard, first: int, last: int) -> Bytes:
+        """Rows [first, last) of a table as a shard has them: uint8 [n, header and the shard's columns]."""
+        width = table.dtype.row_bytes(shard.width)
+        return np.memmap(
+            weights_path(self._bundle.path, self._bundle.manifest, shard.rank),
+            np.uint8,
+            mode="r",
+            offset=shard.offset_bytes + (first - shard.rows[0]) * width,
+            shape=(last - first, width),
+        )
+
+
+class _RouterRows(StoredRows):
+    """The rows of a router's tables: those of its own rank, and those of its hosts, with the deltas of each."""
+
+    def __init__(self, lineage: Lineage) -> None:
+        super().__init__(lineage.bundle, changed_rows(lineage))
+        router = lineage.bundle.manifest
+        segments = segments_by_rank(router)
+        self._of_hosts: dict[Shard, tuple[StoredRows, Table]] = {}
+        for host in router.hosts:
+            bundle = open_bundle(path_of(lineage.bundle.path, host))
+            if bundle.digest != host.manifest:
+                raise BundleError(f"{bundle.path}: is another bundle than {lineage.bundle.path} names")
+            rows = stored_rows(Lineage(bundle, lineage_of(bundle.digest), lineage.deltas))
+            tables = {table.name: table for table in bundle.manifest.tables}
+            for segment in segments[router.plan.rank_of_host[host.host]]:
+                self._of_hosts[segment.shard] = rows, tables[segment.table]
+
+    def _piece(self, table: Table, shard: Shard, first: int, last: int) -> Bytes:
+        if shard not in self._of_hosts:
+            return super()._piece(table, shard, first, last)
+        rows, own = self._of_hosts[shard]
+        return rows.rows(own, first - shard.rows[0], last - shard.rows[0])
+
+
+def stored_rows(lineage: Lineage) -> StoredRows:
+    """The rows of a version as they are stored, with all deltas since.
+
+    Raises:
+        BundleError: a delta, or the bundle of a host, cannot be read.
+        PublishError: a delta is missing.
+    """
+    bundle = lineage.bundle
+    return _RouterRows(lineage) if bundle.manifest.hosts else StoredRows(bundle, changed_rows(lineage))
 
 
 def _last_of_each(changed: Sequence[Rows]) -> Rows:

@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from safetensors.numpy import load, save_file
 
-from export import ExportConfig, ExportError, Sharding, export_model, publish_changes, publish_delta
+from export import ExportConfig, ExportError, Sharding, WeightDtype, export_model, publish_changes, publish_delta
 from export.errors import ParityError, PublishError, QuantizeError
+from export.publish.changes import StoredRows, stored_rows
+from export.publish.delta import Lineage
 from serving.bundle import open_bundle
 from serving.bundle.delta import delta_signature, lineage_of, listed
 from serving.errors import BundleError, ConfigurationError
@@ -23,7 +26,8 @@ from tests.support.commands import tbe_export
 from tests.support.hosts import export_hosts
 from tests.support.live import changed_rows
 from tests.support.managed import dealt
-from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
+from tests.support.models import MIXED, MIXED_CONFIG, SUM, Spec, collection
+from tests.support.often import one_in
 from tests.support.servers import tbe_serve
 
 CHANGED = {"a": ([7, 3], np.ones((2, 8), np.float32))}
@@ -122,8 +126,6 @@ def test_raw_ids_and_models_of_hosts_are_refused_by_name(tmp_path: Path) -> None
     router = export_hosts(tmp_path, collection(SUM), config).parent.name
     with pytest.raises(PublishError, match=f"is a host of '{router}': publish deltas of that"):
         publish_delta(tmp_path / "r", f"{router}-host-0", CHANGED)
-    with pytest.raises(PublishError, match="is on several hosts: name the rows that changed"):
-        publish_changes(tmp_path / "r", router, collection(SUM))
     export_model(dealt(), tmp_path / "raw", "m")
     with pytest.raises(PublishError, match="table 'dealt': its rows are named by raw ids"):
         publish_delta(tmp_path / "raw", "m", {"dealt": ([0], np.ones((1, 8), np.float32))})
@@ -141,6 +143,46 @@ def test_a_router_and_its_hosts_get_their_rows_under_one_number_whoever_was_kill
     assert publish_delta(tmp_path / "r", router, CHANGED).sequence == 2
     assert [listed(folder) for folder in folders] == [[1, 2]] * 3
     assert load((folders[1] / "000000000001.safetensors").read_bytes()) == {}
+
+
+@pytest.mark.parametrize("dtype", [WeightDtype.INT8, *one_in(3, [WeightDtype.FP16, WeightDtype.INT4])])
+def test_what_differs_is_found_wherever_it_lies(dtype: WeightDtype, tmp_path: Path) -> None:
+    """Rows of `a` on two hosts, columns of `b`, and `c` on the router or a host: as one process would store them."""
+    specs = (SUM[0], Spec("b", 10, 24, "SUM", ("z",)), Spec("c", 20, 8, "SUM", ("w",)))
+    model = collection(specs)
+    kinds = {"a": "row_wise", "b": "column_wise"}
+    config = ExportConfig(
+        dtype={"*": dtype},
+        sharding=Sharding(ranks=3, ranks_per_host=1, types=kinds, hosts_as_models=True, router_bytes=900),
+    )
+    router = export_hosts(tmp_path, model, config)
+    repository, name = tmp_path / "r", router.parent.name
+    assert publish_changes(repository, name, model) is None
+    random = np.random.default_rng(0)
+    for take in (2, 3):  # the first ones are published as they are named; then others change, and some of them again
+        named = {}
+        for table, rows in tables_of(model).items():
+            ids = random.permutation(len(rows))[: len(rows) // take]
+            rows[ids] += 1.0
+            named[table] = (ids, rows[ids])
+        if take == 2:
+            publish_delta(repository, name, named)
+    # A writer was killed: what one host has got of the first delta is lost, and another has it.
+    lost = next((tmp_path / "r.deltas" / f"{name}-host-1").rglob("*.safetensors"))
+    lost.unlink()
+    published = publish_changes(repository, name, model)
+    assert published is not None
+    assert published.sequence == 2
+    bundle = export_model(model, tmp_path / "one", "m", ExportConfig(dtype={"*": dtype}))
+    exported, now = StoredRows(open_bundle(bundle)), stored_rows(Lineage.of(repository, name, None, None))
+    for each in open_bundle(bundle).manifest.tables:
+        for block in ((0, each.rows), (3, each.rows - 2)):  # blocks begin and end anywhere
+            assert np.array_equal(now.rows(each, *block), exported.rows(each, *block)), each.name
+    assert publish_changes(repository, name, model) is None
+
+
+def tables_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: bag.weight.data for name, bag in model.embedding_bags.items()}
 
 
 def test_writers_that_meet_each_have_a_number_and_all_are_whole(repository: Path) -> None:
