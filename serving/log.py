@@ -87,7 +87,7 @@ class _Form(logging.Formatter):
         about = {name: about[name] for name in _ABOUT if about.get(name) is not None}
         message = record.getMessage()
         if self._form is LogFormat.JSON:
-            return json.dumps({**head, **about, "message": message}, ensure_ascii=False)
+            return json.dumps({**head, **about, "message": message})
         host = f"host {self._host}: " if self._host is not None else ""
         line = f"{' '.join(head.values())} {about.get('event', 'said')}: {host}{message}"
         return _CONTROL.sub(" ", line.strip())

@@ -81,11 +81,12 @@ class Supervisor:
     def stop(self, number: int) -> None:
         """Stop: send signal `number` to the server. It answers the requests that it accepted, and ends."""
         self._stopping = self._server.condition.is_stopping = True
-        self._log.info("stops: what was accepted is answered", extra={"event": "stopping"})
         self._is_idle = not self._is_answering()
         if self._follower is not None:
             self._follower.end()
         self._server.signal(number)
+        # Last: a log that nobody reads may hold up whoever writes to it.
+        self._log.info("stops: what was accepted is answered", extra={"event": "stopping"})
 
     def wait(self) -> int:
         """Watch until the server has ended and is not started again. Returns its exit code.
