@@ -180,6 +180,7 @@ class LookupMetrics:
             "tbe_zeroed_total", "Requests answered with zeros for a table whose host did not answer", "table", tables
         )
         self._captured = total("tbe_captured_total", "Requests written to the capture file")
+        self._dropped = total("tbe_capture_dropped_total", "Requests to be captured that were not written")
         self._rejected = totals(
             "tbe_rejected_total", "Requests refused as invalid, by what is wrong", "reason", [r.value for r in Reason]
         )
@@ -258,9 +259,9 @@ class LookupMetrics:
         for table, count in zeroed.items():
             self._zeroed[table].count += count
 
-    def count_captured(self) -> None:
-        """Count a request that was written to the capture file."""
-        self._captured.count += 1
+    def count_captured(self, is_kept: bool) -> None:
+        """Count a request to be captured: one that was written to the file, or one that was not."""
+        (self._captured if is_kept else self._dropped).count += 1
 
     def count_recovery(self) -> None:
         """Count that the model was loaded again, because its process died."""

@@ -30,7 +30,7 @@ class Recorder:
         path: the file. Several instances may append to it.
         slow_s: a TBE call is slow if it takes longer than this, in seconds. None: no call is slow.
         max_bytes: largest size of the file.
-        kept: called after each request that was written.
+        count: called for each request: whether it was written.
         warn: called with a line when a request cannot be written. Not again until one was written.
 
     Raises:
@@ -42,11 +42,11 @@ class Recorder:
         path: Path,
         slow_s: float | None,
         max_bytes: int,
-        kept: Callable[[], None],
+        count: Callable[[bool], None],
         warn: Callable[[str], None],
     ) -> None:
         self._path = path
-        self._kept = kept
+        self._count = count
         self._warn = warn
         self._slow_s = slow_s
         self._max_bytes = max_bytes
@@ -56,7 +56,7 @@ class Recorder:
 
     @classmethod
     def of(
-        cls, settings: ServingSettings, model: str, kept: Callable[[], None], warn: Callable[[str], None]
+        cls, settings: ServingSettings, model: str, count: Callable[[bool], None], warn: Callable[[str], None]
     ) -> Self | None:
         """The recorder of `model` with these settings. None: they do not capture.
 
@@ -68,7 +68,7 @@ class Recorder:
         path = _path(settings.capture, model)
         slow_s = None if settings.capture_slow_ms is None else settings.capture_slow_ms / 1e3
         with _errors_of(path):
-            return cls(path, slow_s, settings.capture_max_bytes, kept, warn)
+            return cls(path, slow_s, settings.capture_max_bytes, count, warn)
 
     def is_slow(self, seconds: float) -> bool:
         """Whether a TBE call that took so long is slow."""
@@ -82,6 +82,7 @@ class Recorder:
             why: the reason, as in `CapturedRequest`.
         """
         if self._waiting.qsize() >= _WAITING or not self._fits(tensors):
+            self._count(False)
             return
         at = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._waiting.put(CapturedRequest.of(tensors, at, why))
@@ -94,6 +95,7 @@ class Recorder:
     def _write(self) -> None:
         is_failing = False
         while True:
+            is_kept = False
             try:
                 is_kept = self._append(msgspec.json.encode(self._waiting.get()) + b"\n")
             except (OSError, UnicodeError) as error:  # the disk is full, or a name is not UTF-8
@@ -102,8 +104,7 @@ class Recorder:
                 is_failing = True
             else:
                 is_failing = False
-                if is_kept:
-                    self._kept()
+            self._count(is_kept)
 
     def _append(self, line: bytes) -> bool:
         """Append a whole line, or nothing. False: the file would be too large, or the line is too long."""

@@ -85,7 +85,7 @@ def test_keys_and_captured_requests_are_files(tmp_path: Path, kind: Callable[[Pa
         list(read_captured(path, follow=True))
     if kind is not Path.mkdir:
         with pytest.raises(ConfigurationError, match="cannot be written"):
-            Recorder.of(ServingSettings(capture=str(tmp_path)), "m", lambda: None, pytest.fail)
+            Recorder.of(ServingSettings(capture=str(tmp_path)), "m", lambda _: None, pytest.fail)
 
 
 def test_a_run_file_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def test_default_row_is_read_in_place_of_ids_outside(counted: Server) -> None:
         ("tbe_overflow_total", {}, 0),
         ("tbe_recoveries_total", {}, 0),
         ("tbe_captured_total", {}, 0),
+        ("tbe_capture_dropped_total", {}, 0),
     ],
 )
 def test_what_is_counted(first_scrape: str, name: str, labels: dict[str, str], expected: float) -> None:

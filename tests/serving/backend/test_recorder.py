@@ -144,7 +144,9 @@ class NotRead(np.ndarray[Any, Any]):
 def test_a_request_that_the_file_has_no_room_for_is_not_even_read(tmp_path: Path) -> None:
     """Two bytes for each number, at least: four million ids are not made into text to be thrown away."""
     kept: queue.SimpleQueue[None] = queue.SimpleQueue()
-    recorder = Recorder(tmp_path / "file", None, 1000, lambda: kept.put(None), pytest.fail)
+    recorder = Recorder(
+        tmp_path / "file", None, 1000, lambda is_kept: kept.put(None) if is_kept else None, pytest.fail
+    )
     lengths = np.array([498], np.int32)
     recorder.record(Tensors(None, np.zeros(499, np.int64).view(NotRead), lengths), "refused: lengths")
     with pytest.raises(AssertionError, match="it was read"):
@@ -165,7 +167,7 @@ from serving.request.tensors import Tensors
 
 folder = Path(sys.argv[1])
 said = queue.SimpleQueue()
-recorder = Recorder(folder / "file", None, 1 << 30, lambda: said.put("kept"), said.put)
+recorder = Recorder(folder / "file", None, 1 << 30, lambda is_kept: said.put("kept") if is_kept else None, said.put)
 
 def record(size):
     recorder.record(Tensors(["x"], np.full(size, 10**6), np.array([size], np.int32)), "refused: ids")
@@ -204,9 +206,27 @@ def test_a_full_disk_leaves_whole_lines_and_capture_goes_on_when_there_is_room(t
 
 
 def recorded(path: Path, kept: "queue.SimpleQueue[None]", values: Any = ()) -> None:
-    recorder = Recorder(path, None, 10_000, lambda: kept.put(None), pytest.fail)
+    recorder = Recorder(path, None, 10_000, lambda is_kept: kept.put(None) if is_kept else None, pytest.fail)
     recorder.record(Tensors(["x"], np.array(values, np.int64), np.array([1], np.int32)), "refused: lengths")
     kept.get(timeout=60)
+
+
+def test_a_full_file_drops_what_comes_and_goes_on_once_it_is_emptied(tmp_path: Path) -> None:
+    counted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    recorder = Recorder(tmp_path / "file", None, 300, counted.put, pytest.fail)
+
+    def record() -> bool:
+        recorder.record(Tensors(["x"], np.array([1]), np.array([1], np.int32)), "refused: ids")
+        return counted.get(timeout=60)
+
+    found = [record() for _ in range(20)]
+    assert found == sorted(found, reverse=True)  # kept first, then dropped
+    assert {*found} == {True, False}
+    kept = found.count(True)
+    assert len(list(read_captured(tmp_path / "file"))) == kept
+    os.truncate(tmp_path / "file", 0)
+    assert [record() for _ in range(kept + 1)] == [True] * kept + [False]
+    assert len(list(read_captured(tmp_path / "file"))) == kept
 
 
 def test_half_a_line_of_a_writer_that_was_killed_is_ended(tmp_path: Path) -> None:
@@ -224,11 +244,13 @@ def test_half_a_line_of_a_writer_that_was_killed_is_ended(tmp_path: Path) -> Non
 def test_a_request_that_cannot_be_written_is_said_and_the_next_is_kept(tmp_path: Path) -> None:
     """A name may have half a character, over HTTP."""
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    recorder = Recorder(tmp_path / "file", None, 10_000, lambda: said.put("kept"), said.put)
+    recorder = Recorder(
+        tmp_path / "file", None, 10_000, lambda is_kept: said.put("kept" if is_kept else "dropped"), said.put
+    )
     for names in (["\ud800"], ["x"]):
         recorder.record(Tensors(names, np.array([1]), np.array([1], np.int32)), "refused: features")
     assert "a request is not kept: 'utf-8' codec can't encode character" in said.get(timeout=60)
-    assert said.get(timeout=60) == "kept"
+    assert [said.get(timeout=60) for _ in range(2)] == ["dropped", "kept"]
     assert [each.features for each in read_captured(tmp_path / "file")] == [["x"]]
 
 
@@ -238,8 +260,8 @@ def test_a_file_that_others_could_read_is_closed_to_them_or_refused(
     (tmp_path / "m.jsonl").touch()
     (tmp_path / "m.jsonl").chmod(0o666)
     settings = ServingSettings(capture=str(tmp_path))
-    assert Recorder.of(settings, "m", lambda: None, pytest.fail) is not None
+    assert Recorder.of(settings, "m", lambda _: None, pytest.fail) is not None
     assert (tmp_path / "m.jsonl").stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "m.jsonl").stat().st_uid + 1)
     with pytest.raises(ConfigurationError, match=r"m\.jsonl cannot be written: is another user's: remove it"):
-        Recorder.of(settings, "m", lambda: None, pytest.fail)
+        Recorder.of(settings, "m", lambda _: None, pytest.fail)
