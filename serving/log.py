@@ -59,6 +59,11 @@ def _sink(path: Path | None) -> BinaryIO:
     return open(path, "wb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
 
 
+def one_line(text: str) -> str:
+    """A text as one line, without control characters: they break lines or move the terminal's cursor."""
+    return _CONTROL.sub(" ", text.strip())
+
+
 class _Handler(logging.Handler):
     """Writes each record by one call, so that lines of several processes do not mix."""
 
@@ -90,7 +95,7 @@ class _Form(logging.Formatter):
             return json.dumps({**head, **about, "message": message})
         host = f"host {self._host}: " if self._host is not None else ""
         line = f"{' '.join(head.values())} {about.get('event', 'said')}: {host}{message}"
-        return _CONTROL.sub(" ", line.strip())
+        return one_line(line)
 
 
 # A line of tritonserver's log: level, day, time, process, and the line of code; then the text, quoted or not.
@@ -98,7 +103,7 @@ _TRITON = re.compile(r"([IWEF])\d{4} [\d:.]+ \d+ ([^\]]+)\] (.*)")
 _LEVELS = {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 # What libraries print in colours; and the error of a machine that has no GPU, which is none.
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-_NO_GPU = "CudaDriverHelper"
+NO_GPU = "CudaDriverHelper"
 _OF_MODEL = re.compile(r"\[(\w+) (.+?)/(\d+)\] (.*)", re.DOTALL)
 
 
@@ -143,7 +148,7 @@ def triton_record(line: str, source: str = "triton") -> logging.LogRecord:
     if found is None:
         return logging.makeLogRecord(_record(source, logging.INFO, _COLOUR.sub("", line), event="printed"))
     level, at, said = _LEVELS[found[1]], found[2], _unquoted(found[3])
-    if said.startswith(_NO_GPU):
+    if said.startswith(NO_GPU):
         level = logging.INFO
     of_model = _OF_MODEL.fullmatch(said)
     if of_model is None:

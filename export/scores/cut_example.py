@@ -115,16 +115,15 @@ def follow_example(model: nn.Module, collections: Collections, example: Example)
     """
     signature = read_signature(model, collections, example)
     inputs = _inputs(signature, collections)
-    first: ModelError | None = None
+    errors: list[ModelError] = []
     for counts in _counts(signature, collections):
         try:
             found = captured(model, collections, signature, inputs, counts)
             break
         except ModelError as error:
-            first = first or error
+            errors.append(error)
     else:
-        assert first is not None  # noqa: S101  counts begin with none
-        raise first
+        raise errors[0]
     signature = replace(signature, fixed=_fixed(signature, found, collections))
     signature = placed(model, signature, found, inputs, collections)
     return FromExample(signature, found, collections)

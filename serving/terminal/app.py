@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import Abort, TyperException
 
 from serving.errors import EnvironmentMismatch, ServingError
+from serving.log import one_line
 from serving.pins import tested_versions
 
 # Columns of an output that is no terminal.
@@ -31,14 +32,12 @@ def _console(stream: TextIO, *, stderr: bool) -> Console:
 out = _console(sys.stdout, stderr=False)
 err = _console(sys.stderr, stderr=True)
 
-# Control characters: they break lines or move the terminal's cursor.
-_CONTROL = re.compile(r"\s*[\x00-\x1f\x7f-\x9f\u2028\u2029]+\s*")
 _TYPED = ("COMMANDLINE", "ENVIRONMENT")
 
 
 def complain(program: str, message: str) -> None:
     """Print `message` on stderr as one line, without control characters."""
-    print(f"{program}: {_CONTROL.sub(' ', message.strip())}", file=sys.stderr, flush=True)
+    print(f"{program}: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 def new_app(name: str, about: str) -> typer.Typer:

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from typing import BinaryIO
 
-from serving.log import triton_record
+from serving.log import NO_GPU, triton_record
 
 _LINES_KEPT = 200
 # An error in the log. Before its text come the time, the process and a line of Triton's code.
@@ -17,8 +17,6 @@ _ERROR = re.compile(r"E\d{4} [^\]]*\] \"?(.*?)\"?$")
 _FATAL = re.compile(r"error: (.*)")
 # Triton adds the line of code to an error that a Python model raised.
 _AT = re.compile(r"\\n\\nAt:.*")
-# A line that every server without a GPU logs.
-_NO_GPU = "CudaDriverHelper"
 # After an unknown option, tritonserver prints four hundred lines about its options. They begin with this.
 _USAGE = b"Usage: tritonserver"
 _PATIENCE_S = 2.0
@@ -43,7 +41,7 @@ class Output:
     def reason(self) -> str:
         """One line that says why the server ended: the last error in its log, or else its last line."""
         self.drain()
-        lines = [line for line in list(self._lines) if line.strip() and _NO_GPU not in line]
+        lines = [line for line in list(self._lines) if line.strip() and NO_GPU not in line]
         said = _matches(_ERROR, lines) or _matches(_FATAL, lines) or lines or ["it said nothing"]
         return _AT.sub("", said[-1])
 
