@@ -92,7 +92,7 @@ def _any_sizes(model: nn.Module) -> Iterator[None]:
     changed = [
         (vars(module), name)
         for module in _modules_of(model)
-        for name in stands_for.keys() - vars(module).keys() - _handed_on(module)
+        for name in stands_for.keys() - vars(module).keys() - (_handed_on(module) & {"int"})  # `len` may be handed on
     ]
     for names, name in changed:
         names[name] = stands_for[name]

@@ -36,6 +36,7 @@ class Ranker(nn.Module):
 """
 SIZES = "pooled * int(len(pooled) / len(pooled)) + torch.ones(int(pooled.size(0)), DIM)"
 HANDED_ON = "pooled + torch.arange(DIM, dtype=int) + sum(map(int, '12'))"
+LEN_HANDED_ON = "pooled * len(max([[1], [2, 3]], key=len)) + torch.ones(len(pooled), DIM)"
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def written(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModuleTy
     del sys.modules[path.stem]
 
 
-@pytest.mark.parametrize("written", [SIZES, HANDED_ON], indirect=True)
+@pytest.mark.parametrize("written", [SIZES, HANDED_ON, LEN_HANDED_ON], indirect=True)
 def test_sizes_of_python_are_served_and_nothing_stays_behind(written: ModuleType, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = written.Ranker().eval()
