@@ -180,8 +180,7 @@ def finished(
     for wrong in wrong_names(inputs, outputs):
         raise ModelError(f"{type(model).__name__}: {wrong}")
     module.graph.lint()
-    # Made anew: it has what the graph still names, of a collection whose weight is read that weight alone.
-    # GraphModule.delete_all_unused_submodules would empty the collections of the model itself.
+    # Made anew: it has what the graph names. delete_all_unused_submodules would empty the model's own collections.
 
     def named(of: nn.Module, given: Given) -> Mapping[str, torch.Tensor]:
         found = answer(of, given)
@@ -249,24 +248,25 @@ def _expect_one_argument_for_each_key(
 def _replace_calls(
     module: fx.GraphModule, collections: Mapping[nn.Module, Columns], embeddings: fx.Node
 ) -> list[str]:
-    """Put a KeyedTensor of embeddings in the place of each call of a collection; the arguments that ids came from."""
+    """Put embeddings in the place of each call of a collection; the arguments that ids came from."""
     graph, ids = module.graph, list[str]()
+    narrow = partial(graph.call_function, torch.narrow)
     for node in list(graph.nodes):
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         if called is None or (columns := collections.get(called)) is None:
             continue
         ids.append(_root(node).name)
         with graph.inserting_before(node):
-            pieces = [
-                graph.call_function(operator.getitem, (embeddings, (slice(None), slice(first, last))))
-                for first, last in joined(columns.spans)
-            ]
+            pieces = [narrow((embeddings, 1, first, last - first)) for first, last in joined(columns.spans)]
             pooled = pieces[0] if len(pieces) == 1 else graph.call_function(torch.cat, (pieces, 1))
-            widths = [last - first for first, last in columns.spans]
-            keyed = graph.call_function(KeyedTensor, (list(columns.names), widths, pooled))
-        if isinstance(called, BaseManagedCollisionEmbeddingCollection):
-            _take_embeddings(node)
-        node.replace_all_uses_with(keyed)
+            if isinstance(called, BaseManagedCollisionEmbeddingCollection):
+                _take_embeddings(node)
+            for user in [each for each in node.users if each.target == "values"]:
+                user.replace_all_uses_with(pooled)
+                graph.erase_node(user)
+            if node.users:
+                widths = [last - first for first, last in columns.spans]
+                node.replace_all_uses_with(graph.call_function(KeyedTensor, (list(columns.names), widths, pooled)))
         graph.erase_node(node)
     return list(dict.fromkeys(ids))
 

@@ -2,9 +2,11 @@
 
 import copy
 import operator
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -12,6 +14,7 @@ from torch import fx, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.fx.node import map_aggregate
 
+from export.capture.graph import EMBEDDINGS
 from export.errors import CheckpointError
 from export.scores.cut import Cut, as_taken
 from export.trained.checkpoint import Checkpoint
@@ -72,6 +75,90 @@ def _layers(module: fx.GraphModule, argument: fx.Node) -> Iterator[nn.Linear]:
     for user in argument.users:
         if user.op == "call_module" and isinstance(layer := module.get_submodule(str(user.target)), nn.Linear):
             yield layer
+
+
+_JOINS = (torch.cat, torch.concat, torch.concatenate, torch.ops.aten.cat)
+_SPLITS = (torch.split, torch.functional.split, torch.ops.aten.split_with_sizes)
+_NARROWS = (torch.narrow, torch.ops.aten.narrow)
+# Steps that hand on all that they are given, which is float32.
+_WHOLE = ((torch.ops.aten.slice, 0, 0, sys.maxsize), (torch.ops.aten.to, torch.float32))
+# By the step that has them: columns of the embeddings, [first, last).
+_Spans = dict[fx.Node, tuple[int, int]]
+
+
+def without_copies(module: fx.GraphModule, width: int) -> fx.GraphModule:
+    """A dense part that does not cut embeddings apart only to join neighbours again, as a loop over their keys does.
+
+    What it joins may share memory with the embeddings, where `module` has a copy.
+
+    Args:
+        module: its weights are those of what is returned.
+        width: columns of the embeddings.
+    """
+    module = fx.GraphModule(module, copy.deepcopy(module.graph), type(module).__name__)
+    nodes = list(module.graph.nodes)
+    embeddings = as_taken(next(node for node in nodes if node.target == EMBEDDINGS))
+    spans: _Spans = {embeddings: (0, width)}
+    for node in nodes:
+        if (span := _span_of(node, spans)) is not None:
+            spans[node] = span
+        elif (
+            node.target in _JOINS and _argument(node, 1, "dim") in (1, -1) and isinstance(node.args[0], list | tuple)
+        ):
+            _join_neighbours(node, embeddings, spans)
+    for node in reversed(nodes):
+        if (node in spans or node.target in _SPLITS) and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def _span_of(node: fx.Node, spans: _Spans) -> tuple[int, int] | None:
+    """The columns that a step takes out of others. None: it does something else."""
+    source: Any = node.args[0] if node.args else None
+    if node.target is operator.getitem and getattr(source, "target", None) in _SPLITS:
+        sizes: Any = source.args[1]
+        if source.args[0] not in spans or _argument(source, 2, "dim") not in (1, -1) or isinstance(sizes, int):
+            return None
+        return [*pairwise(accumulate(sizes, initial=spans[source.args[0]][0]))][cast(int, node.args[1])]
+    if not isinstance(source, fx.Node) or source not in spans:
+        return None
+    first, _ = spans[source]
+    if node.target in _NARROWS and node.args[1] == 1:
+        start, length = cast(tuple[int, int], node.args[2:])
+        return first + start, first + start + length
+    return spans[source] if (node.target, *node.args[1:]) in _WHOLE else None
+
+
+def _argument(node: fx.Node, number: int, name: str) -> Any:
+    return node.args[number] if number < len(node.args) else node.kwargs.get(name)
+
+
+def _join_neighbours(join: fx.Node, embeddings: fx.Node, spans: _Spans) -> None:
+    """Have a step take columns that lie side by side as one piece."""
+    given: Any = join.args[0]
+    pieces: list[list[fx.Node]] = []
+    for piece in given if isinstance(given, list | tuple) else ():
+        if pieces and piece in spans and spans.get(pieces[-1][-1], (0, -1))[1] == spans[piece][0]:
+            pieces[-1].append(piece)
+        else:
+            pieces.append([piece])
+    if not pieces or len(pieces) == len(given):
+        return
+    made = []
+    with join.graph.inserting_before(join):
+        for piece in pieces:
+            (first, _), (_, last) = (spans.get(each, (0, 0)) for each in (piece[0], piece[-1]))
+            if len(piece) == 1 or (first, last) == spans[embeddings]:
+                made.append(piece[0] if len(piece) == 1 else embeddings)
+            else:
+                made.append(join.graph.call_function(torch.narrow, (embeddings, 1, first, last - first)))
+        if len(made) > 1:
+            joined = join.graph.call_function(cast(Any, join.target), (made, 1))
+        else:  # what is joined has its rows side by side
+            joined = join.graph.call_method("contiguous", (made[0],))
+    join.replace_all_uses_with(joined)
+    join.graph.erase_node(join)
 
 
 # What torch.fx calls the tensors that a forward makes itself.

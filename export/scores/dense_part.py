@@ -20,7 +20,7 @@ from export.errors import ModelError, ParityError, compiler_line
 from export.rows.table_error import finite
 from export.scores.behind import behind_example, behind_forward, behind_own
 from export.scores.cut import WAY_OUT, Cut, changes_inputs, keep_inputs
-from export.scores.dense_inputs import with_dtype, with_weights
+from export.scores.dense_inputs import with_dtype, with_weights, without_copies
 from export.scores.eager_model import answers_behind, model_errors
 from export.scores.requests import ByFeature, columns_of, other_requests, with_answer
 from export.trained.checkpoint import Checkpoint
@@ -114,9 +114,12 @@ def dense_part(
             _check_cut(entry, each or {}, run(probe))
         for (what, other), each in zip(others, answers[len(probes) :], strict=True):
             _check_other(entry, what, each, next((own for _, own in answered(run, [other])), None))
-    if changes_inputs(module, given.tensors(found.jagged)):
-        keep_inputs(module)
-    program = _compiled(entry, module, dtype)
+    serving = without_copies(module, given.embeddings.shape[1])
+    if changes_inputs(serving, given.tensors(found.jagged)):
+        serving = module
+        if changes_inputs(module, given.tensors(found.jagged)):
+            keep_inputs(module)
+    program = _compiled(entry, serving, dtype)
     serve = partial(_run, entry, program, found)
     outputs = _compared(entry, run, serve, probes, dtype)
     mixed_by = _mixed_by(module, found.jagged, given, dtype, None if own is None else program)

@@ -130,6 +130,12 @@ class _Keyed(fx.Proxy):
         super().__init__(node, tracer)
         self._widths = dict(widths)
 
+    def __getitem__(self, key: str) -> Any:
+        """The columns of a key. TorchRec's code would look for them by name whenever a request is scored."""
+        values: Any = fx.Proxy.__getattr__(self, "values")()
+        first = dict(zip(self._widths, self.offset_per_key(), strict=False))[key]
+        return torch.narrow(values, 1, first, self._widths[key])
+
     def keys(self) -> list[str]:  # type: ignore[override]
         return list(self._widths)
 
@@ -143,7 +149,7 @@ class _Keyed(fx.Proxy):
         return 1
 
     def to_dict(self) -> dict[str, fx.Proxy]:
-        return {key: self[key] for key in self._widths}  # type: ignore[index]
+        return {key: self[key] for key in self._widths}
 
 
 class _Pieces(fx.Proxy):
