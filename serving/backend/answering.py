@@ -144,7 +144,8 @@ class Answerer:
             if self._backlog.is_overdue():
                 self._shed(handover, positions)
                 continue
-            positions = self._drop_cancelled(handover, positions, lambda each: is_cancelled(requests[each]))
+            if self._backlog.waited_s >= _LONG_WAIT_S:
+                positions = self._drop_cancelled(handover, positions, lambda each: is_cancelled(requests[each]))
             started = perf_counter()
             members = [each for each in positions if self._accept(handover, each, requests[each], decode)]
             for indices in grouped([handover.accepted[each] for each in members], self._limits):
@@ -171,8 +172,6 @@ class Answerer:
         self, handover: "_Handover", positions: Sequence[int], is_cancelled: Callable[[int], bool]
     ) -> Sequence[int]:
         """The requests whose callers still wait. Where one deadline has passed, others mostly have, too."""
-        if self._backlog.waited_s < _LONG_WAIT_S:
-            return positions
         if not any(map(is_cancelled, positions[:: max(1, len(positions) // _LOOKED_AT)])):
             return positions
         cancelled = set(filter(is_cancelled, positions))
@@ -280,15 +279,19 @@ def check_bundle(bundle: Bundle, tensors: Tensors) -> None:
     Raises:
         ModelNotFound: naming what was expected.
     """
-    this = f"{bundle.path.parent.name} version {bundle.path.name}"
     if tensors.bundle is not None and tensors.bundle != bundle.digest:
         raise ModelNotFound(
-            f"expected the bundle with SHA-256 {tensors.bundle[:64]} of its manifest, this is {bundle.digest}: {this}"
+            f"expected the bundle with SHA-256 {tensors.bundle[:64]} of its manifest, this is {bundle.digest}: "
+            f"{_shown(bundle)}"
         )
     part = bundle.manifest.part_of
     if tensors.part_of is not None and (part is None or tensors.part_of != part.text):
         what = "no part of a plan" if part is None else f"part {part.text}"
-        raise ModelNotFound(f"expected part {tensors.part_of[:100]} (plan/host), this is {what}: {this}")
+        raise ModelNotFound(f"expected part {tensors.part_of[:100]} (plan/host), this is {what}: {_shown(bundle)}")
+
+
+def _shown(bundle: Bundle) -> str:
+    return f"{bundle.path.parent.name} version {bundle.path.name}"
 
 
 def _overflows(embeddings: Array) -> bool:

@@ -2,13 +2,12 @@
 
 import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from time import perf_counter
 from typing import Any, Literal, Protocol
-
-import numpy as np
 
 from serving.errors import IdsOutside, InvalidRequest, Reason
 from serving.request.tensors import Checked
@@ -199,6 +198,7 @@ class LookupMetrics:
         # when the process dies or hangs.
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
         self._started = perf_counter()
+        self._waiting: deque[tuple[Sequence[int], int, int, float, Sequence[float]]] = deque()
         exported = family_of(
             "tbe_bundle_exported_timestamp_seconds", "When the bundle was exported, Unix time", "GAUGE"
         )
@@ -206,20 +206,27 @@ class LookupMetrics:
         exported.Metric(labels).set(exported_at)
 
     def count_call(self, checked: Checked, handed_over: float, times: Sequence[float]) -> None:
-        """Count a TBE call.
+        """Count a TBE call. `publish` adds it up, so that no answer waits for that.
 
         Args:
             checked: the requests that it answered.
             handed_over: `perf_counter` when Triton handed them over, in seconds.
             times: the same at the start of the first stage and at the end of each [len(STAGES) + 1].
         """
-        requests = len(checked.requests)
+        samples = [request.samples for request in checked.requests]
+        empty = checked.lengths.size - checked.lengths.nonzero()[0].size
+        self._waiting.append((samples, checked.values.size, empty, handed_over, times))
+
+    def _add_up(
+        self, samples: Sequence[int], ids: int, empty: int, handed_over: float, times: Sequence[float]
+    ) -> None:
+        requests = len(samples)
         self._times.observe(times[-1] - handed_over, requests)
         self._calls.count += 1
         self._requests.count += requests
-        self._samples.count += sum(request.samples for request in checked.requests)
-        self._ids.count += checked.values.size
-        self._empty.count += checked.lengths.size - np.count_nonzero(checked.lengths)
+        self._samples.count += sum(samples)
+        self._ids.count += ids
+        self._empty.count += empty
         for stage, (start, end) in zip(self._stages, pairwise(times), strict=True):
             stage.observe(end - start)
         self._merged.observe(requests)
@@ -267,6 +274,8 @@ class LookupMetrics:
 
     def publish(self) -> None:
         """Add to Triton's metrics what was counted since the last time."""
+        for _ in range(len(self._waiting)):  # more may come meanwhile
+            self._add_up(*self._waiting.popleft())
         self._serving.count = perf_counter() - self._started
         for total in self._all:
             total.publish()

@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 from serving.backend.answering import Answerer
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import LookupMetrics, Publisher, triton_families
-from serving.backend.own_process import Pauses, end_with_parent, show
+from serving.backend.own_process import Pauses, end_with_parent, keep_memory, show
 from serving.backend.page_metrics import PageMetrics
 from serving.backend.recorder import Recorder
 from serving.backend.warm_up import warm_up
@@ -75,6 +75,7 @@ class TritonPythonModel:
         # this process how its children end.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         end_with_parent()
+        keep_memory()
         show(IDLE)
         try:
             self._engine, self._answerer, self._publisher = _load(args)

@@ -2,6 +2,7 @@
 
 import enum
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -32,7 +33,7 @@ class InputDtype(enum.Enum):
     INT32 = "INT32"
     BOOL = "BOOL"
 
-    @property
+    @cached_property  # an enum's hash takes as long as a comparison of arrays
     def numpy(self) -> np.dtype[Any]:
         """The same of numpy."""
         return _NUMPY[self]

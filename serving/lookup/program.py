@@ -5,6 +5,7 @@ import io
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,7 @@ class DenseProgram:
         self._dtype = bundle.manifest.output_dtype.numpy
         self._width = sum(table.dim for table in bundle.manifest.feature_tables if not table.is_sequence)
         self._bounds = sample_bounds(bundle.manifest)
+        _warn_of_read_only()
         for samples in _FIRST_CALLS:
             try:
                 shapes = [numbers.shape for numbers in self._first_call(bundle.manifest, samples, 1).values()]
@@ -152,20 +154,20 @@ class DenseProgram:
         asking = [number for number, request in enumerate(checked.requests) if request.dense is not None]
         if not asking:
             return {}
-        requests = [checked.requests[number] for number in asking]
-        samples = [each.samples for each in requests]
-        inputs: list[Sequence[Array]] = [request.dense or () for request in requests]
-        if self.part.jagged:
-            rows = rows_of(batches, answers)
-            for at, (number, request) in enumerate(zip(asking, requests, strict=True)):
-                inputs[at] = [*inputs[at], *jagged_inputs(schema, request, rows, number)]
+        rows = rows_of(batches, answers) if self.part.jagged else {}
+        samples, inputs = list[int](), list[Sequence[Array]]()
+        for number in asking:
+            request = checked.requests[number]
+            samples.append(request.samples)
+            dense = request.dense or ()
+            inputs.append([*dense, *jagged_inputs(schema, request, rows, number)] if self.part.jagged else dense)
         if self._width:
             embeddings = _pooled(batches[0], answers[0], asking)
         else:  # there is no batch of pooled features
             embeddings = np.empty((sum(samples), 0), self._dtype)
         return {
-            number: {name: numbers for name, numbers in found.items() if name in request.outputs}
-            for number, request, found in zip(asking, requests, self.score(embeddings, inputs, samples), strict=True)
+            number: {name: each for name, each in found.items() if name in checked.requests[number].outputs}
+            for number, found in zip(asking, self.score(embeddings, inputs, samples), strict=True)
         }
 
     def score(
@@ -182,8 +184,7 @@ class DenseProgram:
         Returns:
             The outputs of each request by name, float32 [B_r, *shape].
         """
-        ends = np.cumsum(samples).tolist()
-        rows = [slice(end - count, end) for end, count in zip(ends, samples, strict=True)]
+        rows = [slice(end - count, end) for end, count in zip(accumulate(samples), samples, strict=True)]
         if self.part.mixes_samples:
             return [self._run(embeddings[each], own) for each, own in zip(rows, inputs, strict=True)]
         found = self._sliced(embeddings, [joined(each) for each in zip(*inputs, strict=True)])
@@ -205,11 +206,17 @@ class DenseProgram:
     def _run(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
         if not len(embeddings):
             return {each.name: np.empty((0, *each.shape), np.float32) for each in self.part.outputs}
-        with torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch has no read-only tensors
+        with torch.inference_mode():
             # Rows may be columns of an answer, and what comes once is one row: a program may take views of neither.
             found = self._forward(*(torch.from_numpy(np.ascontiguousarray(each)) for each in (embeddings, *inputs)))
         return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
+
+
+def _warn_of_read_only() -> None:
+    """Have torch warn now that it has no read-only tensors, unseen: it does so once in a process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(np.broadcast_to(np.float32(0), 1))
 
 
 def _pooled(batch: Batch, embeddings: Embeddings, asking: Sequence[int]) -> Embeddings:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from serving.errors import InvalidRequest, Reason
 from serving.request.bags import bag_bounds, id_bounds, once_of, ranges, samples_of
 from serving.request.batches import Limits, check_sequences, check_size
-from serving.request.dense import accept_dense, wants_scores
+from serving.request.dense import accept_dense
 from serving.request.jagged import accept_jagged
 from serving.request.schema import Schema, Selection
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Array, KjtRequest, Mask, Tensors
@@ -52,7 +52,7 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     request = KjtRequest(selection, values, lengths, weights, samples, once=once, outputs=tensors.outputs)  # type: ignore[arg-type]
     if selection.reads is not None:
         request = _reordered(request, selection.keys, selection.reads, selection)
-    if part is not None and tensors.tables is None and wants_scores(part, tensors.outputs):
+    if tensors.tables is None and not schema.scores.isdisjoint(tensors.outputs):
         request = _with_dense(schema, request, tensors)
     if limits is not None and (selection.pooled is not selection or request.jagged_bytes):
         check_sequences(request, limits)
@@ -116,8 +116,8 @@ def _with_dense(schema: Schema, request: KjtRequest, tensors: Tensors) -> KjtReq
         raise InvalidRequest(f"feature {missing!r}: expected all features, which scores need", Reason.FEATURES)
     if not selection.default:
         request = _reordered(request, selection.names, selection.positions.argsort(), schema.every)
-    dense = accept_dense(schema.dense_part.inputs, tensors.dense, request.samples, tensors.once)
-    return accept_jagged(schema, replace(request, dense=dense))
+    request.dense = accept_dense(schema.dense_part.inputs, tensors.dense, request.samples, tensors.once)
+    return accept_jagged(schema, request)
 
 
 def _reordered(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.scores import DenseInput, DensePart, InputDtype
+from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason
 from serving.request.tensors import Array, Dense
 
@@ -98,11 +98,6 @@ def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:
                 )
 
 
-def wants_scores(part: DensePart | None, outputs: Collection[str]) -> bool:
-    """Whether one of `outputs` is a score."""
-    return part is not None and any(each.name in outputs for each in part.outputs)
-
-
 def accept_dense(
     inputs: Sequence[DenseInput], given: Mapping[str, Array], samples: int, once: Collection[str] = ()
 ) -> Dense:
@@ -120,14 +115,16 @@ def accept_dense(
     Raises:
         InvalidRequest: naming the input, what was expected and what came.
     """
-    _expect_known(inputs, given)
     found = []
     for each in inputs:
         is_once, array = each.name in once, given.get(each.name)
         shape = (1 if is_once else samples, *each.shape)
         if array is None or array.dtype != each.dtype.numpy or array.shape != shape or _has_others(each, array):
+            _expect_known(inputs, given)
             raise _refusal(each, shape, "all samples" if is_once else "each sample", array)
         found.append(np.broadcast_to(array, (samples, *each.shape)) if is_once else array)
+    if len(given) > len(found):
+        _expect_known(inputs, given)
     return found
 
 

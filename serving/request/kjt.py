@@ -41,7 +41,8 @@ _ANY = np.uint64(2**64 - 1)
 _NO_SEGMENTS: Ids = np.empty(0, np.int64)
 _NO_LENGTHS: Lengths = np.empty(0, np.int32)
 _NOBODY = Checked((), _NO_SEGMENTS, None, _NO_LENGTHS, *[np.zeros(1, np.int64)] * 3)
-_max_of_each = np.maximum.reduceat
+# `any` and `count_nonzero` call these by way of Python functions.
+_max_of_each, _any = np.maximum.reduceat, np.logical_or.reduce
 
 
 def check_each(
@@ -248,7 +249,7 @@ def _segments_outside(values: Ids, id_bounds: Ids, rows: npt.NDArray[np.uint64])
     unsigned, starts = values.view(_UINT64), id_bounds[:-1]
     # For an empty segment, reduceat gives the id behind it, and fails if there is none. Ids that are in all of their
     # tables are mostly in these, too: so it is cheaper to look for empty segments afterwards.
-    if id_bounds.item(-2) < values.size and not np.count_nonzero(_max_of_each(unsigned, starts) >= rows):
+    if id_bounds.item(-2) < values.size and not _any(_max_of_each(unsigned, starts) >= rows):
         return _NO_SEGMENTS
     filled = np.flatnonzero(starts < id_bounds[1:])
     return filled[_max_of_each(unsigned, starts[filled]) >= rows[filled]]

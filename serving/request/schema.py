@@ -130,6 +130,7 @@ class Schema:
         every: all features, in the manifest's order.
         weighted: whether a request carries a weight for each id.
         dense_part: what scores are made by; None: there are no scores.
+        scores: the names of the outputs that are scores.
         jagged: the feature of each jagged input of the dense part, or the first that reads its key: its position.
         scored_rows: the features whose rows scores are made of; bool [F].
     """
@@ -137,6 +138,7 @@ class Schema:
     every: Selection
     weighted: bool
     dense_part: DensePart | None = None
+    scores: frozenset[str] = field(init=False)
     jagged: tuple[int, ...] = field(init=False)
     scored_rows: npt.NDArray[np.bool_] = field(init=False)
     _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
@@ -146,12 +148,14 @@ class Schema:
         for position, key in enumerate(self.every.key_of):
             self._positions.setdefault(key, []).append(position)
         self._selections[None] = self.every
+        outputs = () if self.dense_part is None else self.dense_part.outputs
         jagged = () if self.dense_part is None else self.dense_part.jagged
         positions = [
             self.every.names.index(each.name) if each.kind is JaggedKind.ROWS else self.first_of(each.name)
             for each in jagged
         ]
         rows = [at for each, at in zip(jagged, positions, strict=True) if each.kind is JaggedKind.ROWS]
+        object.__setattr__(self, "scores", frozenset(each.name for each in outputs))
         object.__setattr__(self, "jagged", tuple(positions))
         object.__setattr__(self, "scored_rows", np.isin(self.every.positions, rows))
 
