@@ -14,6 +14,7 @@ from matplotlib.ticker import EngFormatter
 from benchmarks import (
     beyond_memory,
     fresh,
+    instances,
     once,
     pages,
     peers_scores,
@@ -100,6 +101,7 @@ def render(run: dict[str, Any], file: str) -> str:
         scores_sequences=scores_sequences,
         threads=threads,
         fresh=fresh,
+        instances=instances,
         pages=pages,
         switching=switching,
         beyond=beyond_memory,

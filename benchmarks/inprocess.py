@@ -22,10 +22,12 @@ Lookup = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 REQUESTS = 16
 ROUNDS = {1: 2000, 128: 400}
+# What a caller waits for who asks from time to time: silence before each call.
+COLD_ROUNDS, PAUSE_S = 400, 0.005
 
 
 def run(workload: Workload) -> list[Result]:
-    """Check and lookup of a request in arrays ÷ the TBE call alone, for 1 and 128 samples."""
+    """Check and lookup of a request in arrays ÷ the TBE call alone, for 1 and 128 samples; and cold, for 1."""
     torch.set_num_threads(1)
     engine = in_memory(workload.bundle)
     tbe = bare_tbe(engine)
@@ -42,6 +44,10 @@ def run(workload: Workload) -> list[Result]:
         results += [Result(f"{name}_p50_b{samples}_s", seconds) for name, seconds in times.items()]
         for limit in ("tbe", "operator"):
             results.append(ratio(f"inprocess_over_{limit}_b{samples}", times["inprocess"] / times[limit]))
+        if samples == 1:
+            cold = {name: p50(each) for name, each in interleave(candidates, COLD_ROUNDS, pause_s=PAUSE_S).items()}
+            results += [Result(f"cold_{name}_p50_b{samples}_s", seconds) for name, seconds in cold.items()]
+            results.append(ratio(f"cold_inprocess_over_operator_b{samples}", cold["inprocess"] / cold["operator"]))
     return results
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import tritonclient.grpc as triton
 
+from benchmarks.inprocess import PAUSE_S
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
 from benchmarks.scores_model import DENSE, WIDTH, dlrm_dcn
@@ -25,6 +26,7 @@ from serving.server import Ports, run_server
 NAME, NARROW = "dcn", {"bf16": DenseDtype.BF16, "int8": DenseDtype.INT8}
 REQUESTS = 16
 ROUNDS = {1: 600, 128: 300}
+COLD_ROUNDS = 100
 
 
 def run(workload: Workload, folder: Path) -> list[Result]:
@@ -46,6 +48,8 @@ def run(workload: Workload, folder: Path) -> list[Result]:
             candidates = _candidates(client, engines, workload, samples)
             times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
             results += [Result(f"scores_{name}_p50_b{samples}_s", seconds) for name, seconds in times.items()]
+            cold = interleave(candidates, COLD_ROUNDS, pause_s=PAUSE_S)
+            results += [Result(f"scores_{name}_cold_p50_b{samples}_s", p50(each)) for name, each in cold.items()]
             results.append(ratio(f"scores_over_lookup_p50_b{samples}", times["served"] / times["lookup_and_dense"]))
             results.append(ratio(f"scores_over_inprocess_p50_b{samples}", times["served"] / times["inprocess"]))
             results += [

@@ -45,9 +45,9 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     for samples in SAMPLES:
         publish_do_nothing(repository, samples, (1, samples, WIDTH))
         write_requests(folder / f"b{samples}.json", [workload.request(samples, seed) for seed in range(REQUESTS)])
-    _publish_as(repository, NAME, SINGLE, max_batch_size=1)
-    _publish_as(repository, NAME, TWO, instances=2)
-    _publish_as(repository, do_nothing_name(1), TWO_NOTHING, instances=2)
+    publish_as(repository, NAME, SINGLE, max_batch_size=1)
+    publish_as(repository, NAME, TWO, instances=2)
+    publish_as(repository, do_nothing_name(1), TWO_NOTHING, instances=2)
     load = PerfAnalyzer.fetch(folder / "perf_analyzer")
     models = [NAME, SINGLE, TWO, TWO_NOTHING, *map(do_nothing_name, SAMPLES)]
     with run_server(repository, Ports(grpc=0, http=0, operations=0), models=models) as server:
@@ -146,7 +146,7 @@ def _recovery(repository: Path) -> Iterator[Result]:
     yield Result("recovery_s", median(times))
 
 
-def _publish_as(
+def publish_as(
     repository: Path, model: str, name: str, *, max_batch_size: int | None = None, instances: int = 1
 ) -> None:
     """A model once more, but for its name, how many requests Triton hands over together, and its instances."""

@@ -1,5 +1,7 @@
 """A model's process that stood still gives no answer, which tritonserver would give to another caller."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,8 @@ from tests.faults.tools import PATIENCE_S
 from tests.support.models import SUM, collection, random_bags
 from tests.support.often import one_in
 from tests.support.servers import add_gate, entered, gate_of, held, running, stubs
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("answers", one_in(2, [True, False]), ids=["that_answers", "that_is_idle"])
@@ -101,3 +105,30 @@ def test_a_check_waits_until_it_is_seen_why_nobody_looked() -> None:
 def test_waiting_for_python_s_lock_is_not_to_stand_still(elapsed_s: float, waits: int, ends: bool) -> None:
     """A pause of 0.7 s is the shortest for which Triton gives up; 200 waits of 5 ms are one second."""
     assert (stood_still_s(elapsed_s, waits) > _LONGEST_S) is ends
+
+
+# Faults for a page of 4 KiB that 20 answers of 16 MB take, after the first of them.
+_LARGE_ANSWERS = """
+import resource, sys
+import torch
+from serving.backend.own_process import keep_memory
+
+def faults():
+    for _ in range(20):
+        torch.ones(4 << 20).add(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+if sys.argv[1] == "kept":
+    keep_memory()
+first = faults()
+print(faults() - first)
+"""
+
+
+def test_a_large_answer_takes_the_memory_of_the_one_before() -> None:
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", _LARGE_ANSWERS, how]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+
+    assert faults("kept") < 1000
+    assert faults("freed") > 10_000  # what glibc does by itself
