@@ -8,8 +8,7 @@ from typing import Any
 
 from export.kubernetes.names import check_names, host_name, kubernetes_name
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, open_bundle
-from serving.bundle.plan import HostBundle, path_of
+from serving.bundle.opening import Bundle, open_bundle, open_host
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of
@@ -236,18 +235,8 @@ def _held(routers: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[int, l
     held: dict[int, list[Bundle]] = {}
     for router in routers:
         for host in router.manifest.hosts:
-            held.setdefault(host.host, []).append(_of_host(router.path, host, trusted))
+            held.setdefault(host.host, []).append(open_host(router, host, trusted))
     return held
-
-
-def _of_host(router: Path, host: HostBundle, trusted: TrustedKeys | None) -> Bundle:
-    bundle = open_bundle(path_of(router, host), trusted)
-    if bundle.digest != host.manifest:
-        raise BundleError(
-            f"{bundle.path}: expected the bundle with digest {host.manifest}, which {router} names, got "
-            f"{bundle.digest}: publish both in one export"
-        )
-    return bundle
 
 
 def _versions(bundles: Sequence[Bundle]) -> tuple[int, ...]:

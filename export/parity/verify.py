@@ -22,7 +22,7 @@ from export.scores.requests import request_for
 from export.trained.checkpoint import Checkpoint, WeightSource, blocks, open_weights
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import MANIFEST, Agreement, Manifest, Parity
-from serving.bundle.opening import Bundle, open_bundle, verify_digests, weights_path
+from serving.bundle.opening import Bundle, open_bundle, open_host, verify_digests, weights_path
 from serving.bundle.plan import Shard, ShardingType, path_of
 from serving.bundle.scores import DensePart
 from serving.bundle.signature import TrustedKeys
@@ -154,9 +154,7 @@ def _host_bundles(router: Bundle, trusted: TrustedKeys | None) -> dict[int, Bund
     """The bundles of all hosts, by rank. Every byte of them was read."""
     parts = {}
     for host in router.manifest.hosts:
-        part = open_bundle(path_of(router.path, host), trusted)
-        if part.digest != host.manifest:
-            raise BundleError(f"{part.path}: expected a manifest with SHA-256 {host.manifest}, got {part.digest}")
+        part = open_host(router, host, trusted)
         verify_digests(part)
         parts[router.manifest.plan.rank_of_host[host.host]] = part
     return parts

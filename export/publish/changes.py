@@ -14,12 +14,12 @@ from export.publish.delta import Lineage, PublishedDelta, check_limits, check_ta
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.delta import Delta, Rows, delta_path, delta_signature, lineage_of, parse_delta, read_delta
-from serving.bundle.opening import Bundle, open_bundle, weights_path
-from serving.bundle.plan import Shard, path_of
+from serving.bundle.opening import Bundle, open_host, weights_path
+from serving.bundle.plan import Shard
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
-from serving.errors import BundleError, ConfigurationError
+from serving.errors import ConfigurationError
 
 # Rows of deltas that are held before those that a later one has, too, are dropped.
 _LEAST_ROWS = 1 << 20
@@ -167,9 +167,7 @@ class _RouterRows(StoredRows):
         segments = segments_by_rank(router)
         self._of_hosts: dict[Shard, tuple[StoredRows, Table]] = {}
         for host in router.hosts:
-            bundle = open_bundle(path_of(lineage.bundle.path, host))
-            if bundle.digest != host.manifest:
-                raise BundleError(f"{bundle.path}: is another bundle than {lineage.bundle.path} names")
+            bundle = open_host(lineage.bundle, host)
             rows = stored_rows(Lineage(bundle, lineage_of(bundle.digest), lineage.deltas))
             tables = {table.name: table for table in bundle.manifest.tables}
             for segment in segments[router.plan.rank_of_host[host.host]]:

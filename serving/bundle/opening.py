@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from serving.bundle.manifest import MANIFEST, FileDigest, Manifest
 from serving.bundle.parse import parse_manifest
-from serving.bundle.plan import FIRST_WEIGHTS, path_of
+from serving.bundle.plan import FIRST_WEIGHTS, HostBundle, path_of
 from serving.errors import BundleError, ConfigurationError
 from serving.files import open_file, read_file
 
@@ -192,6 +192,26 @@ def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:
         if not is_mapped:
             check_digest(path / name, digest)
     return Bundle(path, manifest, hashlib.sha256(text).hexdigest())
+
+
+def open_host(router: Bundle, host: HostBundle, trusted: "TrustedKeys | None" = None) -> Bundle:
+    """The bundle of a router's host, in the router's repository.
+
+    Args:
+        router: the router's bundle.
+        host: an entry of its manifest.
+        trusted: as in `open_bundle`.
+
+    Raises:
+        BundleError: as `open_bundle`; or it is another bundle than the router names.
+    """
+    bundle = open_bundle(path_of(router.path, host), trusted)
+    if bundle.digest != host.manifest:
+        raise BundleError(
+            f"{bundle.path}: expected the bundle with SHA-256 {host.manifest} of its manifest, which {router.path} "
+            f"names, got {bundle.digest}: export both again"
+        )
+    return bundle
 
 
 def _read_anybodys(manifest: Path) -> bytes:

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, open_bundle, versions
+from serving.bundle.opening import Bundle, open_bundle, open_host, versions
 from serving.bundle.plan import HostBundle, is_host_model, path_of
 from serving.bundle.signature import TrustedKeys
-from serving.errors import BundleError, ConfigurationError
+from serving.errors import ConfigurationError
 from serving.log import LogFormat, close_log, server_log
 from serving.model.config_file import read_config
 from serving.server.launch.access import Access
@@ -188,5 +188,4 @@ def _check_host(router: Bundle, host: HostBundle, keys: TrustedKeys | None) -> N
             f"{path}: host {host.host} of {router.path}: expected its bundle here, found none: copy it here, or say "
             "where it is served, `tbe-serve configure --host`, and leave --local-hosts out"
         )
-    if open_bundle(path, keys).digest != host.manifest:
-        raise BundleError(f"{path}: is another bundle than {router.path} names: export both again")
+    open_host(router, host, keys)

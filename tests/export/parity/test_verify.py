@@ -73,7 +73,9 @@ def test_a_host_s_files_are_compared_with_their_digests(router: Path) -> None:
 
 def test_another_bundle_of_a_host_is_not_the_router_s(router: Path) -> None:
     overwrite_row(host(router, 2))
-    with pytest.raises(BundleError, match=r"movies-host-2/1: expected a manifest with SHA-256 \w+, got \w+$"):
+    with pytest.raises(
+        BundleError, match=r"movies-host-2/1: expected the bundle with SHA-256 \w+ of its manifest, which "
+    ):
         verify(router)
 
 

@@ -72,7 +72,7 @@ def joined(module: fx.GraphModule) -> int:
 def test_what_is_not_copied_is_the_same_bits(writes: bool) -> None:
     """A dense part that writes to what it would share is left as it is: `changes_inputs` sees it."""
     random, fewer, kept = np.random.default_rng(0), 0, 0
-    for _ in range(400):
+    for _ in range(150):
         module = random_steps(random, writes=writes)
         light = without_copies(module, WIDTH)
         given = torch.from_numpy(random.random((3, WIDTH), np.float32))
@@ -83,8 +83,8 @@ def test_what_is_not_copied_is_the_same_bits(writes: bool) -> None:
         for ours, theirs in zip(light(given.clone()), module(given.clone()), strict=True):
             assert torch.equal(ours, theirs)
             assert ours.stride() == theirs.stride()
-    assert fewer > 50
-    assert (kept > 50) is writes
+    assert fewer > 15
+    assert (kept > 15) is writes
 
 
 class ByKey(nn.Module):

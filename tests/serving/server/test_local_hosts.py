@@ -167,7 +167,11 @@ def with_another_host(repository: Path) -> None:
             ConfigurationError,
             r"movies-host-1/1: host 1 of .*/movies/1: expected its bundle here, found none: copy it here, or",
         ),
-        (with_another_host, BundleError, r"movies-host-1/1: is another bundle than .*/movies/1 names: export both"),
+        (
+            with_another_host,
+            BundleError,
+            r"movies-host-1/1: expected the bundle with SHA-256 \w+ of its manifest, which .*/movies/1 names, got",
+        ),
     ],
 )
 def test_what_cannot_be_a_fleet_is_refused_by_name(
