@@ -130,6 +130,10 @@ STAGES = ("check", "merge", "lookup", "score", "split")
 MERGED = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0]
 
 
+# Most calls that are not added up yet: more than are made between two times that metrics are published.
+_MOST_WAITING = 1 << 16
+
+
 class LookupMetrics:
     """The metrics of one model instance.
 
@@ -198,7 +202,7 @@ class LookupMetrics:
         # when the process dies or hangs.
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
         self._started = perf_counter()
-        self._waiting: deque[tuple[Sequence[int], int, int, float, Sequence[float]]] = deque()
+        self._waiting: deque[tuple[Sequence[int], int, int, float, Sequence[float]]] = deque(maxlen=_MOST_WAITING)
         exported = family_of(
             "tbe_bundle_exported_timestamp_seconds", "When the bundle was exported, Unix time", "GAUGE"
         )
