@@ -39,7 +39,7 @@ def show(name: str) -> None:
 # mallopt(3), and glibc's largest for each allocation to come from memory that can be kept.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_BYTES = -1, -3, 32 << 20
 # Most bytes that are kept for the next request.
-KEPT_BYTES = 128 << 20
+KEPT_BYTES = 64 << 20
 
 
 def keep_memory() -> None:
