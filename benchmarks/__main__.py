@@ -70,7 +70,7 @@ ALL: tuple[Part, ...] = (
     ("cost curves", lambda _, folder: curves.run(folder)),
     ("beside other servers", lambda _, folder: peers_all.run(folder)),
     ("whole models beside other servers", lambda _, folder: peers_scores.run(folder)),
-    ("scores of sequences beside another server", lambda _, folder: peers_scores.run_sequences(folder)),
+    ("scores of sequences beside other servers", lambda _, folder: peers_scores.run_sequences(folder)),
     ("beside Redis and Ray on several hosts", lambda _, folder: peers_hosts.run(folder)),
     ("exporting a table larger than a quarter of memory", lambda _, folder: exporting.run(folder)),
     ("all 204 million rows of DLRM-v2", lambda _, folder: headline.run(folder)),

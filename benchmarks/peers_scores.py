@@ -36,7 +36,6 @@ SERVERS = {
     for name, peer in PEERS.items()
     if peer.kind == "fp32" and peer.protocol != "redis"
 }
-PLAIN = {"grpc_aio_int8": SERVERS["grpc_aio_int8"]}
 # How far scores may be from the float model's. They are normal numbers of about 6.
 TOLERANCE = {"int8": 0.3}
 
@@ -68,8 +67,8 @@ def run(folder: Path) -> Iterator[Result]:
 
 
 def run_sequences(folder: Path) -> Iterator[Result]:
-    """A ranker over a user's history, beside a plain gRPC server."""
-    yield from beside(SEQUENCES_NAME, SequencesWorkload.make(), folder, PLAIN)
+    """A ranker over a user's history, beside the same servers."""
+    yield from beside(SEQUENCES_NAME, SequencesWorkload.make(), folder, SERVERS)
 
 
 def beside(name: str, workload: Asked, folder: Path, servers: Mapping[str, Peer]) -> Iterator[Result]:
