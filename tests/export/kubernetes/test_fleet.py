@@ -88,7 +88,9 @@ def test_a_host_with_another_bundle_is_refused(repository: Path) -> None:
     host = repository / "Movies_V2-host-1"
     shutil.rmtree(host / "1")
     (host / "2").rename(host / "1")
-    with pytest.raises(BundleError, match=r"Movies_V2-host-1/1: expected the bundle with SHA-256 [0-9a-f]{64} of its manifest, which"):
+    with pytest.raises(
+        BundleError, match=r"Movies_V2-host-1/1: expected the bundle with SHA-256 [0-9a-f]{64} of its manifest, which"
+    ):
         read_fleet(repository / "Movies_V2" / "1", Replicas())
 
 
