@@ -102,9 +102,7 @@ def without_copies(module: fx.GraphModule, width: int) -> fx.GraphModule:
     for node in nodes:
         if (span := _span_of(node, spans)) is not None:
             spans[node] = span
-        elif (
-            node.target in _JOINS and _argument(node, 1, "dim") in (1, -1) and isinstance(node.args[0], list | tuple)
-        ):
+        elif node.target in _JOINS:
             _join_neighbours(node, embeddings, spans)
     for node in reversed(nodes):
         if (node in spans or node.target in _SPLITS) and not node.users:
@@ -114,20 +112,32 @@ def without_copies(module: fx.GraphModule, width: int) -> fx.GraphModule:
 
 
 def _span_of(node: fx.Node, spans: _Spans) -> tuple[int, int] | None:
-    """The columns that a step takes out of others. None: it does something else."""
+    """The columns that a step takes out of others. None: it does something else, or it is not known which."""
     source: Any = node.args[0] if node.args else None
     if node.target is operator.getitem and getattr(source, "target", None) in _SPLITS:
-        sizes: Any = source.args[1]
-        if source.args[0] not in spans or _argument(source, 2, "dim") not in (1, -1) or isinstance(sizes, int):
-            return None
-        return [*pairwise(accumulate(sizes, initial=spans[source.args[0]][0]))][cast(int, node.args[1])]
+        return _span_of_piece(source, node.args[1], spans)
     if not isinstance(source, fx.Node) or source not in spans:
         return None
-    first, _ = spans[source]
-    if node.target in _NARROWS and node.args[1] == 1:
-        start, length = cast(tuple[int, int], node.args[2:])
-        return first + start, first + start + length
-    return spans[source] if (node.target, *node.args[1:]) in _WHOLE else None
+    if (node.target, *node.args[1:]) in _WHOLE:
+        return spans[source]
+    if node.target not in _NARROWS or _argument(node, 1, "dim") not in (1, -1):
+        return None
+    start, length = _argument(node, 2, "start"), _argument(node, 3, "length")
+    if not isinstance(start, int) or not isinstance(length, int) or start < 0:  # it counts from the end
+        return None
+    first = spans[source][0] + start
+    return first, first + length
+
+
+def _span_of_piece(split: fx.Node, number: Any, spans: _Spans) -> tuple[int, int] | None:
+    """The columns of a piece that a step cuts others into."""
+    source: Any = split.args[0] if split.args else None
+    sizes = _argument(split, 1, "split_size_or_sections")
+    is_known = isinstance(sizes, list | tuple) and all(isinstance(each, int) for each in (number, *sizes))
+    if not is_known or source not in spans or _argument(split, 2, "dim") not in (1, -1):
+        return None
+    ends = [*accumulate(sizes, initial=spans[source][0])]
+    return [*pairwise(ends)][int(number)]
 
 
 def _argument(node: fx.Node, number: int, name: str) -> Any:
@@ -136,29 +146,32 @@ def _argument(node: fx.Node, number: int, name: str) -> Any:
 
 def _join_neighbours(join: fx.Node, embeddings: fx.Node, spans: _Spans) -> None:
     """Have a step take columns that lie side by side as one piece."""
-    given: Any = join.args[0]
+    given = _argument(join, 0, "tensors")
+    if not isinstance(given, list | tuple) or _argument(join, 1, "dim") not in (1, -1):
+        return
     pieces: list[list[fx.Node]] = []
-    for piece in given if isinstance(given, list | tuple) else ():
+    for piece in given:
         if pieces and piece in spans and spans.get(pieces[-1][-1], (0, -1))[1] == spans[piece][0]:
             pieces[-1].append(piece)
         else:
             pieces.append([piece])
-    if not pieces or len(pieces) == len(given):
+    if len(pieces) == len(given):
         return
-    made = []
     with join.graph.inserting_before(join):
-        for piece in pieces:
-            (first, _), (_, last) = (spans.get(each, (0, 0)) for each in (piece[0], piece[-1]))
-            if len(piece) == 1 or (first, last) == spans[embeddings]:
-                made.append(piece[0] if len(piece) == 1 else embeddings)
-            else:
-                made.append(join.graph.call_function(torch.narrow, (embeddings, 1, first, last - first)))
+        made = [piece[0] if len(piece) == 1 else _as_one(piece, embeddings, spans) for piece in pieces]
         if len(made) > 1:
             joined = join.graph.call_function(cast(Any, join.target), (made, 1))
         else:  # what is joined has its rows side by side
             joined = join.graph.call_method("contiguous", (made[0],))
     join.replace_all_uses_with(joined)
     join.graph.erase_node(join)
+
+
+def _as_one(neighbours: list[fx.Node], embeddings: fx.Node, spans: _Spans) -> fx.Node:
+    first, last = spans[neighbours[0]][0], spans[neighbours[-1]][1]
+    if (first, last) == spans[embeddings]:
+        return embeddings
+    return embeddings.graph.call_function(torch.narrow, (embeddings, 1, first, last - first))
 
 
 # What torch.fx calls the tensors that a forward makes itself.

@@ -8,6 +8,7 @@ import operator
 import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,8 @@ class _Keyed(fx.Proxy):
 
     def __getitem__(self, key: str) -> Any:
         """The columns of a key. TorchRec's code would look for them by name whenever a request is scored."""
-        values: Any = fx.Proxy.__getattr__(self, "values")()
         first = dict(zip(self._widths, self.offset_per_key(), strict=False))[key]
+        values: Any = fx.Proxy.__getattr__(self, "values")()
         return torch.narrow(values, 1, first, self._widths[key])
 
     def keys(self) -> list[str]:  # type: ignore[override]
@@ -143,7 +144,7 @@ class _Keyed(fx.Proxy):
         return list(self._widths.values())
 
     def offset_per_key(self) -> list[int]:
-        return [sum(self.length_per_key()[:number]) for number in range(len(self._widths) + 1)]
+        return [*accumulate(self._widths.values(), initial=0)]
 
     def key_dim(self) -> int:
         return 1

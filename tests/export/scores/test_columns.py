@@ -36,11 +36,19 @@ def random_steps(random: np.random.Generator, *, writes: bool) -> fx.GraphModule
         length = int(random.integers(1, width - first + 1))
         if way in ("narrow", "aten"):
             target: Any = torch.narrow if way == "narrow" else torch.ops.aten.narrow
-            pool.append((graph.call_function(target, (node, 1, first, length)), length))
+            start = first - width if random.random() < 0.1 else first  # counted from the end
+            if way == "narrow" and random.random() < 0.3:
+                taken = graph.call_function(target, (node,), {"dim": 1, "start": start, "length": length})
+            else:
+                taken = graph.call_function(target, (node, 1, start, length))
+            pool.append((taken, length))
         elif way == "split":
             sizes = [size for size in (first, length, width - first - length) if size]
             target = SPLITS[random.integers(len(SPLITS))]
-            parts = graph.call_function(target, (node, sizes), {"dim": 1})
+            if target is not torch.ops.aten.split_with_sizes and random.random() < 0.5:
+                parts = graph.call_function(target, (node,), {"split_size_or_sections": sizes, "dim": 1})
+            else:
+                parts = graph.call_function(target, (node, sizes), {"dim": 1})
             pieces = [(graph.call_function(operator.getitem, (parts, at)), size) for at, size in enumerate(sizes)]
             pool += pieces
             if random.random() < 0.7:
@@ -53,7 +61,10 @@ def random_steps(random: np.random.Generator, *, writes: bool) -> fx.GraphModule
         elif way == "cat":
             chosen = [pool[random.integers(len(pool))] for _ in range(int(random.integers(1, 4)))]
             target = JOINS[random.integers(len(JOINS))]
-            made = graph.call_function(target, ([each for each, _ in chosen], 1))
+            if random.random() < 0.3:
+                made = graph.call_function(torch.cat, (), {"tensors": [each for each, _ in chosen], "dim": 1})
+            else:
+                made = graph.call_function(target, ([each for each, _ in chosen], 1))
             pool.append((made, sum(each for _, each in chosen)))
         elif way == "twice":
             pool.append((graph.call_function(operator.mul, (node, 2.0)), width))
