@@ -1,4 +1,4 @@
-"""FBGEMM's operators come without its Python package."""
+"""What a process that answers does not import: FBGEMM's Python package, and what torch needs to trace alone."""
 
 import subprocess
 import sys
@@ -19,6 +19,19 @@ def test_a_lookup_imports_no_python_of_fbgemm(repository: Path, model: str) -> N
         "import sys; from serving.engine import Engine; "
         f"print(Engine.open({str(path)!r}).lookup({{'user_id': [[3]]}})['user_id'].shape, "
         "[name for name in sys.modules if name.split('.')[0] in ('fbgemm_gpu', 'torchrec', 'sympy')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "(1, 16) []"
+
+
+def test_a_model_s_process_answers_without_what_only_tracing_needs(repository: Path) -> None:
+    path = repository / "sharded" / "1"
+    code = (
+        "import sys; from types import ModuleType; "
+        "sys.modules['triton_python_backend_utils'] = ModuleType('triton_python_backend_utils'); "
+        "from serving.backend import TritonPythonModel; from serving.engine import Engine; "
+        f"print(Engine.open({str(path)!r}).lookup({{'user_id': [[3]]}})['user_id'].shape, "
+        "[name for name in sys.modules if name.startswith(('torch._decomp', 'torch._refs'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "(1, 16) []"
