@@ -1,6 +1,8 @@
 # One way in. `make help` lists the targets; every target sets up what it needs.
 SHELL := /bin/bash
-PYTHON ?= python3.11
+# 3.11, or else 3.12.
+PYTHON ?= $(or $(firstword $(shell command -v python3.11 python3.12)),python3.11)
+export PYTHON
 VENV := .venv
 BIN := $(VENV)/bin
 # What an environment has already: enough for the demo, and for development.
@@ -25,7 +27,7 @@ help: ## Show this list
 setup: $(STAMP) ## Make .venv with all pinned packages (every other target first installs what it needs)
 
 $(DEMO): $(patsubst %,requirements/%.txt,serve triton export demo torch-cpu torch-pypi uv) pyproject.toml $(patsubst %,requirements/%.sh,setup install torch uv)
-	@PYTHON=$(PYTHON) requirements/setup.sh $(VENV)
+	@requirements/setup.sh $(VENV)
 	@touch $@
 
 $(STAMP): $(DEMO) requirements/dev.txt
@@ -84,7 +86,7 @@ audit: ## Known vulnerabilities of the pinned packages; asks PyPI
 	@requirements/audit.sh
 
 pins: ## Resolve requirements/*.in anew into requirements/*.txt
-	@PYTHON=$(PYTHON) requirements/pin.sh
+	@requirements/pin.sh
 
 clean: ## Remove the environment and everything built
 	@rm -rf $(VENV) .bench build mutants *.egg-info

@@ -10,8 +10,8 @@ if [ ! "$environment/.installed" -nt requirements/mutants.txt ]; then
   rm -rf "$environment"
   "${PYTHON:-python3.11}" -m venv "$environment"
   requirements/install.sh "$environment" mutants.txt
-  echo "import site; site.addsitedir('$PWD/.venv/lib/python3.11/site-packages')" \
-    > "$environment/lib/python3.11/site-packages/environment.pth"
+  packages=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  echo "import site; site.addsitedir('${packages/#$environment/$PWD\/.venv}')" > "$packages/environment.pth"
   touch "$environment/.installed"
 fi
 

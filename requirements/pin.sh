@@ -9,7 +9,7 @@ trap 'rm -rf "$folder"' EXIT
 ./install.sh "$folder/uv" uv.txt
 
 compile() {
-  "$folder/uv/bin/uv" pip compile --quiet --no-header --no-annotate --python-version 3.11 "$@"
+  "$folder/uv/bin/uv" pip compile --quiet --no-header --no-annotate --python-version "${version:-3.11}" "$@"
 }
 
 lock() { # its name, what it is, and what uv resolves
@@ -31,6 +31,12 @@ without() { # the packages of locks: uv's options that leave them out
 ours=(--excludes excludes.in --no-emit-package torch)
 # What shares an environment is resolved at once. A lock has what those before it have not.
 compile "${ours[@]}" serve.in export.in dev.in > "$folder/all"
+# Python 3.12 has to do with the same packages.
+version=3.12 compile "${ours[@]}" --constraints "$folder/all" serve.in export.in dev.in > "$folder/all-3.12"
+if comm -13 <(sort "$folder/all") <(sort "$folder/all-3.12") | grep .; then
+  echo "pins: Python 3.12 needs the packages above, which 3.11 does not: a lock of its own" >&2
+  exit 1
+fi
 ours+=(--constraints "$folder/all")
 lock serve "What serves, beside torch and a tritonserver" "${ours[@]}" serve.in
 lock triton "The tritonserver of a wheel" --no-deps triton.in

@@ -10,9 +10,9 @@ fail() {
   exit 1
 }
 
-command -v "$python" >/dev/null || fail "$python is not on PATH; install Python 3.11 (Debian: apt install python3.11), or name it: make PYTHON=/path/to/python3.11"
-found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-[ "$found" = 3.11 ] || fail "$python is Python $found; the pins are for 3.11"
+command -v "$python" >/dev/null || fail "$python is not on PATH; install Python 3.11 or 3.12 (Debian 12: apt install python3.11), or name it: make PYTHON=/path/to/python3.11"
+found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "$python does not run: the lines above say why"
+case $found in 3.11 | 3.12) ;; *) fail "$python is Python $found; the pins are for 3.11 and 3.12" ;; esac
 
 if ! [ -x "$environment/bin/pip" ]; then
   echo "setup: making $environment"

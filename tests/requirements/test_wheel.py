@@ -11,8 +11,11 @@ import venv
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from serving.server import Ports, run_server
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("export", "model_repository", "serving")
@@ -73,6 +76,52 @@ def test_both_have_all_files_that_are_needed_and_no_others(built: tuple[Path, Pa
         found = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
     assert found >= expected | {"pyproject.toml", "README.md", "LICENSE"}
     assert {name for name in found - expected if name.startswith(PACKAGES)} == set()
+
+
+def interpreters(*versions: str) -> list[Any]:
+    """Of these versions of Python those that this machine has, as parameters: on PATH, or where pyenv keeps them."""
+    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = []
+    for version in versions:
+        candidates = [*kept.glob(f"{version}.*/bin/python{version}"), shutil.which(f"python{version}")]
+        runs = (
+            str(each)
+            for each in candidates
+            if each is not None and subprocess.run([each, "-c", ""], capture_output=True, check=False).returncode == 0
+        )
+        found += [pytest.param(path, id=version) for path in [next(runs, None)] if path is not None]
+    return found
+
+
+LOOK_UP = """
+import sys
+import numpy as np
+from serving.client import LookupClient
+
+with LookupClient(sys.argv[1], "m", 20) as client:
+    row, empty = client.lookup({"x": [[1, 2], []]})["x"]
+    assert row.shape == (8,) and row.any() and not empty.any(), (row, empty)
+print(sys.version_info[:2], np.__version__)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("python", interpreters("3.11", "3.12", "3.13"))
+def test_the_client_is_installed_and_looks_up_on_every_python(
+    built: tuple[Path, Path], one_model: Path, tmp_path: Path, python: str
+) -> None:
+    run([python, "-m", "venv", str(tmp_path / "env")], tmp_path)
+    bin_ = tmp_path / "env" / "bin"
+    uv = str(Path(sys.executable).with_name("uv"))
+    run([uv, "pip", "install", "--python", str(bin_ / "python"), str(built[1])], tmp_path)
+    with run_server(one_model, Ports(grpc=0, http=0, operations=0)) as server:
+        done = run([str(bin_ / "python"), "-W", "error", "-c", LOOK_UP, server.grpc], tmp_path)
+        (tmp_path / "asked.jsonl").write_text('{"x": [[1, 2], []]}')
+        typed = run([str(bin_ / "tbe-serve"), "lookup", "m", "asked.jsonl", "--url", server.grpc], tmp_path)
+        assert [len(row) for row in json.loads(typed.stdout)["x"]] == [8, 8]
+    version, numpy = done.stdout.rsplit(maxsplit=1)
+    assert version == str(tuple(map(int, Path(python).name.removeprefix("python").split("."))))
+    assert numpy >= "2"
 
 
 @pytest.mark.long
