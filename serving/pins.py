@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from serving.errors import EnvironmentMismatch
@@ -82,11 +83,16 @@ def _has(found: Mapping[str, str], name: str, minor: str) -> bool:
 
 def installed() -> dict[str, str]:
     """The version of each installed package that a bundle depends on, by name."""
-    versions = {}
-    for name in ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "tbe-serving"):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
+    names = ("torch", "torchrec", "fbgemm-gpu-cpu", "fbgemm-gpu", "tbe-serving")
+    return {name: found for name in names if (found := _version(name)) is not None}
+
+
+@cache
+def _version(name: str) -> str | None:
+    """The version of a package. It is read once: that takes milliseconds, and each engine asks."""
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return None
 
 
 def tested_versions() -> list[str]:
@@ -95,7 +101,7 @@ def tested_versions() -> list[str]:
     tested = {"torch": _TORCH, "torchrec": _TORCHREC, "fbgemm-gpu-cpu": _FBGEMM, "nvidia-pytriton": _PYTRITON}
     if "fbgemm-gpu" in found:
         tested["fbgemm-gpu"] = tested.pop("fbgemm-gpu-cpu")
-    with suppress(PackageNotFoundError):
-        found["nvidia-pytriton"] = version("nvidia-pytriton")
+    if (triton := _version("nvidia-pytriton")) is not None:
+        found["nvidia-pytriton"] = triton
     lines = [f"{name} {found.get(name, 'not installed')} (tested with {minor})" for name, minor in tested.items()]
     return [f"tbe-serving {found.get('tbe-serving', 'not installed')}", *lines]
