@@ -18,7 +18,7 @@ from tests.support.reloads import in_a_fresh_process, in_this_process
 from tests.support.servers import add_gate
 
 # How fast examples are made and run, others on the machine have a say in. `make test-all` takes the profile `long`.
-for profile, examples in (("short", 25), ("long", 200)):
+for profile, examples in (("short", 15), ("long", 200)):
     settings.register_profile(
         profile, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

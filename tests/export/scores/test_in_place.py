@@ -15,6 +15,7 @@ from torchrec import KeyedJaggedTensor
 from export import export_model
 from export.errors import ExportError
 from serving.engine import Engine
+from tests.support.often import one_in
 from tests.support.scored import EXACT, WIDTH, even, own_scores, random_request
 
 CONFIG = replace(EXACT, dense_widths={"dense_features": WIDTH})
@@ -106,7 +107,7 @@ class Counts(_Model):
         return self.head(dense, pooled) + self.count
 
 
-@pytest.mark.parametrize("saved", [False, True], ids=["module", "checkpoint"])
+@pytest.mark.parametrize("saved", one_in(2, [True, False]), ids=["checkpoint", "module"])
 @pytest.mark.parametrize("model", [WritesEmbeddings, WritesDense, WritesBetween, WritesByModule, Trains])
 def test_what_a_forward_writes_is_written_to_copies(tmp_path: Path, model: Any, saved: bool) -> None:
     torch.manual_seed(0)
@@ -126,7 +127,7 @@ def test_what_a_forward_writes_is_written_to_copies(tmp_path: Path, model: Any, 
     np.testing.assert_array_equal(dense["dense_features"], kept["dense_features"])
 
 
-@pytest.mark.parametrize("saved", [False, True], ids=["module", "checkpoint"])
+@pytest.mark.parametrize("saved", one_in(2, [True, False]), ids=["checkpoint", "module"])
 @pytest.mark.parametrize("model", [Autocasts, WritesToAPart, IsRandom, Counts])
 def test_what_a_graph_does_not_have_is_refused(tmp_path: Path, model: Any, saved: bool) -> None:
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from tests.support.random_rankers import Ranker, Request, ranker
 from tests.support.scored import EXACT
 from tests.support.servers import at_once
 
-EACH, ALL = 2, 132
+EACH, ALL = 1, 132
 TYPES = ("table_wise", "row_wise", "column_wise", "data_parallel")
 # Samples, and the most ids of each: none, more than is read, and many.
 SIZES = ((1, 0), (1, 9), (3, 2), (11, 8))

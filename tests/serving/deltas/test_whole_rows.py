@@ -34,7 +34,7 @@ KINDS = [
 ROWS = 1000
 
 
-@pytest.mark.parametrize(("dtype", "dim", "sharding"), one_in(2, KINDS))
+@pytest.mark.parametrize(("dtype", "dim", "sharding"), one_in(3, KINDS))
 def test_no_row_is_torn_and_none_becomes_older(
     dtype: WeightDtype, dim: int, sharding: Sharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,12 @@ from tests.support.sequences import POOLED, ROWS, Mixed
 
 THREADS = (2, 3, 4)
 # The most bytes of a block, and the most samples: a bag at a time, some samples of a feature, some features, everything.
-BLOCKS = [(1, 17), pytest.param(1, 300, marks=pytest.mark.long), (700, 300), (9000, 300), (1 << 20, 300)]
+BLOCKS = [
+    (1, 17),
+    *(pytest.param(each, 300, marks=pytest.mark.long) for each in (1, 9000)),
+    (700, 300),
+    (1 << 20, 300),
+]
 CHOICES = [kind.value for kind in ShardingType]
 MODELS: dict[str, tuple[Callable[[], Any], tuple[Spec, ...], ExportConfig]] = {
     "sums": (lambda: collection(SUM), SUM, ExportConfig()),

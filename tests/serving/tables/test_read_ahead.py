@@ -19,6 +19,7 @@ from serving.tables import memory_budget
 from serving.tables.pages import cached
 from serving.tables.read_ahead import ReadAhead
 from tests.support.models import Spec, collection
+from tests.support.often import one_in
 
 SPECS = (
     Spec("a", 3000, 64, "SUM", ("x", "y")),
@@ -42,7 +43,7 @@ def batch_of(engine: Engine, features: dict[str, list[list[int]]]) -> Batch:
     return batch
 
 
-@pytest.mark.parametrize("how", SHARDED)
+@pytest.mark.parametrize("how", one_in(2, SHARDED))
 @pytest.mark.parametrize("dtype", [WeightDtype.FP32, WeightDtype.INT4])
 def test_every_page_that_a_row_lies_in_is_asked_for_and_no_other(
     how: str, dtype: WeightDtype, tmp_path: Path

@@ -28,10 +28,17 @@ from tests.support.models import Spec, collection
 ROWS = 80_000  # 68 bytes each: two huge pages and a half
 
 
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    module = collection((Spec("t", ROWS, 64, "SUM", ("x",)),))
+    return export_model(module, tmp_path_factory.mktemp("table_files") / "r", "m")
+
+
 @pytest.fixture
-def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+def bundle(published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
+    """A copy that a test may damage."""
     monkeypatch.setattr(pages, "_CHUNK_BYTES", HUGE_PAGE)
-    return open_bundle(export_model(collection((Spec("t", ROWS, 64, "SUM", ("x",)),)), tmp_path / "r", "m"))
+    return open_bundle(shutil.copytree(published, tmp_path / "r" / "m" / "1"))
 
 
 def of(bundle: Bundle, memory: WeightsMemory = WeightsMemory.MAPPED) -> TableFiles:
