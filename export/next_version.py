@@ -2,7 +2,8 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -16,7 +17,7 @@ from export.parity.verify import verify
 from export.pipeline import export_model
 from export.publish.changes import StoredRows, changed_rows, deltas_of
 from export.publish.delta import Lineage
-from export.publish.draft import draft
+from export.publish.draft import Draft, draft, next_version
 from export.trained.checkpoint import WeightSource
 from serving.bundle.delta import Delta, Rows
 from serving.bundle.manifest import (
@@ -28,6 +29,7 @@ from serving.bundle.manifest import (
     write_manifest,
 )
 from serving.bundle.opening import Bundle, check_digest, digest_file, open_bundle, weights_path
+from serving.bundle.plan import HostBundle
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.errors import ConfigurationError
 from serving.files import temporary_folder
@@ -50,7 +52,8 @@ def compact(
 
     The lineage goes on: the next delta is the next one for both versions. So a server may serve either, and one that
     starts with the new version has less to apply. With `until`, the new version begins a lineage of its own, and no
-    later delta comes to it: that is how rows are rolled back.
+    later delta comes to it: that is how rows are rolled back. Of a model on several hosts, the bundles of these have
+    to be in the same repository; each gets the same next version.
 
     Args:
         repository: the model repository.
@@ -68,7 +71,7 @@ def compact(
     Raises:
         BundleError: the version, one of its files or a delta is damaged, cannot be read, or is not signed.
         ConfigurationError: there is no such delta, or a key cannot be read.
-        PublishError: there is no delta, one is missing, the model is on several hosts, or the disk is full.
+        PublishError: there is no delta, one is missing, or the disk is full.
         ParityError: what was written does not answer as it should.
     """
     key = None if signing_key is None else read_signing_key(signing_key)
@@ -76,7 +79,7 @@ def compact(
     trusted = None if key is None or signing_key is None else TrustedKeys(signing_key, (key.public_key(),))
     if trusted_keys is not None:
         trusted = TrustedKeys.read(trusted_keys)
-    lineage = _lineage(Path(repository), model, version, deltas, trusted)
+    lineage = Lineage.of(Path(repository), model, version, deltas, trusted)
     bundle, folder = lineage.bundle, lineage.folder
     newest = folder.newest
     if until is None and newest == folder.since:
@@ -84,35 +87,62 @@ def compact(
     if until is not None and not folder.since <= until <= newest:
         raise ConfigurationError(f"until: expected a delta of {bundle.path}, {folder.since} to {newest}, got {until}")
     last = newest if until is None else until
-    manifest = msgspec.structs.replace(
-        bundle.manifest,
-        format_version=NEWEST_FORMAT_VERSION if until is None else _format_version(bundle.manifest),
+    router = bundle.manifest
+    parts = [lineage.of_host(host, trusted) for host in router.hosts]
+    models = [each.folder.model for each in (*parts, lineage)]
+    number = max(next_version(Path(repository) / each) for each in models) if parts else None
+    with ExitStack() as stack:
+        *drafts, own = (
+            stack.enter_context(draft(Path(repository), name, number, _manifest(each, last, until), None, key))
+            for name, each in zip(models, (*parts, lineage), strict=True)
+        )
+        hosts = {}
+        for host, part, new in zip(router.hosts, parts, drafts, strict=True):
+            assert number is not None  # noqa: S101  there are hosts
+            filled = _filled(new, part, last, trusted, {})
+            goes_on = part.name if until is None else None
+            named = msgspec.structs.replace(host, version=number, manifest=filled.digest, lineage=goes_on)
+            hosts[named] = filled
+        _filled(own, lineage, last, trusted, hosts)
+        for new in drafts:
+            new.publish()
+        return own.publish()
+
+
+def _manifest(lineage: Lineage, last: int, until: int | None) -> Manifest:
+    """That of a version with the deltas up to `last`, as far as it is known before its rows are."""
+    manifest = lineage.bundle.manifest
+    return msgspec.structs.replace(
+        manifest,
+        format_version=NEWEST_FORMAT_VERSION if until is None else _format_version(manifest),
         compacted=Compacted(lineage.name, last) if until is None else None,
         exported_at=time.time(),
-        notes=(*bundle.manifest.notes, f"rows of version {bundle.path.name}, and deltas up to {last}"),
+        notes=(*manifest.notes, f"rows of version {lineage.bundle.path.name}, and deltas up to {last}"),
     )
-    with draft(Path(repository), model, None, manifest, None, key) as new:
-        for name, digest in bundle.manifest.files.items():
-            shutil.copyfile(bundle.path / name, new.path / name)
-            check_digest(new.path / name, digest)
-        _write(bundle.manifest, new.path, deltas_of(lineage, last, trusted))
-        files = {
-            name: digest_file(new.path / name) if name in manifest.weights_files else digest
-            for name, digest in bundle.manifest.files.items()
-        }
-        write_manifest(new.path, msgspec.structs.replace(manifest, files=files))
-        if failures := verify(new.path).failures:
-            raise PublishError(f"the draft of this version is not right: {failures[0]}")
-        return new.publish()
 
 
-def _lineage(
-    repository: Path, model: str, version: int | None, deltas: Path | str | None, trusted: TrustedKeys | None
-) -> Lineage:
-    lineage = Lineage.of(repository, model, version, deltas, trusted)
-    if lineage.bundle.manifest.hosts:
-        raise PublishError(f"{lineage.bundle.path}: is on several hosts: export it again")
-    return lineage
+def _filled(
+    new: Draft, lineage: Lineage, last: int, trusted: TrustedKeys | None, hosts: Mapping[HostBundle, Bundle]
+) -> Bundle:
+    """Write a draft: the files of a version, and the rows of its deltas up to `last`. It answers as it should.
+
+    Args:
+        hosts: of a router, the bundles of its hosts, as its manifest is to name them.
+    """
+    before, manifest = lineage.bundle, new.manifest
+    for name, digest in manifest.files.items():
+        shutil.copyfile(before.path / name, new.path / name)
+        check_digest(new.path / name, digest)
+    _write(manifest, new.path, deltas_of(lineage, last, trusted))
+    changed = {name: digest_file(new.path / name) for name in manifest.weights_files}
+    write_manifest(
+        new.path, msgspec.structs.replace(manifest, files={**manifest.files, **changed}, hosts=tuple(hosts))
+    )
+    ranks = {manifest.plan.rank_of_host[host.host]: part for host, part in hosts.items()}
+    verification = verify(new.path, parts=ranks)
+    if verification.failures:
+        raise PublishError(f"the draft of this version is not right: {verification.failures[0]}")
+    return verification.bundle
 
 
 def _write(manifest: Manifest, directory: Path, deltas: Iterable[Delta]) -> None:
@@ -127,10 +157,11 @@ def _write(manifest: Manifest, directory: Path, deltas: Iterable[Delta]) -> None
             shape=(shard.height, tables[shard.table].dtype.row_bytes(shard.width)),
         )
         for shard in manifest.plan.shards
+        if manifest.plan.ranks[shard.rank].weights_file is not None
     }
     for delta in deltas:
         for name, rows in delta.tables.items():
-            for shard in manifest.plan.shards_by_table[name]:
+            for shard in stored.keys() & {*manifest.plan.shards_by_table[name]}:
                 low, high = np.searchsorted(rows.ids, shard.rows)
                 own = tables[name].shard_columns(rows.rows[low:high], shard)
                 stored[shard][rows.ids[low:high] - shard.rows[0]] = own
@@ -142,7 +173,8 @@ def _format_version(manifest: Manifest) -> int:
     """The oldest format that has all features of a bundle, but for deltas in its rows."""
     if manifest.dense_part is not None:
         return SCORES_FORMAT_VERSION
-    return format_version_of(manifest.tables, manifest.features, manifest.id_dtype, on_hosts=False)
+    on_hosts = bool(manifest.hosts) or manifest.part_of is not None
+    return format_version_of(manifest.tables, manifest.features, manifest.id_dtype, on_hosts=on_hosts)
 
 
 def export_next(
@@ -180,7 +212,9 @@ def export_next(
         ModelError, CheckpointError, QuantizeError, PlanError, ParityError: as `export_model`.
     """
     config, repository = config or ExportConfig(), Path(repository).absolute()
-    lineage = _lineage(repository, name, None, deltas, None)
+    lineage = Lineage.of(repository, name, None, deltas)
+    if lineage.bundle.manifest.hosts:
+        raise PublishError(f"{lineage.bundle.path}: is on several hosts: export it without --same-lineage")
     key = None if signing_key is None else read_signing_key(signing_key)
     with temporary_folder(repository.parent, f".{repository.name}.draft-") as folder:
         path = export_model(

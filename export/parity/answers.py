@@ -202,6 +202,7 @@ def assembled_manifest(router: Manifest) -> Manifest:
         format_version=format_version_of(router.tables, router.features, router.id_dtype, on_hosts=False),
         plan=msgspec.structs.replace(router.plan, ranks=ranks),
         hosts=(),
+        compacted=None,
         dense_part=None,
         files={},
         parity=(),

@@ -1,7 +1,7 @@
 """Verify a published bundle, a router's with those of its hosts: its files, its answers, its rows and its scores."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,6 +87,7 @@ def verify(
     checkpoint: WeightSource = None,
     trusted: TrustedKeys | None = None,
     example: Example | None = None,
+    parts: Mapping[int, Bundle] | None = None,
 ) -> Verification:
     """Read every byte of a bundle, compare its copies, and answer a probe: by numpy, uncompiled, compiled, reloaded.
 
@@ -100,6 +101,7 @@ def verify(
         checkpoint: has the weights of `trained`; None: the module itself has them.
         trusted: one of these keys must have signed the bundles. None: anybody may have made them.
         example: of a call of `trained`, with which it was exported; None: without one.
+        parts: of a router, the bundles of its hosts by rank; None: those in its repository.
 
     Raises:
         BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
@@ -118,7 +120,7 @@ def verify(
     with FreshProcess() as fresh:
         verify_digests(bundle)
         program = load_program(bundle)
-        if absent := _absent_hosts(bundle):
+        if absent := _absent_hosts(bundle) if parts is None else ():
             if trained is not None:
                 raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")
             return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
@@ -131,7 +133,8 @@ def verify(
             scored = scored_of(bundle, part, trained, weights, example)
         request = scored.request if scored is not None else _request_for(bundle)
         if manifest.hosts:
-            answers = answer_assembled(path, manifest, program, _host_bundles(bundle, trusted), fresh, request)
+            hosts = _host_bundles(bundle, trusted) if parts is None else parts
+            answers = answer_assembled(path, manifest, program, hosts, fresh, request)
         else:
             answers = answer_probe(path, manifest, program, fresh, request)
     verification = _compare(bundle, answers, trained, weights)

@@ -13,8 +13,8 @@ from torch import nn
 from export.publish.delta import Lineage, PublishedDelta, check_limits, check_takes, quantized
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.delta import Delta, Rows, delta_path, delta_signature, lineage_of, parse_delta, read_delta
-from serving.bundle.opening import Bundle, open_host, weights_path
+from serving.bundle.delta import Delta, Rows, delta_path, delta_signature, parse_delta, read_delta
+from serving.bundle.opening import Bundle, weights_path
 from serving.bundle.plan import Shard
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import TrustedKeys, read_signing_key
@@ -167,9 +167,9 @@ class _RouterRows(StoredRows):
         segments = segments_by_rank(router)
         self._of_hosts: dict[Shard, tuple[StoredRows, Table]] = {}
         for host in router.hosts:
-            bundle = open_host(lineage.bundle, host)
-            rows = stored_rows(Lineage(bundle, lineage_of(bundle.digest), lineage.deltas))
-            tables = {table.name: table for table in bundle.manifest.tables}
+            own = lineage.of_host(host)
+            rows = stored_rows(own)
+            tables = {table.name: table for table in own.bundle.manifest.tables}
             for segment in segments[router.plan.rank_of_host[host.host]]:
                 self._of_hosts[segment.shard] = rows, tables[segment.table]
 

@@ -18,9 +18,10 @@ from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.delta_files import LineageFolder, host_rows, own_rows
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError
-from serving.bundle.delta import IDS, ROWS, Rows, delta_path, deltas_folder, lineage_of, tables_in
+from serving.bundle.delta import IDS, ROWS, Rows, delta_path, deltas_folder, lineage_of, lineage_of_host, tables_in
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import Bundle, newest, open_bundle
+from serving.bundle.opening import Bundle, newest, open_bundle, open_host
+from serving.bundle.plan import HostBundle
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
@@ -143,6 +144,14 @@ class Lineage:
         name = lineage_of(bundle.digest, bundle.manifest.compacted)
         return cls(bundle, name, deltas_folder(repository) if deltas is None else Path(deltas))
 
+    def of_host(self, host: HostBundle, trusted: TrustedKeys | None = None) -> "Lineage":
+        """That of a host's bundle, which is in the same repository. Its deltas have the same numbers.
+
+        Raises:
+            BundleError: it is not there, is another one, or none of the keys signed it.
+        """
+        return Lineage(open_host(self.bundle, host, trusted), lineage_of_host(host), self.deltas)
+
     @property
     def folder(self) -> LineageFolder:
         """The folder of its deltas."""
@@ -178,7 +187,9 @@ class Lineage:
         """
         router = self.bundle.manifest
         parts = {
-            LineageFolder(self.deltas, each.model, lineage_of(each.manifest)): host_rows(router, each.host, stored)
+            LineageFolder(self.deltas, each.model, lineage_of_host(each), router.sequence): host_rows(
+                router, each.host, stored
+            )
             for each in router.hosts
         }
         parts[self.folder] = own_rows(router, stored)

@@ -33,6 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.manifest import Compacted, Manifest
+from serving.bundle.plan import HostBundle
 from serving.bundle.tables import Bytes, Table, dequantize
 from serving.errors import BundleError, shown
 from serving.files import UNREADABLE, Strict, json_tree, read_file
@@ -57,6 +58,11 @@ def lineage_of(digest: str, compacted: Compacted | None = None) -> str:
     It is that of the deltas in its rows, or one that it begins: the first 32 hex digits of its manifest's SHA-256.
     """
     return digest[:32] if compacted is None else compacted.lineage
+
+
+def lineage_of_host(host: HostBundle) -> str:
+    """The name of the lineage of a host's bundle, as its router's manifest says it."""
+    return lineage_of(host.manifest) if host.lineage is None else host.lineage
 
 
 def deltas_folder(repository: Path) -> Path:

@@ -214,13 +214,11 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
     own = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
     if manifest.hosts and (manifest.part_of is not None or own != [0]):
         yield "hosts: expected a router's bundle, whose first rank, and no other, is its own"
-    if is_of_hosts and manifest.compacted is not None:
-        yield "compacted: expected a bundle that is not on several hosts"
     for each in manifest.hosts:
-        if not each.is_possible:
+        if not each.is_possible or (each.lineage is None) != (manifest.compacted is None):
             yield (
-                f"hosts: host {each.host}: expected the name of a model, a version and a SHA-256, got "
-                f"{each.model!r}, {each.version} and {each.manifest!r}"
+                f"hosts: host {each.host}: expected the name of a model, a version and a SHA-256, and a lineage "
+                f"if `compacted`, got {each.model!r}, {each.version} and {each.manifest!r}, and {each.lineage!r}"
             )
         if each.router is None or each.router != manifest.hosts[0].router:
             first = manifest.hosts[0]

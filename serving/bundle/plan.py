@@ -28,7 +28,7 @@ FIRST_WEIGHTS = "weights.0.bin"
 # Triton's versions are int64.
 MOST_VERSION = 2**63 - 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHA256, _LINEAGE = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
 
 Block = tuple[int, int]
 
@@ -187,7 +187,7 @@ class IdDtype(enum.Enum):
     INT32 = "INT32"
 
 
-class HostBundle(Strict, frozen=True):
+class HostBundle(Strict, frozen=True, omit_defaults=True):
     """The bundle of a host in a router's plan. The router accepts no other version of that model.
 
     Attributes:
@@ -195,18 +195,21 @@ class HostBundle(Strict, frozen=True):
         model: name of the model.
         version: of the model.
         manifest: SHA-256, in hex, of its manifest.json.
+        lineage: that of the deltas in its rows, where the router's has some in its own (`Manifest.compacted`).
     """
 
     host: int
     model: str
     version: int
     manifest: str
+    lineage: str | None = None
 
     @property
     def is_possible(self) -> bool:
-        """Whether model, version and digest have valid forms."""
+        """Whether model, version, digest and lineage have valid forms."""
         is_digest = _SHA256.fullmatch(self.manifest) is not None
-        return is_model_name(self.model) and 1 <= self.version <= MOST_VERSION and is_digest
+        is_lineage = self.lineage is None or _LINEAGE.fullmatch(self.lineage) is not None
+        return is_model_name(self.model) and 1 <= self.version <= MOST_VERSION and is_digest and is_lineage
 
     @property
     def router(self) -> str | None:

@@ -1,7 +1,9 @@
 """The next version of a lineage: byte for byte what an export of the changed model writes, and rows rolled back."""
 
+import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from export import (
     publish_delta,
 )
 from export.errors import PublishError
+from export.parity.verify import verify
 from export.publish import changes
 from export.publish.delta import Lineage, PublishedDelta
 from export.publish.published import prune
@@ -33,7 +36,7 @@ from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, ServingError
 from tests.support.commands import tbe_export
-from tests.support.hosts import export_hosts
+from tests.support.hosts import MODEL, export_hosts
 from tests.support.live import changed_rows
 from tests.support.managed import dealt
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
@@ -165,10 +168,92 @@ def test_what_cannot_be_compacted_is_named_and_leaves_nothing(tmp_path: Path) ->
     damaged[100] ^= 1
     weights.write_bytes(damaged)
     assert "weights.0.bin" in refusal(BundleError)
-    config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
-    router = export_hosts(tmp_path / "hosts", collection(SUM), config).parent.name
+
+
+HOSTS_OF_TWO = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, types={"a": "row_wise", "b": "column_wise"}))
+HOSTS = replace(CONFIG, sharding=replace(CONFIG.sharding, ranks=3, ranks_per_host=1))
+
+
+def bundles(repository: Path, version: int) -> dict[str, Path]:
+    """Of a router and its hosts, by model."""
+    return {model.name: model / str(version) for model in repository.iterdir() if (model / str(version)).exists()}
+
+
+def test_a_version_on_hosts_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_model(tmp_path: Path) -> None:
+    """The router's and each host's; and their lineages go on."""
+    model = collection(MIXED)
+    r = tmp_path / "r"
+    export_hosts(tmp_path, model, HOSTS)
+    first = {name: open_bundle(path) for name, path in bundles(r, 1).items()}
+    assert len(first) == 4
+    for seed in range(3):
+        publish_delta(r, MODEL, changed_rows(model, np.random.default_rng(seed), lambda rows: rows // 3))
+    assert compact(r, MODEL) == r / MODEL / "2"
+    export_hosts(tmp_path / "anew", model, HOSTS)
+    anew, second = bundles(tmp_path / "anew" / "r", 1), bundles(r, 2)
+    assert second.keys() == first.keys() == anew.keys()
+    for name, path in second.items():
+        assert weights_of(path) == weights_of(anew[name])
+        assert names(open_bundle(path)) == names(first[name])
+        assert open_bundle(path).manifest.sequence == 3
+    verification = verify(second[MODEL])
+    assert (verification.absent, verification.failures) == ((), ())
+    for host in verification.bundle.manifest.hosts:
+        assert (host.version, host.lineage) == (2, names(first[host.model]))
+    assert publish_changes(r, MODEL, model) is None
+    fourth = publish_delta(r, MODEL, changed_rows(model, np.random.default_rng(4), lambda _: 2))
+    assert (fourth.sequence, fourth.version) == (4, 2)
+    for name, path in bundles(r, 2).items():
+        assert listed(deltas_folder(r) / name / names(open_bundle(path))) == [1, 2, 3, 4]
+    compact(r, MODEL)  # of what was compacted, and of version 1 with all deltas
+    compact(r, MODEL, version=1)
+    for name, path in bundles(r, 3).items():
+        assert weights_of(path) == weights_of(r / name / "4")
+    assert publish_changes(r, MODEL, model) is None
+
+
+def test_rows_on_hosts_are_rolled_back(tmp_path: Path) -> None:
+    model = collection(SUM)
+    r = tmp_path / "r"
+    export_hosts(tmp_path, model, HOSTS_OF_TWO)
+    publish_delta(r, MODEL, changed_rows(model, np.random.default_rng(0), lambda _: 5))
+    export_hosts(tmp_path / "anew", model, HOSTS_OF_TWO)
+    publish_delta(r, MODEL, changed_rows(model, np.random.default_rng(1), lambda _: 5))  # a bad one
+    compact(r, MODEL, until=1)
+    for name, path in bundles(r, 2).items():
+        assert weights_of(path) == weights_of(tmp_path / "anew" / "r" / name / "1")
+        assert open_bundle(path).manifest.compacted is None
+        assert names(open_bundle(path)) != names(open_bundle(r / name / "1"))
+    assert publish_delta(r, MODEL, {"a": ([0], ones())}).sequence == 1
+    for host in open_bundle(r / MODEL / "2").manifest.hosts:
+        assert host.lineage is None
+
+
+def test_what_a_host_lacks_leaves_nothing_of_any(tmp_path: Path) -> None:
+    model = collection(SUM)
+    r = tmp_path / "r"
+    export_hosts(tmp_path, model, HOSTS_OF_TWO)
+    publish_delta(r, MODEL, {"a": ([0, 49], ones(2))})
+    (name, _) = sorted(path.name for path in r.iterdir() if path.name != MODEL)
+    (delta,) = (deltas_folder(r) / name).rglob("*.safetensors")
+    content = delta.read_bytes()
+    delta.write_bytes(content[:-1])
+    with pytest.raises(BundleError, match=re.escape(str(delta))):
+        compact(r, MODEL)
+    delta.unlink()
+    with pytest.raises(BundleError, match=re.escape(str(delta))):
+        compact(r, MODEL)
+    delta.write_bytes(content)
+    host = (r / name).rename(tmp_path / "elsewhere")
+    with pytest.raises(BundleError, match=rf"{name}/1/manifest.json: cannot be read"):
+        compact(r, MODEL)
+    assert bundles(r, 2) == {}
+    assert {path.name for path in tmp_path.iterdir()} == {"r", "r.deltas", "elsewhere"}
+    host.rename(r / name)
     with pytest.raises(PublishError, match="is on several hosts"):
-        compact(tmp_path / "hosts" / "r", router)
+        export_next(model, r, MODEL, HOSTS_OF_TWO)
+    compact(r, MODEL)
+    assert bundles(r, 2).keys() == bundles(r, 1).keys()
 
 
 def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ ONE_EACH = "hosts: expected one entry for each rank without a file of weights, h
 ITS_OWN = "hosts: expected a router's bundle, whose first rank, and no other, is its own"
 
 
+COMPACTED = {"format_version": 9, "compacted": {"lineage": "0" * 32, "sequence": 3}}
+
+
+def with_lineage(manifest: Any, lineage: str) -> Any:
+    """Its hosts, which all go on with a lineage."""
+    return [{**host, "lineage": lineage} for host in manifest["hosts"]]
+
+
 def own_rank_too(manifest: Any) -> None:
     """Another rank of the router's, with no rows."""
     manifest["plan"]["ranks"].append({"host": -1, "device": "cpu", "weights": "weights.3.bin"})
@@ -105,6 +113,11 @@ def no_own_rank(manifest: Any) -> None:
         pytest.param(lambda m: m["hosts"][0].update(version=2**63), f"{2**63} and", id="large version"),
         pytest.param(lambda m: m["hosts"][0].update(manifest="0" * 63), "a SHA-256", id="digest"),
         pytest.param(lambda m: m["hosts"][0].update(manifest="A" * 64), "a SHA-256", id="upper case"),
+        pytest.param(lambda m: m["hosts"][0].update(lineage="0" * 32), f"and '{'0' * 32}'", id="a lineage alone"),
+        pytest.param(lambda m: m.update(COMPACTED), "and None", id="no lineage"),
+        pytest.param(
+            lambda m: m.update(COMPACTED, hosts=with_lineage(m, "../m")), "and '../m'", id="no lineage's name"
+        ),
         pytest.param(lambda m: m["hosts"][0].update(more=1), "unknown field `more`", id="unknown key"),
         pytest.param(lambda m: m.update(id_dtype="INT16"), "INT16", id="id_dtype"),
         pytest.param(lambda m: m.update(format_version=4), "format_version 4 has no key `hosts`", id="format 4"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export import ExportConfig, Sharding, WeightDtype, publish_delta
+from export import ExportConfig, Sharding, WeightDtype, compact, publish_delta
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
@@ -31,6 +31,9 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
     )
     router = export_hosts(tmp_path, model, config)
     random = np.random.default_rng(0)
+    rows = changed_rows(model, random, lambda rows: rows // 2)
+    publish_delta(tmp_path / "r", router.parent.name, rows)
+    compact(tmp_path / "r", router.parent.name)  # version 2 has it, and goes on
     first, second = (changed_rows(model, random, lambda rows: rows // 2) for _ in range(2))
     publish_delta(tmp_path / "r", router.parent.name, first)  # before the fleet is there
     requests = [dict(random_bags(random, SUM, 10)) for _ in range(5)]
@@ -41,7 +44,7 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
         running(tmp_path / "r", "--local-hosts") as server,
         LookupClient(server.grpc, router.parent.name, 60) as client,
     ):
-        assert metric(server, "tbe_delta_sequence", model=router.parent.name) == 1
+        assert metric(server, "tbe_delta_sequence", model=router.parent.name) == 2
         publish_delta(tmp_path / "r", router.parent.name, second)
         deadline = time.monotonic() + PATIENCE_S
         while not all(_same(client.lookup(each), answer) for each, answer in zip(requests, answers, strict=True)):
