@@ -12,7 +12,7 @@ if [ -x "$here/../.venv/bin/uv" ] && "$here/uv.sh" "$pip" --dry-run --reinstall 
   "$pip" install --dry-run --ignore-installed --no-deps --require-hashes --requirement "$lock" >"$said" 2>&1; then
   echo "setup: taking $build, PyTorch's CPU build: an index or a folder that pip knows has it" >&2
   echo torch-cpu.txt
-elif grep -q 'No matching distribution found for torch' "$said"; then
+elif grep -qE 'No matching distribution found for torch|ResolutionImpossible' "$said"; then # the latter beside constraints
   echo "setup: taking PyPI's torch and the CUDA packages that it requires (4.8 GB on disk): nothing that pip knows has" \
     "$build, PyTorch's CPU build. To have that, name PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL, or a folder with" \
     "the wheel in PIP_FIND_LINKS" >&2

@@ -164,9 +164,14 @@ def test_the_cpu_build_is_taken_where_there_is_one(index: Path) -> None:
     )
 
 
-def test_pypi_s_torch_is_taken_where_there_is_none(index: Path) -> None:
+@pytest.mark.parametrize("constrained", [False, True])
+def test_pypi_s_torch_is_taken_where_there_is_none(index: Path, constrained: bool) -> None:
+    """pip says something else where it has constraints."""
     wheel(index, "torch", "2.13.0")
-    done = run(index, f"torch==2.13.0+cpu --hash=sha256:{'0' * 64}\n", "torch.sh", PIP)
+    constraints = index.parent / "constraints.txt"
+    constraints.write_text("torch<=2.14\n" if constrained else "")
+    lock = f"torch==2.13.0+cpu --hash=sha256:{'0' * 64}\n"
+    done = run(index, lock, "torch.sh", PIP, PIP_CONSTRAINT=str(constraints))
     assert (done.returncode, done.stdout) == (0, "torch-pypi.txt\n"), done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(
