@@ -117,7 +117,9 @@ class ExportConfig:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an export is. It works on `step`, and has done `done` of `total` bytes of float rows."""
+    """How far an export is. It works on `step`, and has done `done` of `total` bytes: of float rows, or, where a
+    version and its deltas become the next version, of files.
+    """
 
     step: str
     done: int

@@ -1,9 +1,9 @@
 """The next version of a lineage: of a version and its deltas, or of a model that was trained further."""
 
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,8 @@ from serving.files import temporary_folder
 
 # Rows that are compared at once; and how often they are compared anew because somebody else published a delta.
 _BLOCK_ROWS, _TRIES = 1 << 16, 10
+# Bytes that are copied at once.
+_CHUNK_BYTES = 16 << 20
 
 
 def compact(
@@ -47,6 +49,7 @@ def compact(
     deltas: Path | str | None = None,
     signing_key: Path | None = None,
     trusted_keys: Path | None = None,
+    progress: Callable[[Progress], None] = lambda _: None,
 ) -> Path:
     """Publish the next version of a model: the rows of a version, with those of its deltas.
 
@@ -64,6 +67,7 @@ def compact(
         signing_key: a PEM file with an Ed25519 private key. None: the new version is not signed.
         trusted_keys: a PEM file with Ed25519 public keys, which must have signed the version and its deltas. None:
             the signing key must have, if there is one.
+        progress: called as files are copied.
 
     Returns:
         The path of the new version.
@@ -96,14 +100,16 @@ def compact(
             stack.enter_context(draft(Path(repository), name, number, _manifest(each, last, until), None, key))
             for name, each in zip(models, (*parts, lineage), strict=True)
         )
+        sizes = (each.size_bytes for new in (*drafts, own) for each in new.manifest.files.values())
+        copied = _Copied(progress, sum(sizes))
         hosts = {}
         for host, part, new in zip(router.hosts, parts, drafts, strict=True):
             assert number is not None  # noqa: S101  there are hosts
-            filled = _filled(new, part, last, trusted, {})
+            filled = _filled(new, part, last, trusted, copied, {})
             goes_on = part.name if until is None else None
             named = msgspec.structs.replace(host, version=number, manifest=filled.digest, lineage=goes_on)
             hosts[named] = filled
-        _filled(own, lineage, last, trusted, hosts)
+        _filled(own, lineage, last, trusted, copied, hosts)
         for new in drafts:
             new.publish()
         return own.publish()
@@ -121,8 +127,29 @@ def _manifest(lineage: Lineage, last: int, until: int | None) -> Manifest:
     )
 
 
+@dataclass(slots=True)
+class _Copied:
+    """How many bytes of all files are copied."""
+
+    progress: Callable[[Progress], None]
+    total: int
+    done: int = 0
+
+    def copy(self, source: Path, target: Path) -> None:
+        with source.open("rb") as read, target.open("wb") as written:
+            while chunk := read.read(_CHUNK_BYTES):
+                written.write(chunk)
+                self.done += len(chunk)
+                self.progress(Progress(source.name, self.done, self.total))
+
+
 def _filled(
-    new: Draft, lineage: Lineage, last: int, trusted: TrustedKeys | None, hosts: Mapping[HostBundle, Bundle]
+    new: Draft,
+    lineage: Lineage,
+    last: int,
+    trusted: TrustedKeys | None,
+    copied: _Copied,
+    hosts: Mapping[HostBundle, Bundle],
 ) -> Bundle:
     """Write a draft: the files of a version, and the rows of its deltas up to `last`. It answers as it should.
 
@@ -131,7 +158,7 @@ def _filled(
     """
     before, manifest = lineage.bundle, new.manifest
     for name, digest in manifest.files.items():
-        shutil.copyfile(before.path / name, new.path / name)
+        copied.copy(before.path / name, new.path / name)
         check_digest(new.path / name, digest)
     _write(manifest, new.path, deltas_of(lineage, last, trusted))
     changed = {name: digest_file(new.path / name) for name in manifest.weights_files}

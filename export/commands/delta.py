@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from export.commands.model import export_progress
 from export.commands.module import CheckpointOption, DeltasOption, SigningKeyOption, build_module
 from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
@@ -95,8 +96,8 @@ def compact(
     check_pins()
     from export.next_version import compact as publish
 
-    found = open_bundle(
-        publish(
+    with export_progress() as show:
+        published = publish(
             model.absolute().parent,
             model.absolute().name,
             version=version,
@@ -104,8 +105,9 @@ def compact(
             deltas=deltas,
             signing_key=signing_key,
             trusted_keys=trusted_keys,
+            progress=show,
         )
-    )
+    found = open_bundle(published)
     goes_on = found.manifest.compacted
     then = f"delta {goes_on.sequence + 1} is next" if goes_on else "it begins a lineage of its own"
     out.print(f"{found.path}: {found.manifest.notes[-1]}; {then}", soft_wrap=True)

@@ -25,6 +25,7 @@ from export import (
     publish_changes,
     publish_delta,
 )
+from export.config import Progress
 from export.errors import PublishError
 from export.parity.verify import verify
 from export.publish import changes
@@ -71,8 +72,11 @@ def test_a_version_and_its_deltas_are_byte_for_byte_an_export_of_the_changed_mod
     first = open_bundle(export_model(model, r, "m", CONFIG))
     for seed in range(3):
         publish_delta(r, "m", changed_rows(model, np.random.default_rng(seed), lambda rows: rows // 3))
-    second = open_bundle(compact(r, "m"))
+    seen: list[Progress] = []
+    second = open_bundle(compact(r, "m", progress=seen.append))
     assert second.path.name == "2"
+    assert [each.done for each in seen] == sorted(each.done for each in seen)
+    assert (seen[-1].done, {each.total for each in seen}) == (seen[-1].total, {seen[-1].total})
     assert weights_of(second.path) == weights_of(export_model(model, tmp_path / "anew", "m", CONFIG))
     assert second.manifest.compacted is not None
     assert (names(second), second.manifest.sequence) == (names(first), 3)
