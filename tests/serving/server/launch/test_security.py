@@ -182,11 +182,11 @@ def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path:
     )  # fmt: skip
     with running(repository, *tls, "--tls-client-ca", str(pems / "root.pem")) as server:
         assert answers(server.grpc, trusted) == 1
+        done = tbe_serve("health", "m", "--url", server.grpc, *as_client)
+        assert (done.returncode, done.stdout) == (0, "m: version 1 answers\n"), done.stderr
         for options in ((), as_client[:2]):  # in the clear; without a certificate of its own
             done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "2", *options)
             assert done.returncode == 1
-        done = tbe_serve("health", "m", "--url", server.grpc, *as_client)
-        assert (done.returncode, done.stdout) == (0, "m: version 1 answers\n"), done.stderr
         bench = ("bench", "m", "--url", server.grpc, "--bundle", str(bundle), "--clients", "1", "--samples", "2")
         done = tbe_serve(*bench, "--seconds", "0.3", "--repeats", "1", *as_client)
         assert done.returncode == 0, done.stderr
