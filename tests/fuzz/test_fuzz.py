@@ -22,7 +22,7 @@ from tests.support.growth import keeps_growing
 from tests.support.hosts import only
 from tests.support.servers import FREE, metric, replace_model_py
 
-COUNT = 3_000
+COUNT = 2_000
 FAULTY_COUNT = 5_000
 # A server that never answered such messages grows until some ten thousand came: buffers of all sizes, for each thread.
 # How many it takes, the scheduler says. It has so many times MANY messages to come to an end.
