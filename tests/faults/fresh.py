@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import numpy.typing as npt
@@ -165,9 +166,17 @@ def _reading(url: str, model: str, published: _Published, clients: int) -> Itera
         process.join()
 
 
+def _is_ready(server: Running) -> bool:
+    with suppress(OSError), urlopen(f"{server.operations}/readyz", timeout=PATIENCE_S):
+        return True
+    return False
+
+
 def _kill(server: Running, seen: Seen, random: np.random.Generator) -> None:
     kinds = ["applier", "model"] if seen.killed["model"] < _MOST_MODELS_KILLED else ["applier"]
     what = random.choice([*kinds, *["applier"] * 4])
+    if what == "model" and not _is_ready(server):  # a model that dies while it is loaded anew is given up
+        return
     with suppress(psutil.Error, ValueError):  # it has just ended, or is started
         if what == "model":
             for stub in stubs(server.triton, "m")[:1]:

@@ -86,7 +86,7 @@ def stubs(server: psutil.Process, model: str) -> list[psutil.Process]:
     """The processes that answer for a model."""
     found = []
     for child in server.children():
-        with suppress(psutil.ZombieProcess):  # Triton does not wait for one that was killed
+        with suppress(psutil.NoSuchProcess):  # it has just ended; or Triton does not wait for one that was killed
             found += [child] if any(f"/{model}/" in part for part in child.cmdline()) else []
     return found
 
