@@ -53,6 +53,7 @@ def test_all_that_happens_is_a_line_of_json(tmp_path: Path) -> None:
         assert {each["model"] for each in found} == {"m"}
     (switched,) = [each for each in events if each["event"] == "switched"]
     assert (switched["version"], switched["message"]) == (1, "model 'm': serves version 1, before 2")
+    assert {each["version"] for each in events if each["event"] in ("model_died", "model_recovered")} == {1}
     refused = [each for each in events if each["event"] == "refused"]
     assert refused[0]["version"] == 2
     assert refused[0]["message"].startswith("feature 'x': ")
