@@ -43,11 +43,14 @@ def test_no_row_is_torn_and_none_becomes_older(
     publish_number(bundle, 1, range(ROWS), dim)
     with applying(bundle, monkeypatch):
         reading = readers(bundle, ROWS, 20, 2)
-        for number in range(2, 21):
+        for number in range(2, 20):
             publish_number(bundle, number, range(ROWS), dim)
+        for each in reading:
+            assert each.stdout is not None
+            assert each.stdout.readline() == "reading\n"
+        publish_number(bundle, 20, range(ROWS), dim)
         found = [seen_by(each) for each in reading]
     assert [(each["torn"], each["backwards"], each["last"]) for each in found] == [(0, 0, 20.0)] * 2
-    assert all(each["reads"] > 10 for each in found)
 
 
 @pytest.mark.parametrize("lock", [False, True], ids=["fence", "lock"])
