@@ -154,7 +154,7 @@ class ModelWatcher:
                     model,
                     new,
                     old,
-                    extra=self._about("switched", model),
+                    extra={"event": "switched", **self._about(model)},
                 )
 
     def _complain(self, error: ServingError) -> None:
@@ -206,7 +206,9 @@ class ModelWatcher:
     def _replace(self, model: str, why: str) -> None:
         if not self._recover:
             raise TritonserverFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
-        self._log.error("model %r: %s; loading it anew", model, why, extra=self._about("model_died", model))
+        self._log.error(
+            "model %r: %s; loading it anew", model, why, extra={"event": "model_died", **self._about(model)}
+        )
         self._server.note_recovery(model, why)
         self._server.condition.models[model] = f"{why}; it is loaded anew"
         with self._server.loading[model]:
@@ -225,13 +227,12 @@ class ModelWatcher:
             "model %r: serves again after %.1f s",
             model,
             time.monotonic() - started,
-            extra=self._about("model_recovered", model),
+            extra={"event": "model_recovered", **self._about(model)},
         )
 
-    def _about(self, event: str, model: str) -> dict[str, Any]:
-        """Fields of a line of the log: the event, the model, and the newest version that it serves."""
-        newest = max(self._served.versions.get(model, ()), default=None)
-        return {"event": event, "model": model, "version": newest}
+    def _about(self, model: str) -> dict[str, Any]:
+        """Fields of a line of the log: the model, and the newest version that it serves."""
+        return {"model": model, "version": max(self._served.versions.get(model, ()), default=None)}
 
 
 def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:
