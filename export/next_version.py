@@ -200,8 +200,7 @@ def _format_version(manifest: Manifest) -> int:
     """The oldest format that has all features of a bundle, but for deltas in its rows."""
     if manifest.dense_part is not None:
         return SCORES_FORMAT_VERSION
-    on_hosts = bool(manifest.hosts) or manifest.part_of is not None
-    return format_version_of(manifest.tables, manifest.features, manifest.id_dtype, on_hosts=on_hosts)
+    return format_version_of(manifest.tables, manifest.features, manifest.id_dtype, on_hosts=manifest.is_on_hosts)
 
 
 def export_next(

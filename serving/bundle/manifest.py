@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 
 from serving.bundle.id_maps import IDS
-from serving.bundle.plan import HostBundle, IdDtype, Part, Plan
+from serving.bundle.plan import LINEAGE, HostBundle, IdDtype, Part, Plan
 from serving.bundle.scores import DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
 from serving.files import Strict
@@ -111,7 +111,7 @@ class Compacted(Strict, frozen=True):
         sequence: the number of the newest. All before it are in the rows, too. 0: none is.
     """
 
-    lineage: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+    lineage: Annotated[str, msgspec.Meta(pattern=f"^{LINEAGE.pattern}$")]
     sequence: Annotated[int, msgspec.Meta(ge=0, lt=10**12)]
 
 
@@ -150,6 +150,11 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     id_dtype: IdDtype = IdDtype.INT64
     dense_part: DensePart | None = None
     compacted: Compacted | None = None
+
+    @property
+    def is_on_hosts(self) -> bool:
+        """Whether it is a router's, or a host's."""
+        return bool(self.hosts) or self.part_of is not None
 
     @property
     def sequence(self) -> int:

@@ -207,9 +207,8 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
     elsewhere = [rank.host for rank in manifest.plan.ranks if rank.weights_file is None]
     if [each.host for each in manifest.hosts] != sorted(set(elsewhere)) or len(set(elsewhere)) < len(elsewhere):
         yield f"hosts: expected one entry for each rank without a file of weights, hosts {elsewhere}"
-    is_of_hosts = bool(manifest.hosts) or manifest.part_of is not None
     is_for_hosts = manifest.format_version == HOSTS_FORMAT_VERSION
-    if is_of_hosts != is_for_hosts and manifest.format_version < IDS_FORMAT_VERSION:
+    if manifest.is_on_hosts != is_for_hosts and manifest.format_version < IDS_FORMAT_VERSION:
         yield f"format_version: expected {HOSTS_FORMAT_VERSION} with `hosts` or `part_of`, and only there"
     own = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
     if manifest.hosts and (manifest.part_of is not None or own != [0]):

@@ -28,7 +28,9 @@ FIRST_WEIGHTS = "weights.0.bin"
 # Triton's versions are int64.
 MOST_VERSION = 2**63 - 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_SHA256, _LINEAGE = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# The name of a lineage of deltas.
+LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 Block = tuple[int, int]
 
@@ -208,7 +210,7 @@ class HostBundle(Strict, frozen=True, omit_defaults=True):
     def is_possible(self) -> bool:
         """Whether model, version, digest and lineage have valid forms."""
         is_digest = _SHA256.fullmatch(self.manifest) is not None
-        is_lineage = self.lineage is None or _LINEAGE.fullmatch(self.lineage) is not None
+        is_lineage = self.lineage is None or LINEAGE.fullmatch(self.lineage) is not None
         return is_model_name(self.model) and 1 <= self.version <= MOST_VERSION and is_digest and is_lineage
 
     @property
