@@ -62,7 +62,8 @@ def compact(
         repository: the model repository.
         model: the model's name.
         version: the version whose rows are copied; the newest where None.
-        until: the last delta that counts; 0, or that of the version's own rows, for none. None: all that are there.
+        until: the last delta that counts. The least is the one that the version's own rows have; 0 if they have none.
+            None: all that are there.
         deltas: the folder of all deltas; REPOSITORY.deltas where None.
         signing_key: a PEM file with an Ed25519 private key. None: the new version is not signed.
         trusted_keys: a PEM file with Ed25519 public keys, which must have signed the version and its deltas. None:

@@ -24,7 +24,7 @@ from serving.bundle.opening import Bundle, newest, open_bundle, open_host
 from serving.bundle.plan import HostBundle
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
-from serving.errors import ConfigurationError
+from serving.errors import BundleError, ConfigurationError
 
 # Row numbers, integers [n], and float rows [n, dim].
 Changed = tuple[npt.ArrayLike | torch.Tensor, npt.ArrayLike | torch.Tensor]
@@ -150,7 +150,12 @@ class Lineage:
         Raises:
             BundleError: it is not there, is another one, or none of the keys signed it.
         """
-        return Lineage(open_host(self.bundle, host, trusted), lineage_of_host(host), self.deltas)
+        bundle, named = open_host(self.bundle, host, trusted), lineage_of_host(host)
+        if (own := lineage_of(bundle.digest, bundle.manifest.compacted)) != named:
+            raise BundleError(
+                f"{bundle.path}: expected the lineage {named}, which {self.bundle.path} names, got {own}"
+            )
+        return Lineage(bundle, named, self.deltas)
 
     @property
     def folder(self) -> LineageFolder:

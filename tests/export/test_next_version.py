@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from msgspec.structs import replace as replace_struct
 from torchrec import EmbeddingBagCollection
 
 from export import (
@@ -37,7 +38,7 @@ from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, ServingError
 from tests.support.commands import tbe_export
-from tests.support.hosts import MODEL, export_hosts
+from tests.support.hosts import MODEL, edit_manifest, export_hosts
 from tests.support.live import changed_rows
 from tests.support.managed import dealt
 from tests.support.models import MIXED, MIXED_CONFIG, SUM, collection
@@ -258,6 +259,10 @@ def test_what_a_host_lacks_leaves_nothing_of_any(tmp_path: Path) -> None:
         export_next(model, r, MODEL, HOSTS_OF_TWO)
     compact(r, MODEL)
     assert bundles(r, 2).keys() == bundles(r, 1).keys()
+    hosts = open_bundle(r / MODEL / "2").manifest.hosts
+    edit_manifest(r / MODEL / "2", hosts=[replace_struct(host, lineage="0" * 32) for host in hosts])
+    with pytest.raises(BundleError, match=f"expected the lineage {'0' * 32}, which .* names"):
+        compact(r, MODEL, until=1)
 
 
 def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:
