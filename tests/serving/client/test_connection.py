@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,44 @@ from tests.support.fake_server import Fake, serving
 from tests.support.lookups import Lookup
 
 
+@pytest.mark.parametrize("kind", [LookupClient, AsyncLookupClient])
 def test_a_server_that_does_not_answer_leaves_time_for_another(
-    lookup: Lookup, monkeypatch: pytest.MonkeyPatch
+    kind: type[LookupClient | AsyncLookupClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A third of it: more than by default, since the machine may be busy."""
-    monkeypatch.setattr(retries, "_NOTICED_S", 30.0)
-    hanging, other = Fake(), Fake()
+    """Three quarters of it: more than by default, since the machine may be busy. Both servers are connected before,
+    since gRPC chooses anew who is next when a connection is made."""
+    monkeypatch.setattr(retries, "_NOTICED_S", 60.0)
+    monkeypatch.setattr(retries, "_FIRST_SHARE", 1 / 4)
+    silent, other = Fake(), Fake()
     released = threading.Event()
 
-    def hang(_: Any) -> None:
-        released.wait(30)
+    def say_nothing(_: Any) -> None:
+        released.wait(60)
 
-    hanging.fail = hang
-    with serving(hanging) as first, serving(other) as second:
+    async def ask(client: LookupClient | AsyncLookupClient) -> None:
+        answer = client.lookup({"x": [[1]]})
+        await (answer if isinstance(answer, Awaitable) else asyncio.sleep(0))
+
+    async def run(addresses: list[str]) -> None:
+        client = kind(addresses, "m", 20)
+        for _ in range(200):
+            if silent.calls and other.calls:
+                break
+            await ask(client)
+        silent.fail = say_nothing
+        before = len(silent.calls), len(other.calls)
+        for _ in range(2):  # the turn of each comes
+            await ask(client)
+        assert len(silent.calls) > before[0]
+        assert len(other.calls) == before[1] + 2
+        released.set()
+        await (client.close() or asyncio.sleep(0))
+
+    with serving(silent) as first, serving(other) as second:
         try:
-            for _ in range(4):  # the turn of each comes
-                lookup([first, second], timeout_s=9)
+            asyncio.run(run([first, second]))
         finally:
             released.set()
-    assert len(other.calls) >= 4
 
 
 @pytest.mark.long
