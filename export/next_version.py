@@ -1,8 +1,9 @@
 """The next version of a lineage: of a version and its deltas, or of a model that was trained further."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from export.config import Example, ExportConfig, Progress
 from export.errors import PublishError
 from export.parity.verify import verify
 from export.pipeline import export_model
-from export.publish.changes import StoredRows, changed_rows, deltas_of
+from export.publish.changes import deltas_of, difference
 from export.publish.delta import Lineage
 from export.publish.draft import Draft, draft, next_version
 from export.trained.checkpoint import WeightSource
-from serving.bundle.delta import Delta, Rows
+from serving.bundle.delta import Delta
 from serving.bundle.manifest import (
     NEWEST_FORMAT_VERSION,
     SCORES_FORMAT_VERSION,
@@ -34,8 +35,8 @@ from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.errors import ConfigurationError
 from serving.files import temporary_folder
 
-# Rows that are compared at once; and how often they are compared anew because somebody else published a delta.
-_BLOCK_ROWS, _TRIES = 1 << 16, 10
+# How often rows are compared anew because somebody else published a delta.
+_TRIES = 10
 # Bytes that are copied at once.
 _CHUNK_BYTES = 16 << 20
 
@@ -222,7 +223,8 @@ def export_next(
 
     Rows that are stored otherwise by now are published as a delta first. So servers of either version have the same
     rows, and each later delta is for both. What is new is the dense part. Where tables have raw ids, which take no
-    deltas, their rows and maps are new, too.
+    deltas, their rows and maps are new, too. Of a model on several hosts, the bundles of these have to be in the same
+    repository; each gets the same next version. A file that does not change is linked to that of the newest version.
 
     Args:
         module, repository, name, config, version, checkpoint, dense, example, progress: as `export_model`.
@@ -233,18 +235,18 @@ def export_next(
         The path of the new version.
 
     Raises:
-        ConfigurationError: the tables are not stored as those of the newest version.
+        ConfigurationError: the tables are not stored as those of the newest version, or on other hosts.
         BundleError: the newest version, or a delta, cannot be read.
-        PublishError: the model is on several hosts, or others publish deltas all the time; or as `export_model`.
+        PublishError: others publish deltas all the time; or as `export_model`.
         ModelError, CheckpointError, QuantizeError, PlanError, ParityError: as `export_model`.
     """
     config, repository = config or ExportConfig(), Path(repository).absolute()
     lineage = Lineage.of(repository, name, None, deltas)
-    if lineage.bundle.manifest.hosts:
-        raise PublishError(f"{lineage.bundle.path}: is on several hosts: export it without --same-lineage")
+    lineages = [*map(lineage.of_host, lineage.bundle.manifest.hosts), lineage]
     key = None if signing_key is None else read_signing_key(signing_key)
-    with temporary_folder(repository.parent, f".{repository.name}.draft-") as folder:
-        path = export_model(
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder(repository.parent, f".{repository.name}.draft-"))
+        export_model(
             module,
             folder / "r",
             name,
@@ -254,62 +256,61 @@ def export_next(
             example=example,
             progress=progress,
         )
-        exported = open_bundle(path)
-        # The draft is begun first: a version that the model cannot take leaves no delta.
-        with draft(repository, name, version, exported.manifest, config.serving, key) as new:
-            manifest = msgspec.structs.replace(
-                exported.manifest,
-                format_version=NEWEST_FORMAT_VERSION,
-                compacted=Compacted(lineage.name, _publish_difference(lineage, exported, key)),
+        exported = Lineage.of(folder / "r", name, None, None)
+        hosts = exported.bundle.manifest.hosts
+        if (hosts or len(lineages) > 1) and exported.bundle.manifest.layout != lineage.bundle.manifest.layout:
+            raise ConfigurationError(
+                f"expected the tables of {lineage.bundle.path}, cut over the same hosts: export with its dtypes and "
+                "sharding"
             )
-            for each in manifest.files:
-                (path / each).rename(new.path / each)
+        if hosts and version is None:
+            version = max(next_version(repository / each.folder.model) for each in lineages)
+        bundles = [each.bundle for each in (*map(exported.of_host, hosts), exported)]
+        settings = [*(config.serving and config.serving.of_host() for _ in hosts), config.serving]
+        # The drafts are begun first: a version that the model cannot take leaves no delta.
+        drafts = [
+            stack.enter_context(draft(repository, each.path.parent.name, version, each.manifest, own, key))
+            for each, own in zip(bundles, settings, strict=True)
+        ]
+        sequence = _publish_difference(lineage, exported, key)
+        named: tuple[HostBundle, ...] = ()
+        for host, bundle, of, new in zip((*hosts, None), bundles, lineages, drafts, strict=True):
+            manifest = msgspec.structs.replace(
+                bundle.manifest,
+                format_version=NEWEST_FORMAT_VERSION,
+                compacted=Compacted(of.name, sequence),
+                hosts=named if host is None else (),
+            )
+            _take(bundle, new.path, of.bundle)
             write_manifest(new.path, manifest)
-            open_bundle(new.path)
-            return new.publish()
+            digest = open_bundle(new.path).digest
+            if host is not None:
+                assert version is not None  # noqa: S101  there are hosts
+                named = (*named, msgspec.structs.replace(host, version=version, manifest=digest, lineage=of.name))
+        return [new.publish() for new in drafts][-1]
 
 
-def _publish_difference(lineage: Lineage, exported: Bundle, key: Ed25519PrivateKey | None) -> int:
-    """Publish the rows of a bundle that differ from those of a lineage, if there are some.
+def _take(bundle: Bundle, target: Path, before: Bundle) -> None:
+    """Move the files of a bundle. One that the version before has, too, is linked: rows that stay take no room."""
+    for name, digest in bundle.manifest.files.items():
+        with suppress(OSError):  # a file system without hard links
+            if before.manifest.files.get(name) == digest and digest_file(before.path / name) == digest:
+                os.link(before.path / name, target / name)
+                continue
+        (bundle.path / name).rename(target / name)
+
+
+def _publish_difference(lineage: Lineage, exported: Lineage, key: Ed25519PrivateKey | None) -> int:
+    """Publish the rows of an export that differ from those of a lineage, if there are some.
 
     Returns:
         The number of the delta after which they are the same.
     """
     for _ in range(_TRIES):
         newest = lineage.folder.newest
-        stored = _difference(lineage, exported, newest)
+        stored = difference(lineage, exported, newest)
         if not stored:
             return newest
         if lineage.publish(stored, key).sequence == newest + 1:  # else somebody else's came in between
             return newest + 1
     raise PublishError(f"{lineage.folder.path}: others publish all the time: stop them, or export a version anew")
-
-
-def _difference(lineage: Lineage, exported: Bundle, until: int) -> dict[str, Rows]:
-    """The rows of a bundle that are stored otherwise in a version and its deltas."""
-    before = {table.name: table for table in lineage.bundle.manifest.tables}
-    tables = {table.name: table for table in exported.manifest.tables}
-    old_shapes, new_shapes = (
-        {name: (each.rows, each.dim, each.dtype, each.id_map is None) for name, each in found.items()}
-        for found in (before, tables)
-    )
-    if old_shapes != new_shapes:
-        raise ConfigurationError(
-            f"expected the tables of {lineage.bundle.path}, with as many rows and columns of the same dtypes, and "
-            "raw ids where it has them: export the module anew"
-        )
-    old, new = StoredRows(lineage.bundle, changed_rows(lineage, until)), StoredRows(exported)
-    found = {}
-    for name, table in tables.items():
-        if table.id_map is not None:
-            continue
-        parts = []
-        for start in range(0, table.rows, _BLOCK_ROWS):
-            stop = min(start + _BLOCK_ROWS, table.rows)
-            rows = new.rows(table, start, stop)
-            differ = (rows != old.rows(before[name], start, stop)).any(axis=1)
-            parts.append(Rows(start + np.flatnonzero(differ), rows[differ]))
-        differing = Rows.joined(parts)
-        if differing.ids.size:
-            found[name] = differing
-    return found

@@ -101,7 +101,7 @@ def model(
     if hosts is not None and version is None:
         raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
     if hosts is not None and same_lineage:
-        raise ConfigurationError("--same-lineage: expected a model that is not on several hosts")
+        raise ConfigurationError("--same-lineage: expected all hosts at once, without --only-hosts")
     if same_lineage and not versions(repository / name):
         raise ConfigurationError(f"--same-lineage: expected versions in {repository / name}: the first is without")
     if deltas is not None and not same_lineage:

@@ -21,8 +21,8 @@ from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
 
-# Rows of deltas that are held before those that a later one has, too, are dropped.
-_LEAST_ROWS = 1 << 20
+# Rows of deltas that are held before those that a later one has, too, are dropped; rows that are compared at once.
+_LEAST_ROWS, _BLOCK_ROWS = 1 << 20, 1 << 16
 
 
 def publish_changes(
@@ -161,14 +161,14 @@ class StoredRows:
 class _RouterRows(StoredRows):
     """The rows of a router's tables: those of its own rank, and those of its hosts, with the deltas of each."""
 
-    def __init__(self, lineage: Lineage) -> None:
-        super().__init__(lineage.bundle, changed_rows(lineage))
+    def __init__(self, lineage: Lineage, until: int | None) -> None:
+        super().__init__(lineage.bundle, changed_rows(lineage, until))
         router = lineage.bundle.manifest
         segments = segments_by_rank(router)
         self._of_hosts: dict[Shard, tuple[StoredRows, Table]] = {}
         for host in router.hosts:
             own = lineage.of_host(host)
-            rows = stored_rows(own)
+            rows = stored_rows(own, until)
             tables = {table.name: table for table in own.bundle.manifest.tables}
             for segment in segments[router.plan.rank_of_host[host.host]]:
                 self._of_hosts[segment.shard] = rows, tables[segment.table]
@@ -180,15 +180,55 @@ class _RouterRows(StoredRows):
         return rows.rows(own, first - shard.rows[0], last - shard.rows[0])
 
 
-def stored_rows(lineage: Lineage) -> StoredRows:
-    """The rows of a version as they are stored, with all deltas since.
+def stored_rows(lineage: Lineage, until: int | None = None) -> StoredRows:
+    """The rows of a version as they are stored, with the deltas since; all of them where `until` is None.
 
     Raises:
         BundleError: a delta, or the bundle of a host, cannot be read.
         PublishError: a delta is missing.
     """
     bundle = lineage.bundle
-    return _RouterRows(lineage) if bundle.manifest.hosts else StoredRows(bundle, changed_rows(lineage))
+    return _RouterRows(lineage, until) if bundle.manifest.hosts else StoredRows(bundle, changed_rows(lineage, until))
+
+
+def difference(lineage: Lineage, exported: Lineage, until: int) -> dict[str, Rows]:
+    """The rows of an export that are stored otherwise in a version and its deltas.
+
+    Args:
+        lineage: of the version.
+        exported: what is compared with it.
+        until: the last delta that counts.
+
+    Raises:
+        ConfigurationError: the tables are not stored as those of the version.
+        BundleError, PublishError: as `stored_rows`.
+    """
+    before = {table.name: table for table in lineage.bundle.manifest.tables}
+    tables = {table.name: table for table in exported.bundle.manifest.tables}
+    old_shapes, new_shapes = (
+        {name: (each.rows, each.dim, each.dtype, each.id_map is None) for name, each in found.items()}
+        for found in (before, tables)
+    )
+    if old_shapes != new_shapes:
+        raise ConfigurationError(
+            f"expected the tables of {lineage.bundle.path}, with as many rows and columns of the same dtypes, and "
+            "raw ids where it has them: export the module anew"
+        )
+    old, new = stored_rows(lineage, until), stored_rows(exported)
+    found = {}
+    for name, table in tables.items():
+        if table.id_map is not None:
+            continue
+        parts = []
+        for start in range(0, table.rows, _BLOCK_ROWS):
+            stop = min(start + _BLOCK_ROWS, table.rows)
+            rows = new.rows(table, start, stop)
+            differ = (rows != old.rows(before[name], start, stop)).any(axis=1)
+            parts.append(Rows(start + np.flatnonzero(differ), rows[differ]))
+        differing = Rows.joined(parts)
+        if differing.ids.size:
+            found[name] = differing
+    return found
 
 
 def _last_of_each(changed: Sequence[Rows]) -> Rows:

@@ -64,6 +64,8 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
         done = runner.invoke(app, ["model", *common, f"--only-hosts={wrong}"])
         assert done.exit_code != 0
         assert "--only-hosts" in done.output
+    done = runner.invoke(app, ["model", *common, "--only-hosts=0", "--same-lineage"])
+    assert "--same-lineage: expected all hosts at once" in done.output
 
 
 def test_an_engine_over_published_files_answers_for_every_host(tmp_path: Path) -> None:

@@ -34,9 +34,11 @@ from export.publish.delta import Lineage, PublishedDelta
 from export.publish.published import prune
 from serving.bundle import Bundle, open_bundle
 from serving.bundle.delta import deltas_folder, lineage_of, listed
+from serving.bundle.scores import SCORES
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, ServingError
+from serving.model.settings import ServingSettings
 from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, edit_manifest, export_hosts
 from tests.support.live import changed_rows
@@ -176,6 +178,7 @@ def test_what_cannot_be_compacted_is_named_and_leaves_nothing(tmp_path: Path) ->
 
 
 HOSTS_OF_TWO = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, types={"a": "row_wise", "b": "column_wise"}))
+ON_HOSTS = replace(HOSTS_OF_TWO, sharding=replace(HOSTS_OF_TWO.sharding, hosts_as_models=True))
 HOSTS = replace(CONFIG, sharding=replace(CONFIG.sharding, ranks=3, ranks_per_host=1))
 
 
@@ -255,8 +258,6 @@ def test_what_a_host_lacks_leaves_nothing_of_any(tmp_path: Path) -> None:
     assert bundles(r, 2) == {}
     assert {path.name for path in tmp_path.iterdir()} == {"r", "r.deltas", "elsewhere"}
     host.rename(r / name)
-    with pytest.raises(PublishError, match="is on several hosts"):
-        export_next(model, r, MODEL, HOSTS_OF_TWO)
     compact(r, MODEL)
     assert bundles(r, 2).keys() == bundles(r, 1).keys()
     hosts = open_bundle(r / MODEL / "2").manifest.hosts
@@ -366,10 +367,65 @@ def test_what_cannot_go_on_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(PublishError, match="exists; published versions are never changed"):
         export_next(model, r, "m", version=1)
     assert [path.name for path in tmp_path.iterdir()] == ["r"]  # no delta either
-    config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, hosts_as_models=True, router_bytes=1))
-    router = export_hosts(tmp_path / "hosts", collection(SUM), config).parent.name
-    with pytest.raises(PublishError, match="is on several hosts"):
-        export_next(model, tmp_path / "hosts" / "r", router)
+
+
+def test_a_dense_part_over_hosts_goes_on_with_the_rows_of_each(tmp_path: Path) -> None:
+    model = ranker()
+    r = tmp_path / "r"
+    config = replace(ON_HOSTS, scores=True, serving=ServingSettings(weights_memory="live"))
+    export_model(model, r, MODEL, config)
+    first = {name: open_bundle(path) for name, path in bundles(r, 1).items()}
+    with torch.no_grad():
+        model.top.weight += 1
+    assert export_next(model, r, MODEL, config) == r / MODEL / "2"
+    random = np.random.default_rng(0)
+    publish_delta(r, MODEL, changed_rows(model.embeddings, random, lambda _: 3))
+    with torch.no_grad():
+        model.of_user.weight -= 1
+    changed_rows(model.embeddings, random, lambda _: 3)
+    export_next(model, r, MODEL, config)
+    export_model(model, tmp_path / "anew" / "r", MODEL, config)
+    for version, sequence in ((2, 0), (3, 2)):
+        found = bundles(r, version)
+        assert found.keys() == first.keys()
+        for name, path in found.items():
+            bundle = open_bundle(path)
+            assert (names(bundle), bundle.manifest.sequence) == (names(first[name]), sequence)
+            for weights in bundle.manifest.weights_files:  # linked where no row of it had changed
+                before = r / name / "1" / weights
+                assert (path / weights).samefile(before) == ((path / weights).read_bytes() == before.read_bytes())
+        verification = verify(found[MODEL])
+        assert (verification.absent, verification.failures) == ((), ())
+        for host in verification.bundle.manifest.hosts:
+            assert (host.version, host.lineage) == (version, names(first[host.model]))
+    anew = bundles(tmp_path / "anew" / "r", 1)
+    for name, path in bundles(r, 3).items():
+        assert weights_of(path) == weights_of(anew[name])
+        assert weights_of(r / name / "2") == weights_of(r / name / "1")
+    assert (r / MODEL / "3" / SCORES).read_bytes() != (r / MODEL / "2" / SCORES).read_bytes()
+    assert publish_delta(r, MODEL, {"a": ([0], ones())}).sequence == 3
+    for name, path in bundles(r, 3).items():
+        assert listed(deltas_folder(r) / name / names(open_bundle(path))) == [1, 2, 3]
+
+
+def test_rows_that_would_go_to_other_hosts_cannot_go_on(tmp_path: Path) -> None:
+    """Deltas are cut by host: those of one cut are not those of another."""
+    model = collection(SUM)
+    r = tmp_path / "r"
+    export_model(model, r, MODEL, ON_HOSTS)
+    changed_rows(model, np.random.default_rng(0), lambda _: 3)
+    for other in (
+        None,
+        replace(ON_HOSTS, sharding=replace(ON_HOSTS.sharding, types={"a": "column_wise"})),
+        replace(ON_HOSTS, dtype={"a": WeightDtype.FP16}),
+    ):
+        with pytest.raises(ConfigurationError, match=r"expected the tables of .*/1, cut over the same hosts"):
+            export_next(model, r, MODEL, other)
+    export_model(model, r, "whole")
+    with pytest.raises(ConfigurationError, match=r"expected the tables of .*/1, cut over the same hosts"):
+        export_next(model, r, "whole", ON_HOSTS)
+    assert bundles(r, 2) == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]  # no delta either
 
 
 def test_tables_of_raw_ids_are_new_and_no_delta(tmp_path: Path) -> None:

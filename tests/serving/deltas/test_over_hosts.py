@@ -8,15 +8,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from export import ExportConfig, Sharding, WeightDtype, compact, publish_delta
+from export import (
+    ExportConfig,
+    Sharding,
+    WeightDtype,
+    compact,
+    export_model,
+    export_next,
+    publish_changes,
+    publish_delta,
+)
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.model.settings import ServingSettings
-from tests.support.hosts import export_hosts, in_one_process
+from tests.support.hosts import MODEL, export_hosts, in_one_process
 from tests.support.live import PATIENCE_S, changed_rows
 from tests.support.models import SUM, collection, random_bags
 from tests.support.often import one_in
+from tests.support.ranker import ranker
 from tests.support.servers import metric, running
 
 
@@ -48,6 +59,47 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
         publish_delta(tmp_path / "r", router.parent.name, second)
         deadline = time.monotonic() + PATIENCE_S
         while not all(_same(client.lookup(each), answer) for each, answer in zip(requests, answers, strict=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_a_dense_part_that_was_trained_further_is_served_with_the_rows_of_its_lineage(tmp_path: Path) -> None:
+    model = ranker()
+    config = ExportConfig(
+        scores=True,
+        sharding=Sharding(
+            ranks=2, ranks_per_host=1, hosts_as_models=True, types={"a": "row_wise", "b": "column_wise"}
+        ),
+        serving=ServingSettings(weights_memory="live"),
+    )
+    repository = tmp_path / "r"
+    first = export_model(model, repository, MODEL, config)
+    random = np.random.default_rng(0)
+    publish_delta(repository, MODEL, changed_rows(model.embeddings, random, lambda rows: rows // 2))
+    changed_rows(model.embeddings, random, lambda rows: rows // 2)
+    with torch.no_grad():
+        model.top.weight += 1
+    export_next(model, repository, MODEL, config)
+    changed_rows(model.embeddings, random, lambda rows: rows // 2)
+    third = publish_changes(repository, MODEL, model, version=1)  # of either version
+    assert third is not None
+    assert third.sequence == 3
+    memory = replace(config, serving=None)
+    request = {feature: [[1, 2], [3]] for feature in ("x", "y", "z")}
+    dense = {"user": np.ones((2, 3), np.float32), "item": np.ones((2, 2), np.float32)}
+    with Engine.open(in_one_process(tmp_path, model, memory, first)) as engine:
+        expected = engine.score(request, dense)
+    with running(repository, "--local-hosts") as server, LookupClient(server.grpc, MODEL, 60) as client:
+        assert metric(server, "tbe_delta_sequence", model=MODEL) == 3
+        assert _same(client.score(request, dense), expected)
+        changed_rows(model.embeddings, random, lambda rows: rows // 2)
+        publish_changes(repository, MODEL, model)
+        (tmp_path / "later").mkdir()
+        with Engine.open(in_one_process(tmp_path / "later", model, memory, first)) as engine:
+            expected = engine.score(request, dense)
+        deadline = time.monotonic() + PATIENCE_S
+        while not _same(client.score(request, dense), expected):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
