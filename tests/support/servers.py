@@ -140,13 +140,14 @@ SLOW_START = """
 import time
 from pathlib import Path
 while Path({gate!r}).exists():
+    Path({gate!r} + ".reached").touch()
     time.sleep(0.01)
 from serving.backend import TritonPythonModel
 """
 
 
 def slow_start(bundle: Path, gate: Path) -> None:
-    """Have a version's process start only when a file is gone."""
+    """Have a version's process start only when a file is gone. Until then it touches GATE.reached."""
     replace_model_py(bundle, SLOW_START.format(gate=str(gate)))
 
 

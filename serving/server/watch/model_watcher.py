@@ -20,6 +20,9 @@ _PERIOD_S = 0.25
 _SILENT_S, _LOST_S = 5.0, 60.0
 # Timeouts of a control call: to ask for states, and to load a model.
 _ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
+# Seconds before a model that could not be loaded anew is loaded once more: its process may have been killed
+# meanwhile, too, or memory may be free by then.
+_PAUSES_S = (1.0, 3.0)
 _UNAVAILABLE = "UNAVAILABLE"
 
 
@@ -70,7 +73,7 @@ class ModelWatcher:
         self._server = server
         self._child = server.child
         self._served = served
-        self._recover = recover
+        self._may_recover = recover
         self._log = server.log
         self._ended = threading.Event()
         self._seen, self._has_complained = time.monotonic(), False
@@ -204,7 +207,7 @@ class ModelWatcher:
         return hung
 
     def _replace(self, model: str, why: str) -> None:
-        if not self._recover:
+        if not self._may_recover:
             raise TritonserverFailed(f"model {model!r}: {why}; stopping, as --no-recover says")
         self._log.error(
             "model %r: %s; loading it anew", model, why, extra={"event": "model_died", **self._about(model)}
@@ -217,10 +220,7 @@ class ModelWatcher:
 
     def _load(self, model: str) -> None:
         started = time.monotonic()
-        served = self._served
-        self._server.control(_LOAD_TIMEOUT_S).recover(
-            model, served.configs[model], served.versions[model], served.since
-        )
+        self._recover(model)
         for key in [key for key in self._hang_checks if key[0] == model]:
             del self._hang_checks[key]
         self._log.info(
@@ -229,6 +229,26 @@ class ModelWatcher:
             time.monotonic() - started,
             extra={"event": "model_recovered", **self._about(model)},
         )
+
+    def _recover(self, model: str) -> None:
+        """Load a model as it was served; where that fails, again after each of `_PAUSES_S`."""
+        served, control = self._served, self._server.control(_LOAD_TIMEOUT_S)
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                control.recover(model, served.configs[model], served.versions[model], served.since)
+            except (DeadlineExceeded, ServerUnavailable):
+                raise  # it is tritonserver that does not work
+            except ServingError as error:
+                if pause_s is None or self._ended.wait(pause_s):
+                    raise
+                self._log.warning(
+                    "model %r: could not be loaded anew, and is loaded once more: %s",
+                    model,
+                    error,
+                    extra={"event": "model_not_loaded", **self._about(model)},
+                )
+            else:
+                return
 
     def _about(self, model: str) -> dict[str, Any]:
         """Fields of a line of the log: the model, and the newest version that it serves."""

@@ -30,6 +30,7 @@ from tests.support.servers import (
     replace_model_py,
     running,
     shared_regions,
+    slow_start,
     stubs,
     tbe_serve,
     wait_for_answer,
@@ -96,6 +97,31 @@ def test_a_model_that_died_serves_again(repository: Path) -> None:
     assert said.count("model 'm': serves again after") == 2
     assert regions
     assert [path for path in regions if path.exists()] == []
+
+
+def test_a_model_whose_process_dies_while_it_is_loaded_anew_is_loaded_once_more(
+    repository: Path, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    slow_start(repository / "m" / "1", gate)
+    with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=60) as client:
+        alone = client.lookup({"x": [[1, 2]]})
+        gate.touch()
+        (first,) = stubs(server.triton, "m")
+        first.kill()
+        deadline = time.monotonic() + 60
+        while not gate.with_name("gate.reached").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        kill_stubs(server.triton, "m")
+        gate.unlink()
+        wait_for_answer(client)
+        np.testing.assert_array_equal(client.lookup({"x": [[1, 2]]})["x"], alone["x"])
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        assert server.process.stderr is not None
+        said = server.process.stderr.read()
+    assert said.count("model 'm': could not be loaded anew, and is loaded once more: ") == 1
 
 
 @pytest.mark.long
