@@ -23,6 +23,9 @@ _ASK_TIMEOUT_S, _LOAD_TIMEOUT_S = 10.0, 120.0
 # Seconds before a model that could not be loaded anew is loaded once more: its process may have been killed
 # meanwhile, too, or memory may be free by then.
 _PAUSES_S = (1.0, 3.0)
+# If no process of a model lives for so long while it is loaded anew, in seconds, tritonserver waits for ever: for a
+# request that it lost, or for a process that was killed as it began.
+_STUCK_S = 15.0
 _UNAVAILABLE = "UNAVAILABLE"
 
 
@@ -234,6 +237,8 @@ class ModelWatcher:
         """Load a model as it was served; where that fails, again after each of `_PAUSES_S`."""
         served, control = self._served, self._server.control(_LOAD_TIMEOUT_S)
         for pause_s in (*_PAUSES_S, None):
+            loaded = threading.Event()
+            threading.Thread(target=self._notice_stuck, args=(model, loaded), name="stuck load", daemon=True).start()
             try:
                 control.recover(model, served.configs[model], served.versions[model], served.since)
             except (DeadlineExceeded, ServerUnavailable):
@@ -248,6 +253,20 @@ class ModelWatcher:
                     extra={"event": "model_not_loaded", **self._about(model)},
                 )
             else:
+                return
+            finally:
+                loaded.set()
+
+    def _notice_stuck(self, model: str, loaded: threading.Event) -> None:
+        """Give tritonserver up if no new process of a model lives for `_STUCK_S` before it is loaded."""
+        before = {stub.process.pid for stub in living_stubs(self._child.process.pid)}
+        seen = time.monotonic()
+        while not loaded.wait(_PERIOD_S):
+            living = (stub for stub in living_stubs(self._child.process.pid) if stub.model == model)
+            if any(stub.process.pid not in before for stub in living):
+                seen = time.monotonic()
+            elif time.monotonic() - seen > _STUCK_S:
+                self.lost = f"model {model!r}: has no process {_STUCK_S:g} s after it was to be loaded anew"
                 return
 
     def _about(self, model: str) -> dict[str, Any]:

@@ -124,6 +124,21 @@ def test_a_model_whose_process_dies_while_it_is_loaded_anew_is_loaded_once_more(
     assert said.count("model 'm': could not be loaded anew, and is loaded once more: ") == 1
 
 
+def test_a_model_serves_again_whose_process_is_killed_as_it_begins_to_be_loaded_anew(repository: Path) -> None:
+    """Triton 2.51 does not notice that, and waits for ever."""
+    with running(repository) as server, LookupClient(server.grpc, "m", timeout_s=60) as client:
+        triton = server.triton
+        alone = client.lookup({"x": [[1, 2]]})
+        before = stubs(triton, "m")
+        kill_stubs(triton, "m")
+        deadline = time.monotonic() + 60
+        while not any(each not in before for each in stubs(triton, "m")):
+            assert time.monotonic() < deadline
+        kill_stubs(triton, "m")
+        wait_for_answer(client)
+        np.testing.assert_array_equal(client.lookup({"x": [[1, 2]]})["x"], alone["x"])
+
+
 @pytest.mark.long
 def test_one_of_two_instances_that_died_is_noticed(repository: Path) -> None:
     assert tbe_serve("configure", str(repository / "m"), "--instances", "2").returncode == 0
