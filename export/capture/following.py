@@ -1,7 +1,7 @@
 """What of a model's code is put otherwise while torch.export follows it. None of it changes an answer.
 
-Python wants a number where torch.export has a size that may be any: `len(x)` and `int(size)` would fix it to that of
-the example. torch.export itself cannot tell into how many parts a size is cut, though the size says so.
+Python wants a number where torch.export has a size that may be any: `len(x)`, `int(size)` and `[1] * size` would fix
+it to that of the example. torch.export itself cannot tell into how many parts a size is cut, though the size says so.
 """
 
 import ast
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.overrides import TorchFunctionMode
+from torchrec import KeyedJaggedTensor
 
 from export.trained.keyed import is_users, line_of_stack
 from export.trained.running import evaluating, quiet
@@ -33,10 +34,11 @@ def followable(model: nn.Module) -> Iterator[list[tuple[Any, str]]]:
     """
     compared: list[tuple[Any, str]] = []
     with ExitStack() as stack:
-        for each in (torch.no_grad(), evaluating(model), quiet(), _plain_attention(), _plain_data()):
+        for each in (torch.no_grad(), evaluating(model), quiet(), _plain_attention(), _plain_data(), _plain_kjts()):
             stack.enter_context(each)
         stack.enter_context(_any_sizes(model))
-        stack.enter_context(_WholeParts())
+        stack.enter_context(_long_lists())
+        stack.enter_context(_OfAnySize())
         stack.enter_context(_noting(compared))
         yield compared
 
@@ -83,6 +85,34 @@ def _plain_attention() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(is_fast)
+
+
+@contextmanager
+def _plain_kjts() -> Iterator[None]:
+    """In the block, a KJT does not count its ids by key before somebody asks: torch.export does not know how many."""
+    kind: Any = KeyedJaggedTensor
+    sync = kind.sync
+    kind.sync = lambda kjt: kjt
+    try:
+        yield
+    finally:
+        kind.sync = sync
+
+
+@contextmanager
+def _long_lists() -> Iterator[None]:
+    """In the block, `[1] * size` is a `ListOfAnyLength` where the size may be any."""
+    kind: Any = torch.SymInt
+    plain = kind.__mul__, kind.__rmul__
+
+    def by(multiplied: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda size, other: ListOfAnyLength(other, size) if type(other) is list else multiplied(size, other)
+
+    kind.__mul__, kind.__rmul__ = map(by, plain)
+    try:
+        yield
+    finally:
+        kind.__mul__, kind.__rmul__ = plain
 
 
 @contextmanager
@@ -173,12 +203,43 @@ class _Int(builtins.int, metaclass=_OfInt):
     """As `int`. A size that may be any is an integer already."""
 
 
-class _WholeParts(TorchFunctionMode):
-    """In the block, a tensor that is cut into a known number of equal parts is so by `narrow`."""
+class ListOfAnyLength:
+    """A list of Python whose length is a size that may be any. A tensor can be made of it, and nothing else: its
+    length, as Python knows it, would be that of the example.
+
+    Args:
+        items: what it repeats.
+        times: how often.
+    """
+
+    def __init__(self, items: list[Any], times: Any) -> None:
+        self.items, self.times = items, times
+
+    def __mul__(self, times: Any) -> "ListOfAnyLength":
+        return ListOfAnyLength(self.items, self.times * times)
+
+    __rmul__ = __mul__
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError("a list as long as a batch can be made a tensor, and nothing else: take torch.ones(size)")
+
+    def tensor(self, **kwargs: Any) -> Tensor:
+        """As torch.tensor."""
+        items = torch.tensor(self.items, **kwargs)
+        if items.shape == (1,):
+            return torch.full((self.times,), self.items[0], **({"dtype": items.dtype} | kwargs))
+        return items.repeat(self.times, *(1 for _ in items.shape[1:]))
+
+
+class _OfAnySize(TorchFunctionMode):
+    """In the block, a tensor that is cut into a known number of equal parts is so by `narrow`. One that is made of a
+    list of any length is so by its size."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and isinstance(args[0], ListOfAnyLength):
+            return args[0].tensor(**(kwargs or {}))
         read = _CUTS.get(func)
         found = read(*args, **(kwargs or {})) if read is not None and args and isinstance(args[0], Tensor) else None
         return func(*args, **(kwargs or {})) if found is None else found

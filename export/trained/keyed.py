@@ -25,7 +25,8 @@ from torchrec.sparse.jagged_tensor import _regroup_keyed_tensors
 
 from export.trained.managed import inner_of, is_sequence
 
-_NOT_THE_USERS = (Path(torch.__file__).parent, Path(torchrec.__file__).parent, Path(__file__).parents[1])
+_OURS = Path(__file__).parents[1]
+_NOT_THE_USERS = (Path(torch.__file__).parent, Path(torchrec.__file__).parent, _OURS)
 # A line of a stack trace as torch.fx keeps it.
 _FRAME = re.compile(r'File "(.+)", line ([0-9]+), in ')
 
@@ -52,8 +53,10 @@ def line_of_error(error: Exception) -> str:
 
 
 def line_of_stack() -> str:
-    """The line of the model's code that is running: the innermost one that is not torch's."""
-    for frame in reversed(traceback.extract_stack()):
+    """The line of the model's code that is running: the innermost one that is not torch's. Empty: none is."""
+    frames = traceback.extract_stack()
+    ours = next((number for number, each in enumerate(frames) if Path(each.filename).is_relative_to(_OURS)), 0)
+    for frame in reversed(frames[ours:]):  # before them is who called the export
         if frame.lineno is not None and is_users(Path(frame.filename)):
             return _where(frame.filename, frame.lineno)
     return ""

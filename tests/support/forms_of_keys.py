@@ -34,6 +34,24 @@ class OfMatrix(Scored):
         return self.scores(keyed)
 
 
+class OfLists(Scored):
+    """Lengths, and what each sample is worth, are lists of Python."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        lengths = torch.tensor([1] * (len(ids) * 2), dtype=torch.int32)
+        lengths = torch.cat([lengths, torch.as_tensor(ids.shape[0] * [1])])
+        found = self.scores(KeyedJaggedTensor(keys=list(ORDER), values=ids.t().flatten(), lengths=lengths))
+        return found * torch.tensor([0.5] * len(ids) * 2).view(-1, 2) - torch.tensor([1, 2] * len(ids)).view(-1, 2)
+
+
+class OfMadeOffsets(Scored):
+    """Offsets of ids [B, F] are counted."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        offsets = torch.arange(ids.numel() + 1)
+        return self.scores(KeyedJaggedTensor.from_offsets_sync(list(ORDER), ids.t().flatten(), offsets))
+
+
 class OfColumns(Scored):
     """NCF and two towers: `forward(user_ids, item_ids)`, each [B], joined by torch.cat."""
 
@@ -215,6 +233,8 @@ def edges(random: np.random.Generator, samples: int) -> tuple[KeyedJaggedTensor,
 
 KEYS: dict[str, Form] = {
     "ids_of_matrix": (OfMatrix, matrix),
+    "ids_of_lists": (OfLists, matrix),
+    "ids_of_made_offsets": (OfMadeOffsets, matrix),
     "ids_of_columns": (OfColumns, columns),
     "ids_of_sorted_dict": (OfSortedDict, sorted_dict),
     "ids_of_offsets": (OfOffsets, offsets),
