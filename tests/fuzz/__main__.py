@@ -10,6 +10,7 @@ import psutil
 from serving.server import Ports, run_server
 from tests.fuzz.killer import recovery_s
 from tests.fuzz.lies import fuzz_hosts
+from tests.fuzz.operations import fuzz_operations
 from tests.fuzz.run import fuzz
 from tests.fuzz.served import deltas, publish
 from tests.support.ending import end_together
@@ -26,14 +27,16 @@ with tempfile.TemporaryDirectory(prefix="tbe-fuzz-") as folder:
     repository = Path(folder) / "repository"
     with run_server(repository, free, log=Path(folder) / "log") as server, deltas(repository, models):
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), models, arguments.count, arguments.seed)
+        asked = fuzz_operations(server, arguments.count // 20, arguments.seed)
         recovered_s = recovery_s(server, models[0])
     (Path(folder) / "hosts").mkdir()
     lies = fuzz_hosts(Path(folder) / "hosts", arguments.count // 10, arguments.seed)
-for line in (*outcome.wrong, *lies.wrong):
+for line in (*outcome.wrong, *asked.wrong, *lies.wrong):
     print(line, file=sys.stderr)
 if arguments.messages:
     for status, said in outcome.said.items():
         for text, times in said.most_common(12):
             print(f"{times:8,}  {status}  {text!r}")
-print(f"{outcome.line()}; after the message that kills a model it served again in {recovered_s:.1f} s; {lies.line()}")
-sys.exit(bool(outcome.wrong or lies.wrong))
+recovered = f"after the message that kills a model it served again in {recovered_s:.1f} s"
+print("; ".join((outcome.line(), recovered, asked.line(), lies.line())))
+sys.exit(bool(outcome.wrong or asked.wrong or lies.wrong))

@@ -16,6 +16,7 @@ from tests.fuzz.contract import Model, judge
 from tests.fuzz.good import good
 from tests.fuzz.killer import recovery_s
 from tests.fuzz.lies import fuzz_hosts
+from tests.fuzz.operations import fuzz_operations
 from tests.fuzz.run import LOOKS, METHOD, TOGETHER, WELL, fuzz
 from tests.fuzz.served import deltas, publish
 from tests.support.growth import keeps_growing
@@ -199,6 +200,15 @@ def test_what_triton_and_python_read_differently_need_not_be_answered(served: tu
     entry = b'"\x15\n\x08features2\t\x1a\x07item_id'
     assert judge(models, request).must
     assert not judge(models, request + entry).must
+
+
+def test_every_request_to_the_operations_port_is_answered_or_ended(served: tuple[list[Model], Server]) -> None:
+    _, server = served
+    outcome = fuzz_operations(server, 400, seed=1)
+    assert outcome.wrong == []
+    assert outcome.statuses.total() == 400
+    for status in (0, 200, 400, 404, 405, 431):
+        assert outcome.statuses[status] > 0, status
 
 
 @pytest.mark.long
