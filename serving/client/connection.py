@@ -53,7 +53,7 @@ class Tls:
         root_certificates: who may have signed the server's certificate. None: whom the system trusts.
         certificate_chain: the client's own certificate, for mutual TLS.
         private_key: its private key, without a password.
-        server_name: the name in the server's certificate. None: it is the address.
+        server_name: the name in the certificates of all servers. None: it is the host of the address.
 
     Raises:
         ConfigurationError: an argument is of another type, or `server_name` is not the name of a host.
@@ -133,6 +133,11 @@ class Connection:
         for address in self.addresses:
             if not is_address(address):
                 raise ConfigurationError(f"{address or repr(address)}: expected host:port, such as 127.0.0.1:8001")
+        if self.tls is not None and self._server_name is None and len(self.addresses) > 1:
+            raise ConfigurationError(
+                f"{', '.join(self.addresses)}: expected Tls(server_name=…), the one name that is in all their "
+                "certificates"
+            )
 
     @property
     def target(self) -> str:
@@ -145,6 +150,14 @@ class Connection:
             return self.addresses[0]
         found = [_resolved(address) for address in self.addresses]
         return f"ipv4:{','.join(found)}"
+
+    @property
+    def _server_name(self) -> str | None:
+        """The name in certificates. gRPC would look for all of several addresses as one name."""
+        if self.tls is not None and self.tls.server_name is not None:
+            return self.tls.server_name
+        hosts = {address.rpartition(":")[0] for address in self.addresses}
+        return hosts.pop() if len(self.addresses) > 1 and len(hosts) == 1 else None
 
     @property
     def elsewhere(self) -> bool:
@@ -218,8 +231,8 @@ class Connection:
             ("grpc.keepalive_permit_without_calls", 0),
             ("grpc.http2.max_pings_without_data", 1),
         ]
-        if self.tls is not None and self.tls.server_name is not None:
-            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        if self.tls is not None and (name := self._server_name) is not None:
+            options.append(("grpc.ssl_target_name_override", name))
         return options
 
 

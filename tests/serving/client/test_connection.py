@@ -133,6 +133,7 @@ def test_a_closed_client_says_so(address: str) -> None:
     [
         pytest.param({"timeout_s": 0}, "timeout_s: expected > 0 and at most 1000000, got 0", id="no time"),
         pytest.param({"addresses": []}, "addresses: expected at least one, got none", id="no address"),
+        pytest.param({"addresses": ["a:1", "b:1"], "tls": Tls()}, r"a:1, b:1: expected Tls\(server_name=…\), the one name", id="several names"),
         pytest.param({"tls": Tls(private_key=Path("nowhere"))}, "expected certificate_chain and private_key together", id="half a certificate"),
         pytest.param({"tls": Tls(root_certificates=Path("/nowhere.pem"))}, r"/nowhere.pem: cannot be read: ", id="no root"),
     ],
