@@ -48,6 +48,7 @@ def test_each_alert_comes_when_it_has_to_and_none_on_a_calm_day(tmp_path: Path) 
     assert come == names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("right", "wrong"),
     one_in(

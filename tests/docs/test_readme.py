@@ -135,6 +135,7 @@ def test_the_shell_export_of_the_page_of_exports_runs(tmp_path: Path) -> None:
     assert f"published {tmp_path / 'repository' / 'movies' / '1'}" in run(f"{TO_PACKAGE}{command}", tmp_path)
 
 
+@pytest.mark.long
 def test_the_sharded_export_of_the_page_of_sharding_runs(tmp_path: Path) -> None:
     (sharded,) = blocks(SHARDING, "python")
     package(tmp_path)

@@ -52,6 +52,7 @@ def test_clients_are_answered_again_when_a_model_s_process_was_paused(
     assert seen.answers >= 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", one_in(2, [files.deleted, files.replaced]))
 def test_weights_that_are_deleted_or_replaced_are_served_on_and_never_loaded(
     tmp_path: Path, change: Callable[[Path], None]
@@ -141,6 +142,7 @@ def test_a_host_that_lies_to_a_router_harms_those_alone_that_need_it(tmp_path: P
     assert (seen.nameless, seen.answered_out_of_a_lie, seen.others_wrong, seen.others_failed) == (0, 0, 0, [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", one_in(2, [6, 40]))
 def test_rows_that_change_are_whole_and_never_older_whoever_is_killed(tmp_path: Path, seconds: int) -> None:
     seen = fresh.changed(tmp_path, seconds, seed=seconds)

@@ -211,6 +211,7 @@ def test_inspect_shows_their_dtypes_and_shapes(served: Served) -> None:
     assert "takes embeddings, batch.price [B, 2, 3], relation INT64 [B], day INT32 [B, 1], new BOOL [B, 2]" in shown
 
 
+@pytest.mark.long
 def test_bench_makes_and_checks_requests_of_them(served: Served) -> None:
     bundle = open_bundle(served.bundle)
     (first, *_) = random_requests(

@@ -106,6 +106,7 @@ def test_bench_checks_scores_of_sequences(served: Served) -> None:
     assert "all right" in answered.stdout
 
 
+@pytest.mark.long
 def test_over_hosts_rows_travel(tmp_path: Path) -> None:
     types = {"item": "row_wise", "word": "column_wise", "user": "table_wise", "genre": "data_parallel"}
     sharding = Sharding(ranks=4, ranks_per_host=2, types=types)

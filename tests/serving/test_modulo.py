@@ -81,6 +81,7 @@ def check_served(lookup: Callable[[Any], Any]) -> None:
         assert "feature 'genres': expected an id in [0, 20), got 20" in str(refused)
 
 
+@pytest.mark.long
 def test_served_and_merged(tmp_path: Path) -> None:
     export_model(collection(MIXED), tmp_path / "r", "m", config())
     with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", 60) as client:

@@ -144,6 +144,7 @@ def test_64_ranking_requests_at_once(name: str, server: Server, modules: Any) ->
         assert_scores(answer, own_scores(modules[name], bags, dense))
 
 
+@pytest.mark.long
 def test_a_model_of_an_earlier_export_is_not_asked(tmp_path: Path) -> None:
     """An earlier server takes no notice of the parameter: its lengths could add up otherwise."""
     export_model(Mixed(), tmp_path / "r", "m", FP32)

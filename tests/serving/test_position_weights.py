@@ -155,6 +155,7 @@ def check_served(lookup: Callable[[Any], Any], module: Any) -> None:
         assert message in str(refused)
 
 
+@pytest.mark.long
 def test_served_and_merged(tmp_path: Path) -> None:
     module = positioned()
     export_model(module, tmp_path / "r", "m", FP32)

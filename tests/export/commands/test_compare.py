@@ -34,6 +34,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, arguments: list[str]
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_said_and_the_rest_is_measured(tmp_path: Path) -> None:
     (tmp_path / "t.toml").write_text(TABLES)
     arguments = ["--tables", str(tmp_path / "t.toml"), "--memory-per-rank", "15kB", "--dtype", "int8", "--ranks", "2"]

@@ -96,6 +96,7 @@ def test_what_the_watcher_asks_is_not_captured(tmp_path: Path) -> None:
     assert line["values"] == [7]
 
 
+@pytest.mark.long
 def test_slow_requests_are_kept_until_the_file_is_full(tmp_path: Path) -> None:
     exported(tmp_path, capture=str(tmp_path), capture_slow_ms=0.001, capture_max_bytes=2000)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:

@@ -146,6 +146,7 @@ def test_the_default_order_needs_no_parameter(server: Server, client: LookupClie
     np.testing.assert_array_equal(answer[0], np.concatenate(list(client.lookup(bags).values()), axis=1))
 
 
+@pytest.mark.long
 def test_threads_of_an_instance_answer_a_large_request_as_one_thread(tmp_path: Path) -> None:
     for name, threads in (("one", 1), ("three", 3)):
         config = replace(MIXED_CONFIG, serving=ServingSettings(threads=threads))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 
 from export import ExportConfig, export_model
 from serving.request.captured import CapturedRequest
@@ -75,6 +76,7 @@ DenseProgram.score_all = record
 """
 
 
+@pytest.mark.long
 def test_captured_requests_for_scores_are_scored_before_a_model_is_ready(tmp_path: Path) -> None:
     bundle = export_model(ranker(), tmp_path / "r", "m", ExportConfig(scores=True))
     replace_model_py(bundle, RECORD_SCORES.format(record=str(tmp_path / "record")))

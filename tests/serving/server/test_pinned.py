@@ -72,6 +72,7 @@ def test_a_pin_on_what_is_not_there_is_refused_by_name(target: Target, pin: str,
     assert re.search(message, line)
 
 
+@pytest.mark.long
 def test_a_pinned_version_that_cannot_be_loaded_is_named(target: Target, tmp_path: Path) -> None:
     flip(target.model / "1" / "weights.0.bin")
     with (

@@ -225,6 +225,7 @@ def test_what_serves_cannot_be_loaded_anew_and_triton_is_not_asked(
     assert (server.process.pid, server.process.poll()) == (process, None)
 
 
+@pytest.mark.long
 def test_settings_take_effect_with_every_load(repository: Path, server: Server) -> None:
     """Also after a version was named, and with one: Triton itself then keeps the settings that it had."""
     export_version(repository, 2)
