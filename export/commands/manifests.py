@@ -31,6 +31,13 @@ def manifests(
     name: Annotated[str | None, typer.Option(help="Name of the Kubernetes objects; by default the model's.")] = None,
     routers: Annotated[int, typer.Option(help="Pods that clients call, at least.")] = _REPLICAS.routers,
     most_routers: Annotated[int, typer.Option(help="Pods that clients call, at most.")] = _REPLICAS.most_routers,
+    scale_on_queue_ms: Annotated[
+        int | None,
+        typer.Option(
+            help="More pods, also where requests wait longer than this on average. Needs prometheus-adapter, with "
+            "the rule of deploy/kubernetes/prometheus-adapter.yaml."
+        ),
+    ] = None,
     replicas: Annotated[int, typer.Option(help="Pods of each host.")] = _REPLICAS.of_hosts,
     replicas_of: Annotated[list[str] | None, typer.Option(metavar="HOST=N", help="Pods of one host.")] = None,
     hosts_also: Annotated[
@@ -74,6 +81,7 @@ def manifests(
     numbers = Replicas(
         routers=routers,
         most_routers=most_routers,
+        queue_ms=scale_on_queue_ms,
         of_hosts=replicas,
         of_host=dict(_of_host(host, text) for host, text in by_name(replicas_of).items()),
     )

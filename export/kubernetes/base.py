@@ -71,6 +71,7 @@ def _chosen(fleet: Fleet, replicas: Replicas, options: PodOptions) -> dict[str, 
     return {
         "--routers": str(replicas.routers),
         "--most-routers": str(replicas.most_routers),
+        "--scale-on-queue-ms": "none" if replicas.queue_ms is None else str(replicas.queue_ms),
         **{f"--replicas-of {host.host}": str(host.replicas) for host in fleet.hosts},
         "--hosts-also": ", ".join(map(str, also)) or "none",
         "--copy": "yes" if options.copy else "no",

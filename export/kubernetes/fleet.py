@@ -97,6 +97,8 @@ class Replicas:
         most_routers: largest number of pods of that model.
         of_hosts: pods of each host.
         of_host: pods of single hosts, by number, in place of `of_hosts`.
+        queue_ms: there are more pods of the model that clients call where requests wait longer for it, on average, in
+            ms, beside where its cores are in use. None: only then. A router waits more than it computes.
 
     Raises:
         ConfigurationError: a number is not above 0, or `most_routers` is below `routers`.
@@ -106,10 +108,12 @@ class Replicas:
     most_routers: int = 8
     of_hosts: int = 2
     of_host: Mapping[int, int] = field(default_factory=dict)
+    queue_ms: int | None = None
 
     def __post_init__(self) -> None:
         numbers = {"--routers": self.routers, "--replicas": self.of_hosts}
         numbers |= {f"--replicas-of {host}": number for host, number in self.of_host.items()}
+        numbers |= {} if self.queue_ms is None else {"--scale-on-queue-ms": self.queue_ms}
         for option, number in numbers.items():
             if number < 1:
                 raise ConfigurationError(f"{option}: expected at least 1, got {number}")

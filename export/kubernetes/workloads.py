@@ -134,6 +134,8 @@ def _over_zones(fleet: Fleet, member: Member) -> Object:
 
 # The autoscaler's target: cores in use, in percent of requested cores.
 _CPU_PERCENT = 60
+# What the rule of deploy/kubernetes/prometheus-adapter.yaml calls the time that requests wait for a pod, in ms.
+_QUEUE_METRIC = "lookup_queue_milliseconds"
 # Seconds that a new pod must be ready, and so in DNS, before the next one is replaced.
 _SETTLED_S = 10
 
@@ -240,6 +242,10 @@ def _disruption_budget(fleet: Fleet, member: Member) -> Object:
 
 def _autoscaler(fleet: Fleet, member: Member, replicas: Replicas) -> Object:
     cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": _CPU_PERCENT}}
+    metrics: list[Object] = [{"type": "Resource", "resource": cpu}]
+    if replicas.queue_ms is not None:  # Kubernetes takes the larger number of pods
+        target = {"type": "AverageValue", "averageValue": str(replicas.queue_ms)}
+        metrics.append({"type": "Pods", "pods": {"metric": {"name": _QUEUE_METRIC}, "target": target}})
     return {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
@@ -248,7 +254,7 @@ def _autoscaler(fleet: Fleet, member: Member, replicas: Replicas) -> Object:
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": member.name},
             "minReplicas": replicas.routers,
             "maxReplicas": replicas.most_routers,
-            "metrics": [{"type": "Resource", "resource": cpu}],
+            "metrics": metrics,
             "behavior": {"scaleDown": {"stabilizationWindowSeconds": 300}},
         },
     }

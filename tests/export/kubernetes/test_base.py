@@ -263,6 +263,23 @@ def test_hosts_ask_for_a_certificate_which_routers_have(published: Path) -> None
         assert "--tls-client-ca=/tls/ca.crt" in server["args"]
 
 
+def test_pods_are_as_many_as_cores_or_the_wait_of_requests_ask_for(published: Path) -> None:
+    fleet = read_fleet(published / "Movies_V2" / "1", Replicas())
+
+    def metrics(**numbers: int) -> list[str]:
+        every = objects(base_files(fleet, Replicas(**numbers), PodOptions(image=IMAGE, claim="models")))  # type: ignore[arg-type]
+        (scaler,) = (each for each in every if each["kind"] == "HorizontalPodAutoscaler")
+        kubernetes_validate.validate(scaler, VERSIONS[-1], strict=True)
+        return [str(each.get("pods", each.get("resource"))) for each in scaler["spec"]["metrics"]]
+
+    (cores,) = metrics()
+    _, wait = metrics(queue_ms=5)
+    assert "averageUtilization" in cores
+    rule = (Path(__file__).parents[3] / "deploy" / "kubernetes" / "prometheus-adapter.yaml").read_text()
+    (name,) = re.findall(r"name: {as: (\w+)}", rule)
+    assert wait == str({"metric": {"name": name}, "target": {"type": "AverageValue", "averageValue": "5"}})
+
+
 def test_options_that_are_forgotten_the_next_time_are_said(configured: Path, tmp_path: Path) -> None:
     """Pods would be fewer, and unsigned bundles served, without a word."""
     out = tmp_path / "k8s"
@@ -281,7 +298,8 @@ def test_options_that_are_forgotten_the_next_time_are_said(configured: Path, tmp
         f"--metrics-from: watch before, now {METRICS_FROM}",
     ]
     assert said() == []
-    assert said("--replicas", "4", "--hosts-also", "1") == [
+    assert said("--replicas", "4", "--hosts-also", "1", "--scale-on-queue-ms", "9") == [
+        "--scale-on-queue-ms: none before, now 9",
         "--replicas-of 0: 2 before, now 4",
         "--replicas-of 1: 2 before, now 4",
         "--hosts-also: none before, now 1",

@@ -112,6 +112,7 @@ def test_replicas_of_no_host_are_refused(published: Path) -> None:
         ({"routers": 0}, "--routers: expected at least 1, got 0"),
         ({"of_hosts": 0}, "--replicas: expected at least 1, got 0"),
         ({"of_host": {3: 0}}, "--replicas-of 3: expected at least 1, got 0"),
+        ({"queue_ms": 0}, "--scale-on-queue-ms: expected at least 1, got 0"),
         ({"routers": 9}, "--most-routers: expected at least --routers, 9, got 8"),
     ],
     ids=str,
