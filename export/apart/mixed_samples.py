@@ -254,6 +254,8 @@ def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts, sample
     """Where the samples of a step are; None: it may let them meet."""
     if node.target is operator.getitem:
         return rows[node.all_input_nodes[0]]
+    if not _numbers_are_places(node, samples):
+        return None  # a request that is merged has other numbers than alone
     if str(node.target).startswith("fbgemm."):
         return rows_of_jagged(node, rows, counts)
     if not _is_known(node) or any(map(counts.is_offsets, node.all_input_nodes)):
@@ -267,6 +269,18 @@ def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts, sample
     plain = {each: replace(found, key=None) for each, found in given.items()}
     found = rows_behind(op, Call(node, plain, samples), is_sized=any(map(is_number, node.all_input_nodes)))
     return found and replace(found, key=next(iter(keys), None))
+
+
+def _numbers_are_places(node: fx.Node, samples: Any) -> bool:
+    """Whether the numbers of samples that a step is given, if it is given some, are the rows that it takes: it is
+    x[arange(B), …]."""
+    numbered = [each for each in node.all_input_nodes if is_numbering(each, samples)]
+    if not numbered:
+        return True
+    if str(node.target) != "aten.index.Tensor":
+        return False
+    source, indices = node.args[0], cast(Sequence[Any], node.args[1])
+    return numbered == [indices[0]] and numbered[0] not in (source, *indices[1:])
 
 
 def _is_known(node: fx.Node) -> bool:

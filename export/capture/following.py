@@ -9,11 +9,12 @@ import builtins
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,39 +26,65 @@ from export.trained.keyed import is_users, line_of_stack
 from export.trained.running import evaluating, quiet
 
 
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What torch.export decides while it follows a model, with the lines of the model's code.
+
+    Attributes:
+        compared: each comparison of sizes that it has to find out.
+        asked: each that the model's code does something by, and whether it holds for two samples and more.
+    """
+
+    compared: list[tuple[Any, str]] = field(default_factory=list)
+    asked: list[tuple[Any, bool, str]] = field(default_factory=list)
+
+
 @contextmanager
-def followable(model: nn.Module) -> Iterator[list[tuple[Any, str]]]:
+def followable(model: nn.Module) -> Iterator[Noted]:
     """In the block, torch.export can follow what it could not.
 
     Yields:
-        Each comparison of sizes that torch.export decides, and the line of the model's code.
+        What it decides meanwhile.
     """
-    compared: list[tuple[Any, str]] = []
+    noted = Noted()
+    plain = torch.no_grad(), evaluating(model), quiet(), _plain_attention(), _plain_data(), _plain_kjts()
     with ExitStack() as stack:
-        for each in (torch.no_grad(), evaluating(model), quiet(), _plain_attention(), _plain_data(), _plain_kjts()):
+        for each in (*plain, _any_sizes(model), _long_lists(), _OfAnySize(), _noting(noted)):
             stack.enter_context(each)
-        stack.enter_context(_any_sizes(model))
-        stack.enter_context(_long_lists())
-        stack.enter_context(_OfAnySize())
-        stack.enter_context(_noting(compared))
-        yield compared
+        yield noted
 
 
 @contextmanager
-def _noting(compared: list[tuple[Any, str]]) -> Iterator[None]:
-    """In the block, note what torch.export finds out about sizes, and the line of the model's code."""
-    log_guard = ShapeEnv._log_guard
-
-    def noted(env: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
-        compared.append((guard, line_of_stack()))
-        log_guard(env, prefix, guard, *args, **kwargs)
-
-    kind: Any = ShapeEnv
-    kind._log_guard = noted
+def _changed(kind: Any, **methods: Any) -> Iterator[None]:
+    """In the block, a class has other methods."""
+    before = {name: vars(kind)[name] for name in methods}
     try:
+        for name, method in methods.items():
+            setattr(kind, name, method)
         yield
     finally:
-        kind._log_guard = log_guard
+        for name, method in before.items():
+            setattr(kind, name, method)
+
+
+@contextmanager
+def _noting(found: Noted) -> Iterator[None]:
+    """In the block, note what torch.export finds out about sizes, and what the model's code asks of them."""
+    env, answer = cast(Any, ShapeEnv), cast(Any, torch.SymBool)
+    log_guard, is_true = env._log_guard, answer.__bool__
+
+    def noted(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
+        found.compared.append((guard, line_of_stack()))
+        log_guard(self, prefix, guard, *args, **kwargs)
+
+    def asked(value: Any) -> bool:
+        holds = bool(is_true(value))
+        if is_users(Path(sys._getframe(1).f_code.co_filename)):
+            found.asked.append((value.node.expr, holds, line_of_stack()))
+        return holds
+
+    with _changed(env, _log_guard=noted), _changed(answer, __bool__=asked):
+        yield
 
 
 @contextmanager
@@ -87,32 +114,21 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(is_fast)
 
 
-@contextmanager
-def _plain_kjts() -> Iterator[None]:
+def _plain_kjts() -> AbstractContextManager[None]:
     """In the block, a KJT does not count its ids by key before somebody asks: torch.export does not know how many."""
-    kind: Any = KeyedJaggedTensor
-    sync = kind.sync
-    kind.sync = lambda kjt: kjt
-    try:
-        yield
-    finally:
-        kind.sync = sync
+    return _changed(KeyedJaggedTensor, sync=lambda kjt: kjt)
 
 
-@contextmanager
-def _long_lists() -> Iterator[None]:
+def _long_lists() -> AbstractContextManager[None]:
     """In the block, `[1] * size` is a `ListOfAnyLength` where the size may be any."""
-    kind: Any = torch.SymInt
-    plain = kind.__mul__, kind.__rmul__
 
-    def by(multiplied: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        return lambda size, other: ListOfAnyLength(other, size) if type(other) is list else multiplied(size, other)
+    def by(name: str) -> Callable[[Any, Any], Any]:
+        multiplied = vars(torch.SymInt)[name]
+        return lambda size, other: (
+            ListOfAnyLength([([*other], size)]) if type(other) is list else multiplied(size, other)
+        )
 
-    kind.__mul__, kind.__rmul__ = map(by, plain)
-    try:
-        yield
-    finally:
-        kind.__mul__, kind.__rmul__ = plain
+    return _changed(torch.SymInt, **{name: by(name) for name in ("__mul__", "__rmul__")})
 
 
 @contextmanager
@@ -203,32 +219,65 @@ class _Int(builtins.int, metaclass=_OfInt):
     """As `int`. A size that may be any is an integer already."""
 
 
-class ListOfAnyLength:
-    """A list of Python whose length is a size that may be any. A tensor can be made of it, and nothing else: its
-    length, as Python knows it, would be that of the example.
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise TypeError(
+        "a list as long as a batch can be made a tensor by torch.tensor, and nothing else: take "
+        "torch.ones(size, dtype=torch.int32)"
+    )
 
-    Args:
-        items: what it repeats.
-        times: how often.
+
+# What Python asks of an object by itself.
+_ASKED = (
+    "bool", "eq", "ne", "lt", "le", "gt", "ge", "contains", "len", "getitem", "setitem", "delitem", "iter",
+    "reversed", "repr", "str", "format", "hash", "index", "int", "float", "iadd", "imul", "copy", "deepcopy",
+    "reduce_ex", "getattr",
+)  # fmt: skip
+_Refusing: Any = type("_Refusing", (), {f"__{name}__": _refuse for name in _ASKED})
+
+
+class ListOfAnyLength(_Refusing):  # type: ignore[misc]
+    """A list of Python whose length is a size that may be any: `parts`, each with how often it is repeated.
+
+    A tensor can be made of it, and nothing else: whatever else asks would be told of the example.
     """
 
-    def __init__(self, items: list[Any], times: Any) -> None:
-        self.items, self.times = items, times
+    def __init__(self, parts: list[tuple[list[Any], Any]]) -> None:
+        self.parts = parts
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # what isinstance asks for
+        return _refuse() if is_users(Path(sys._getframe(1).f_code.co_filename)) else ListOfAnyLength
 
     def __mul__(self, times: Any) -> "ListOfAnyLength":
-        return ListOfAnyLength(self.items, self.times * times)
+        ((items, count),) = self.parts if len(self.parts) == 1 else _refuse()
+        return ListOfAnyLength([(items, count * times)])
 
     __rmul__ = __mul__
 
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError("a list as long as a batch can be made a tensor, and nothing else: take torch.ones(size)")
+    def __add__(self, other: Any) -> "ListOfAnyLength":
+        return ListOfAnyLength([*self.parts, *_parts_of(other)])
 
-    def tensor(self, **kwargs: Any) -> Tensor:
+    def __radd__(self, other: Any) -> "ListOfAnyLength":
+        return ListOfAnyLength([*_parts_of(other), *self.parts])
+
+    def tensor(self, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
         """As torch.tensor."""
-        items = torch.tensor(self.items, **kwargs)
-        if items.shape == (1,):
-            return torch.full((self.times,), self.items[0], **({"dtype": items.dtype} | kwargs))
-        return items.repeat(self.times, *(1 for _ in items.shape[1:]))
+        every = torch.tensor([each for items, _ in self.parts for each in items], dtype=dtype, device=device)
+        tensors = [torch.tensor(items, dtype=every.dtype) for items, _ in self.parts]
+        return torch.cat(
+            [
+                torch.full((times,), items[0], dtype=every.dtype)
+                if each.shape == (1,)
+                else each.repeat(times, *(1 for _ in each.shape[1:]))
+                for each, (items, times) in zip(tensors, self.parts, strict=True)
+            ]
+        )
+
+
+def _parts_of(other: Any) -> list[tuple[list[Any], Any]]:
+    if type(other) is ListOfAnyLength:
+        return other.parts
+    return [([*other], 1)] if type(other) is list else _refuse()
 
 
 class _OfAnySize(TorchFunctionMode):
@@ -238,15 +287,11 @@ class _OfAnySize(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and isinstance(args[0], ListOfAnyLength):
+        if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and type(args[0]) is ListOfAnyLength:
             return args[0].tensor(**(kwargs or {}))
         read = _CUTS.get(func)
         found = read(*args, **(kwargs or {})) if read is not None and args and isinstance(args[0], Tensor) else None
         return func(*args, **(kwargs or {})) if found is None else found
-
-
-def _chunks(whole: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...] | None:
-    return _parts(whole, whole.shape[dim] // chunks, dim)
 
 
 def _split(
@@ -268,9 +313,8 @@ def _parts(whole: Tensor, size: Any, dim: int) -> tuple[Tensor, ...] | None:
 
 
 _CUTS: Mapping[Any, Callable[..., tuple[Tensor, ...] | None]] = {
-    torch.chunk: _chunks,
-    Tensor.chunk: _chunks,
-    torch.split: _split,
-    torch.functional.split: _split,
-    Tensor.split: _split,
+    **dict.fromkeys(
+        (torch.chunk, Tensor.chunk), lambda whole, chunks, dim=0: _parts(whole, whole.shape[dim] // chunks, dim)
+    ),
+    **dict.fromkeys((torch.split, torch.functional.split, Tensor.split), _split),
 }

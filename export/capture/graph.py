@@ -109,7 +109,7 @@ def captured(
         ModelError: naming the line of the model's code that cannot be followed.
     """
     whole = _Whole(model, collections, signature, list(inputs))
-    with followable(model) as compared, redirect_stderr(io.StringIO()):
+    with followable(model) as noted, redirect_stderr(io.StringIO()):
         try:
             program = torch.export.export(
                 whole,
@@ -120,10 +120,11 @@ def captured(
         except ModelError:
             raise
         except Exception as error:  # the user's code may raise anything
-            lines = [*dict.fromkeys(line for _, line in compared if line)]
+            lines = [*dict.fromkeys(line for _, line in noted.compared if line)]
             raise ModelError(f"{type(model).__name__}: {_refusal(error, lines)}") from error
         module = inlined(program.module(check_guards=False))
-    _expect_any_number(model, module, whole.inputs, compared)
+    _expect_any_number(model, module, whole.inputs, noted.compared)
+    _expect_one(model, module, noted.asked)
     return Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made)
 
 
@@ -157,6 +158,25 @@ def _expect_any_number(
             raise ModelError(
                 f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: {guard}: "
                 "expected the same steps for any number of ids: requests are merged, and have more"
+            )
+
+
+def _expect_one(model: nn.Module, module: fx.GraphModule, asked: Sequence[tuple[Any, bool, str]]) -> None:
+    """Refuse a forward that does something else for one sample: the graph is of two and more.
+
+    Args:
+        model: for messages.
+        module: the graph.
+        asked: the comparisons of sizes that its code does something by.
+    """
+    embeddings = next(node for node in module.graph.nodes if node.op == "placeholder")
+    samples = embeddings.meta["val"].shape[0].node
+    for comparison, holds, line in asked:
+        of_one = samples.shape_env.replace(comparison).xreplace({samples.expr: 1})
+        if "`assert " not in line and of_one in (True, False) and bool(of_one) != holds:
+            raise ModelError(
+                f"{type(model).__name__}: what its forward does hangs on whether there is one sample{line}: expected "
+                "the same steps for any number of samples: requests are merged"
             )
 
 

@@ -48,6 +48,14 @@ _ALIKE = (
     "sym_size.int",
     "sym_numel.default",
 )
+# What lengths and weights that a forward makes may be made by, beside _MOVING, _CASTS and _ALIKE: then each differs
+# from the next by a number that stays. So those of a few samples show those of all.
+_MAKING = (
+    "aten.full.default", "aten.ones.default", "aten.zeros.default", "aten.scalar_tensor.default",
+    "aten.repeat.default", "aten.arange.default", "aten.arange.start", "aten.arange.start_step",
+    "aten.cumsum.default", "aten.diff.default", "aten.sub.Tensor", "aten.add.Tensor", "aten.mul.Tensor",
+    "aten.mul.Scalar", "fbgemm.asynchronous_complete_cumsum.default",
+)  # fmt: skip
 # Batch sizes that the moving part is run for.
 _SAMPLES = (2, 3, 7)
 # No number that a forward makes of sizes is as large.
@@ -85,6 +93,12 @@ def placed(
                 f"{type(model).__name__}: makes the ids of the keys {', '.join(map(repr, made.keys))} by "
                 f"{wrong.target}{line_of(wrong) or made.line}: expected ids as a request brings them, in another "
                 "order alone: do it before the model, and give what comes of it as its argument"
+            )
+        if (wrong := _not_made_alike(others)) is not None:
+            raise ModelError(
+                f"{type(model).__name__}: makes the lengths of the keys {', '.join(map(repr, made.keys))} by "
+                f"{wrong.target}{line_of(wrong) or made.line}: expected lengths that a request brings, or as many "
+                "ids in each sample: take torch.full((size,), number)"
             )
         moving = _moving_part(found.module, parts)
         for samples in _SAMPLES:
@@ -157,6 +171,29 @@ def _not_moved(module: fx.GraphModule, answers: Sequence[fx.Node], is_raw: bool)
     return next(
         (node for node in module.graph.nodes if is_writing(node) and not seen.isdisjoint(written(node))), None
     )
+
+
+def _not_made_alike(answers: Sequence[fx.Node]) -> fx.Node | None:
+    """The first step on the way to some answers that may make other numbers for some samples; None: there is none."""
+    seen: set[fx.Node] = set()
+    waiting = [*answers]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        seen.add(node)
+        waiting += node.all_input_nodes
+        name = str(node.target)
+        is_number = name == "aten.mul.Tensor" and any(isinstance(each, int | float) for each in node.args)
+        if (
+            node.op == "call_function"
+            and not _has_inputs(node)
+            and not name.endswith(_ALIKE)
+            and node.target is not operator.getitem
+            and (name not in (*_MOVING, *_CASTS, *_MAKING) or (name == "aten.mul.Tensor" and not is_number))
+        ):
+            return node
+    return None
 
 
 def _moves(node: fx.Node, is_raw: bool) -> bool:

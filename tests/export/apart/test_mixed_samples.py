@@ -201,6 +201,23 @@ def test_where_samples_may_meet_is_named(name: str) -> None:
     assert found.startswith(("aten.", "a step that torch.export cannot follow: "))
 
 
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda _, e, d: e * (torch.arange(e.size(0)) < d[:, 0] * 1e6).unsqueeze(1),
+        lambda _, e, d: e + torch.bucketize(d[:, 0] * 1e6, torch.arange(e.size(0))).unsqueeze(1),
+        lambda _, e, d: d[torch.arange(e.size(0)), torch.arange(e.size(0))],
+        lambda _, e, d: e * torch.arange(e.size(0)).unsqueeze(1) * d[:, :1],
+    ],
+    ids=["a limit", "borders", "places", "a factor"],
+)
+def test_numbers_of_samples_are_not_the_same_for_all_of_them(forward: Forward) -> None:
+    """Merged with others, a request's samples have other numbers, whatever 64 samples happen to show."""
+    found = read(Parts({"numbered": forward}))
+    assert found is not None
+    assert found.startswith("aten.")
+
+
 def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
     class Surges(nn.Module):
         def forward(self, embeddings: Tensor, dense: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from export import export_model
+from export.errors import ModelError
 from serving.engine import Engine
 from tests.support.forms_inputs import ids
 from tests.support.scored import EXACT
@@ -36,6 +37,11 @@ class Ranker(nn.Module):
 """
 SIZES = "pooled * int(len(pooled) / len(pooled)) + torch.ones(int(pooled.size(0)), DIM)"
 HANDED_ON = "pooled + torch.arange(DIM, dtype=int) + sum(map(int, '12'))"
+LISTS = (
+    "pooled * max(len(pooled), 2) * torch.tensor([1, 2] * len(pooled)).view(-1, 2) [:, :1]"
+    " - torch.tensor([0.5] * len(pooled) + [2] * 3 + 2 * ([0.25] * len(pooled)))[:len(pooled), None]"
+    " + torch.tensor([[True, False]] * len(pooled)).sum(1, keepdim=True)"
+)
 LEN_HANDED_ON = "pooled * len(max([[1], [2, 3]], key=len)) + torch.ones(len(pooled), DIM)"
 
 
@@ -53,7 +59,7 @@ def written(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ModuleTy
     del sys.modules[path.stem]
 
 
-@pytest.mark.parametrize("written", [SIZES, HANDED_ON, LEN_HANDED_ON], indirect=True)
+@pytest.mark.parametrize("written", [SIZES, LISTS, HANDED_ON, LEN_HANDED_ON], indirect=True)
 def test_sizes_of_python_are_served_and_nothing_stays_behind(written: ModuleType, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = written.Ranker().eval()
@@ -66,6 +72,38 @@ def test_sizes_of_python_are_served_and_nothing_stays_behind(written: ModuleType
             keyed = example(samples)
             (scores,) = engine.score({"user_id": {"values": keyed.values(), "lengths": keyed.lengths()}}).values()
             torch.testing.assert_close(torch.from_numpy(scores.copy()), answer(model, keyed), rtol=0, atol=1e-6)
+
+
+A_LIST = "a list as long as a batch can be made a tensor by torch.tensor, and nothing else"
+ONE = "hangs on whether there is one sample"
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("pooled * 2 if [1] * len(pooled) == [1, 1] else pooled", A_LIST),
+        ("pooled * 2 if [0] * ((len(pooled) - 2) * (len(pooled) - 2)) else pooled", A_LIST),
+        ("pooled * 2 if str([1] * len(pooled)) == '[1, 1]' else pooled", A_LIST),
+        ("pooled * 2 if [1] * len(pooled) in ([1, 1], [1]) else pooled", A_LIST),
+        ("pooled * 2 if isinstance([1] * len(pooled), list) else pooled", A_LIST),
+        ("pooled * len([1] * len(pooled))", A_LIST),
+        ("pooled * sum([1] * len(pooled))", A_LIST),
+        ("pooled * ([1] * len(pooled))[0]", A_LIST),
+        ("pooled * torch.tensor([*([1] * len(pooled))])[:, None]", A_LIST),
+        ("pooled.clamp(-1, 1) if pooled.shape[0] == 1 else pooled", ONE),
+        ("pooled.clamp(-1, 1) if len(pooled) > 1 else pooled", ONE),
+        ("pooled * (2 if 2 * pooled.shape[0] < 4 else 1)", ONE),
+    ],
+    indirect=["written"],
+)
+def test_what_is_true_of_some_sizes_alone_is_refused_with_its_line(
+    written: ModuleType, tmp_path: Path, why: str
+) -> None:
+    """Whatever the example's happens to be."""
+    with pytest.raises(
+        ModelError, match=rf"a_ranker_of_a_user\.py, line \d+: `return pooled.*{why}|{why}.* at .*a_ranker"
+    ):
+        export_model(written.Ranker().eval(), tmp_path / "r", "m", EXACT, example=(example(5),))
 
 
 def example(samples: int) -> KeyedJaggedTensor:
