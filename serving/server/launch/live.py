@@ -189,6 +189,7 @@ class LiveCopies:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,  # else a Ctrl-C would end it before what was accepted is answered
         )
         Output(cast(BinaryIO, process.stdout), self._log, "applier")
         return process
@@ -199,7 +200,7 @@ class LiveCopies:
             key = each.about.model, each.about.version
             if each.stopped != self._said.get(key, ""):
                 self._said[key] = each.stopped
-                about = {"model": each.about.model, "version": each.about.version}
+                about = {"model": each.about.model, "version": int(each.about.version)}
                 self._log.log(
                     logging.ERROR if each.stopped else logging.INFO,
                     "%s: deltas are applied up to %d: %s",
