@@ -110,7 +110,8 @@ class _Client:
             method = getattr(self._stub, call.method)
             return await self._response(method(call.request, timeout=timeout_s, metadata=metadata))
         except grpc.RpcError as error:
-            raise error_of(error.code().name, error.details() or "", f"{self._where}: ") from None
+            said, is_known = error.details() or "", self._exchange.is_known
+            raise error_of(error.code().name, said, f"{self._where}: ", is_known=is_known) from None
 
 
 class LookupClient(_Client, Closing):

@@ -58,6 +58,11 @@ class Exchange:
         self._model = model
         self._info: ModelInfo | None = None
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a server has said what the model takes: it has the model, or had it."""
+        return self._info is not None
+
     async def info(self, ask: Ask) -> ModelInfo:
         """The model's features and dims. They are asked for once."""
         if self._info is None:

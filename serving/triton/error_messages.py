@@ -40,6 +40,13 @@ _MESSAGES = (
 )
 
 
+# A tritonserver that was started anew listens before it has loaded its models, and says this of all of them. So it is
+# no last word to who knows that the model was there.
+_NOT_KNOWN_YET = _Words(
+    "NOT_FOUND", r"^Request for unknown model: '[^']*' is not found$", ModelUnavailable, _NOT_LOADED
+)
+
+
 # A failed load says this of the first version that could not be loaded. A load also reloads the versions that serve.
 _NOT_LOADED_VERSION = re.compile(r"version (\d+) is at UNAVAILABLE state: (?:Internal: TritonModelException: )?")
 
@@ -58,16 +65,17 @@ def load_failure(said: str, ready: Callable[[], Collection[int]]) -> str:
     return f"{said[: found.start()]}version {found[1]}{how}: {said[found.end() :]}"
 
 
-def error_of(code: str, said: str, where: str = "") -> ServingError:
+def error_of(code: str, said: str, where: str = "", *, is_known: bool = False) -> ServingError:
     """The error for a gRPC status and its message.
 
     Args:
         code: the name of the status, such as "UNAVAILABLE".
         said: the message that came with it. It is not trusted.
         where: put before it in the error's message.
+        is_known: whether the server has had the model that the call was for.
     """
     text = f"{where}{shown(said)}"
-    for words in _MESSAGES:
+    for words in (*_MESSAGES, *([_NOT_KNOWN_YET] if is_known else [])):
         if words.code == code and re.search(words.words, said):
             return words.kind(f"{text}: {words.advice}")
     return from_status(code, text)

@@ -112,7 +112,7 @@ def test_what_is_not_over_in_time_is_retryable_and_says_so(
 
 
 def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fake: Fake, address: str) -> None:
-    for said in ("'m' is not found", "'m' version 7 is not found", "'has no available versions' is not found"):
+    for said in ("'m' version 7 is not found", "'has no available versions' version 7 is not found"):
         fake.calls.clear()
         fake.fail = lambda context, said=said: context.abort(  # type: ignore[misc]
             grpc.StatusCode.NOT_FOUND, f"Request for unknown model: {said}"
@@ -120,6 +120,20 @@ def test_what_the_server_does_not_have_is_not_asked_for_again(lookup: Lookup, fa
         with pytest.raises(ModelNotFound, match=r"is not found$"):
             lookup(address)
         assert len(fake.calls) == 1
+
+
+def test_a_model_that_was_there_is_waited_for(lookup: Lookup, fake: Fake, address: str) -> None:
+    """A tritonserver that was started anew listens before it knows its models."""
+
+    def fail(context: Any) -> None:
+        if len(fake.calls) < 8:
+            context.abort(grpc.StatusCode.NOT_FOUND, "Request for unknown model: 'm' is not found")
+
+    fake.fail = fail
+    assert lookup(address, retries=Retries(backoff_s=0.005)).version == 7
+    fake.calls.clear()
+    with pytest.raises(ModelUnavailable, match=r"try again, unless it was unloaded$"):
+        lookup(address, retries=Retries(attempts=1))
 
 
 def test_one_attempt_is_one_attempt(lookup: Lookup, fake: Fake, address: str) -> None:
