@@ -1,5 +1,6 @@
 """Metrics of a router's hosts: the calls to them, and their replicas."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 from serving.backend.metrics import Families, Family, Total, histograms
@@ -70,6 +71,11 @@ class HostMetrics:
         for seen in self._ranks.replicas:
             self._replicas[(seen.host, "tbe_host_replicas")].set(len(seen.replicas))
             self._replicas[(seen.host, "tbe_host_replicas_up")].set(seen.up)
+
+    def end(self) -> None:
+        """The version is unloaded. What is said of its replicas outlives it: no number is no loss."""
+        for replicas in self._replicas.values():
+            replicas.set(math.nan)
 
 
 def _values(counts: HostCounts) -> Iterator[tuple[str, dict[str, str], float]]:

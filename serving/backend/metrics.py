@@ -288,12 +288,12 @@ class LookupMetrics:
 
 
 class Publisher:
-    """Calls `publish` on a thread of its own every `PERIOD_S` seconds, and once more when it is stopped."""
+    """Calls `publish` on a thread of its own every `PERIOD_S` seconds, once more when it is stopped, then `end`."""
 
     PERIOD_S = 0.5
 
-    def __init__(self, publish: Callable[[], None]) -> None:
-        self._publish = publish
+    def __init__(self, publish: Callable[[], None], end: Callable[[], None] = lambda: None) -> None:
+        self._publish, self._end = publish, end
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -307,3 +307,4 @@ class Publisher:
         while not self._stopped.wait(self.PERIOD_S):
             self._publish()
         self._publish()
+        self._end()

@@ -7,6 +7,7 @@
 import json
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,18 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
     recorder = Recorder.of(settings, args["model_name"], metrics.count_captured, warns("capture"))
     fails = about_model(pb_utils.Logger.log_error, "failed", args["model_name"], args["model_version"])
     answerer = Answerer(engine, settings, metrics, recorder, fails, Sampled(warns("refused")))
-    published = [metrics.publish, pages.publish]
+    published, ended = [metrics.publish, pages.publish], []
     if isinstance(engine.ranks, RouterRanks):
         engine.ranks.watch_replicas(_REPLICAS_PERIOD_S)
-        published.append(HostMetrics(families, labels, engine.ranks).publish)
+        hosts = HostMetrics(families, labels, engine.ranks)
+        published.append(hosts.publish)
+        ended.append(hosts.end)
 
-    def publish() -> None:
-        for each in published:
+    def call(every: list[Callable[[], None]]) -> None:
+        for each in every:
             each()
 
-    return engine, answerer, Publisher(publish)
+    return engine, answerer, Publisher(partial(call, published), partial(call, ended))
 
 
 def _is_cancelled(request: Any) -> bool:

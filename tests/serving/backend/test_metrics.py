@@ -1,8 +1,10 @@
 """What operators see: the numbers are right, the dashboard's queries find them, and a page explains each."""
 
 import json
+import math
 import re
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -335,3 +337,16 @@ def test_an_unloaded_version_stops_to_count_and_keeps_its_gauge(counted: Server,
     assert second > 0
     assert served("1") == first
     assert served("2") > second
+
+
+def test_a_router_s_version_that_was_unloaded_has_no_lost_hosts(routed: Server, pages: str) -> None:
+    """Triton keeps what it said of them. The last test: the router is gone then."""
+    assert "tbe_host_replicas_up{" in pages
+    routed.control(30)._call(f"v2/repository/models/{MODEL}/unload", {})
+    deadline = time.monotonic() + 60
+    while not math.isnan(metric(routed, "tbe_host_replicas_up", host="1")):
+        assert time.monotonic() < deadline, "it still counts"
+        time.sleep(0.1)
+    assert math.isnan(metric(routed, "tbe_host_replicas", host="0"))
+    with urllib.request.urlopen(f"{routed.operations}/readyz?verbose", timeout=60) as answered:
+        assert answered.read() == b"ready\n"
