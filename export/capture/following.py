@@ -8,7 +8,7 @@ import ast
 import builtins
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,16 +40,15 @@ class Noted:
 
 
 @contextmanager
-def followable(model: nn.Module) -> Iterator[Noted]:
-    """In the block, torch.export can follow what it could not.
+def followable(model: nn.Module, otherwise: Collection[int] = ()) -> Iterator[Noted]:
+    """In the block, torch.export can follow what it could not, and what is decided meanwhile is noted.
 
-    Yields:
-        What it decides meanwhile.
+    Of what the model asks, the comparisons with the numbers `otherwise` come out the other way.
     """
     noted = Noted()
     plain = torch.no_grad(), evaluating(model), quiet(), _plain_attention(), _plain_data(), _plain_kjts()
     with ExitStack() as stack:
-        for each in (*plain, _any_sizes(model), _long_lists(), _OfAnySize(), _noting(noted)):
+        for each in (*plain, _any_sizes(model), _long_lists(), _OfAnySize(), _noting(noted, otherwise)):
             stack.enter_context(each)
         yield noted
 
@@ -68,7 +67,7 @@ def _changed(kind: Any, **methods: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _noting(found: Noted) -> Iterator[None]:
+def _noting(found: Noted, otherwise: Collection[int]) -> Iterator[None]:
     """In the block, note what torch.export finds out about sizes, and what the model's code asks of them."""
     env, answer = cast(Any, ShapeEnv), cast(Any, torch.SymBool)
     log_guard, is_true = env._log_guard, answer.__bool__
@@ -79,9 +78,10 @@ def _noting(found: Noted) -> Iterator[None]:
 
     def asked(value: Any) -> bool:
         holds = bool(is_true(value))
-        if is_users(Path(sys._getframe(1).f_code.co_filename)):
-            found.asked.append((value.node.expr, holds, line_of_stack()))
-        return holds
+        if not is_users(Path(sys._getframe(1).f_code.co_filename)):
+            return holds
+        found.asked.append((value.node.expr, holds, line_of_stack()))
+        return holds != (len(found.asked) - 1 in otherwise)
 
     with _changed(env, _log_guard=noted), _changed(answer, __bool__=asked):
         yield

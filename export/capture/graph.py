@@ -6,7 +6,7 @@ graph says that they are ids of the example in another order, and that nothing e
 
 import io
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from export.capture.answering import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.bags import Bag, GivenKeys
 from export.capture.example import outputs_of
-from export.capture.following import followable
+from export.capture.following import Noted, followable
 from export.capture.signature import Signature
 from export.capture.steps import inlined
 from export.errors import ModelError, first_line
@@ -109,23 +109,32 @@ def captured(
         ModelError: naming the line of the model's code that cannot be followed.
     """
     whole = _Whole(model, collections, signature, list(inputs))
-    with followable(model) as noted, redirect_stderr(io.StringIO()):
-        try:
-            program = torch.export.export(
-                whole,
-                tuple(inputs.values()),
-                dynamic_shapes=(_dims(whole, {**counts, **signature.fixed}),),
-                strict=False,
-            )
-        except ModelError:
-            raise
-        except Exception as error:  # the user's code may raise anything
-            lines = [*dict.fromkeys(line for _, line in noted.compared if line)]
-            raise ModelError(f"{type(model).__name__}: {_refusal(error, lines)}") from error
-        module = inlined(program.module(check_guards=False))
+    dims = _dims(whole, {**counts, **signature.fixed})
+
+    def followed(otherwise: Sequence[int] = ()) -> tuple[fx.GraphModule, Noted]:
+        with followable(model, otherwise) as noted, redirect_stderr(io.StringIO()):
+            try:
+                arguments = tuple(inputs.values())
+                program = torch.export.export(whole, arguments, dynamic_shapes=(dims,), strict=False)
+            except ModelError:
+                raise
+            except Exception as error:  # the user's code may raise anything
+                lines = [*dict.fromkeys(line for _, line in noted.compared if line)]
+                raise ModelError(f"{type(model).__name__}: {_refusal(error, lines)}") from error
+            return inlined(program.module(check_guards=False)), noted
+
+    module, noted = followed()
     _expect_any_number(model, module, whole.inputs, noted.compared)
-    _expect_one(model, module, noted.asked)
-    return Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made)
+    found = Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made)
+    if of_one := _other_of_one(module, noted.asked):
+        with suppress(ModelError):
+            if followed([*of_one])[0].code == module.code:
+                return found  # it is no part of what is answered, such as a line of a log
+        raise ModelError(
+            f"{type(model).__name__}: what its forward does hangs on whether there is one sample"
+            f"{next(iter(of_one.values()))}: expected the same steps for any number of samples: requests are merged"
+        )
+    return found
 
 
 def _expect_any_number(
@@ -161,23 +170,21 @@ def _expect_any_number(
             )
 
 
-def _expect_one(model: nn.Module, module: fx.GraphModule, asked: Sequence[tuple[Any, bool, str]]) -> None:
-    """Refuse a forward that does something else for one sample: the graph is of two and more.
+def _other_of_one(module: fx.GraphModule, asked: Sequence[tuple[Any, bool, str]]) -> dict[int, str]:
+    """The comparisons of sizes that come out otherwise for one sample, with their lines. The graph is of more.
 
     Args:
-        model: for messages.
         module: the graph.
-        asked: the comparisons of sizes that its code does something by.
+        asked: the comparisons that the model's code does something by.
     """
     embeddings = next(node for node in module.graph.nodes if node.op == "placeholder")
     samples = embeddings.meta["val"].shape[0].node
-    for comparison, holds, line in asked:
+    found = {}
+    for number, (comparison, holds, line) in enumerate(asked):
         of_one = samples.shape_env.replace(comparison).xreplace({samples.expr: 1})
         if "`assert " not in line and of_one in (True, False) and bool(of_one) != holds:
-            raise ModelError(
-                f"{type(model).__name__}: what its forward does hangs on whether there is one sample{line}: expected "
-                "the same steps for any number of samples: requests are merged"
-            )
+            found[number] = line
+    return found
 
 
 def _symbols_of(size: Any) -> set[Any]:

@@ -252,8 +252,8 @@ def test_certificates_of_another_authority_take_their_place_without_a_failed_cal
                     assert len(answered) > seen
             finally:
                 ended.set()
-            for each in asking:
-                each.result()
+            for asked in asking:
+                asked.result()
         for address in addresses:
             host, _, port = address.rpartition(":")
             assert ssl.get_server_certificate((host, int(port))) == (new / "server.pem").read_text()
