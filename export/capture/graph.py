@@ -20,7 +20,7 @@ from export.capture.bags import Bag, GivenKeys
 from export.capture.example import outputs_of
 from export.capture.following import Noted, followable
 from export.capture.signature import Signature
-from export.capture.steps import inlined
+from export.capture.steps import attribute_of, inlined
 from export.errors import ModelError, first_line
 from export.trained.keyed import line_of_error, line_of_stack
 from export.trained.managed import is_sequence, takes_weights
@@ -128,7 +128,7 @@ def captured(
     found = Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made)
     if of_one := _other_of_one(module, noted.asked):
         with suppress(ModelError):
-            if followed([*of_one])[0].code == module.code:
+            if _are_same(module, followed([*of_one])[0]):
                 return found  # it is no part of what is answered, such as a line of a log
         raise ModelError(
             f"{type(model).__name__}: what its forward does hangs on whether there is one sample"
@@ -168,6 +168,15 @@ def _expect_any_number(
                 f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: {guard}: "
                 "expected the same steps for any number of ids: requests are merged, and have more"
             )
+
+
+def _are_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
+    """Whether two graphs have the same steps, and the same tensors in them."""
+    targets = [str(node.target) for node in one.graph.nodes if node.op == "get_attr"]
+    if one.code != other.code:
+        return False
+    pairs = ((attribute_of(one, target), attribute_of(other, target)) for target in targets)
+    return all(a is b or (isinstance(a, Tensor) and torch.equal(a, b)) for a, b in pairs)
 
 
 def _other_of_one(module: fx.GraphModule, asked: Sequence[tuple[Any, bool, str]]) -> dict[int, str]:

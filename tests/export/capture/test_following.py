@@ -38,7 +38,7 @@ class Ranker(nn.Module):
 SIZES = "pooled * int(len(pooled) / len(pooled)) + torch.ones(int(pooled.size(0)), DIM)"
 HANDED_ON = "pooled + torch.arange(DIM, dtype=int) + sum(map(int, '12'))"
 LISTS = (
-    "pooled * max(len(pooled), 2) * torch.tensor([1, 2] * len(pooled)).view(-1, 2) [:, :1]"
+    "pooled * (2 if len(pooled) == 1 else 2) * max(len(pooled), 2) * torch.tensor([1, 2] * len(pooled)).view(-1, 2) [:, :1]"
     " - torch.tensor([0.5] * len(pooled) + [2] * 3 + 2 * ([0.25] * len(pooled)))[:len(pooled), None]"
     " + torch.tensor([[True, False]] * len(pooled)).sum(1, keepdim=True)"
 )
@@ -92,6 +92,8 @@ ONE = "hangs on whether there is one sample"
         ("pooled * torch.tensor([*([1] * len(pooled))])[:, None]", A_LIST),
         ("pooled.clamp(-1, 1) if pooled.shape[0] == 1 else pooled", ONE),
         ("pooled.clamp(-1, 1) if len(pooled) > 1 else pooled", ONE),
+        ("pooled * (torch.tensor([0.5]) if len(pooled) == 1 else torch.tensor([0.7]))", ONE),
+        ("pooled * (0.5 if len(pooled) == 1 else 0.7)", ONE),
         ("pooled * (2 if 2 * pooled.shape[0] < 4 else 1)", ONE),
     ],
     indirect=["written"],
