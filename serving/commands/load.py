@@ -8,6 +8,7 @@ import typer
 
 from serving.arguments import check_timeout
 from serving.bundle.opening import check_published
+from serving.bundle.plan import MOST_VERSION
 from serving.commands.connection import DEFAULT_URL, UrlOption
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.server import Control
@@ -21,17 +22,17 @@ from serving.terminal.options import EVERY, as_given, by_name, shared_options
 def load(
     model: Annotated[str, typer.Argument(help="The model's name.")],
     version: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            min=1,
-            max=2**63 - 1,
-            help="The version to serve. Default: the one that config.pbtxt names, or the newest.",
+            metavar="N[,N]",
+            help="The version to serve, or several beside one another. Default: the one that config.pbtxt names, or "
+            "the newest.",
         ),
     ] = None,
     url: UrlOption = DEFAULT_URL,
     timeout_s: Annotated[float, typer.Option(help="Longest time to load the version, in seconds.")] = 120.0,
 ) -> None:
-    """Serve the newest version of a model, or the one given, without losing a request.
+    """Serve the newest version of a model, or those given, without losing a request.
 
     The present version serves until the new one is ready. If the new one cannot be loaded, the present one serves on.
     To serve an older version after a restart too: `tbe-serve configure --version`.
@@ -39,6 +40,9 @@ def load(
     Call this on the server's machine, as the user that runs it: `tbe-serve run` keeps the key for that user.
     """
     check_timeout(timeout_s)
+    wanted = () if version is None else _numbers(version)
+    if wanted is None:
+        raise ConfigurationError(f"--version {version}: expected N[,N], N a version's number, such as 2 or 2,1")
     run = _run_file(url)
     if version is None and model in run.pinned:
         raise ConfigurationError(f"{model}: is pinned to {_listed(run.pinned[model])} here: name a version")
@@ -48,10 +52,9 @@ def load(
         )
     control = Control(address=run.control, key=run.key, timeout_s=timeout_s)
     try:
-        if version is not None:
-            check_published(Path(run.repository) / model, (version,))
+        if wanted:
+            check_published(Path(run.repository) / model, wanted)
         served = Path(run.repository) if run.private is None else run.private.repository
-        wanted = () if version is None else (version,)
         hosts = run.hosts.get(model)
         switched = switch(control, model, wanted, private=run.private, repository=served, hosts=hosts)
     except ServingError:
@@ -95,12 +98,21 @@ def _pins(
 
 
 def _versions(model: str, text: str) -> tuple[int, ...]:
-    numbers = text.split(",")
-    if model == EVERY or not all(each.isascii() and each.isdecimal() for each in numbers):
+    numbers = _numbers(text)
+    if model == EVERY or numbers is None:
         raise ConfigurationError(
             f"--serve {as_given(model, text)}: expected MODEL=N[,N], N a version's number, such as movies=7"
         )
-    return tuple(dict.fromkeys(map(int, numbers)))
+    return numbers
+
+
+def _numbers(text: str) -> tuple[int, ...] | None:
+    """The versions of "2,1"; None: it is another text."""
+    numbers = text.split(",")
+    if not all(each.isascii() and each.isdecimal() and len(each) <= len(str(MOST_VERSION)) for each in numbers):
+        return None
+    found = tuple(dict.fromkeys(map(int, numbers)))
+    return found if all(0 < each <= MOST_VERSION for each in found) else None
 
 
 def _follow(

@@ -154,6 +154,13 @@ def test_load_serves_the_newest_and_goes_back_to_an_older_one(repository: Path, 
         # And again: Triton itself would leave the version that it was told to serve.
         assert tbe_serve("load", "m", "--url", server.grpc).stdout == "m: version 1 → 2\n"
         assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).stdout == "m: version 2 → 1\n"
+        for asked, said in (("2,1", "1 → 1, 2"), ("1", "1, 2 → 1")):
+            done = tbe_serve("load", "m", "--version", asked, "--url", server.grpc)
+            assert (done.returncode, done.stdout) == (0, f"m: version {said}\n")
+            assert client.lookup({"x": [[1]]}).version == int(asked[0])
+        for wrong in ("0", "2,", "x", "1" * 5000):
+            done = tbe_serve("load", "m", "--version", wrong, "--url", server.grpc)
+            assert f"--version {wrong}: expected N[,N], N a version's number" in done.stderr
         done = tbe_serve("load", "m", "--version", "9", "--url", server.grpc)
         assert done.returncode == 1
         assert done.stdout == "m: still serves version 1\n"
