@@ -4,9 +4,11 @@ import json
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ from export import ExportConfig, Sharding, export_model
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, ServingError
+from serving.model.settings import ServingSettings
 from serving.server import run_local_hosts
 from tests.support.deadlines import PATIENT_S
 from tests.support.hosts import MODEL, configure, edit_manifest, export_hosts, in_one_process, patient
 from tests.support.models import SUM, Spec, collection
-from tests.support.servers import start_tbe_serve, tbe_serve, until_answered
+from tests.support.servers import running, start_tbe_serve, tbe_serve, until_answered
 
 SPECS = (Spec("item", 101, 8, "SUM", ("i",)), Spec("user", 99, 16, "MEAN", ("u",)))
 CONFIG = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"}))
@@ -180,3 +183,38 @@ def test_what_cannot_be_a_fleet_is_refused_by_name(
     change(copied)
     with pytest.raises(kind, match=message), run_local_hosts(copied):
         pass
+
+
+@pytest.mark.long
+def test_a_version_takes_the_place_of_another_as_the_page_says_without_a_failed_request(tmp_path: Path) -> None:
+    """Hosts serve both while the router goes over."""
+    config = replace(CONFIG, serving=ServingSettings(shard_timeout_ms=int(1000 * PATIENT_S)))
+    export_hosts(tmp_path, collection(SPECS), config)
+    with running(tmp_path / "r", "--local-hosts") as served, LookupClient(served.grpc, MODEL, PATIENT_S) as client:
+        export_hosts(tmp_path, collection(SPECS, seed=1), config)
+        versions: list[int] = []
+        ended = threading.Event()
+
+        def ask() -> None:
+            while not ended.is_set():
+                versions.append(client.lookup(ASKED).version)
+
+        def load(model: str, address: str, *more: str) -> None:
+            done = tbe_serve("load", model, "--url", address, *more)
+            assert done.returncode == 0, done.stderr
+
+        hosts = {f"{MODEL}-host-{number}": address for number, address in enumerate(served.hosts)}
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(ask)
+            try:
+                for host, address in hosts.items():
+                    load(host, address, "--version", "2,1")
+                load(MODEL, served.grpc)
+                for host, address in hosts.items():
+                    load(host, address, "--version", "2")
+            finally:
+                ended.set()
+            asking.result()
+        assert client.lookup(ASKED).version == 2
+    assert versions == sorted(versions)
+    assert {*versions} == {1, 2}
