@@ -238,7 +238,9 @@ class ModelWatcher:
         served, control = self._served, self._server.control(_LOAD_TIMEOUT_S)
         for pause_s in (*_PAUSES_S, None):
             loaded = threading.Event()
-            threading.Thread(target=self._notice_stuck, args=(model, loaded), name="stuck load", daemon=True).start()
+            if OURS in served.configs[model]["parameters"]:  # others may begin late, or have no process
+                watch = threading.Thread(target=self._notice_stuck, args=(model, loaded), daemon=True)
+                watch.start()
             try:
                 control.recover(model, served.configs[model], served.versions[model], served.since)
             except (DeadlineExceeded, ServerUnavailable):
