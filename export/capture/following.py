@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,21 +69,26 @@ def _changed(kind: Any, **methods: Any) -> Iterator[None]:
 @contextmanager
 def _noting(found: Noted, otherwise: Collection[int]) -> Iterator[None]:
     """In the block, note what torch.export finds out about sizes, and what the model's code asks of them."""
-    env, answer = cast(Any, ShapeEnv), cast(Any, torch.SymBool)
-    log_guard, is_true = env._log_guard, answer.__bool__
+    log_guard = ShapeEnv._log_guard
 
     def noted(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
         found.compared.append((guard, line_of_stack()))
         log_guard(self, prefix, guard, *args, **kwargs)
 
-    def asked(value: Any) -> bool:
-        holds = bool(is_true(value))
-        if not is_users(Path(sys._getframe(1).f_code.co_filename)):
-            return holds
-        found.asked.append((value.node.expr, holds, line_of_stack()))
-        return holds != (len(found.asked) - 1 in otherwise)
+    def asking(is_true: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def asked(value: Any) -> bool:
+            holds = bool(is_true(value))
+            question = value if isinstance(value, torch.SymBool) else value != 0
+            if isinstance(question, bool) or not is_users(Path(sys._getframe(1).f_code.co_filename)):
+                return holds
+            found.asked.append((question.node.expr, holds, line_of_stack()))
+            return holds != (len(found.asked) - 1 in otherwise)
 
-    with _changed(env, _log_guard=noted), _changed(answer, __bool__=asked):
+        return asked
+
+    kinds: tuple[Any, ...] = torch.SymBool, torch.SymInt, torch.SymFloat
+    one, two, three = (_changed(kind, __bool__=asking(kind.__bool__)) for kind in kinds)
+    with _changed(ShapeEnv, _log_guard=noted), one, two, three:
         yield
 
 
@@ -226,11 +231,10 @@ def _refuse(*_: Any, **__: Any) -> Any:
     )
 
 
-# What Python asks of an object by itself.
+# What Python asks of any object by itself, or answers in its own way.
 _ASKED = (
-    "bool", "eq", "ne", "lt", "le", "gt", "ge", "contains", "len", "getitem", "setitem", "delitem", "iter",
-    "reversed", "repr", "str", "format", "hash", "index", "int", "float", "iadd", "imul", "copy", "deepcopy",
-    "reduce_ex", "getattr",
+    "bool", "eq", "ne", "contains", "len", "getitem", "iter", "reversed", "repr", "str", "format", "hash", "iadd",
+    "imul", "reduce_ex", "getattr",
 )  # fmt: skip
 _Refusing: Any = type("_Refusing", (), {f"__{name}__": _refuse for name in _ASKED})
 
@@ -263,15 +267,8 @@ class ListOfAnyLength(_Refusing):  # type: ignore[misc]
     def tensor(self, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
         """As torch.tensor."""
         every = torch.tensor([each for items, _ in self.parts for each in items], dtype=dtype, device=device)
-        tensors = [torch.tensor(items, dtype=every.dtype) for items, _ in self.parts]
-        return torch.cat(
-            [
-                torch.full((times,), items[0], dtype=every.dtype)
-                if each.shape == (1,)
-                else each.repeat(times, *(1 for _ in each.shape[1:]))
-                for each, (items, times) in zip(tensors, self.parts, strict=True)
-            ]
-        )
+        tensors = [(torch.tensor(items, dtype=every.dtype), times) for items, times in self.parts]
+        return torch.cat([each.repeat(times, *(1 for _ in each.shape[1:])) for each, times in tensors])
 
 
 def _parts_of(other: Any) -> list[tuple[list[Any], Any]]:
