@@ -8,8 +8,8 @@ import pytest
 
 from export import ExportConfig, Sharding
 from export.pipeline import plan_model
-from export.plan.captured_pooling import captured_pooling
 from export.plan.report import report_plan
+from export.plan.sharding import captured_pooling
 from serving.bundle.tables import Feature
 from serving.errors import ConfigurationError
 from serving.request.captured import CapturedRequest

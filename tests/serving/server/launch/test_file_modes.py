@@ -1,10 +1,12 @@
 """Programs that make files for their user alone, whatever they ask for."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from serving.server.launch.child import make_private_files
+from serving.server.launch.child import SET_UP
 
 MADE = """
 import os, sys
@@ -21,9 +23,9 @@ print(*modes, os.fstat(file).st_mode & 0o777)
 def test_a_program_opens_no_file_to_all_as_boost_does_and_all_else_is_done(tmp_path: Path) -> None:
     """In its children, too."""
     command = [sys.executable, "-c", MADE, str(tmp_path / "file")]
-    for within in ([], ["sh", "-c", '"$0" "$@"; exit $?']):
-        done = subprocess.run(
-            [*within, *command], preexec_fn=make_private_files, capture_output=True, text=True, check=True
-        )
+    shell = str(shutil.which("sh"))
+    for within in ([], [shell, "-c", '"$0" "$@"; exit $?']):
+        set_up = [*SET_UP, str(os.getpid()), str(1 << 20)]
+        done = subprocess.run([*set_up, *within, *command], capture_output=True, text=True, check=True)
         assert done.stdout.split() == [str(mode) for mode in (0o600, 0o600, 0o640, 0o640, 0o604)]
         (tmp_path / "file").unlink()
