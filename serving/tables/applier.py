@@ -42,16 +42,16 @@ _LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.5
 _BEHIND_S = 2.0
 # Seconds until a delta that was refused is tried again.
 _RETRY_S = 2.0
+_START_AGAIN = "bring it back, or start the server again, which applies what is there"
 # A copy that no model uses is removed after so many seconds. Until then, a model that is loaded anew finds it.
 _UNUSED_S = 10.0
 
 
-def main(server: str, deltas: str) -> None:
+def main(server: str) -> None:
     """Apply deltas until the parent ends.
 
     Args:
         server: the name of the server, see `LIVE_SERVER`.
-        deltas: the folder of the deltas, <deltas>/<model>/<lineage>/….
     """
     parent = os.getppid()
     copies: dict[Path, AppliedCopy] = {}
@@ -61,7 +61,7 @@ def main(server: str, deltas: str) -> None:
         now = time.monotonic()
         if now >= next_look:
             next_look = now + _LOOKS_S
-            _look(server, Path(deltas), copies)
+            _look(server, copies)
         for copy in copies.values():
             if time.monotonic() >= copy.next_at:
                 copy.step()
@@ -69,11 +69,11 @@ def main(server: str, deltas: str) -> None:
         time.sleep(max(wake - time.monotonic(), 0.0))
 
 
-def _look(server: str, deltas: Path, copies: "dict[Path, AppliedCopy]") -> None:
+def _look(server: str, copies: "dict[Path, AppliedCopy]") -> None:
     """Take new copies, and let those go that nobody uses."""
     for path in {*live_copies(server)} - copies.keys():
         with suppress(OSError, ServingError):  # it was just removed; a model that waits for it says that it waited
-            copies[path] = AppliedCopy(LiveCopy.attach(path), deltas)
+            copies[path] = AppliedCopy(LiveCopy.attach(path))
     for path, copy in [*copies.items()]:
         if copy.is_unused():
             del copies[path]
@@ -85,7 +85,6 @@ class AppliedCopy:
 
     Args:
         copy: what is written to.
-        deltas: the folder of all deltas.
 
     Attributes:
         next_at: when the next `step` is due, by `time.monotonic`.
@@ -94,17 +93,17 @@ class AppliedCopy:
         ServingError: the manifest of its bundle cannot be read.
     """
 
-    def __init__(self, copy: LiveCopy, deltas: Path) -> None:
+    def __init__(self, copy: LiveCopy) -> None:
         self._copy = copy
         self._state = copy.state
         about = copy.state.about
-        self._model, self._lineage = about.model, about.lineage
+        self._folder = Path(about.deltas)
+        self._model, self._lineage = about.model, self._folder.name
         path = Path(about.bundle) / MANIFEST
         try:
             self._manifest: Final = parse_manifest(path, read_file(path))
         except OSError as error:
             raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
-        self._folder = deltas / about.model / about.lineage
         self._shards = _shards(copy, self._manifest)
         self._slices: Iterator[float] | None = None
         self._rows = _FIRST_ROWS  # of a slice
@@ -113,19 +112,15 @@ class AppliedCopy:
         self._written_at = 0.0
         self._refused: object = None
         self._retry_at = 0.0  # when what was refused is tried again, by time.monotonic
-        # The file that was applied last, and the one that is being applied: what tells each from another.
+        # What tells the file that was applied last from another, and the one that is being applied.
         self._applied: object = None
         self._reading: object = None
-        self._digest = ""  # of the bytes of the one that was applied last
         self._is_other = False
         self._used_at = time.monotonic()
-        # The newest delta that was there when the copy was made: a model that is loaded waits for it.
+        # The newest delta that was there when the copy was taken: a model that is loaded waits for it.
         self._awaited = 0
-        with suppress(OSError, BundleError):  # the folder cannot be read: the first step says so
+        with suppress(OSError):  # the folder cannot be read: the first step says so
             self._awaited = max(listed(self._folder), default=0)
-            if self._state.sequence > self._manifest.sequence:  # by an applier that was killed
-                self._applied = _identity(delta_path(self._folder, self._state.sequence)) or "gone"
-                self._digest = self._digest_of(self._state.sequence)
         self.next_at = 0.0
 
     def close(self) -> None:
@@ -203,23 +198,16 @@ class AppliedCopy:
         Raises:
             BundleError: naming it.
         """
+        digest = self._state.written.get(self._state.sequence)
+        if digest is None:
+            return
         path = delta_path(self._folder, self._state.sequence)
-        found = None if self._applied is None else _identity(path)
+        found = _identity(path)
         if found is not None and found != self._applied:
-            self._is_other = self._is_other or self._digest_of(self._state.sequence) != self._digest
+            self._is_other = self._is_other or _digest_of(path) != digest
             self._applied = found
-        if self._is_other or (self._applied is not None and found is None):
-            raise BundleError(
-                f"{path}: was applied, and is gone or another by now: bring it back, or start the server again, "
-                "which applies what is there"
-            )
-
-    def _digest_of(self, sequence: int) -> str:
-        """SHA-256, in hex, of a delta. Empty if it cannot be read."""
-        try:
-            return digest_file(delta_path(self._folder, sequence)).sha256
-        except OSError:
-            return ""
+        if self._is_other or found is None:
+            raise BundleError(f"{path}: was applied, and is gone or another by now: {_START_AGAIN}")
 
     def _read(self, path: Path, sequence: int) -> Delta:
         """A delta whose bytes were checked.
@@ -231,7 +219,10 @@ class AppliedCopy:
         content = read_delta(path, self._manifest)
         if (keys := TrustedKeys.of_environment()) is not None:  # read each time: keys are changed while servers run
             keys.check_delta(path, content, delta_signature(path, content), self._model, self._lineage)
-        return parse_delta(path, content, self._manifest, self._lineage, sequence)
+        delta = parse_delta(path, content, self._manifest, self._lineage, sequence)
+        if self._state.written.get(sequence, delta.digest) != delta.digest:
+            raise BundleError(f"{path}: was applied in part, and is another by now: {_START_AGAIN}")
+        return delta
 
     def _apply(self, delta: Delta) -> Iterator[float]:
         """Write the rows of a delta, a slice at each step. It yields the processor's time for that, in seconds."""
@@ -239,6 +230,7 @@ class AppliedCopy:
         self._left = sum(len(each.ids) for each in delta.tables.values())
         self._due_at = time.monotonic() + _WITHIN_S
         place = 0
+        self._state.note_begun(delta.sequence, delta.digest)
         for name, (ids, rows) in delta.tables.items():
             start = 0 if begun is None else min(max(begun[0] - place, 0), len(ids))
             while start < len(ids):
@@ -255,7 +247,7 @@ class AppliedCopy:
                 yield took_s
                 start = stop
             place += len(ids)
-        self._applied, self._digest = self._reading, delta.digest
+        self._applied = self._reading
         self._state.note_applied(delta.sequence)
 
     def _adapt(self, took_s: float, rows: int) -> None:
@@ -298,6 +290,14 @@ def _shards(copy: LiveCopy, manifest: Manifest) -> Mapping[str, Sequence[_ShardR
             if file is not None:
                 found[table].append(_ShardRows(pages, offsets[file], tables[table], shard))
     return found
+
+
+def _digest_of(path: Path) -> str:
+    """SHA-256, in hex, of a delta. Empty if it cannot be read."""
+    try:
+        return digest_file(path).sha256
+    except OSError:
+        return ""
 
 
 def _identity(path: Path) -> object:

@@ -1,8 +1,8 @@
 """The live copy: the rows of a version in shared memory, where deltas change them while they are looked up.
 
 A server has one live copy of each version that it serves with `weights-memory: live`. The processes of the model map
-it. One other process, the applier, writes to it (serving/tables/applier.py). The file lies on a file system of huge
-pages if there is one, else in /dev/shm. It is::
+it. One other process, the applier, writes to it (serving/tables/applier.py). If all of them are killed, the next
+server goes on with the copy. The file lies on a file system of huge pages if there is one, else in /dev/shm. It is::
 
     [0, 2 MiB)      the state: 64-bit numbers, and texts
     [2 MiB, …)      the weights files, in the order of their names, each from a multiple of 2 MiB on
@@ -17,22 +17,24 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from serving.bundle.delta import lineage_of
+from serving.bundle.delta import delta_path, lineage_of
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import digest_file
-from serving.errors import ConfigurationError, ServerUnavailable
-from serving.files import open_file
+from serving.bundle.signature import TrustedKeys
+from serving.errors import ConfigurationError, ServerUnavailable, ServingError
+from serving.files import UNREADABLE, open_file
 from serving.tables.live_state import About, State
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
-from serving.tables.shared_copy import MOUNTS, copy_checked, huge_page_folders, let_go, locked, remove_unused, taken
+from serving.tables.shared_copy import MOUNTS, copy_checked, huge_page_folders, locked, remove_unused, taken
 
-# The environment variable with the name of the server, which the names of its live copies begin with.
-LIVE_SERVER = "TBE_SERVING_LIVE"
+# The environment variables with the name of the server, which the names of its live copies begin with, and with the
+# folder of all deltas.
+LIVE_SERVER, LIVE_DELTAS = "TBE_SERVING_LIVE", "TBE_SERVING_LIVE_DELTAS"
 LIVE_PREFIX = "tbe-live-"
 _SMALL_PAGES = Path("/dev/shm")  # noqa: S108  a copy's own name, lock and owner are checked
 # Longest wait without progress, in seconds, until the deltas that are listed are applied.
@@ -55,11 +57,11 @@ class LiveCopy:
 
     def __init__(self, path: Path, file: int, *, is_written: bool = False) -> None:
         self.path = path
-        self._held = [file]
+        self._file = file
         protection = mmap.PROT_READ | mmap.PROT_WRITE if is_written else mmap.PROT_READ
         self.pages: Final = mmap.mmap(file, os.fstat(file).st_size if is_written else HUGE_PAGE, prot=protection)
         self.state = State(self.pages, file)
-        weakref.finalize(self, let_go, self._held)
+        self._let_go = weakref.finalize(self, _let_go, file)
 
     @classmethod
     def take(cls, directory: Path, manifest: Manifest, lacks: str) -> "LiveCopy":
@@ -81,15 +83,17 @@ class LiveCopy:
                 "open it with another"
             )
         digest = digest_file(directory / MANIFEST).sha256
+        about = _about(directory, manifest, digest)
         end = offsets_of(manifest)[""]
         folders = [(each.path, "" if each.is_hugetlbfs else lacks) for each in huge_page_folders(MOUNTS)]
         folders.append((_SMALL_PAGES, lacks))
-        remove_unused_live_copies()
+        folders.sort(key=lambda each: not _left(each[0], digest))
         problems = []
         for folder, lacking in folders:
             path = folder / f"{LIVE_PREFIX}{server}-{digest[:32]}"
+            fill, find = partial(_fill, directory, manifest, about), partial(_find_left, path, about, end)
             try:
-                return cls(path, taken(path, end, partial(_fill, directory, manifest, digest), lacking))
+                return cls(path, taken(path, end, fill, lacking, find))
             except OSError as error:
                 problems.append(f"{path}: {error.strerror}")
         raise ConfigurationError(
@@ -117,18 +121,17 @@ class LiveCopy:
 
     def _is_alone(self, then: Callable[[], None]) -> bool:
         """Whether no other process holds the copy. If so, do something while none can begin to."""
-        (file,) = self._held
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             then()
             return True
         except BlockingIOError:
             return False
         finally:
-            fcntl.flock(file, fcntl.LOCK_SH)  # if Linux could not change the lock, it gave it up
+            fcntl.flock(self._file, fcntl.LOCK_SH)  # if Linux could not change the lock, it gave it up
 
     def wait_until_caught_up(self) -> None:
-        """Wait until the deltas are applied that were there when the copy was made.
+        """Wait until the deltas are applied that were there when the copy was taken.
 
         Raises:
             ServerUnavailable: nothing applied them for a minute.
@@ -142,8 +145,13 @@ class LiveCopy:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Let the copy go. It stays until the applier has let it go, too."""
-        let_go(self._held)
+        """Let the copy go. It stays until the applier or the server removes it: a model may be loaded anew."""
+        self._let_go()
+
+
+def _let_go(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)  # what is mapped has the file open, too
+    os.close(file)
 
 
 def offsets_of(manifest: Manifest) -> Mapping[str, int]:
@@ -156,16 +164,64 @@ def offsets_of(manifest: Manifest) -> Mapping[str, int]:
     return offsets | {"": start}
 
 
-def _fill(directory: Path, manifest: Manifest, digest: str, pages: mmap.mmap) -> None:
+def _about(directory: Path, manifest: Manifest, digest: str) -> About:
+    path = directory.absolute()
+    deltas = Path(os.environ[LIVE_DELTAS]) / path.parent.name / lineage_of(digest, manifest.compacted)
+    return About(model=path.parent.name, version=path.name, bundle=str(path), deltas=str(deltas))
+
+
+def _fill(directory: Path, manifest: Manifest, about: About, pages: mmap.mmap) -> None:
     offsets = offsets_of(manifest)
     for name in sorted(manifest.weights_files):
         copy_checked(directory / name, manifest.files[name], pages, offsets[name])
-    path = directory.absolute()
     state = State(pages, -1)
-    lineage = lineage_of(digest, manifest.compacted)
-    about = About(model=path.parent.name, version=path.name, bundle=str(path), lineage=lineage)
     state.begin(about, manifest.sequence)
     state.close()
+
+
+def _find_left(path: Path, about: About, size_bytes: int) -> bool:
+    """Put a copy that a killed server left in the place of one that is to be made. Others that nobody uses go.
+
+    Only processes of the same user could write to it. It is taken if the deltas whose rows it has are those that are
+    there: else its rows are of another history. Where keys are trusted, a copy with rows of deltas is not taken: they
+    may have been signed by others.
+
+    Returns:
+        Whether there was one.
+    """
+    _, _, digest = path.name.rpartition("-")
+    remove_unused(_folders(), LIVE_PREFIX, but=digest)
+    for left in _left(path.parent, digest):
+        with suppress(OSError):  # it is used, belongs to another user, or was just removed
+            file = locked(left, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                if os.fstat(file).st_size == size_bytes and _goes_on(file, about):
+                    left.rename(path)
+                    return True
+                left.unlink()
+            finally:
+                os.close(file)
+    return False
+
+
+def _left(folder: Path, digest: str) -> list[Path]:
+    return [*folder.glob(f"{LIVE_PREFIX}*-{digest[:32]}")]
+
+
+def _goes_on(file: int, about: About) -> bool:
+    """Begin again with a copy that a killed server left, if it can be taken."""
+    with mmap.mmap(file, HUGE_PAGE) as pages, closing(State(pages, file)) as state:
+        try:
+            written = state.written
+            if state.about.deltas != about.deltas or (written and TrustedKeys.of_environment() is not None):
+                return False
+            for sequence, digest in written.items():
+                if digest_file(delta_path(Path(about.deltas), sequence)).sha256 != digest:
+                    return False
+        except (*UNREADABLE, ServingError, OSError):  # another version of this package wrote it; a delta is gone
+            return False
+        state.begin_again(about)
+        return True
 
 
 @contextmanager

@@ -7,7 +7,8 @@ shared lock on the state, which the writer takes exclusively for each slice of r
 locks).
 
 A writer that is killed leaves an odd number. Its successor writes the slice again, from the place that the state
-names, before the number is even.
+names, before the number is even. The state has the digests of the newest delta that is applied and of the one that is
+being written, so that a successor knows them from others that took their places meanwhile.
 """
 
 import fcntl
@@ -16,7 +17,7 @@ import os
 import platform
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -44,13 +45,13 @@ class About(Strict, frozen=True):
     Attributes:
         model, version: its name and number.
         bundle: path of the bundle.
-        lineage: the lineage whose deltas it takes.
+        deltas: path of the folder of its lineage, whose deltas it takes.
     """
 
     model: str
     version: str
     bundle: str
-    lineage: str
+    deltas: str
 
 
 class State:
@@ -61,7 +62,9 @@ class State:
         file: the copy, for locks.
     """
 
-    _FENCE, _SEQUENCE, _CAUGHT_UP, _ROWS, _REFUSED, _PLACE, _STOP = range(7)
+    _FENCE, _SEQUENCE, _CAUGHT_UP, _ROWS, _REFUSED, _PLACE, _STOP, _BEGUN = range(8)
+    # Two digests of four numbers each. That of a delta has one place or the other, as its number is even or odd.
+    _DIGESTS = 8
 
     def __init__(self, pages: mmap.mmap, file: int) -> None:
         self._pages = memoryview(pages)
@@ -85,7 +88,7 @@ class State:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the deltas are applied that were there when the copy was made, as far as they are right."""
+        """Whether the deltas are applied that were there when the copy was taken, as far as they are right."""
         return bool(self._numbers[self._CAUGHT_UP])
 
     @property
@@ -126,7 +129,12 @@ class State:
 
     def begin(self, about: About, sequence: int) -> None:
         """Write the first state: of a version whose rows have the deltas up to `sequence`."""
-        self._numbers[self._SEQUENCE] = sequence
+        self._numbers[self._SEQUENCE] = self._numbers[self._BEGUN] = sequence
+        self._write_text(_ABOUT, msgspec.json.encode(about))
+
+    def begin_again(self, about: About) -> None:
+        """Go on with rows that a killed server left. Which deltas have come since is not known."""
+        self._numbers[self._CAUGHT_UP] = 0
         self._write_text(_ABOUT, msgspec.json.encode(about))
 
     # Reading rows, and writing them.
@@ -183,6 +191,24 @@ class State:
             yield
             numbers[self._FENCE] += 1
             numbers[self._ROWS] += rows
+
+    @property
+    def written(self) -> Mapping[int, str]:
+        """The SHA-256, in hex, of the newest delta that is applied, and of one of which rows may be written by now.
+
+        They are named by their numbers. Empty: no delta was written to this copy.
+        """
+        found = {each: self._digest_at(each).hex() for each in (self.sequence, self._numbers[self._BEGUN])}
+        return {sequence: digest for sequence, digest in found.items() if digest.strip("0")}
+
+    def _digest_at(self, sequence: int) -> memoryview:
+        start = 8 * (self._DIGESTS + 4 * (sequence & 1))
+        return self._pages[start : start + 32]
+
+    def note_begun(self, sequence: int, digest: str) -> None:
+        """From now on, rows of a delta may be written."""
+        self._digest_at(sequence)[:] = bytes.fromhex(digest)
+        self._numbers[self._BEGUN] = sequence
 
     def note_applied(self, sequence: int) -> None:
         """All rows of a delta are written."""

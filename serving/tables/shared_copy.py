@@ -135,7 +135,13 @@ def _is_on(folder: Path, device: str) -> bool:
     return device == f"{os.major(found)}:{os.minor(found)}"
 
 
-def taken(copy: Path, size_bytes: int, fill: Callable[[mmap.mmap], None], lacks: str) -> int:
+def taken(
+    copy: Path,
+    size_bytes: int,
+    fill: Callable[[mmap.mmap], None],
+    lacks: str,
+    find: Callable[[], bool] = lambda: False,
+) -> int:
     """A descriptor of a copy, which is made if there is none. It holds the lock on the copy.
 
     Args:
@@ -143,6 +149,7 @@ def taken(copy: Path, size_bytes: int, fill: Callable[[mmap.mmap], None], lacks:
         size_bytes: its size: whole huge pages.
         fill: writes a new copy, whose bytes are zeros.
         lacks: why memory does not hold a new copy. Empty: it does.
+        find: called before a new copy is made; whether it put an old one in its place.
 
     Raises:
         OSError: it cannot be made, or a file is there that is no copy.
@@ -154,8 +161,6 @@ def taken(copy: Path, size_bytes: int, fill: Callable[[mmap.mmap], None], lacks:
             return _expect_size(locked(copy, os.O_RDONLY, fcntl.LOCK_SH), size_bytes)
         except FileNotFoundError:
             pass
-        if lacks:
-            raise OSError(errno.ENOMEM, lacks)
         try:
             file = locked(draft, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:  # another process finished it, or gave up
@@ -164,9 +169,11 @@ def taken(copy: Path, size_bytes: int, fill: Callable[[mmap.mmap], None], lacks:
             time.sleep(_WAIT_S)
             continue
         try:
-            if copy.exists():
+            if copy.exists() or find():
                 draft.unlink()
                 continue
+            if lacks:
+                raise OSError(errno.ENOMEM, lacks)
             with _files_of_any_size():
                 os.ftruncate(file, 0)  # a draft that a killed process left may have bytes
                 os.ftruncate(file, size_bytes)
@@ -256,9 +263,17 @@ def remove_unused_copies() -> None:
     remove_unused((each.path for each in huge_page_folders(MOUNTS)), COPY_PREFIX)
 
 
-def remove_unused(folders: Iterable[Path], prefix: str) -> None:
-    """Remove the copies of some folders whose names begin so, and that no process holds a lock on."""
+def remove_unused(folders: Iterable[Path], prefix: str, *, but: str | None = None) -> None:
+    """Remove the copies of some folders that no process holds a lock on.
+
+    Args:
+        folders: where they are.
+        prefix: what their names begin with.
+        but: what the names end with of those that stay.
+    """
     for copy in (copy for folder in folders for copy in folder.glob(f"{prefix}*")):
+        if but is not None and copy.name.endswith(but):
+            continue
         with suppress(OSError):  # it is locked, belongs to another user, is a folder, or was just removed
             file = locked(copy, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from serving.bundle.delta import delta_path, listed
-from serving.tables.live_copy import LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
+from serving.tables.live_copy import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 from serving.tables.live_state import About, State
 from serving.triton.output import Output
 
@@ -86,7 +86,6 @@ class LiveCopies:
 
     def __init__(self, deltas: Path, environment: Mapping[str, str], log: logging.Logger) -> None:
         self._name = secrets.token_hex(8)
-        self._deltas = deltas
         self._variables = {**os.environ, **environment, **_ONE_THREAD}
         self._log = log
         self._said: dict[tuple[str, str], str] = {}
@@ -96,7 +95,7 @@ class LiveCopies:
         # When each number that is not applied was seen first, by folder.
         self._seen: dict[Path, dict[int, float]] = {}
         self._stopping = threading.Event()
-        self.environment = {LIVE_SERVER: self._name}
+        self.environment = {LIVE_SERVER: self._name, LIVE_DELTAS: str(deltas)}
         self.applied: list[Applied] = []
 
     @contextmanager
@@ -123,7 +122,7 @@ class LiveCopies:
 
     def _applied(self, state: State) -> Applied:
         about, sequence = state.about, state.sequence
-        folder = self._deltas / about.model / about.lineage
+        folder = Path(about.deltas)
         waiting: list[int] = []
         with suppress(OSError):  # the applier says so; or it was removed
             if folder not in self._numbers:
@@ -182,7 +181,7 @@ class LiveCopies:
             process.wait()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-P", "-m", "serving.tables.applier", self._name, str(self._deltas)]
+        command = [sys.executable, "-P", "-m", "serving.tables.applier", self._name]
         process = subprocess.Popen(
             command,
             env=self._variables,

@@ -1,11 +1,14 @@
 """No row is torn and none becomes older again, however fast they change, and whoever is killed."""
 
 import mmap
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +16,22 @@ import psutil
 import pytest
 
 from export import Sharding, WeightDtype
+from serving.bundle.delta import deltas_folder
+from serving.bundle.opening import open_bundle
+from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.log import server_log
 from serving.server.launch.live import LiveCopies
 from serving.tables import applier, live_copy, live_state
-from serving.tables.live_copy import LIVE_SERVER, LiveCopy, live_copies
+from serving.tables.live_copy import (
+    LIVE_DELTAS,
+    LIVE_PREFIX,
+    LIVE_SERVER,
+    LiveCopy,
+    live_copies,
+    remove_unused_live_copies,
+)
 from serving.tables.live_state import State
 from serving.tables.table_files import WeightsMemory
 from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
@@ -154,11 +167,12 @@ def test_a_copy_stays_for_as_long_as_a_model_may_need_to_be_loaded_anew(
     monkeypatch.setattr(applier, "_UNUSED_S", 0.5)
     bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
     monkeypatch.setenv(LIVE_SERVER, "0123456789abcdef")
+    monkeypatch.setenv(LIVE_DELTAS, str(tmp_path))
     monkeypatch.setattr(State, "is_caught_up", True)
     engine = Engine.open(bundle, memory=WeightsMemory.LIVE)
     assert engine.table_files.live is not None
     path = engine.table_files.live.path
-    copy = applier.AppliedCopy(LiveCopy.attach(path), tmp_path)
+    copy = applier.AppliedCopy(LiveCopy.attach(path))
     end = time.monotonic() + 0.8
     while time.monotonic() < end:
         used_at = time.monotonic()
@@ -180,4 +194,92 @@ def test_a_server_without_an_applier_says_so(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, value)
     with pytest.raises(ServerUnavailable, match="no deltas were applied for a minute"):
         Engine.open(bundle, memory=WeightsMemory.LIVE)
-    assert not live_copies(copies.environment[LIVE_SERVER])  # the copy went with the engine that waited for it
+    remove_unused_live_copies()
+    assert not live_copies(copies.environment[LIVE_SERVER])
+
+
+@pytest.mark.parametrize("what", ["nothing", "more deltas", "half a row"])
+def test_a_server_goes_on_with_the_copy_of_one_that_was_killed(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied again. What came while no server ran is there before anything is answered."""
+    bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
+    for number in (1, 2, 3):
+        publish_number(bundle, number, range(ROWS), 16)
+    inode = _killed_server(bundle, 3 if what == "half a row" else 0)
+    if what == "more deltas":
+        publish_number(bundle, 4, range(200), 16)
+    with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+        found = engine.rows("t", np.arange(ROWS))
+        assert (found[:200] == (4 if what == "more deltas" else 3)).all()
+        assert (found[200:] == 3).all()
+        assert engine.table_files.live is not None
+        assert engine.table_files.live.path.stat().st_ino == inode
+        publish_number(bundle, 5, [7], 16)
+        assert wait_until_applied(copies, 5 if what == "more deltas" else 4).stopped == ""
+        assert (engine.rows("t", np.array([7])) == 5).all()
+
+
+@pytest.mark.parametrize("what", ["another applied", "another begun", "gone", "another folder", "keys"])
+def test_a_copy_with_rows_that_may_be_of_another_history_is_made_anew(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was applied, or begun, is another by now, or nobody knows whether a trusted key had signed it."""
+    path = published(tmp_path, ROWS, 16, WeightDtype.FP32)
+    bundle, deltas = open_bundle(path), deltas_folder(tmp_path / "r")
+    for number in (1, 2, 3):
+        publish_number(path, number, range(ROWS), 16)
+    inode = _killed_server(path, 3 if what == "another begun" else 0)
+    (folder,) = (deltas / "m").iterdir()
+    if what in ("another applied", "another begun", "gone"):
+        (folder / "000000000003.safetensors").unlink()
+    if what in ("another applied", "another begun"):
+        publish_number(path, 9, [3], 16)
+    if what == "another folder":
+        deltas = shutil.copytree(deltas, tmp_path / "elsewhere")
+    if what == "keys":
+        run = partial(subprocess.run, check=True, cwd=tmp_path)
+        run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", "key.pem"])
+        run(["openssl", "pkey", "-in", "key.pem", "-pubout", "-out", "trusted.pem"])
+        monkeypatch.setenv(TRUSTED_KEYS, str(tmp_path / "trusted.pem"))
+    monkeypatch.setenv(LIVE_SERVER, "0123456789abcdef")
+    monkeypatch.setenv(LIVE_DELTAS, str(deltas))
+    copy = LiveCopy.take(bundle.path, bundle.manifest, "")
+    assert copy.path.stat().st_ino != inode
+    assert (copy.state.sequence, copy.state.half_written, copy.state.is_caught_up) == (0, None, False)
+    assert not [*copy.path.parent.glob(f"{LIVE_PREFIX}{_KILLED}-*")]  # it is not in the way
+    copy.close()
+
+
+_KILLED = "00000000deadbeef"
+
+
+def _killed_server(bundle: Path, half_written: int) -> int:
+    """The inode of the copy of a server that applied all deltas and was killed; if so, while it wrote that one."""
+    environment = {**os.environ, LIVE_SERVER: _KILLED, LIVE_DELTAS: str(deltas_folder(bundle.parent.parent))}
+    command = [sys.executable, "-c", _SERVER, str(bundle), str(half_written)]
+    return int(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout)
+
+
+_SERVER = """
+import os, sys
+from pathlib import Path
+from serving.bundle.opening import open_bundle
+from serving.tables import applier
+from serving.tables.live_copy import LiveCopy
+bundle, half_written = open_bundle(Path(sys.argv[1])), int(sys.argv[2])
+copy = LiveCopy.take(bundle.path, bundle.manifest, "")
+print(os.stat(copy.path).st_ino, flush=True)
+applied = applier.AppliedCopy(LiveCopy.attach(copy.path))
+while copy.state.sequence < (half_written or 4) - 1:
+    applied.step()
+if half_written:
+    applied._rows = 100
+    for _ in range(3):
+        applied.step()
+    start = (2 << 20) + 350 * 64 + 13
+    with applied._state.writing(300, 100):
+        applied._copy.pages[start : start + 100] = bytes(100)
+        os._exit(0)
+os._exit(0)
+"""
