@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from export.commands.module import CheckpointOption, build_module, named_example
+from export.commands.module import CheckpointOption, DeltasOption, build_module, named_example
 from export.commands.show import (
     show_cached,
     show_deltas,
@@ -135,11 +135,14 @@ def prune(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
     keep: Annotated[int, typer.Option(help="How many of the newest versions stay, whatever happens.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    deltas: DeltasOption = None,
 ) -> None:
     """Remove old versions of a model, and their deltas.
 
     A version that a server on this host has open, or that is to be served, stays.
     """
-    for fate in prune_versions(model, keep, dry_run=dry_run):
+    for fate in prune_versions(model, keep, dry_run=dry_run, deltas=deltas):
         removed = "would be removed" if dry_run else "removed"
+        if fate.deltas:
+            removed += f", and {fate.deltas:,} {'delta' if fate.deltas == 1 else 'deltas'} that no version needs"
         out.print(f"{model / str(fate.version)}: {fate.kept or removed}", soft_wrap=True)

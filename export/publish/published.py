@@ -12,7 +12,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
-from serving.bundle.delta import delta_path, deltas_folder, lineage_of, listed
+from serving.bundle.delta import MOST_DELTAS, delta_path, deltas_folder, lineage_of, listed
 from serving.bundle.locks import in_use
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, check_published, newest, open_bundle, versions
@@ -71,13 +71,14 @@ def release(model: Path, versions: Sequence[int], signing_key: Ed25519PrivateKey
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a version: `kept` is why it stays, or None if it was removed."""
+    """What became of a version: `kept` is why it stays, or None if it was removed, and how many deltas went with it."""
 
     version: int
     kept: str | None
+    deltas: int = 0
 
 
-def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
+def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str | None = None) -> Iterator[Fate]:
     """Remove old versions of a model.
 
     These stay: the newest `keep`, those that a process has open, those that config.pbtxt or the model's release say
@@ -88,10 +89,11 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
         model: `<repository>/<name>`.
         keep: how many of the newest always stay, 1 or more.
         dry_run: only tell what would be removed.
+        deltas: the folder of all deltas; REPOSITORY.deltas where None.
 
     Yields:
         The fate of each version, newest first. A version is renamed away at once; then its files are removed, and the
-        deltas of its lineage that lie beside the repository, unless another version needs them.
+        deltas of its lineage, unless another version needs them.
 
     Raises:
         PublishError: a version cannot be removed.
@@ -104,6 +106,8 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
     configured = settings_of(read_config(model)).version
     routed, unread = _named_by_routers(model)
     released = read_release(model)
+    all_deltas = deltas_folder(model.parent) if deltas is None else Path(deltas)
+    left = versions(model)
     for position, version in enumerate(reversed(versions(model))):
         path = model / str(version)
         if position < keep:
@@ -116,11 +120,16 @@ def prune(model: Path, keep: int, *, dry_run: bool = False) -> Iterator[Fate]:
             yield Fate(version, f"{unread} may name it, and cannot be read")
         elif released is not None and version in released.versions:
             yield Fate(version, "its release says to serve it")
-        elif dry_run:
-            with in_use(path) as used:
-                yield Fate(version, "in use" if used else None)
         else:
-            yield Fate(version, None if _remove(path) else "in use")
+            removed = _bundle(path)
+            if not (_is_unused(path) if dry_run else _remove(path)):
+                yield Fate(version, "in use")
+                continue
+            left.remove(version)
+            unneeded = [] if removed is None else _unneeded_deltas(all_deltas, removed, left)
+            if not dry_run:
+                _remove_deltas(unneeded)
+            yield Fate(version, None, len(unneeded))
 
 
 def _named_by_routers(model: Path) -> tuple[dict[int, str], str | None]:
@@ -146,14 +155,14 @@ def _named_by_routers(model: Path) -> tuple[dict[int, str], str | None]:
     return named, unread
 
 
-def _remove(version: Path) -> bool:
-    """Remove a version, and the deltas that no other needs, unless a process has it open.
+def _is_unused(version: Path) -> bool:
+    with in_use(version) as used:
+        return not used
 
-    Returns:
-        Whether it was removed.
-    """
+
+def _remove(version: Path) -> bool:
+    """Remove a version, unless a process has it open. Returns whether it was removed."""
     repository = version.parent.parent
-    removed = _bundle(version)
     with in_use(version) as used:
         if used:
             return False
@@ -164,8 +173,6 @@ def _remove(version: Path) -> bool:
         except OSError as error:
             raise PublishError(f"{version}: cannot be removed: {error.strerror}") from error
     shutil.rmtree(trash, ignore_errors=True)  # the next export removes what is left
-    if removed is not None:
-        _remove_deltas(repository, removed)
     return True
 
 
@@ -176,20 +183,23 @@ def _bundle(version: Path) -> Bundle | None:
     return None
 
 
-def _remove_deltas(repository: Path, removed: Bundle) -> None:
-    """Remove the deltas of a version's lineage that no other version of its model needs."""
+def _remove_deltas(deltas: Sequence[Path]) -> None:
+    """Remove deltas and their signatures; their folder, too, if nothing else is there."""
+    for delta in deltas:
+        for file in delta.parent.glob(f"{delta.stem}.*"):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):
+            delta.parent.rmdir()
+
+
+def _unneeded_deltas(deltas: Path, removed: Bundle, left: Sequence[int]) -> list[Path]:
+    """The deltas of a removed version's lineage that none of the versions needs that are left."""
     model = removed.path.parent
-    others = [_bundle(model / str(each)) for each in versions(model)]
+    others = [_bundle(model / str(each)) for each in left]
     lineage = lineage_of(removed.digest, removed.manifest.compacted)
-    folder = deltas_folder(repository) / model.name / lineage
     known = [each for each in others if each is not None]
     if len(known) < len(others):  # one that cannot be read may need them
-        return
+        return []
     since = [each.manifest.sequence for each in known if lineage_of(each.digest, each.manifest.compacted) == lineage]
-    if not since:
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    for number in listed(folder):
-        if number <= min(since):
-            for path in folder.glob(f"{delta_path(folder, number).stem}.*"):
-                path.unlink(missing_ok=True)
+    folder = deltas / model.name / lineage
+    return [delta_path(folder, number) for number in listed(folder) if number <= min(since, default=MOST_DELTAS)]

@@ -127,26 +127,31 @@ def test_scores_are_those_of_the_changed_rows(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found[name], numbers)
 
 
-def test_deltas_go_when_no_version_needs_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_deltas_go_when_no_version_needs_them(elsewhere: bool, tmp_path: Path) -> None:
     r = tmp_path / "r"
+    where = tmp_path / "elsewhere" if elsewhere else None
     first = open_bundle(export_model(collection(SUM), r, "m"))
-    folder = deltas_folder(r) / "m" / names(first)
+    folder = (where or deltas_folder(r)) / "m" / names(first)
     for row in range(4):
-        publish_delta(r, "m", {"a": ([row], ones())})
+        publish_delta(r, "m", {"a": ([row], ones())}, deltas=where)
         if row == 2:
-            compact(r, "m")
-    rows = weights_of(compact(r, "m", version=1))
+            compact(r, "m", deltas=where)
+    (folder / "000000000002.0123456789abcdef.sig").touch()
+    rows = weights_of(compact(r, "m", version=1, deltas=where))
     shutil.rmtree(r / "m" / "3")
-    assert [fate.version for fate in prune(r / "m", 2)] == [2, 1]
+    assert [fate.version for fate in prune(r / "m", 2, deltas=where)] == [2, 1]
     assert listed(folder) == [1, 2, 3, 4]  # version 1 needs them
-    assert [fate.kept for fate in prune(r / "m", 1)][1:] == [None]
-    assert listed(folder) == [4]
-    assert weights_of(compact(r, "m")) == rows
-    assert publish_delta(r, "m", {"a": ([9], ones())}).sequence == 5
-    [*prune(r / "m", 1)]
+    for dry_run in (True, False):
+        fates = [(fate.kept, fate.deltas) for fate in prune(r / "m", 1, dry_run=dry_run, deltas=where)]
+        assert fates == [("among the newest 1", 0), (None, 3)]
+    assert [each.name for each in folder.iterdir()] == ["000000000004.safetensors"]
+    assert weights_of(compact(r, "m", deltas=where)) == rows
+    assert publish_delta(r, "m", {"a": ([9], ones())}, deltas=where).sequence == 5
+    [*prune(r / "m", 1, deltas=where)]
     assert listed(folder) == [5]
-    compact(r, "m", until=5)  # of a lineage of its own
-    [*prune(r / "m", 1)]
+    compact(r, "m", until=5, deltas=where)  # of a lineage of its own
+    [*prune(r / "m", 1, deltas=where)]
     assert not folder.exists()
 
 
