@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from benchmarks.measure import Result, ratio_of
-from export import ExportConfig, export_model, publish_delta
+from benchmarks.measure import Result, ratio, ratio_of
+from export import ExportConfig, WeightDtype, export_model, publish_delta
 from export.trained.generated import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
+from serving.tables.live_copy import LIVE_PREFIX
 
 NAME, TABLE, ROWS, DIM = "fresh", "item", 4_000_000, 64
 PERIOD_S, SHARE_A_MINUTE = 1.0, 0.01
@@ -48,8 +50,10 @@ def run(folder: Path) -> Iterator[Result]:
     export_model(module, repository, NAME, config, checkpoint=weights)
     deltas = _Deltas(repository)
     with run_server(repository, _FREE, log=folder / "log") as server:
+        before = _private_bytes(server)
         yield from _under_load(server, deltas)
         yield from _bulk(server, deltas)
+        yield from _memory(server, before)
     for _ in range(FILES):
         deltas.publish(CHANGED)
     started = time.monotonic()
@@ -117,6 +121,34 @@ def _bulk(server: Server, deltas: _Deltas) -> Iterator[Result]:
     while _applied(server) < deltas.number:
         time.sleep(0.01)
     yield Result("delta_rows_per_s", BULK_ROWS / (time.monotonic() - began), unit="/s")
+
+
+def _memory(server: Server, before: int) -> Iterator[Result]:
+    """What the copy takes, beside the bytes of the rows; and what deltas left in the memory of all processes."""
+    rows_bytes = ROWS * WeightDtype.INT8.row_bytes(DIM)
+    (copy,) = {
+        Path(each.path) for process in _processes(server) for each in process.memory_maps() if _is_copy(each.path)
+    }
+    yield ratio("live_copy_over_rows_bytes", copy.stat().st_blocks * 512 / rows_bytes)
+    yield Result(
+        "live_private_bytes", before, unit="B", note="of all processes of the server, before there are deltas"
+    )
+    yield Result("live_private_bytes_of_deltas", _private_bytes(server) - before, unit="B")
+
+
+def _is_copy(path: str) -> bool:
+    return Path(path).name.startswith(LIVE_PREFIX)
+
+
+def _private_bytes(server: Server) -> int:
+    return sum(each.memory_full_info().uss for each in _processes(server))
+
+
+def _processes(server: Server) -> list[psutil.Process]:
+    """tritonserver, its models' processes, and the applier."""
+    triton = psutil.Process(server.process.pid)
+    appliers = [each for each in psutil.Process().children() if "serving.tables.applier" in each.cmdline()]
+    return [triton, *triton.children(recursive=True), *appliers]
 
 
 def _applied(server: Server) -> int:

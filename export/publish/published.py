@@ -71,7 +71,7 @@ def release(model: Path, versions: Sequence[int], signing_key: Ed25519PrivateKey
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a version: `kept` is why it stays, or None if it was removed, and how many deltas went with it."""
+    """What became of a version: `kept` is why it stays, or None if it was removed: `deltas` went with it."""
 
     version: int
     kept: str | None

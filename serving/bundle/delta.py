@@ -240,5 +240,7 @@ def _problem_of(changed: Rows, table: Table) -> str | None:
     header = table.dtype.format.header_bytes
     # The numbers of a quantized row are finite if its scale and its bias are: they are FP16, the numbers FP32.
     numbers = rows[:, :header].copy().view(np.float16) if header else dequantize(rows, table.dtype)
-    finite = np.isfinite(numbers).all(axis=1)
-    return None if finite.all() else f"row {int(ids[finite.argmin()])} holds NaN or infinity"
+    finite = np.isfinite(numbers)
+    if finite.all():  # much faster than row by row
+        return None
+    return f"row {int(ids[finite.all(axis=1).argmin()])} holds NaN or infinity"

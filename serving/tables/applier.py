@@ -13,35 +13,32 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from serving.bundle.delta import Delta, delta_path, delta_signature, listed, parse_delta, read_delta
-from serving.bundle.manifest import MANIFEST, Manifest
+from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import digest_file
 from serving.bundle.parse import parse_manifest
-from serving.bundle.plan import Shard
 from serving.bundle.signature import TrustedKeys
-from serving.bundle.tables import Bytes, Table
 from serving.errors import BundleError, ServingError
 from serving.files import read_file
-from serving.tables.live_copy import LiveCopy, live_copies, offsets_of
+from serving.tables.live_copy import LiveCopy, live_copies, shard_rows
 
 # Seconds between looks at the folders.
 _LOOKS_S = 0.2
 # The longest slice, in seconds, and the rows of the first one.
 _SLICE_S, _FIRST_ROWS = 0.0005, 1000
 # The share of the time that rows are written: so much that a delta is written within _WITHIN_S, but between the two.
-_LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.5
+_LEAST_SHARE, _MOST_SHARE, _WITHIN_S = 0.01, 0.5, 0.25
 # A delta that is older than this, in seconds, is behind: it is written as fast as lookups can bear.
 _BEHIND_S = 2.0
 # Seconds until a delta that was refused is tried again.
 _RETRY_S = 2.0
+# Bytes of a copy that are mapped at once, see madvise(2).
+_MAPPED_AT_ONCE, _POPULATE_WRITE = 512 << 20, 23
 _START_AGAIN = "bring it back, or start the server again, which applies what is there"
 # A copy that no model uses is removed after so many seconds. Until then, a model that is loaded anew finds it.
 _UNUSED_S = 10.0
@@ -104,8 +101,9 @@ class AppliedCopy:
             self._manifest: Final = parse_manifest(path, read_file(path))
         except OSError as error:
             raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
-        self._shards = _shards(copy, self._manifest)
+        self._shards = shard_rows(copy, self._manifest)
         self._slices: Iterator[float] | None = None
+        self._mapped_bytes = 0  # that need no page fault any more when they are written
         self._rows = _FIRST_ROWS  # of a slice
         self._left = 0  # rows of the present delta that are not written
         self._due_at = 0.0  # when it should be written, by time.monotonic
@@ -161,9 +159,19 @@ class AppliedCopy:
         if delta is None or delta.sequence > self._awaited:
             self._state.note_caught_up()
         if delta is None:
+            self._map_more()
             return None
         self._written_at = delta.written_at
         return self._apply(delta)
+
+    def _map_more(self) -> None:
+        """Map pages while there is nothing to write: a page fault takes longer than to write the rows of the page."""
+        pages = self._copy.pages
+        size = min(_MAPPED_AT_ONCE, len(pages) - self._mapped_bytes)
+        if size:
+            with suppress(OSError):  # a kernel before 5.14
+                pages.madvise(_POPULATE_WRITE, self._mapped_bytes, size)
+            self._mapped_bytes += size
 
     def _next(self) -> Delta | None:
         """The next delta. None: it is not there, or cannot be applied, which the state says."""
@@ -254,42 +262,6 @@ class AppliedCopy:
         """Make the next slice as long as `_SLICE_S`, at most twice as long as the last."""
         if rows >= self._rows:  # else it was the rest of a table
             self._rows = max(1, int(rows * min(2.0, _SLICE_S / max(took_s, 1e-9))))
-
-
-# Rows of a shard, each as one item.
-_Items = npt.NDArray[np.void]
-
-
-class _ShardRows:
-    """The rows of a shard in a live copy."""
-
-    def __init__(self, pages: memoryview, start: int, table: Table, shard: Shard) -> None:
-        width = table.dtype.row_bytes(shard.width)
-        at = start + shard.offset_bytes
-        # A row is one item, so that numpy copies it at once.
-        self._rows = np.frombuffer(pages, f"V{width}", shard.height, at)
-        self._first, self._last = shard.rows
-        self._table, self._shard = table, shard
-
-    def part(self, ids: npt.NDArray[np.int64], rows: Bytes) -> tuple[_Items, npt.NDArray[np.int64], _Items]:
-        """What is written of some rows: the shard, the places there, and the bytes."""
-        low, high = np.searchsorted(ids, (self._first, self._last))
-        own = self._table.shard_columns(rows[low:high], self._shard)
-        columns = np.ascontiguousarray(own).view(self._rows.dtype).reshape(-1)
-        return self._rows, np.asarray(ids[low:high] - self._first), columns
-
-
-def _shards(copy: LiveCopy, manifest: Manifest) -> Mapping[str, Sequence[_ShardRows]]:
-    """The shards of each table that lie in a copy."""
-    tables = {table.name: table for table in manifest.tables}
-    offsets, pages = offsets_of(manifest), memoryview(copy.pages)
-    found: dict[str, list[_ShardRows]] = {name: [] for name in tables}
-    for table, shards in manifest.plan.shards_by_table.items():
-        for shard in shards:
-            file = manifest.plan.ranks[shard.rank].weights_file
-            if file is not None:
-                found[table].append(_ShardRows(pages, offsets[file], tables[table], shard))
-    return found
 
 
 def _digest_of(path: Path) -> str:

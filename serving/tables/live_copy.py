@@ -16,16 +16,21 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from serving.bundle.delta import delta_path, lineage_of
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import digest_file
+from serving.bundle.plan import Shard
 from serving.bundle.signature import TrustedKeys
+from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.files import UNREADABLE, open_file
 from serving.tables.live_state import About, State
@@ -162,6 +167,42 @@ def offsets_of(manifest: Manifest) -> Mapping[str, int]:
         offsets[name] = start
         start += in_huge_pages(manifest.files[name].size_bytes)
     return offsets | {"": start}
+
+
+# Rows of a shard, each as one item.
+_Items = npt.NDArray[np.void]
+
+
+class ShardRows:
+    """The rows of a shard in a live copy."""
+
+    def __init__(self, pages: memoryview, start: int, table: Table, shard: Shard) -> None:
+        width = table.dtype.row_bytes(shard.width)
+        at = start + shard.offset_bytes
+        # A row is one item, so that numpy copies it at once.
+        self._rows = np.frombuffer(pages, f"V{width}", shard.height, at)
+        self._first, self._last = shard.rows
+        self._table, self._shard = table, shard
+
+    def part(self, ids: npt.NDArray[np.int64], rows: Bytes) -> tuple[_Items, npt.NDArray[np.int64], _Items]:
+        """What is written of some rows: the shard, the places there, and the bytes."""
+        low, high = np.searchsorted(ids, (self._first, self._last))
+        own = self._table.shard_columns(rows[low:high], self._shard)
+        columns = np.ascontiguousarray(own).view(self._rows.dtype).reshape(-1)
+        return self._rows, np.asarray(ids[low:high] - self._first), columns
+
+
+def shard_rows(copy: LiveCopy, manifest: Manifest) -> Mapping[str, Sequence[ShardRows]]:
+    """The shards of each table that lie in a copy."""
+    tables = {table.name: table for table in manifest.tables}
+    offsets, pages = offsets_of(manifest), memoryview(copy.pages)
+    found: dict[str, list[ShardRows]] = {name: [] for name in tables}
+    for table, shards in manifest.plan.shards_by_table.items():
+        for shard in shards:
+            file = manifest.plan.ranks[shard.rank].weights_file
+            if file is not None:
+                found[table].append(ShardRows(pages, offsets[file], tables[table], shard))
+    return found
 
 
 def _about(directory: Path, manifest: Manifest, digest: str) -> About:
