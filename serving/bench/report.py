@@ -153,8 +153,7 @@ def table(reports: Sequence[Report]) -> Table:
     for name in ("answers\n/s", "samples\n/s", "ids\n/s", *(f"{name}\nms" for name in latencies)):
         shown.add_column(name, justify="right", no_wrap=True)
     for report in reports:
-        rates = (report.answers_per_s, report.samples_per_s, report.ids_per_s)
-        times = [report.latency_s.get(name) for name in latencies]
+        rates, times = _rates(report), _times(report)
         shown.add_row(
             named(report),
             *(_rate(each.median) for each in rates),
@@ -162,6 +161,14 @@ def table(reports: Sequence[Report]) -> Table:
         )
         shown.add_row("", *(_spread(each, report.repeats) for each in (*rates, *times)), style="dim")
     return shown
+
+
+def _rates(report: Report) -> list[Figure]:
+    return [report.answers_per_s, report.samples_per_s, report.ids_per_s]
+
+
+def _times(report: Report) -> list[Figure | None]:
+    return [report.latency_s.get(f"p{percent:g}") for percent in PERCENTILES]
 
 
 def _spread(figure: Figure | None, repeats: int) -> str:
@@ -177,9 +184,11 @@ def summary(reports: Sequence[Report]) -> str:
     if first.repeats > 1:
         lines = [
             f"Medians of {first.repeats} runs of {first.seconds:g} s. ± is half the distance between the extremes.",
-            "unclear: it is as much as the median. The true median lies between",
-            f"the extremes with {first.confidence:.0%} confidence.",
+            f"The true median lies between the extremes with {first.confidence:.0%} confidence.",
         ]
+        shown = [each for report in reports for each in (*_rates(report), *_times(report)) if each is not None]
+        if any(each.spread is None for each in shown):
+            lines.append("unclear: the distance is as much as the median.")
     if checked := sum(each.checked for each in reports):
         answers = sum(each.answers for each in reports)
         lines.append(f"{checked:,} of {answers:,} answers were compared with the bundle: all right.")

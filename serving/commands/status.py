@@ -56,7 +56,7 @@ def _server(status: Status) -> Table:
     table.add_row("server", status.address)
     table.add_row("tritonserver", f"{status.triton}, process {status.process}")
     last = status.last_recovery
-    at = "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.at))
+    at = "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(last.at))
     what = "" if last is None else f"; the last at {at}: {f'{last.model}: ' if last.model else ''}{last.why}"
     table.add_row("recoveries", f"{status.recoveries}{what}")
     return table

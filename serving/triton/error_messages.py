@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from serving.errors import ModelUnavailable, ServingError, SharedMemoryFull, from_status, shown
+from serving.errors import ModelUnavailable, ServerUnavailable, ServingError, SharedMemoryFull, from_status, shown
 
 
 class _Words(NamedTuple):
@@ -30,6 +30,13 @@ _MESSAGES = (
     _Words("UNAVAILABLE", r" is not at ready state$", ModelUnavailable, _NOT_LOADED),
     # The model's process died, and was not replaced yet.
     _Words("INTERNAL", r"Stub process '[^']*' is not healthy", ModelUnavailable, "its process died: try again"),
+    # gRPC's own words. It cannot tell a server that stopped from one that wants TLS, or a certificate.
+    _Words(
+        "UNAVAILABLE",
+        r"(^|: )(recvmsg:)?(Socket closed|Connection reset by peer)$",
+        ServerUnavailable,
+        "the server stopped, or wants TLS, or another certificate of its caller",
+    ),
     # Other requests use the shared memory, or this one is too large for all of it.
     _Words(
         "INTERNAL",

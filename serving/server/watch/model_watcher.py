@@ -106,12 +106,13 @@ class ModelWatcher:
             self.failure = error
 
     def _load_all(self) -> None:
+        since = time.monotonic()
         self._wait_until_it_answers()
         erase_from_command_line(self._child.process, self._server.key, has_started=True)
         for model in sorted(self._served.configs):
             with self._server.loading[model]:
                 if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # `tbe-serve load` may have been quicker
-                    self._load(model)
+                    self._load(model, since)
 
     def _wait_until_it_answers(self) -> None:
         control = self._server.control(_ASK_TIMEOUT_S)
@@ -215,21 +216,22 @@ class ModelWatcher:
         self._log.error(
             "model %r: %s; loading it anew", model, why, extra={"event": "model_died", **self._about(model)}
         )
+        since = time.monotonic()
         self._server.note_recovery(model, why)
         self._server.condition.models[model] = f"{why}; it is loaded anew"
         with self._server.loading[model]:
-            self._load(model)
+            self._load(model, since)
         del self._server.condition.models[model]
 
-    def _load(self, model: str) -> None:
-        started = time.monotonic()
+    def _load(self, model: str, since: float) -> None:
+        """Load a model that died, or was given up, at `since` by time.monotonic()."""
         self._recover(model)
         for key in [key for key in self._hang_checks if key[0] == model]:
             del self._hang_checks[key]
         self._log.info(
             "model %r: serves again after %.1f s",
             model,
-            time.monotonic() - started,
+            time.monotonic() - since,
             extra={"event": "model_recovered", **self._about(model)},
         )
 

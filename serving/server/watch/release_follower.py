@@ -48,15 +48,17 @@ class ReleaseFollower:
             for each in self._followed:
                 each.follow(self._server)
 
-    def _tell(self, level: int, event: str, model: str, line: str) -> None:
+    def _tell(self, level: int, event: str, model: str, line: str, release: Release | None = None) -> None:
         if not self._ended.is_set():  # a server that stops loads nothing
-            self._server.log.log(level, "model %r: %s", model, line, extra={"event": event, "model": model})
+            version = None if release is None else max(release.versions)
+            about = {"event": event, "model": model, "version": version}
+            self._server.log.log(level, "model %r: %s", model, line, extra=about)
 
 
 class _Followed:
     """A model that follows its release file."""
 
-    def __init__(self, file: ReleaseFile, unload_after_s: float, tell: Callable[[int, str, str, str], None]) -> None:
+    def __init__(self, file: ReleaseFile, unload_after_s: float, tell: Callable[..., None]) -> None:
         self._file = file
         self._unload_after_s = unload_after_s
         self._present = self._tried = file.newest
@@ -122,7 +124,7 @@ class _Followed:
         server.kept.note(released={**server.run_file.released, self._file.model: release.versions})
         until = f"; {_numbers(older)} is unloaded in {self._unload_after_s:g} s" if older else ""
         said = f"serves {_listed(release)}, as released{until}"
-        self._tell(logging.INFO, "released", self._file.model, said)
+        self._tell(logging.INFO, "released", self._file.model, said, release)
 
     def _unload(self, server: Server, present: Release) -> None:
         """Unload the older versions beside the present release."""

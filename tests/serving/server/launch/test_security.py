@@ -20,8 +20,8 @@ from tritonclient.utils import InferenceServerException
 
 from export import export_model
 from serving.bundle.manifest import MANIFEST
-from serving.client import LookupClient, Tls
-from serving.errors import AccessDenied, ServingError
+from serving.client import LookupClient, Retries, Tls
+from serving.errors import AccessDenied, ServerUnavailable, ServingError
 from serving.server import Access, Control, Server, run_server
 from serving.server.launch.run_file import find_run_file
 from serving.triton.command_line import GRPC_KEY_HEADER
@@ -193,6 +193,12 @@ def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path:
         for options in ((), as_client[:2]):  # in the clear; without a certificate of its own
             done = tbe_serve("health", "m", "--url", server.grpc, "--timeout-s", "2", *options)
             assert done.returncode == 1
+        for wrong in (None, Tls(root_certificates=pems / "root.pem")):
+            with (
+                LookupClient(server.grpc, "m", 5, tls=wrong, retries=Retries(attempts=1)) as client,
+                pytest.raises(ServerUnavailable, match="or wants TLS, or another certificate of its caller"),
+            ):
+                client.lookup(ASKED)
         bench = ("bench", "m", "--url", server.grpc, "--bundle", str(bundle), "--clients", "1", "--samples", "2")
         done = tbe_serve(*bench, "--seconds", "0.3", "--repeats", "1", *as_client)
         assert done.returncode == 0, done.stderr
