@@ -7,13 +7,13 @@ Triton's own limits of a queue stall an idle model (docs/decisions/0009).
 import traceback
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from serving.backend.metrics import LookupMetrics
 from serving.backend.recorder import Recorder
-from serving.bundle.opening import Bundle
+from serving.backend.spans import Spans
 from serving.engine import Engine, GroupAnswer, Outcome
 from serving.errors import (
     HostUnavailable,
@@ -26,9 +26,10 @@ from serving.errors import (
 )
 from serving.lookup.ranks import zeroed_of
 from serving.model.settings import LARGEST_HANDOVER
-from serving.request.accept import accept
+from serving.request.accept import accept, check_bundle
 from serving.request.batches import Limits, grouped
 from serving.request.tensors import Array, KjtRequest, Tensors
+from serving.router.router_ranks import RouterRanks
 
 # This many TBE calls are made for a backlog, however long they take: a few large requests are no overload.
 _MIN_CALLS = 4
@@ -106,6 +107,7 @@ class Answerer:
         log: takes the trace of an unexpected error. Callers get a fixed text.
         say_refused: takes why each request was refused that was not as it should be.
         largest_handover: most requests that Triton hands over together.
+        spans: makes spans; None makes none.
     """
 
     def __init__(
@@ -117,12 +119,13 @@ class Answerer:
         log: Callable[[str], None],
         say_refused: Callable[[str], None],
         largest_handover: int = LARGEST_HANDOVER,
+        spans: Spans | None = None,
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
         self._recorder = recorder
-        self._log, self._say_refused = log, say_refused
+        self._log, self._say_refused, self._spans = log, say_refused, spans
         self._backlog = Backlog(limits.max_busy_ms, largest_handover)
 
     def answer(
@@ -195,11 +198,15 @@ class Answerer:
             handover.outcomes[position] = error
         except Exception:
             self._fail(handover, [position])
-        return position in handover.accepted
+        is_accepted = position in handover.accepted
+        if not is_accepted and position in handover.tensors:
+            self._end_spans(self._begin_spans(handover, [position]), [], [handover.outcomes[position]])
+        return is_accepted
 
     def _answer_group(self, handover: "_Handover", group: list[int], started: float) -> None:
         """Answer the requests at the positions `group` with one TBE call, and others for their sequences."""
         self._backlog.count_call()
+        spans = self._begin_spans(handover, group)
         try:
             answer = self._engine.answer([handover.accepted[position] for position in group])
             outcomes = answer.outcomes()
@@ -209,8 +216,10 @@ class Answerer:
         except Exception:
             if len(group) == 1:
                 self._fail(handover, group)
+                self._end_spans(spans, [], [handover.outcomes[position] for position in group])
                 return
         else:
+            self._end_spans(spans, [started, *answer.times], outcomes)
             self._capture(handover, group, seconds)
             return
         for position in group:  # a single request may be to blame: none of the others fails with it
@@ -248,6 +257,17 @@ class Answerer:
             elif is_slow and handover.accepted[position].samples:  # `tbe-serve run` asks without samples
                 self._record(handover, position, f"slow: {1e3 * seconds:.1f} ms")
 
+    def _begin_spans(self, handover: "_Handover", group: Sequence[int]) -> list[Any]:
+        if self._spans is None:
+            return []
+        return self._spans.begin([handover.tensors[each] for each in group], self._backlog.started)
+
+    def _end_spans(self, begun: list[Any], times: Sequence[float], outcomes: Sequence[Outcome]) -> None:
+        if self._spans is not None:
+            ranks = self._engine.ranks
+            hosts = ranks.host_times if isinstance(ranks, RouterRanks) else ()
+            self._spans.end(begun, self._backlog.started, [*times, perf_counter()], hosts, outcomes)
+
     def _refuse(self, handover: "_Handover", position: int, error: InvalidRequest) -> None:
         self._count_refused(error)
         handover.outcomes[position] = error
@@ -271,27 +291,6 @@ class Answerer:
         tensors = handover.tensors.get(position)
         if self._recorder is not None and tensors is not None:
             self._recorder.record(tensors, why)
-
-
-def check_bundle(bundle: Bundle, tensors: Tensors) -> None:
-    """Refuse a request that another bundle has to answer.
-
-    Raises:
-        ModelNotFound: naming what was expected.
-    """
-    if tensors.bundle is not None and tensors.bundle != bundle.digest:
-        raise ModelNotFound(
-            f"expected the bundle with SHA-256 {tensors.bundle[:64]} of its manifest, this is {bundle.digest}: "
-            f"{_shown(bundle)}"
-        )
-    part = bundle.manifest.part_of
-    if tensors.part_of is not None and (part is None or tensors.part_of != part.text):
-        what = "no part of a plan" if part is None else f"part {part.text}"
-        raise ModelNotFound(f"expected part {tensors.part_of[:100]} (plan/host), this is {what}: {_shown(bundle)}")
-
-
-def _shown(bundle: Bundle) -> str:
-    return f"{bundle.path.parent.name} version {bundle.path.name}"
 
 
 def _overflows(embeddings: Array) -> bool:

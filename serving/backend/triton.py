@@ -5,8 +5,11 @@
 """
 
 import json
+import os
 import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from serving.backend.metrics import LookupMetrics, Publisher, triton_families
 from serving.backend.own_process import Pauses, end_with_parent, keep_memory, show
 from serving.backend.page_metrics import PageMetrics
 from serving.backend.recorder import Recorder
-from serving.backend.warm_up import warm_up
+from serving.backend.spans import Spans
 from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine, Outcome
@@ -38,6 +41,7 @@ from serving.errors import (
 )
 from serving.log import Sampled, about_model
 from serving.model.settings import RECOVERED, ServingSettings, parsed
+from serving.request.captured import WARM_UP, PassedOver, read_captured
 from serving.request.tensors import IDS, Array, Tensors, decode_parameters
 from serving.router.hosts_config import hosts_of
 from serving.router.router_ranks import RouterRanks
@@ -130,7 +134,7 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
     def warns(event: str) -> Callable[[str], None]:
         return about_model(pb_utils.Logger.log_warn, event, args["model_name"], args["model_version"])
 
-    warm_up(engine, model, warns("warm_up"))
+    _warm_up(engine, model, warns("warm_up"))
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
     metrics = LookupMetrics(families, labels, [table.name for table in manifest.tables], manifest.exported_at)
@@ -139,8 +143,11 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
         metrics.count_recovery()
     recorder = Recorder.of(settings, args["model_name"], metrics.count_captured, warns("capture"))
     fails = about_model(pb_utils.Logger.log_error, "failed", args["model_name"], args["model_version"])
-    answerer = Answerer(engine, settings, metrics, recorder, fails, Sampled(warns("refused")))
+    spans = Spans.of_environment(args["model_name"], args["model_version"])
+    answerer = Answerer(engine, settings, metrics, recorder, fails, Sampled(warns("refused")), spans=spans)
     published, ended = [metrics.publish, pages.publish], []
+    if spans is not None:
+        ended.append(spans.close)
     if isinstance(engine.ranks, RouterRanks):
         engine.ranks.watch_replicas(_REPLICAS_PERIOD_S)
         hosts = HostMetrics(families, labels, engine.ranks)
@@ -152,6 +159,30 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
             each()
 
     return engine, answerer, Publisher(partial(call, published), partial(call, ended))
+
+
+def _warm_up(engine: Engine, model: Path, warn: Callable[[str], None]) -> None:
+    """Answer every request in `model`/warm_up.jsonl, if there is such a file. Requests that are refused, or need a
+    host that does not answer, are skipped. So are lines that are no requests: `warn` gets a line that says so.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or no line is a captured request.
+    """
+    path = model / WARM_UP
+    if not os.path.lexists(path):
+        return
+    passed_over = PassedOver()
+    for captured in read_captured(path, passed_over):
+        with suppress(InvalidRequest, HostUnavailable):  # it may have been captured for being refused
+            engine.outputs(_with_weights(captured.tensors, engine.schema.weighted))
+    for line in passed_over.said(path):
+        warn(line)
+
+
+def _with_weights(tensors: Tensors, weighted: bool) -> Tensors:
+    """A captured request as a model takes it: with a weight of 1 for each id, float32 [N], if it is weighted."""
+    weights = np.ones(tensors.values.size, np.float32) if weighted else None
+    return replace(tensors, weights=weights)
 
 
 def _is_cancelled(request: Any) -> bool:

@@ -147,7 +147,8 @@ class LookupClient(_Client, Closing):
             once: the features that have one bag, whatever the number of samples, such as those of the user in
                 ranking: they are sent, looked up and answered once, [1, dim].
             timeout_s: deadline of this lookup in seconds. None: the client's.
-            trace: a W3C `traceparent`, which the server keeps with this request.
+            trace: a W3C `traceparent`, which the server keeps with this request. None: that of OpenTelemetry's
+                current span, if the program uses that.
             every_host: answer only if every host of a router does, also those of which no row is needed.
 
         Returns:
@@ -184,7 +185,8 @@ class LookupClient(_Client, Closing):
             outputs: the names of those that are wanted; all where None.
             once: the features that have one bag, and dense inputs that have one row: they count for all samples.
             timeout_s: deadline in seconds. None: the client's.
-            trace: a W3C `traceparent`, which the server keeps with this request.
+            trace: a W3C `traceparent`, which the server keeps with this request. None: that of OpenTelemetry's
+                current span, if the program uses that.
 
         Returns:
             {output: float32 [B, …]}, in the order of the model or of `outputs`. The arrays are read-only.

@@ -4,6 +4,7 @@ import ipaddress
 import json
 import socket
 import ssl
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,7 +171,7 @@ class Connection:
         return min(max(self.timeout_s / 3, least), most)
 
     def call_metadata(self, trace: str | None) -> list[tuple[str, str | bytes]]:
-        """The metadata of one call. `trace` is its W3C traceparent.
+        """The metadata of one call. `trace` is its W3C traceparent; None: that of OpenTelemetry's current span.
 
         Raises:
             ConfigurationError: gRPC cannot send it.
@@ -182,8 +183,9 @@ class Connection:
         pairs = [(key.lower(), value) for key, value in given.items()]
         if trace is not None:
             check_text("trace", trace)
-            pairs.append(("traceparent", trace))
-        return pairs
+        elif "traceparent" not in given:
+            trace = _current_trace()
+        return pairs if trace is None else [*pairs, ("traceparent", trace)]
 
     def channel(self, library: Any, more_options: Sequence[tuple[str, Any]] = ()) -> Any:
         """A channel of `library`: grpc or grpc.aio.
@@ -234,6 +236,15 @@ class Connection:
         if self.tls is not None and (name := self._server_name) is not None:
             options.append(("grpc.ssl_target_name_override", name))
         return options
+
+
+def _current_trace() -> str | None:
+    """The traceparent of the span that this program is in by OpenTelemetry, if it uses that."""
+    api = sys.modules.get("opentelemetry.trace")
+    context = None if api is None else api.get_current_span().get_span_context()
+    if context is None or not context.is_valid:
+        return None
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
 
 def _read_pem(path: Path) -> bytes:

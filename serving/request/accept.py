@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from serving.errors import InvalidRequest, Reason
+from serving.bundle.opening import Bundle
+from serving.errors import InvalidRequest, ModelNotFound, Reason
 from serving.request.bags import bag_bounds, id_bounds, once_of, ranges, samples_of
 from serving.request.batches import Limits, check_sequences, check_size
 from serving.request.dense import accept_dense
@@ -145,3 +146,24 @@ def _reordered(
         weights=None if request.weights is None else request.weights[at],
         once=None if request.once is None else request.once[chosen],
     )
+
+
+def check_bundle(bundle: Bundle, tensors: Tensors) -> None:
+    """Refuse a request that another bundle has to answer.
+
+    Raises:
+        ModelNotFound: naming what was expected.
+    """
+    if tensors.bundle is not None and tensors.bundle != bundle.digest:
+        raise ModelNotFound(
+            f"expected the bundle with SHA-256 {tensors.bundle[:64]} of its manifest, this is {bundle.digest}: "
+            f"{_shown(bundle)}"
+        )
+    part = bundle.manifest.part_of
+    if tensors.part_of is not None and (part is None or tensors.part_of != part.text):
+        what = "no part of a plan" if part is None else f"part {part.text}"
+        raise ModelNotFound(f"expected part {tensors.part_of[:100]} (plan/host), this is {what}: {_shown(bundle)}")
+
+
+def _shown(bundle: Bundle) -> str:
+    return f"{bundle.path.parent.name} version {bundle.path.name}"

@@ -11,17 +11,18 @@ the responses of the others.
 """
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.experimental
 
 from serving.errors import DeadlineExceeded, InternalError, ServingError
-from serving.router.host import Channels, Host, most_attempts
+from serving.router.host import TRACE, Channels, Host, most_attempts
 from serving.router.messages import MORE_THAN_ONE, PartialRequest, PartialSums, largest_answer
 from serving.router.replicas import LoopThread
 from serving.triton.error_messages import error_of
@@ -35,6 +36,14 @@ _WAITED_S = 20e-6
 _EARLIER = 0.9
 # Most threads that read late answers, for all hosts together. They are made when needed.
 _MOST_READERS = 1024
+
+
+class HostTime(NamedTuple):
+    """When a host was called, by its number, and when the call ended; by `time.monotonic`."""
+
+    host: int
+    started: float
+    ended: float
 
 
 class HostCallers:
@@ -108,7 +117,7 @@ class HostCaller:
 
     def attempt(self, message: bytes, largest: int) -> Any:
         """Make the first attempt of a call. It returns before it is answered. Arguments as `Host.attempts`."""
-        metadata = self.host.connection.call_metadata(None)
+        metadata = self.host.connection.call_metadata(TRACE.get())
         self.host.counts.add(bytes_out=len(message))
         return self._channels.call(largest)(message, timeout=self.timeout_s, metadata=metadata)
 
@@ -158,11 +167,13 @@ class HostCall:
     Attributes:
         caller: of the host.
         started: when it was sent, by `time.monotonic`.
+        ended: when its answer was read, or it failed.
     """
 
     def __init__(self, caller: HostCaller, request: PartialRequest) -> None:
         self.caller = caller
-        self.started = time.monotonic()
+        self.started = self.ended = time.monotonic()
+        self._context = contextvars.copy_context()  # other threads go on with the call
         self._request = request
         self._message = caller.host.messages.encode(request)
         # If it cannot be sent, only this host is lost. The calls to other hosts go on.
@@ -220,7 +231,8 @@ class HostCall:
 
     def _ask_elsewhere(self, *before: ServingError) -> "Future[bytes | None]":
         deadline = self.started + self.caller.timeout_s
-        return self.caller.ask_elsewhere(self._message, largest_answer(self._request), deadline, *before)
+        ask = self.caller.ask_elsewhere
+        return self._context.run(ask, self._message, largest_answer(self._request), deadline, *before)
 
     def _answered_elsewhere(self, elsewhere: "Future[Any]") -> None:
         if self._attempt is not None and not elsewhere.cancelled() and elsewhere.exception() is None:
@@ -232,8 +244,9 @@ class HostCall:
             return self._answer()
         finally:
             self.caller.asked.discard(self)
+            self.ended = time.monotonic()
             waited_s = (time.perf_counter() - begun_s) - (time.thread_time() - busy_s)
-            self.caller.took(time.monotonic() - self.started, waited_s > _WAITED_S)
+            self.caller.took(self.ended - self.started, waited_s > _WAITED_S)
 
     def _answer(self) -> bytes | None:
         if self._not_sent is not None:

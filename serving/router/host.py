@@ -6,6 +6,7 @@ bundle answers NOT_FOUND. Then another replica is tried, but never another versi
 
 import asyncio
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -43,6 +44,8 @@ _PAUSE_S, _LONGEST_PAUSE_SHARE = 0.002, 1 / 6
 # Limits of a response, in bytes. Each has a channel, made when it is needed. A call takes the smallest that suffices.
 # gRPC refuses a larger response by its first bytes, and takes no memory for it.
 _LARGEST = (4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30, 2**31 - 1)
+# The W3C traceparent that goes with calls to hosts.
+TRACE: ContextVar[str | None] = ContextVar("traceparent", default=None)
 # Most characters that an error shows of why an attempt failed.
 _MOST_SHOWN = 300
 
@@ -238,7 +241,7 @@ class Host:
         self.counts.add(bytes_out=len(message))
         left_s = max(0.0, deadline - asyncio.get_running_loop().time())
         try:
-            metadata = self.connection.call_metadata(None)
+            metadata = self.connection.call_metadata(TRACE.get())
             call = self._channels.call(largest)(message, timeout=left_s, metadata=metadata)
             found = await call.read()
             if found is not grpc.aio.EOF and await call.read() is not grpc.aio.EOF:

@@ -18,7 +18,7 @@ from serving.errors import ServingError
 from serving.lookup.program import load_program, torchscript
 from serving.lookup.ranks import BatchAnswer, LostHost, arguments
 from serving.request.tensors import Batch
-from serving.router.calls import HostCallers, wait_all
+from serving.router.calls import HostCallers, HostTime, wait_all
 from serving.router.host import Host, host_of
 from serving.router.host_counts import HostCounts
 from serving.router.hosts_config import HostsConfig, OnLost
@@ -81,6 +81,7 @@ class RouterRanks:
 
     Attributes:
         replicas: the last result of `watch_replicas`.
+        host_times: of the calls that the last `answer` made.
 
     Raises:
         BundleError: the program cannot be loaded.
@@ -104,6 +105,7 @@ class RouterRanks:
         self._manifest = manifest
         self._config = hosts
         self.replicas: tuple[HostReplicas, ...] = ()
+        self.host_times: list[HostTime] = []
         self._kept: dict[bytes, list[_Asked]] = {}
         self._hosts: dict[int, Host] = {}
         self._loop = LoopThread()
@@ -166,7 +168,13 @@ class RouterRanks:
                 ahead.ask(batch)
         own = [self._own_sums(split) for split in splits]
         found = map(wait_all, calls)
-        return [self._merge(*each) for each in zip(batches, splits, own, found, strict=True)]
+        answers = [self._merge(*each) for each in zip(batches, splits, own, found, strict=True)]
+        self.host_times = [
+            HostTime(self._ranks[rank].host, call.started, call.ended)
+            for each in calls
+            for rank, call in each.items()
+        ]
+        return answers
 
     def split(self, batch: Batch) -> Split:
         """Split a batch by rank."""

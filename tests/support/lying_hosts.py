@@ -11,11 +11,11 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2 as pb
 
-from serving.backend.answering import check_bundle
 from serving.bundle.opening import open_bundle
 from serving.bundle.plan import path_of
 from serving.engine import Engine
 from serving.errors import ModelNotFound
+from serving.request.accept import check_bundle
 from serving.request.tensors import EMBEDDINGS, Tensors
 from serving.router.messages import METHOD
 

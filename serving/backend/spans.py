@@ -1,0 +1,135 @@
+"""Spans of OpenTelemetry: what the time of a request goes to in this process, in the trace of its caller.
+
+They are made if `OTEL_TRACES_EXPORTER` is "otlp", for requests with a sampled `traceparent`. Other variables of
+OpenTelemetry say where they go, such as `OTEL_EXPORTER_OTLP_ENDPOINT`
+(https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/). Without the first, OpenTelemetry
+is not imported.
+
+A request has a span of the kind SERVER. Below it are a span for each stage, and of a router one of the kind CLIENT
+for each call to a host, whose own span of the kind SERVER is in the same trace. Where requests are looked up
+together, their stages are the same. Names and attributes: https://opentelemetry.io/docs/specs/semconv/rpc/rpc-spans/.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Self
+
+from serving.backend.metrics import STAGES
+from serving.engine import Outcome
+from serving.errors import ConfigurationError, ServingError, shown
+from serving.request.tensors import Tensors
+from serving.router.calls import HostTime
+from serving.router.host import TRACE
+
+_SERVICE = "tbe-serving"
+_METHOD = "inference.GRPCInferenceService/ModelInfer"
+# The time before the first stage: the requests of a handover are answered in turn.
+_QUEUE = "queue"
+# A span below a request's: name, kind, attributes, start and end by `perf_counter`.
+_Part = tuple[str, Any, dict[str, Any], float, float]
+
+
+class Spans:
+    """Makes spans, and sends them from a thread of its own.
+
+    Args:
+        model, version: of the instance.
+
+    Raises:
+        ConfigurationError: OpenTelemetry is not installed.
+    """
+
+    def __init__(self, model: str, version: str) -> None:
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise ConfigurationError(
+                f"OTEL_TRACES_EXPORTER=otlp: {error}: install 'tbe-serving[server]', or set it to none"
+            ) from error
+        named = {} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: _SERVICE}
+        self._provider = TracerProvider(resource=Resource.create(named))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer = self._provider.get_tracer(_SERVICE)
+        self._propagator = TraceContextTextMapPropagator()
+        self._api: Any = trace
+        self._about = {"rpc.system.name": "grpc", "rpc.method": _METHOD, "tbe.model": model, "tbe.version": version}
+
+    @classmethod
+    def of_environment(cls, model: str, version: str) -> Self | None:
+        """None: the environment asks for none. Errors as this class."""
+        wanted = os.environ.get("OTEL_TRACES_EXPORTER", "").split(",")
+        return cls(model, version) if "otlp" in map(str.strip, wanted) else None
+
+    def close(self) -> None:
+        """Send what has not been sent."""
+        self._provider.shutdown()
+
+    def begin(self, requests: Sequence[Tensors], since: float) -> list[Any]:
+        """Begin the spans of requests that are looked up together. Calls to hosts are below the first of them.
+
+        Args:
+            requests: as they came.
+            since: when Triton handed them over, by `perf_counter`.
+
+        Returns:
+            The span of each; None of one whose caller wants none.
+        """
+        begun = [None if each.trace is None else self._begin(each, len(requests), since) for each in requests]
+        parent = next((each.get_span_context() for each in begun if each is not None), None)
+        TRACE.set(None if parent is None else f"00-{parent.trace_id:032x}-{parent.span_id:016x}-01")
+        return begun
+
+    def _begin(self, request: Tensors, together: int, since: float) -> Any:
+        if not int(str(request.trace)[-2:], 16) & self._api.TraceFlags.SAMPLED:
+            return None
+        about: dict[str, Any] = {**self._about, "tbe.ids": request.values.size, "tbe.requests_together": together}
+        context = self._propagator.extract({"traceparent": request.trace})
+        return self._tracer.start_span(_METHOD, context, self._api.SpanKind.SERVER, about, start_time=_ns(since))
+
+    def end(
+        self,
+        begun: Sequence[Any],
+        since: float,
+        times: Sequence[float],
+        hosts: Iterable[HostTime],
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """End spans, with those of the stages and of the calls to hosts below them.
+
+        Args:
+            begun: as `begin` gave them.
+            since: as `begin`.
+            times: at the start of the first stage and at the end of each [len(STAGES) + 1], by `perf_counter`. Of
+                requests that were not looked up: when that was known [1].
+            hosts: the calls that were made meanwhile.
+            outcomes: of the requests.
+        """
+        if not any(begun):
+            return
+        kind = self._api.SpanKind
+        stages = zip((_QUEUE, *STAGES), pairwise([since, *times]), strict=False) if len(times) > 1 else ()
+        parts: list[_Part] = [(name, kind.INTERNAL, {}, *each) for name, each in stages]
+        parts += [(_METHOD, kind.CLIENT, {"tbe.host": each.host}, each.started, each.ended) for each in hosts]
+        for span, outcome in zip(begun, outcomes, strict=True):
+            if span is None:
+                continue
+            context = self._api.set_span_in_context(span)
+            for name, of_kind, about, start, end in parts:
+                self._tracer.start_span(name, context, of_kind, about, start_time=_ns(start)).end(_ns(end))
+            if isinstance(outcome, ServingError):
+                span.set_attribute("error.type", type(outcome).__name__)
+                span.set_attribute("rpc.response.status_code", outcome.code)
+                span.set_status(self._api.StatusCode.ERROR, shown(str(outcome)))
+            span.end()
+
+
+def _ns(at: float) -> int:
+    """A time of `perf_counter` in Unix time, in ns."""
+    return time.time_ns() - int(1e9 * (time.perf_counter() - at))

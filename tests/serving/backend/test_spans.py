@@ -1,0 +1,96 @@
+"""Spans: where the time of a request goes, in the trace of its caller, through routers and hosts."""
+
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+from export import ExportConfig, Sharding
+from serving.backend.metrics import STAGES
+from serving.client import LookupClient
+from serving.client.connection import Connection
+from serving.errors import InvalidRequest
+from tests.support.hosts import MODEL, export_hosts
+from tests.support.models import Spec, collection
+from tests.support.otlp import Seen, collecting
+from tests.support.servers import running
+
+SPECS = (Spec("item", 101, 8, "SUM", ("i",)), Spec("user", 99, 16, "MEAN", ("u",)))
+CONFIG = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"}))
+METHOD = "inference.GRPCInferenceService/ModelInfer"
+SERVER, CLIENT, INTERNAL = 2, 3, 1
+
+
+def servers(spans: list[Seen]) -> list[Seen]:
+    return [each for each in spans if each.span.kind == SERVER]
+
+
+def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export_hosts(tmp_path, collection(SPECS), CONFIG)
+    tracer = TracerProvider().get_tracer("a caller")
+    with collecting() as collector:
+        for name, value in (("TRACES_EXPORTER", "otlp"), ("EXPORTER_OTLP_ENDPOINT", collector.endpoint)):
+            monkeypatch.setenv(f"OTEL_{name}", value)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms between two sendings
+        with running(tmp_path / "r", "--local-hosts") as server, LookupClient(server.grpc, MODEL, 60) as client:
+            client.lookup({"i": [[1]], "u": [[2]]})  # of no trace
+            client.lookup({"i": [[1]], "u": [[2]]}, trace=f"00-{7:032x}-{7:016x}-00")  # its caller wants no span
+            with tracer.start_as_current_span("a page") as caller:
+                context = caller.get_span_context()
+                client.lookup({"i": [[0, 100], [50]], "u": [[98, 1], []]})
+                with pytest.raises(InvalidRequest):
+                    client.lookup({"i": [[1_000_000]], "u": [[2]]})
+            spans = collector.of(f"{context.trace_id:032x}", lambda found: len(servers(found)) == 4)
+            assert {each.span.trace_id.hex() for each in collector.all()} == {f"{context.trace_id:032x}"}
+    assert {each.service for each in spans} == {"tbe-serving"}
+    answered, refused = (
+        next(each for each in servers(spans) if each.attributes.get("error.type") == error and is_of_router(each))
+        for error in (None, "IdsOutside")
+    )
+    for each in (answered, refused):
+        assert each.span.name == METHOD
+        assert each.span.parent_span_id.hex() == f"{context.span_id:016x}"
+    assert refused.attributes["rpc.response.status_code"] == "INVALID_ARGUMENT"
+    assert (refused.span.status.code, answered.span.status.code) == (2, 0)
+    assert "[0, 101)" in refused.span.status.message
+    below = [each.span for each in spans if each.span.parent_span_id == answered.span.span_id]
+    assert [each.name for each in below if each.kind == INTERNAL] == ["queue", *STAGES]
+    assert {each.attributes[0].value.int_value for each in below if each.kind == CLIENT} == {0, 1}
+    of_hosts = [each for each in below if each.kind == SERVER]
+    assert len(of_hosts) == 2  # made by the hosts' own processes
+    for each in below:
+        assert answered.span.start_time_unix_nano <= each.start_time_unix_nano <= each.end_time_unix_nano
+        # Two processes read one clock at two times.
+        assert each.end_time_unix_nano <= answered.span.end_time_unix_nano + 10_000_000
+    stages = [each for each in below if each.kind == INTERNAL]
+    assert all(
+        abs(before.end_time_unix_nano - after.start_time_unix_nano) < 1_000_000 for before, after in pairwise(stages)
+    )
+
+
+def test_a_client_sends_the_context_of_the_current_span_unless_it_is_told_another() -> None:
+    connection = Connection(addresses=["127.0.0.1:1"])
+    assert connection.call_metadata(None) == []  # in no span
+    given = f"00-{7:032x}-{7:016x}-00"
+    with TracerProvider().get_tracer("a caller").start_as_current_span("a page") as span:
+        context = span.get_span_context()
+        current = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        assert connection.call_metadata(None) == [("traceparent", current)]
+        assert connection.call_metadata(given) == [("traceparent", given)]
+        own = Connection(addresses=["127.0.0.1:1"], metadata={"traceparent": given})
+        assert own.call_metadata(None) == [("traceparent", given)]
+
+
+def is_of_router(each: Seen) -> bool:
+    return bool(each.attributes["tbe.model"] == MODEL)
+
+
+def test_without_being_asked_for_nothing_of_opentelemetry_is_imported() -> None:
+    program = "import sys, serving.backend.answering, serving.client; print('opentelemetry' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert not trace.get_current_span().get_span_context().is_valid
