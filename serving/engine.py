@@ -11,9 +11,8 @@ from typing import Any
 import numpy.typing as npt
 
 from serving.arguments import check_argument
-from serving.bundle.locks import hold
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, open_bundle
+from serving.bundle.opening import Bundle, hold, open_bundle
 from serving.closing import Closing
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
 from serving.lookup.program import DenseProgram

@@ -20,6 +20,7 @@ from export.apart.jagged import Counts, rows_of_jagged
 from export.apart.operators import rows_behind
 from export.apart.samples import Call, Rows, fits, is_number, is_numbering, per_sample
 from export.capture.given import Given
+from export.capture.noted import Noted, decided_by_ids, noting, symbols_of
 from export.errors import first_line
 from export.trained.keyed import short_line_of
 from export.trained.running import quiet
@@ -67,7 +68,8 @@ def what_mixes_samples(
         with torch.no_grad(), quiet(), redirect_stderr(io.StringIO()), fx.traceback.preserve_node_meta():
             inputs = given.tensors(jagged)
             shapes = (_dims(given, jagged),)
-            found = torch.export.export(_Steps(module), tuple(inputs), dynamic_shapes=shapes, strict=False)
+            with noting(Noted()) as noted:
+                found = torch.export.export(_Steps(module), tuple(inputs), dynamic_shapes=shapes, strict=False)
             program = found.run_decompositions()
     except Exception as error:  # the model's code, and torch's, may raise anything
         return f"a step that torch.export cannot follow: {first_line(error)}"
@@ -78,6 +80,10 @@ def what_mixes_samples(
         if more := _operators(served, few) - _operators(found.module(), few):
             return f"{min(more)[0]}, which TorchScript alone runs: its code is another one there"
     names = program.graph_signature.user_inputs
+    given_nodes = [node for node in program.graph.nodes if node.name in names]
+    sizes = {symbol for node in given_nodes for symbol in symbols_of(node.meta["val"].shape)}
+    if decided_by_ids(given_nodes[0].meta["val"].shape[0].node, sizes, noted.compared):
+        return "a step that hangs on how many ids there are"
     keys = [None] * (len(names) - len(jagged)) + [_key_of(given, each) for each in jagged]
     lengths = {
         str(name): given.fixed.get(each.name, each.name)

@@ -10,7 +10,6 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -18,25 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torchrec import KeyedJaggedTensor
 
+from export.capture.noted import Noted, changed, noting
 from export.trained.keyed import is_users, line_of_stack
 from export.trained.running import evaluating, quiet
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """What torch.export decides while it follows a model, with the lines of the model's code.
-
-    Attributes:
-        compared: each comparison of sizes that it has to find out.
-        asked: each that the model's code does something by, and whether it holds for two samples and more.
-    """
-
-    compared: list[tuple[Any, str]] = field(default_factory=list)
-    asked: list[tuple[Any, bool, str]] = field(default_factory=list)
 
 
 @contextmanager
@@ -48,48 +35,35 @@ def followable(model: nn.Module, otherwise: Collection[int] = ()) -> Iterator[No
     noted = Noted()
     plain = torch.no_grad(), evaluating(model), quiet(), _plain_attention(), _plain_data(), _plain_kjts()
     with ExitStack() as stack:
-        for each in (*plain, _any_sizes(model), _long_lists(), _OfAnySize(), _noting(noted, otherwise)):
+        mode = _OfAnySize(noted.caught)
+        for each in (*plain, _any_sizes(model), _as_if_run(model), _long_lists(), mode, noting(noted, otherwise)):
             stack.enter_context(each)
         yield noted
 
 
 @contextmanager
-def _changed(kind: Any, **methods: Any) -> Iterator[None]:
-    """In the block, a class has other methods."""
-    before = {name: vars(kind)[name] for name in methods}
+def _as_if_run(model: nn.Module) -> Iterator[None]:
+    """In the block, the model's code is told that it is run, and not that torch.export follows it."""
+    asked = torch.compiler.is_compiling, torch.compiler.is_exporting, torch.compiler.is_dynamo_compiling
+
+    def told(ask: Callable[[], bool]) -> Callable[[], bool]:
+        return lambda: not is_users(Path(sys._getframe(1).f_code.co_filename)) and ask()
+
+    stands_for = {ask: told(ask) for ask in asked}
+    named = [
+        (vars(module), name, stands_for[value])
+        for module in (torch.compiler, *_modules_of(model))
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value in stands_for
+    ]
+    before = [(names, name, names[name]) for names, name, _ in named]
     try:
-        for name, method in methods.items():
-            setattr(kind, name, method)
+        for names, name, value in named:
+            names[name] = value
         yield
     finally:
-        for name, method in before.items():
-            setattr(kind, name, method)
-
-
-@contextmanager
-def _noting(found: Noted, otherwise: Collection[int]) -> Iterator[None]:
-    """In the block, note what torch.export finds out about sizes, and what the model's code asks of them."""
-    log_guard = ShapeEnv._log_guard
-
-    def noted(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
-        found.compared.append((guard, line_of_stack()))
-        log_guard(self, prefix, guard, *args, **kwargs)
-
-    def asking(is_true: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        def asked(value: Any) -> bool:
-            holds = bool(is_true(value))
-            question = value if isinstance(value, torch.SymBool) else value != 0
-            if isinstance(question, bool) or not is_users(Path(sys._getframe(1).f_code.co_filename)):
-                return holds
-            found.asked.append((question.node.expr, holds, line_of_stack()))
-            return holds != (len(found.asked) - 1 in otherwise)
-
-        return asked
-
-    kinds: tuple[Any, ...] = torch.SymBool, torch.SymInt, torch.SymFloat
-    one, two, three = (_changed(kind, __bool__=asking(kind.__bool__)) for kind in kinds)
-    with _changed(ShapeEnv, _log_guard=noted), one, two, three:
-        yield
+        for names, name, value in before:
+            names[name] = value
 
 
 @contextmanager
@@ -121,7 +95,7 @@ def _plain_attention() -> Iterator[None]:
 
 def _plain_kjts() -> AbstractContextManager[None]:
     """In the block, a KJT does not count its ids by key before somebody asks: torch.export does not know how many."""
-    return _changed(KeyedJaggedTensor, sync=lambda kjt: kjt)
+    return changed(KeyedJaggedTensor, sync=lambda kjt: kjt)
 
 
 def _long_lists() -> AbstractContextManager[None]:
@@ -133,7 +107,7 @@ def _long_lists() -> AbstractContextManager[None]:
             ListOfAnyLength([([*other], size)]) if type(other) is list else multiplied(size, other)
         )
 
-    return _changed(torch.SymInt, **{name: by(name) for name in ("__mul__", "__rmul__")})
+    return changed(torch.SymInt, **{name: by(name) for name in ("__mul__", "__rmul__")})
 
 
 @contextmanager
@@ -197,6 +171,8 @@ def _handed_on(module: ModuleType) -> frozenset[str]:
 
 
 _ASKING = ("isinstance", "issubclass")
+# Where errors are from that a model's code has because it is followed.
+_OF_EXPORT = ("torch._subclasses", "torch.fx", "torch._dynamo", "torch._export", "torch.export")
 
 
 def _len(value: Any) -> Any:
@@ -279,7 +255,15 @@ def _parts_of(other: Any) -> list[tuple[list[Any], Any]]:
 
 class _OfAnySize(TorchFunctionMode):
     """In the block, a tensor that is cut into a known number of equal parts is so by `narrow`. One that is made of a
-    list of any length is so by its size."""
+    list of any length is so by its size.
+
+    Args:
+        caught: gets the line of each step that torch.export cannot follow. The model's code may catch the error.
+    """
+
+    def __init__(self, caught: list[str]) -> None:
+        super().__init__()
+        self._caught = caught
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -288,7 +272,14 @@ class _OfAnySize(TorchFunctionMode):
             return args[0].tensor(**(kwargs or {}))
         read = _CUTS.get(func)
         found = read(*args, **(kwargs or {})) if read is not None and args and isinstance(args[0], Tensor) else None
-        return func(*args, **(kwargs or {})) if found is None else found
+        if found is not None:
+            return found
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            if type(error).__module__.startswith(_OF_EXPORT):
+                self._caught.append(line_of_stack())
+            raise
 
 
 def _split(

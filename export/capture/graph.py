@@ -6,7 +6,7 @@ graph says that they are ids of the example in another order, and that nothing e
 
 import io
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from export.capture.answering import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.bags import Bag, GivenKeys
 from export.capture.example import outputs_of
-from export.capture.following import Noted, followable
+from export.capture.following import followable
+from export.capture.noted import Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
 from export.capture.signature import Signature
 from export.capture.steps import attribute_of, inlined
 from export.errors import ModelError, first_line
-from export.trained.keyed import line_of_error, line_of_stack
+from export.trained.keyed import line_of, line_of_error, line_of_stack
 from export.trained.managed import is_sequence, takes_weights
 from serving.bundle.scores import JaggedInput, JaggedKind
 
@@ -119,55 +120,70 @@ def captured(
             except ModelError:
                 raise
             except Exception as error:  # the user's code may raise anything
-                lines = [*dict.fromkeys(line for _, line in noted.compared if line)]
-                raise ModelError(f"{type(model).__name__}: {_refusal(error, lines)}") from error
+                lines = dict.fromkeys(line for _, line in noted.compared if line)
+                raise ModelError(f"{type(model).__name__}: {_refusal(error, [*lines])}") from error
+            if noted.caught:
+                raise ModelError(
+                    f"{type(model).__name__}: a step cannot be followed{noted.caught[0]}, and its code goes on "
+                    "without: expected the same steps whether it is followed or not"
+                )
             return inlined(program.module(check_guards=False)), noted
 
+    def is_same(otherwise: Sequence[int]) -> bool:
+        try:
+            return _are_same(module, followed(otherwise)[0])
+        except ModelError as error:
+            return raised_by_model(error.__cause__)
+
     module, noted = followed()
-    _expect_any_number(model, module, whole.inputs, noted.compared)
+    _expect_any_number(model, module, whole.inputs, noted)
     found = Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made)
-    if of_one := _other_of_one(module, noted.asked):
-        with suppress(ModelError):
-            if _are_same(module, followed([*of_one])[0]):
-                return found  # it is no part of what is answered, such as a line of a log
+    samples = next(node for node in module.graph.nodes if node.op == "placeholder").meta["val"].shape[0].node
+    # Where the graph is the same, it is no part of what is answered, such as a line of a log.
+    if (of_one := _other_of_one(samples, noted.asked)) and not is_same([*of_one]):
         raise ModelError(
             f"{type(model).__name__}: what its forward does hangs on whether there is one sample"
             f"{next(iter(of_one.values()))}: expected the same steps for any number of samples: requests are merged"
         )
+    for number, line in asked_of_ids(samples, noted.asked).items():
+        if not is_same([number]):
+            raise _of_ids(model, line)
     return found
 
 
-def _expect_any_number(
-    model: nn.Module, module: fx.GraphModule, inputs: Sequence[Input], compared: Sequence[tuple[Any, str]]
-) -> None:
+def _of_ids(model: nn.Module, line: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: expected the same "
+        "steps for any number of ids: requests are merged, and have more"
+    )
+
+
+def _expect_any_number(model: nn.Module, module: fx.GraphModule, inputs: Sequence[Input], noted: Noted) -> None:
     """Refuse a forward that does something else for other numbers of ids: the graph has one of its ways alone.
 
     Args:
         model: for messages.
         module: the graph.
         inputs: what it takes.
-        compared: each comparison of sizes that torch.export decided, and its line.
+        noted: what torch.export decided.
     """
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node, each in zip(nodes, inputs, strict=True):
         size = node.meta["val"].shape[0]
         if isinstance(each, JaggedInput) and not isinstance(size, torch.SymInt):
-            lines = [*dict.fromkeys(line for _, line in compared if line)]
+            lines = " and".join(dict.fromkeys(line for _, line in noted.compared if line))
             raise ModelError(
                 f"{type(model).__name__}: its forward can be called with {size} ids of {each.name!r} alone"
-                f"{': see' + ' and'.join(lines) if lines else ''}: take sizes of tensors as they are (x.size(0), "
+                f"{lines and ': see' + lines}: take sizes of tensors as they are (x.size(0), "
                 "x.shape), not a number of the example, nor lists as long as a batch"
             )
-    size = nodes[0].meta["val"].shape[0].node
-    sizes = {symbol for node in nodes for each in node.meta["val"].shape for symbol in _symbols_of(each)}
-    for known, line in compared:
-        guard = size.shape_env.simplify(known)  # by what else it found out
-        decides = guard.free_symbols - size.expr.free_symbols
-        if decides and decides <= sizes and getattr(guard, "rel_op", "") != "==":
-            raise ModelError(
-                f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: {guard}: "
-                "expected the same steps for any number of ids: requests are merged, and have more"
-            )
+    samples = nodes[0].meta["val"].shape[0].node
+    sizes = {symbol for node in nodes for symbol in symbols_of(node.meta["val"].shape)}
+    if decided := decided_by_ids(samples, sizes, noted.compared):
+        raise _of_ids(model, f"{decided[1]}: {decided[0]}")
+    for node in module.graph.nodes:
+        if str(node.target).startswith("aten.squeeze.") and _squeezes_ids(node, samples.expr.free_symbols):
+            raise _of_ids(model, f"{line_of(node)}: of one id, squeeze() leaves out its dimension")
 
 
 def _are_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
@@ -179,25 +195,26 @@ def _are_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
     return all(a is b or (isinstance(a, Tensor) and torch.equal(a, b)) for a, b in pairs)
 
 
-def _other_of_one(module: fx.GraphModule, asked: Sequence[tuple[Any, bool, str]]) -> dict[int, str]:
+def _squeezes_ids(node: fx.Node, samples: set[Any]) -> bool:
+    """Whether a step leaves out a dimension where there is one id. `samples`: the symbols of their number."""
+    value: Any = node.all_input_nodes[0].meta["val"]
+    dims = node.args[1] if len(node.args) > 1 else range(value.dim())
+    chosen = dims if isinstance(dims, Sequence) else [dims]
+    return bool(symbols_of([value.shape[each] for each in chosen]) - samples)
+
+
+def _other_of_one(samples: Any, asked: Sequence[tuple[Any, bool, str]]) -> dict[int, str]:
     """The comparisons of sizes that come out otherwise for one sample, with their lines. The graph is of more.
 
     Args:
-        module: the graph.
+        samples: the node of the number of samples.
         asked: the comparisons that the model's code does something by.
     """
-    embeddings = next(node for node in module.graph.nodes if node.op == "placeholder")
-    samples = embeddings.meta["val"].shape[0].node
-    found = {}
+    found: dict[int, str] = {}
     for number, (comparison, holds, line) in enumerate(asked):
         of_one = samples.shape_env.replace(comparison).xreplace({samples.expr: 1})
         if "`assert " not in line and of_one in (True, False) and bool(of_one) != holds:
             found[number] = line
-    return found
-
-
-def _symbols_of(size: Any) -> set[Any]:
-    found: set[Any] = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
     return found
 
 
@@ -297,8 +314,5 @@ def _dims(whole: _Whole, counts: Mapping[str, int]) -> tuple[dict[int, Any], ...
             dims.append({0: samples})
             continue
         count = counts.get(key_of[each.name] if each.kind is JaggedKind.ROWS else each.name)
-        if count is not None:
-            dims.append({0: count * samples})
-        else:
-            dims.append({0: torch.export.Dim.AUTO})
+        dims.append({0: torch.export.Dim.AUTO if count is None else count * samples})
     return tuple(dims)

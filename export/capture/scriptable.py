@@ -290,13 +290,15 @@ _RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
     "aten._local_scalar_dense.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
     "aten.squeeze.default": _squeeze,
     **dict.fromkeys(
-        ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default", "aten.to.other"),
+        ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.other"),
         _to_dtype,
     ),
     **dict.fromkeys(
         ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"),
         lambda _, __, args: args[0],
     ),
+    # With `copy=True` torch.export says this, and what is written to it later is not written to what it was made of.
+    "aten._to_copy.default": lambda to, node, args: to._method("clone", _to_dtype(to, node, args)),
     "aten.lift_fresh_copy.default": lambda to, _, args: to._method("clone", args[0]),
 }
 

@@ -13,9 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
 from serving.bundle.delta import MOST_DELTAS, delta_path, deltas_folder, lineage_of, listed
-from serving.bundle.locks import in_use
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, check_published, newest, open_bundle, versions
+from serving.bundle.opening import Bundle, check_published, in_use, newest, open_bundle, versions
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign

@@ -26,7 +26,7 @@ from export.trained.running import evaluating, quiet
 from serving.bundle.scores import JaggedInput, wrong_names
 
 WAY_OUT = (
-    "give an example of a call (example=…, --example) if you gave none, or dense=…, a module of your own that takes "
+    "give an example of a call (example=…, --example) if there is none, or dense=…, a module of your own that takes "
     "pooled embeddings, or export without --scores"
 )
 

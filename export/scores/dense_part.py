@@ -213,7 +213,8 @@ def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], cut_out: Mapping[s
             raise ParityError(
                 f"{type(entry).__name__}: output {name!r}: what follows the collections answers otherwise than the "
                 f"model, by {largest(cut_out[name], numbers):.3g}: something that a graph of its forward does not "
-                f"have changes it, such as a hook, autocast, random numbers, or += on a part of a tensor: {WAY_OUT}"
+                f"have changes it, such as a hook, autocast, random numbers, += on a part of a tensor, or the fast "
+                f"path of nn.TransformerEncoder at padding (enable_nested_tensor=False): {WAY_OUT}"
             )
 
 
@@ -228,7 +229,8 @@ def _check_other(
         if largest(own, numbers) > allowed(numbers, DenseDtype.FP32):
             raise ParityError(
                 f"{type(entry).__name__}: output {name!r}: its forward does something else for a request {what}, by "
-                f"{largest(own, numbers):.3g}: expected the same steps for any number of samples and ids: {WAY_OUT}"
+                f"{largest(own, numbers):.3g}: expected the same steps for any number of samples and ids, also at "
+                f"padding (nn.TransformerEncoder: enable_nested_tensor=False): {WAY_OUT}"
             )
 
 

@@ -1,6 +1,6 @@
 """What scores are made of: a request for them, with what a dense part is given beside it; and where answers are."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -145,24 +145,53 @@ def other_requests(given: Given, collections: Collections) -> Iterator[tuple[str
     other = replace(given, bags=bags)
     yield "with other ids", other
     for each in (given, other):
-        one = each.at(torch.tensor([0]))
+        one, few = each.at(torch.tensor([0])), each.at(torch.arange(3))
         yield "of one sample", one
-        yield "of one sample without ids", _with_lengths(one, 0)
-        yield "with one id for each sample", _with_lengths(each.at(torch.arange(3)), 1)
-        yield "without ids", _with_lengths(each.at(torch.arange(3)), 0)
+        yield "of one sample without ids", _with_lengths(one, lambda _: [0])
+        yield "with one id for each sample", _with_lengths(few, lambda _: [1, 1, 1])
+        yield "without ids", _with_lengths(few, lambda _: [0, 0, 0])
+        yield (
+            "with one id of the first key in all, and more of the others",
+            _with_lengths(few, lambda key: [0, key + 1, 0]),
+        )
+    if not all(each.is_floating_point() for each in given.dense):
+        yield "with other integers and booleans", replace(given, dense=tuple(map(_shuffled, given.dense)))
+        for padding in (0, 1):
+            what = f"whose integers and booleans end with {'ones' if padding else 'zeros'}, as padding does"
+            yield what, replace(given, dense=tuple(_padded(each, padding) for each in given.dense))
 
 
-def _with_lengths(given: Given, count: int) -> Given:
-    """The samples with so many ids of each key, where their number is not fixed."""
+def _shuffled(numbers: Tensor) -> Tensor:
+    """Integers and booleans in another order."""
+    if numbers.is_floating_point():
+        return numbers
+    order = torch.randperm(numbers.numel(), generator=torch.Generator().manual_seed(4))
+    return numbers.flatten()[order].view(numbers.shape)
+
+
+def _padded(numbers: Tensor, padding: int) -> Tensor:
+    """Integers and booleans [B, n, …], of which those of each sample are others from some place on, but the first."""
+    if numbers.is_floating_point() or numbers.dim() < 2 or (padding and numbers.dtype is not torch.bool):
+        return numbers
+    samples, count = numbers.shape[:2]
+    kept = torch.arange(count) <= (torch.arange(samples) % count).view(-1, 1)
+    kept = kept.view(samples, count, *[1] * (numbers.dim() - 2))
+    given = torch.full_like(numbers, not padding) if numbers.dtype is torch.bool else numbers
+    return torch.where(kept, given, torch.full_like(numbers, padding))
+
+
+def _with_lengths(given: Given, lengths_of: Callable[[int], list[int]]) -> Given:
+    """The samples with so many ids of each key, by its number among those whose number of ids is not fixed."""
     bags = dict(given.bags)
-    for key, bag in given.bags.items():
-        if key not in given.fixed:
-            total = count * given.samples
-            ids = torch.zeros(total, dtype=bag.ids.dtype) if not len(bag.ids) else bag.ids[:1].repeat(total)
-            weights = None if bag.weights is None else torch.ones(total, dtype=bag.weights.dtype)
-            bags[key] = Bag(ids, torch.full_like(bag.lengths, count), weights)
+    totals = {}
+    for number, key in enumerate(key for key in given.bags if key not in given.fixed):
+        bag, lengths = given.bags[key], lengths_of(number)
+        totals[key] = total = sum(lengths)
+        ids = torch.zeros(total, dtype=bag.ids.dtype) if not len(bag.ids) else bag.ids[:1].repeat(total)
+        weights = None if bag.weights is None else torch.ones(total, dtype=bag.weights.dtype)
+        bags[key] = Bag(ids, torch.tensor(lengths, dtype=bag.lengths.dtype), weights)
     rows = {
-        name: each if given.keys[name] in given.fixed else torch.ones(count * given.samples, each.shape[1])
+        name: torch.ones(totals[given.keys[name]], each.shape[1]) if given.keys[name] in totals else each
         for name, each in given.rows.items()
     }
     return replace(given, bags=bags, rows=rows)

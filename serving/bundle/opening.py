@@ -1,5 +1,9 @@
-"""Open a bundle: read its manifest, compare its files with their digests, and say where the bytes of a rank lie."""
+"""Open a bundle: read its manifest, compare its files with their digests, say where the bytes of a rank lie.
 
+A bundle that a process holds is not removed.
+"""
+
+import fcntl
 import hashlib
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -240,3 +244,39 @@ def weights_changed_since(bundle: Bundle, moment: float) -> bool:
         moment: Unix time in seconds. It is compared with the ctime of the files.
     """
     return any((bundle.path / name).stat().st_ctime >= moment for name in bundle.manifest.mapped_files)
+
+
+def hold(path: Path) -> int:
+    """Hold a shared lock on the bundle at `path`, which marks it as in use.
+
+    Returns:
+        A file descriptor. The bundle is in use until the descriptor is closed, or the process ends.
+
+    Raises:
+        BundleError: there is no bundle at `path`.
+    """
+    try:
+        with open_file(path / MANIFEST) as file:
+            descriptor = os.dup(file.fileno())
+    except OSError as error:
+        raise BundleError(f"{path / MANIFEST}: cannot be read: {error.strerror}: is {path} a bundle?") from error
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+@contextmanager
+def in_use(path: Path) -> Iterator[bool]:
+    """Whether a process holds the bundle at `path`. If none does, none can begin to hold it inside the block."""
+    try:
+        file = open_file(path / MANIFEST)
+    except OSError as error:
+        # A bundle that does not exist is not in use. One that this process may not read can be.
+        yield isinstance(error, PermissionError)
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield True
+        else:
+            yield False

@@ -1,0 +1,130 @@
+"""What torch.export decides while it follows a model: the graph has one of the ways of a forward alone.
+
+Nobody may tell from an answer which way it was. So each decision is noted, with the line of the model's code.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from export.trained.keyed import is_users, line_of_stack
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What torch.export decides while it follows a model, with the lines of the model's code.
+
+    Attributes:
+        compared: each comparison of sizes that it has to find out.
+        asked: each that the model's code does something by, and whether it holds for two samples and more.
+        caught: what torch.export could not follow, though the model's code went on, by a `try`.
+    """
+
+    compared: list[tuple[Any, str]] = field(default_factory=list)
+    asked: list[tuple[Any, bool, str]] = field(default_factory=list)
+    caught: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def changed(kind: Any, **methods: Any) -> Iterator[None]:
+    """In the block, a class has other methods."""
+    before = {name: vars(kind)[name] for name in methods}
+    try:
+        for name, method in methods.items():
+            setattr(kind, name, method)
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(kind, name, method)
+
+
+@contextmanager
+def noting(found: Noted, otherwise: Collection[int] = ()) -> Iterator[Noted]:
+    """In the block, note what torch.export finds out about sizes, and what the model's code asks of them.
+
+    Of what it asks, the comparisons with the numbers `otherwise` come out the other way.
+    """
+    log_guard = ShapeEnv._log_guard
+
+    def noted(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
+        found.compared.append((guard, line_of_stack()))
+        log_guard(self, prefix, guard, *args, **kwargs)
+
+    def asking(is_true: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def asked(value: Any) -> bool:
+            question = value if isinstance(value, torch.SymBool) else value != 0
+            asks = not isinstance(question, bool) and is_users(Path(sys._getframe(1).f_code.co_filename))
+            comparison = question.node.expr if asks else None  # before it counts as known
+            holds = bool(is_true(value))
+            if not asks:
+                return holds
+            found.asked.append((comparison, holds, line_of_stack()))
+            return holds != (len(found.asked) - 1 in otherwise)
+
+        return asked
+
+    kinds: tuple[Any, ...] = torch.SymBool, torch.SymInt, torch.SymFloat
+    one, two, three = (changed(kind, __bool__=asking(kind.__bool__)) for kind in kinds)
+    with changed(ShapeEnv, _log_guard=noted), one, two, three:
+        yield found
+
+
+def symbols_of(shape: Sequence[Any]) -> set[Any]:
+    """The symbols of the sizes of a shape."""
+    sizes = (each.node.expr for each in shape if isinstance(each, torch.SymInt))
+    return {symbol for size in sizes for symbol in size.free_symbols}
+
+
+def decided_by_ids(
+    samples: Any, sizes: Collection[Any], compared: Sequence[tuple[Any, str]]
+) -> tuple[Any, str] | None:
+    """A comparison that holds for some numbers of ids alone, and its line. None: there is none.
+
+    Two sizes that have to be the same are none: the model itself fails where they are not.
+
+    Args:
+        samples: the node of the number of samples.
+        sizes: the symbols of the sizes of what is given.
+        compared: each comparison that torch.export decided, and its line.
+    """
+    for known, line in compared:
+        guard = samples.shape_env.simplify(known)  # by what else it found out
+        decides = guard.free_symbols - samples.expr.free_symbols
+        if decides and decides <= {*sizes} and getattr(guard, "rel_op", "") != "==":
+            return guard, line
+    return None
+
+
+def asked_of_ids(samples: Any, asked: Sequence[tuple[Any, bool, str]]) -> dict[int, str]:
+    """The comparisons that the model's code asks for, and that hold for some numbers of ids alone; with their lines.
+
+    Whether there is no id at all does not count: that is one case, which is tried.
+
+    Args:
+        samples: the node of the number of samples.
+        asked: the comparisons that the model's code does something by.
+    """
+    found = {}
+    for number, (comparison, holds, line) in enumerate(asked):
+        symbols = comparison.free_symbols
+        if symbols <= samples.expr.free_symbols or "`assert " in line:
+            continue
+        any_number = {each: sympy.Symbol(f"{each}_", integer=True, nonnegative=True) + 1 for each in symbols}
+        always = comparison.xreplace(any_number)
+        if always not in (True, False) or bool(always) != holds:
+            found[number] = line
+    return found
+
+
+def raised_by_model(error: BaseException | None) -> bool:
+    """Whether a line of the model's own code raised an error: it cannot be called so."""
+    frames = [] if error is None else traceback.extract_tb(error.__traceback__)
+    return bool(frames) and is_users(Path(frames[-1].filename)) and (frames[-1].line or "").startswith("raise")

@@ -1,0 +1,197 @@
+"""What torch.export decides as it is for the example, and what is otherwise for other requests: nothing is served wrong.
+
+Each forward here was served with wrong numbers once, but for those that are right.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+
+from export import export_model
+from export.errors import ModelError, ParityError
+from serving.engine import Engine
+from serving.request.encoding import encode
+from tests.support.models import Spec, collection
+from tests.support.scored import EXACT
+from tests.support.together import answers_of
+
+DIM, LONGEST = 8, 6
+SAME = [[1, 2, 3], [4], [], [5, 6], [7], [8]]
+EVERY_THIRD = [[1, 2, 3], [4, 5, 6], [], [5, 6, 7], [7, 8, 9], [8, 9, 1]]
+LONG = [[1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9], [5, 1, 2, 3, 4], [5, 6, 7, 8, 9, 1], [7, 1, 2, 3, 4], [8, 1, 2, 3, 4]]
+
+
+def keyed(**bags: list[list[int]]) -> KeyedJaggedTensor:
+    values = torch.tensor([each for bag in bags.values() for sample in bag for each in sample], dtype=torch.int64)
+    lengths = torch.tensor([len(sample) for bag in bags.values() for sample in bag], dtype=torch.int32)
+    return KeyedJaggedTensor(list(bags), values, lengths=lengths)
+
+
+class Rows(nn.Module):
+    def __init__(self, keys: tuple[str, ...] = ("s",)) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingConfig(name=f"t_{key}", num_embeddings=40, embedding_dim=DIM, feature_names=[key])
+            for key in keys
+        ]
+        self.rows = EmbeddingCollection(tables=tables)
+
+    def padded(self, ids: KeyedJaggedTensor, key: str = "s") -> tuple[Tensor, Tensor]:
+        rows = self.rows(ids)[key]
+        return rows.values(), rows.to_padded_dense(LONGEST).sum((1, 2))
+
+
+class OneId(Rows):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        values, sums = self.padded(ids)
+        return sums * 2 if values.size(0) == 1 else sums
+
+
+class Multiple(Rows):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        values, sums = self.padded(ids)
+        return sums * 2 if values.size(0) % 3 == 0 else sums
+
+
+class Squeezed(Rows):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        values, sums = self.padded(ids)
+        return sums + (1.0 if values.squeeze().dim() == 1 else 0.0)
+
+
+class SameTotal(Rows):
+    def __init__(self) -> None:
+        super().__init__(("s", "u"))
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        (seen, one), (used, other) = self.padded(ids), self.padded(ids, "u")
+        return (one + other) * 2 if seen.size(0) == used.size(0) else one + other
+
+
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = collection((Spec("a", 40, DIM, "SUM", ("a",)),))
+
+    def total(self, ids: KeyedJaggedTensor) -> Tensor:
+        total: Tensor = self.bags(ids).values().sum(1)
+        return total
+
+
+class Swallows(Scored):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        try:
+            special = bool((kind == 7).any())
+        except Exception:
+            special = False
+        return self.total(ids) * (3 if special else 1) + kind
+
+
+class Guarded(Scored):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and bool((kind == 7).any()):
+            return self.total(ids) * 3 + kind
+        return self.total(ids) + kind
+
+
+class Encoded(Scored):
+    """Answers at padding, too, where the fast path of torch gives zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(DIM, 2, 16, batch_first=True)
+        self.embedding, self.encoder = nn.Embedding(20, DIM), nn.TransformerEncoder(layer, 1)
+
+    def states(self, tokens: Tensor, missing: Tensor) -> Tensor:
+        states: Tensor = self.encoder(self.embedding(tokens), src_key_padding_mask=missing)
+        return states[..., 0].sum(1)
+
+
+class PaddedByZeros(Encoded):
+    def forward(self, ids: KeyedJaggedTensor, tokens: Tensor) -> Tensor:
+        return self.total(ids) + self.states(tokens, tokens == 0)
+
+
+class PaddedByMask(Encoded):
+    def forward(self, ids: KeyedJaggedTensor, tokens: Tensor, missing: Tensor) -> Tensor:
+        return self.total(ids) + self.states(tokens, missing)
+
+
+A, TOKENS = {"a": [[1]] * 6}, torch.arange(1, 19).view(6, 3)
+OF_IDS, AT_PADDING = "hangs on how many ids there are at .*test_decisions.py, line", "as padding does"
+WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
+    (OneId, (keyed(s=SAME),), OF_IDS),
+    (Multiple, (keyed(s=EVERY_THIRD),), OF_IDS),
+    (Squeezed, (keyed(s=SAME),), OF_IDS),
+    (SameTotal, (keyed(s=SAME, u=SAME),), OF_IDS),
+    (Swallows, (keyed(**A), torch.arange(6)), "cannot be followed at .*test_decisions.py, line .*: `special = "),
+    (Guarded, (keyed(**A), torch.arange(6)), "hangs on numbers of the request at .*test_decisions.py, line"),
+    (PaddedByZeros, (keyed(**A), TOKENS), AT_PADDING),
+    (PaddedByMask, (keyed(**A), TOKENS, torch.zeros(6, 3, dtype=torch.bool)), AT_PADDING),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("kind", "example", "why"), [pytest.param(*each, id=each[0].__name__) for each in WRONG])
+def test_what_is_otherwise_for_other_requests_is_refused(
+    kind: type[Any], example: tuple[Any, ...], why: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises((ModelError, ParityError), match=why):
+        export_model(kind().eval(), tmp_path / "r", "m", EXACT, example=example)
+    assert not (tmp_path / "r" / "m").exists()
+
+
+def test_a_number_of_ids_with_a_limit_keeps_requests_apart(tmp_path: Path) -> None:
+    """Whatever the example's samples have: it was read of more ids than the limit alone."""
+    torch.manual_seed(0)
+    model = Capped().eval()
+    bundle = export_model(model, tmp_path / "r", "m", EXACT, example=(keyed(s=LONG),))
+    asked = [[[3]], [[4, 5]], [[1, 2, 3, 4, 5, 6]]]
+    with Engine.open(bundle) as engine:
+        part = engine.bundle.manifest.dense_part
+        assert part is not None
+        assert part.mixed_by == "a step that hangs on how many ids there are"
+    requests = [replace(encode({"s": bags}, []), outputs=["scores"]) for bags in asked]
+    for bags, found in zip(asked, answers_of(bundle, requests), strict=True):
+        with torch.no_grad():
+            expected = model(keyed(s=bags))
+        np.testing.assert_allclose(found["scores"], expected.numpy(), atol=1e-6)
+
+
+class Capped(Rows):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        values, sums = self.padded(ids)
+        return sums / min(values.size(0), 5)
+
+
+class Asking(Rows):
+    """Asks in ways that change no answer: of ids that have to be there, for its log, and to refuse what cannot be."""
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        values, sums = self.padded(ids)
+        if values.size(0) == 0:
+            return torch.zeros_like(sums)
+        if values.size(0) == 1:
+            self.log = "one"
+        if values.size(1) * values.size(0) != values.numel():
+            raise ValueError("it cannot be")
+        return sums.to(torch.float32, copy=True).add_(1) - 1 + 0 * sums
+
+
+def test_questions_that_change_no_answer_are_no_hindrance(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Asking().eval()
+    bundle = export_model(model, tmp_path / "r", "m", EXACT, example=(keyed(s=SAME),))
+    with Engine.open(bundle) as engine:
+        requests: list[list[list[int]]] = [[[3]], [[], []], SAME, [[1, 2], []]]
+        for bags in requests:
+            with torch.no_grad():
+                expected = model(keyed(s=bags))
+            np.testing.assert_allclose(engine.score({"s": bags})["scores"], expected.numpy(), atol=1e-6)
