@@ -8,6 +8,7 @@ import ast
 import builtins
 import inspect
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
@@ -27,43 +28,48 @@ from export.trained.running import evaluating, quiet
 
 
 @contextmanager
-def followable(model: nn.Module, otherwise: Collection[int] = ()) -> Iterator[Noted]:
+def followable(model: nn.Module, otherwise: Collection[int] = (), later_s: int = 0) -> Iterator[Noted]:
     """In the block, torch.export can follow what it could not, and what is decided meanwhile is noted.
 
-    Of what the model asks, the comparisons with the numbers `otherwise` come out the other way.
+    Of what the model asks, the comparisons with the numbers `otherwise` come out the other way. Its clock is so many
+    seconds ahead.
     """
     noted = Noted()
-    plain = torch.no_grad(), evaluating(model), quiet(), _plain_attention(), _plain_data(), _plain_kjts()
+    plain: tuple[Any, ...] = torch.no_grad(), evaluating(model), quiet()
+    plain = *plain, _plain_attention(), _plain_data(), _plain_kjts()
     with ExitStack() as stack:
-        mode = _OfAnySize(noted.caught)
-        for each in (*plain, _any_sizes(model), _as_if_run(model), _long_lists(), mode, noting(noted, otherwise)):
+        plain = *plain, _any_sizes(model), _as_if_run(model, noted, later_s), _long_lists()
+        for each in (*plain, _OfAnySize(noted.caught), noting(noted, otherwise)):
             stack.enter_context(each)
         yield noted
 
 
 @contextmanager
-def _as_if_run(model: nn.Module) -> Iterator[None]:
-    """In the block, the model's code is told that it is run, and not that torch.export follows it."""
+def _as_if_run(model: nn.Module, noted: Noted, later_s: int) -> Iterator[None]:
+    """In the block, the model's code is told that it is run, not that torch.export follows it, and a later time."""
+    modules = _modules_of(model)
+    own = {module.__file__ for module in modules}
     asked = torch.compiler.is_compiling, torch.compiler.is_exporting, torch.compiler.is_dynamo_compiling
 
     def told(ask: Callable[[], bool]) -> Callable[[], bool]:
-        return lambda: not is_users(Path(sys._getframe(1).f_code.co_filename)) and ask()
+        return lambda: sys._getframe(1).f_code.co_filename not in own and ask()
 
-    stands_for = {ask: told(ask) for ask in asked}
-    named = [
-        (vars(module), name, stands_for[value])
-        for module in (torch.compiler, *_modules_of(model))
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value in stands_for
-    ]
-    before = [(names, name, names[name]) for names, name, _ in named]
-    try:
-        for names, name, value in named:
-            names[name] = value
+    def ahead(clock: Callable[[], Any], by: Any) -> Callable[[], Any]:
+        def read() -> Any:
+            is_own = sys._getframe(1).f_code.co_filename in own
+            noted.clock.extend([line_of_stack()] if is_own else ())
+            return clock() + by if is_own else clock()
+
+        return read
+
+    stands_for: dict[Any, Any] = {ask: told(ask) for ask in asked}
+    stands_for |= {time.time: ahead(time.time, later_s), time.time_ns: ahead(time.time_ns, later_s * 10**9)}
+    with ExitStack() as stack:
+        for module in (torch.compiler, time, *modules):
+            named = [(name, value) for name, value in vars(module).items() if inspect.isroutine(value)]
+            other = {name: stands_for[value] for name, value in named if value in stands_for}
+            stack.enter_context(changed(module, **other))
         yield
-    finally:
-        for names, name, value in before:
-            names[name] = value
 
 
 @contextmanager

@@ -112,49 +112,50 @@ def captured(
     whole = _Whole(model, collections, signature, list(inputs))
     dims = _dims(whole, {**counts, **signature.fixed})
 
-    def followed(otherwise: Sequence[int] = ()) -> tuple[fx.GraphModule, Noted]:
-        with followable(model, otherwise) as noted, redirect_stderr(io.StringIO()):
+    def followed(otherwise: Sequence[int] = (), later_s: int = 0) -> tuple[fx.GraphModule, Noted]:
+        with followable(model, otherwise, later_s) as noted, redirect_stderr(io.StringIO()):
             try:
                 arguments = tuple(inputs.values())
                 program = torch.export.export(whole, arguments, dynamic_shapes=(dims,), strict=False)
-            except ModelError:
-                raise
             except Exception as error:  # the user's code may raise anything
+                if isinstance(error, ModelError):
+                    raise
                 lines = dict.fromkeys(line for _, line in noted.compared if line)
                 raise ModelError(f"{type(model).__name__}: {_refusal(error, [*lines])}") from error
             if noted.caught:
-                raise ModelError(
-                    f"{type(model).__name__}: a step cannot be followed{noted.caught[0]}, and its code goes on "
-                    "without: expected the same steps whether it is followed or not"
-                )
+                said = f"a step cannot be followed{noted.caught[0]}, and its code goes on without"
+                raise ModelError(f"{type(model).__name__}: {said}: expected the same steps, followed or not")
             return inlined(program.module(check_guards=False)), noted
 
-    def is_same(otherwise: Sequence[int]) -> bool:
+    def expect_same(what: str, expected: str, otherwise: Sequence[int], later_s: int = 0) -> None:
         try:
-            return _are_same(module, followed(otherwise)[0])
+            is_same = _are_same(module, followed(otherwise, later_s)[0])
         except ModelError as error:
-            return raised_by_model(error.__cause__)
+            is_same = raised_by_model(error.__cause__)
+        if not is_same:  # else it is no part of what is answered, such as a line of a log
+            raise ModelError(f"{type(model).__name__}: what its forward does hangs on {what}: expected {expected}")
 
     module, noted = followed()
     _expect_any_number(model, module, whole.inputs, noted)
     found = Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made)
     samples = next(node for node in module.graph.nodes if node.op == "placeholder").meta["val"].shape[0].node
-    # Where the graph is the same, it is no part of what is answered, such as a line of a log.
-    if (of_one := _other_of_one(samples, noted.asked)) and not is_same([*of_one]):
-        raise ModelError(
-            f"{type(model).__name__}: what its forward does hangs on whether there is one sample"
-            f"{next(iter(of_one.values()))}: expected the same steps for any number of samples: requests are merged"
-        )
+    if of_one := _other_of_one(samples, noted.asked):
+        one = f"whether there is one sample{next(iter(of_one.values()))}"
+        expect_same(one, "the same steps for any number of samples: requests are merged", [*of_one])
     for number, line in asked_of_ids(samples, noted.asked).items():
-        if not is_same([number]):
-            raise _of_ids(model, line)
+        expect_same(f"how many ids there are{line}", _ANY_IDS, [number])
+    if noted.clock:
+        expect_same(f"the time{noted.clock[0]}", "it as a dense input: a graph has that of the export", (), _LATER_S)
     return found
+
+
+_ANY_IDS = "the same steps for any number of ids: requests are merged, and have more"
+_LATER_S = 1_000_000
 
 
 def _of_ids(model: nn.Module, line: str) -> ModelError:
     return ModelError(
-        f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: expected the same "
-        "steps for any number of ids: requests are merged, and have more"
+        f"{type(model).__name__}: what its forward does hangs on how many ids there are{line}: expected {_ANY_IDS}"
     )
 
 

@@ -26,11 +26,13 @@ class Noted:
         compared: each comparison of sizes that it has to find out.
         asked: each that the model's code does something by, and whether it holds for two samples and more.
         caught: what torch.export could not follow, though the model's code went on, by a `try`.
+        clock: where the model's code read the time.
     """
 
     compared: list[tuple[Any, str]] = field(default_factory=list)
     asked: list[tuple[Any, bool, str]] = field(default_factory=list)
     caught: list[str] = field(default_factory=list)
+    clock: list[str] = field(default_factory=list)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Each forward here was served with wrong numbers once, but for those that are right.
 """
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,11 @@ class Guarded(Scored):
         return self.total(ids) + kind
 
 
+class Clock(Scored):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        return self.total(ids) + time.time() / 1e6 - kind
+
+
 class Encoded(Scored):
     """Answers at padding, too, where the fast path of torch gives zeros."""
 
@@ -132,6 +138,11 @@ WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
     (SameTotal, (keyed(s=SAME, u=SAME),), OF_IDS),
     (Swallows, (keyed(**A), torch.arange(6)), "cannot be followed at .*test_decisions.py, line .*: `special = "),
     (Guarded, (keyed(**A), torch.arange(6)), "hangs on numbers of the request at .*test_decisions.py, line"),
+    (
+        Clock,
+        (keyed(**A), torch.arange(6)),
+        "hangs on the time at .*test_decisions.py, line .*: expected it as a dense ",
+    ),
     (PaddedByZeros, (keyed(**A), TOKENS), AT_PADDING),
     (PaddedByMask, (keyed(**A), TOKENS, torch.zeros(6, 3, dtype=torch.bool)), AT_PADDING),
 ]
@@ -178,6 +189,7 @@ class Asking(Rows):
         values, sums = self.padded(ids)
         if values.size(0) == 0:
             return torch.zeros_like(sums)
+        self.asked_at = time.time()
         if values.size(0) == 1:
             self.log = "one"
         if values.size(1) * values.size(0) != values.numel():
