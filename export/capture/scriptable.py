@@ -280,7 +280,15 @@ def _squeeze(to: _Converter, node: fx.Node, args: Any) -> Any:
 
 
 def _to_dtype(to: _Converter, node: fx.Node, args: Any) -> Any:
-    return to._operator(torch.ops.aten.to, args[0], node.meta["val"].dtype)
+    made = to._operator(torch.ops.aten.to, args[0], node.meta["val"].dtype)
+    # A copy that is asked for stays one: what is written to it later is not written to what it was made of.
+    return to._method("clone", made) if _is_copy(node) else made
+
+
+def _is_copy(node: fx.Node) -> bool:
+    names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return str(node.target) == "aten._to_copy.default" or bool(given.get("copy"))
 
 
 _RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
@@ -290,15 +298,13 @@ _RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
     "aten._local_scalar_dense.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
     "aten.squeeze.default": _squeeze,
     **dict.fromkeys(
-        ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.other"),
+        ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default", "aten.to.other"),
         _to_dtype,
     ),
     **dict.fromkeys(
         ("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default"),
         lambda _, __, args: args[0],
     ),
-    # With `copy=True` torch.export says this, and what is written to it later is not written to what it was made of.
-    "aten._to_copy.default": lambda to, node, args: to._method("clone", _to_dtype(to, node, args)),
     "aten.lift_fresh_copy.default": lambda to, _, args: to._method("clone", args[0]),
 }
 

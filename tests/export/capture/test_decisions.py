@@ -194,7 +194,7 @@ class Asking(Rows):
             self.log = "one"
         if values.size(1) * values.size(0) != values.numel():
             raise ValueError("it cannot be")
-        return sums.to(torch.float32, copy=True).add_(1) - 1 + 0 * sums
+        return sums + 0 * sums.to(torch.float32, copy=True).add_(1)
 
 
 def test_questions_that_change_no_answer_are_no_hindrance(tmp_path: Path) -> None:
