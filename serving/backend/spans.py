@@ -79,7 +79,7 @@ class Spans:
             since: when Triton handed them over, by `perf_counter`.
 
         Returns:
-            The span of each; None of one whose caller wants none.
+            The span of each; None of one that has none.
         """
         begun = [None if each.trace is None else self._begin(each, len(requests), since) for each in requests]
         parent = next((each.get_span_context() for each in begun if each is not None), None)
@@ -91,7 +91,9 @@ class Spans:
             return None
         about: dict[str, Any] = {**self._about, "tbe.ids": request.values.size, "tbe.requests_together": together}
         context = self._propagator.extract({"traceparent": request.trace})
-        return self._tracer.start_span(_METHOD, context, self._api.SpanKind.SERVER, about, start_time=_ns(since))
+        kind = self._api.SpanKind.SERVER
+        span = self._tracer.start_span(_METHOD, context, kind, about, start_time=_ns(since))
+        return span if span.is_recording() else None  # OTEL_TRACES_SAMPLER may want fewer than the callers
 
     def end(
         self,

@@ -2,18 +2,24 @@
 
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from export import ExportConfig, Sharding
 from serving.backend.metrics import STAGES
+from serving.backend.spans import Spans
 from serving.client import LookupClient
 from serving.client.connection import Connection
 from serving.errors import InvalidRequest
+from serving.request.tensors import Tensors
+from serving.router.host import TRACE
 from tests.support.hosts import MODEL, export_hosts
 from tests.support.models import Spec, collection
 from tests.support.otlp import Seen, collecting
@@ -70,6 +76,21 @@ def test_client_router_and_hosts_are_in_one_trace(tmp_path: Path, monkeypatch: p
     assert all(
         abs(before.end_time_unix_nano - after.start_time_unix_nano) < 1_000_000 for before, after in pairwise(stages)
     )
+
+
+@pytest.mark.parametrize("sampler", ["parentbased_always_on", "always_off"])
+def test_a_sampler_of_the_server_has_the_last_word(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Spans.of_environment("m", "1") is None
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console, otlp")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    spans = Spans.of_environment("m", "1")
+    assert spans is not None
+    nothing = Tensors(None, np.empty(0, np.int64), np.empty(0, np.int32))
+    asked = [nothing, *(replace(nothing, trace=f"00-{7:032x}-{7:016x}-{flags}") for flags in ("00", "01"))]
+    *without, last = spans.begin(asked, time.perf_counter())
+    assert without == [None, None]
+    assert (last is None) == (TRACE.get() is None) == (sampler == "always_off")
+    spans.close()
 
 
 def test_a_client_sends_the_context_of_the_current_span_unless_it_is_told_another() -> None:
