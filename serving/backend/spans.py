@@ -11,6 +11,7 @@ together, their stages are the same. Names and attributes: https://opentelemetry
 """
 
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -27,6 +28,7 @@ _SERVICE = "tbe-serving"
 _METHOD = "inference.GRPCInferenceService/ModelInfer"
 # The time before the first stage: the requests of a handover are answered in turn.
 _QUEUE = "queue"
+_SEND_S = 1.0
 # A span below a request's: name, kind, attributes, start and end by `perf_counter`.
 _Part = tuple[str, Any, dict[str, Any], float, float]
 
@@ -54,7 +56,7 @@ class Spans:
                 f"OTEL_TRACES_EXPORTER=otlp: {error}: install 'tbe-serving[server]', or set it to none"
             ) from error
         named = {} if "OTEL_SERVICE_NAME" in os.environ else {SERVICE_NAME: _SERVICE}
-        self._provider = TracerProvider(resource=Resource.create(named))
+        self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._tracer = self._provider.get_tracer(_SERVICE)
         self._propagator = TraceContextTextMapPropagator()
@@ -68,8 +70,10 @@ class Spans:
         return cls(model, version) if "otlp" in map(str.strip, wanted) else None
 
     def close(self) -> None:
-        """Send what has not been sent."""
-        self._provider.shutdown()
+        """Send what has not been sent. A collector that is not there holds nothing up for longer than `_SEND_S`."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(_SEND_S)
 
     def begin(self, requests: Sequence[Tensors], since: float) -> list[Any]:
         """Begin the spans of requests that are looked up together. Calls to hosts are below the first of them.
