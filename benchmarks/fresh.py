@@ -130,9 +130,7 @@ def _memory(server: Server, before: int) -> Iterator[Result]:
         Path(each.path) for process in _processes(server) for each in process.memory_maps() if _is_copy(each.path)
     }
     yield ratio("live_copy_over_rows_bytes", copy.stat().st_blocks * 512 / rows_bytes)
-    yield Result(
-        "live_private_bytes", before, unit="B", note="of all processes of the server, before there are deltas"
-    )
+    yield Result("live_private_bytes", before, unit="B")
     yield Result("live_private_bytes_of_deltas", _private_bytes(server) - before, unit="B")
 
 
