@@ -28,6 +28,7 @@ _SERVICE = "tbe-serving"
 _METHOD = "inference.GRPCInferenceService/ModelInfer"
 # The time before the first stage: the requests of a handover are answered in turn.
 _QUEUE = "queue"
+# Longest wait for a collector when a version is unloaded, in seconds.
 _SEND_S = 1.0
 # A span below a request's: name, kind, attributes, start and end by `perf_counter`.
 _Part = tuple[str, Any, dict[str, Any], float, float]
@@ -114,15 +115,17 @@ class Spans:
             since: as `begin`.
             times: at the start of the first stage and at the end of each [len(STAGES) + 1], by `perf_counter`. Of
                 requests that were not looked up: when that was known [1].
-            hosts: the calls that were made meanwhile.
+            hosts: the calls of the last lookup.
             outcomes: of the requests.
         """
         if not any(begun):
             return
         kind = self._api.SpanKind
-        stages = zip((_QUEUE, *STAGES), pairwise([since, *times]), strict=False) if len(times) > 1 else ()
-        parts: list[_Part] = [(name, kind.INTERNAL, {}, *each) for name, each in stages]
-        parts += [(_METHOD, kind.CLIENT, {"tbe.host": each.host}, each.started, each.ended) for each in hosts]
+        parts: list[_Part] = []
+        if len(times) > 1:
+            stages = zip((_QUEUE, *STAGES), pairwise([since, *times]), strict=True)
+            parts = [(name, kind.INTERNAL, {}, *each) for name, each in stages]
+            parts += [(_METHOD, kind.CLIENT, {"tbe.host": each.host}, each.started, each.ended) for each in hosts]
         for span, outcome in zip(begun, outcomes, strict=True):
             if span is None:
                 continue

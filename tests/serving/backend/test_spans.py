@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from export import ExportConfig, Sharding
 from serving.backend.metrics import STAGES
@@ -19,6 +21,7 @@ from serving.client import LookupClient
 from serving.client.connection import Connection
 from serving.errors import InvalidRequest
 from serving.request.tensors import Tensors
+from serving.router.calls import HostTime
 from serving.router.host import TRACE
 from tests.support.hosts import MODEL, export_hosts
 from tests.support.models import Spec, collection
@@ -91,6 +94,19 @@ def test_a_sampler_of_the_server_has_the_last_word(sampler: str, monkeypatch: py
     assert without == [None, None]
     assert (last is None) == (TRACE.get() is None) == (sampler == "always_off")
     spans.close()
+
+
+def test_a_request_that_is_not_looked_up_has_no_stages_and_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+    spans = Spans("m", "1")
+    kept = InMemorySpanExporter()
+    spans._provider.add_span_processor(SimpleSpanProcessor(kept))
+    request = Tensors(None, np.empty(0, np.int64), np.empty(0, np.int32), trace=f"00-{7:032x}-{7:016x}-01")
+    now = time.perf_counter()
+    before = [HostTime(0, now - 1, now)]  # of another request
+    spans.end(spans.begin([request], now), now, [now], before, [InvalidRequest("no")])
+    (only,) = kept.get_finished_spans()
+    assert (only.status.status_code, only.status.description) == (trace.StatusCode.ERROR, "no")
 
 
 def test_a_client_sends_the_context_of_the_current_span_unless_it_is_told_another() -> None:
