@@ -35,11 +35,10 @@ def followable(model: nn.Module, otherwise: Collection[int] = (), later_s: int =
     seconds ahead.
     """
     noted = Noted()
-    plain: tuple[Any, ...] = torch.no_grad(), evaluating(model), quiet()
-    plain = *plain, _plain_attention(), _plain_data(), _plain_kjts()
+    run_as_is = torch.no_grad(), evaluating(model), quiet(), _as_if_run(model, noted, later_s)
+    put_otherwise = _plain_attention(), _plain_data(), _plain_kjts(), _any_sizes(model), _long_lists()
     with ExitStack() as stack:
-        plain = *plain, _any_sizes(model), _as_if_run(model, noted, later_s), _long_lists()
-        for each in (*plain, _OfAnySize(noted.caught), noting(noted, otherwise)):
+        for each in (*run_as_is, *put_otherwise, _OfAnySize(noted.caught), noting(noted, otherwise)):
             stack.enter_context(each)
         yield noted
 

@@ -37,7 +37,7 @@ class Noted:
 
 @contextmanager
 def changed(kind: Any, **methods: Any) -> Iterator[None]:
-    """In the block, a class has other methods."""
+    """In the block, a class has other methods, or a module other functions."""
     before = {name: vars(kind)[name] for name in methods}
     try:
         for name, method in methods.items():

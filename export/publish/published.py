@@ -70,7 +70,7 @@ def release(model: Path, versions: Sequence[int], signing_key: Ed25519PrivateKey
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a version: `kept` is why it stays, or None if it was removed: `deltas` went with it."""
+    """What became of a version: `kept` is why it stays, or None if it was removed, with so many `deltas`."""
 
     version: int
     kept: str | None

@@ -19,7 +19,7 @@ from serving.lookup.program import load_program, torchscript
 from serving.lookup.ranks import BatchAnswer, LostHost, arguments
 from serving.request.tensors import Batch
 from serving.router.calls import HostCallers, HostTime, wait_all
-from serving.router.host import Host, host_of
+from serving.router.host import TRACE, Host, host_of
 from serving.router.host_counts import HostCounts
 from serving.router.hosts_config import HostsConfig, OnLost
 from serving.router.messages import PartialRequest, PartialSums
@@ -81,7 +81,7 @@ class RouterRanks:
 
     Attributes:
         replicas: the last result of `watch_replicas`.
-        host_times: of the calls that the last `answer` made.
+        host_times: of the calls that the last `answer` made of which there is a trace.
 
     Raises:
         BundleError: the program cannot be loaded.
@@ -169,11 +169,12 @@ class RouterRanks:
         own = [self._own_sums(split) for split in splits]
         found = map(wait_all, calls)
         answers = [self._merge(*each) for each in zip(batches, splits, own, found, strict=True)]
-        self.host_times = [
-            HostTime(self._ranks[rank].host, call.started, call.ended)
-            for each in calls
-            for rank, call in each.items()
-        ]
+        if TRACE.get() is not None:  # somebody wants to know
+            self.host_times = [
+                HostTime(self._ranks[rank].host, call.started, call.ended)
+                for each in calls
+                for rank, call in each.items()
+            ]
         return answers
 
     def split(self, batch: Batch) -> Split:
