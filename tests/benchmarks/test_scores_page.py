@@ -21,10 +21,9 @@ LATEST = Path(__file__).parents[2] / "benchmarks" / "results" / "latest.json"
 def run_with(found: list[Result]) -> dict[str, Any]:
     """The last run, its results of scores and sequences replaced by these."""
     run: dict[str, Any] = json.loads(LATEST.read_text())
-    for kind in ("results", "ratios", "absent"):
-        run[kind] = {
-            name: value for name, value in run[kind].items() if not name.startswith(("scores_", "sequences_"))
-        }
+    for kind in ("results", "ratios", "absent", "spreads"):
+        own = ("scores_", "sequences_", "repeated_over_once_scores_sequences_")
+        run[kind] = {name: value for name, value in run[kind].items() if not name.startswith(own)}
     run["results"] |= {each.name: each.value for each in found if not each.is_ratio and not each.note}
     run["ratios"] |= {each.name: each.value for each in found if each.is_ratio}
     run["absent"] |= {each.name: each.note for each in found if each.note}
