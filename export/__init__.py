@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from export.plan.sharding import Sharding
     from export.publish.changes import publish_changes
     from export.publish.delta import publish_delta
+    from export.publish.push import staged
     from export.publish.trainer import follow
     from serving.bundle.plan import IdDtype
     from serving.bundle.scores import DenseDtype
@@ -37,6 +38,7 @@ __all__ = [
     "follow",
     "publish_changes",
     "publish_delta",
+    "staged",
 ]
 
 # Where each of them is. It is imported when it is first asked for: torch takes seconds, and commands that need
@@ -59,6 +61,7 @@ _HOMES = {
     "follow": "export.publish.trainer",
     "publish_changes": "export.publish.changes",
     "publish_delta": "export.publish.delta",
+    "staged": "export.publish.push",
 }
 
 

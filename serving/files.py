@@ -167,6 +167,49 @@ def _open_folder(path: Path) -> int:
 
 
 @contextmanager
+def locked_file(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is missing. Others who want it wait.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def sync_tree(root: Path) -> None:
+    """Push every file and folder under `root` to the disk: after a crash, a renamed folder has its contents."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with (Path(folder) / name).open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(Path(folder))
+
+
+def sync_folder(path: Path) -> None:
+    """Push the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def leave_out_of_cache(folder: Path, least_bytes: int) -> None:
+    """Leave the large files of a folder out of the page cache, which has in small pages what was written.
+
+    Args:
+        folder: its files are on the disk.
+        least_bytes: of a large file.
+    """
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size >= least_bytes:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
 def replacing(path: Path, *, mode: int = 0o644, is_new: bool = False) -> Iterator[BinaryIO]:
     """A new file that replaces `path` when the block ends. If the block fails, the new file is removed.
 

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import MofNCompleteColumn
 
-from export.commands.model import progress_bar
 from export.commands.module import CheckpointOption, build_module
 from export.commands.options import parsed_by_table
 from export.commands.settings import by_table
-from export.commands.values import weight_dtype
 from export.compare.study import STRATEGIES, StudyOptions
 from export.plan.sharding import check_patterns, last_match
-from export.sizes import size_bytes
+from export.values import size_bytes, weight_dtype
 from serving.errors import ConfigurationError
 from serving.files import as_text
 from serving.pins import check_pins
 from serving.terminal import app
+from serving.terminal.app import progress_bar
 from serving.terminal.options import real
 
 if TYPE_CHECKING:

@@ -24,7 +24,16 @@ def manifests(
     ],
     out_: Annotated[Path, typer.Option("--out", help="Folder of the kustomize base that is written.")],
     image: Annotated[str, typer.Option(help="Image of the server, by digest: REGISTRY/NAME@sha256:….")],
-    claim: Annotated[str, typer.Option(help="The PersistentVolumeClaim with the repository; pods only read it.")],
+    claim: Annotated[
+        str | None, typer.Option(help="The PersistentVolumeClaim with the repository; pods only read it.")
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of --claim: the URL of the repository in a store, such as s3://bucket/models, from which "
+            "each pod brings its own model to the disk of its node before it starts."
+        ),
+    ] = None,
     copy: Annotated[
         bool, typer.Option("--copy", help="Each pod copies its own model to the disk of its node before it starts.")
     ] = False,
@@ -72,6 +81,7 @@ def manifests(
     options = PodOptions(
         image=image,
         claim=claim,
+        store=store,
         copy=copy,
         trusted_keys=trusted_keys,
         insecure=insecure,
@@ -110,7 +120,10 @@ def _tell(fleet: Fleet, folder: Path, options: PodOptions) -> None:
     say = partial(out.print, soft_wrap=True)
     (client,) = (f'{label}: "{value}"' for label, value in client_labels(fleet).items())
     say(f"written to {folder}; deploy it: kubectl apply -k {folder}")
-    say(f"needed: PersistentVolumeClaim {options.claim}, with the repository")
+    if options.claim is not None:
+        say(f"needed: PersistentVolumeClaim {options.claim}, with the repository")
+    else:
+        say(f"needed: {options.store}, with the repository: `tbe-export push`; and leave to read it, for pods")
     if options.deltas_claim is not None:
         say(f"needed: PersistentVolumeClaim {options.deltas_claim}, with the deltas: `tbe-export delta --deltas`")
     for secret, purpose in {} if options.insecure else secrets_of(fleet).items():

@@ -3,13 +3,11 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, cast
 
 import msgspec
 import typer
-from rich import progress as bars
 
 from export.commands.module import CheckpointOption, DeltasOption, ModelOption, SigningKeyOption, build_module
 from export.commands.settings import Config, takes_settings
@@ -23,53 +21,39 @@ from export.commands.show import (
     show_tables,
     show_transfers,
 )
-from export.config import Progress
+from export.config import ExportConfig, Progress
 from export.plan.report import report_plan
+from export.publish.push import repository_at
+from serving.bundle.manifest import Manifest
 from serving.bundle.opening import open_bundle, versions
 from serving.errors import ConfigurationError
 from serving.pins import check_pins
-from serving.terminal.app import err, out
-
-# Takes the step that is being done, how much is done, and how much there is.
-Show = Callable[[str, int, int], None]
+from serving.store import is_url
+from serving.terminal.app import Show, bytes_bar, out
 
 
-@contextmanager
-def progress_bar(width: int, first: str, *columns: bars.ProgressColumn) -> Iterator[Show]:
-    """Show a bar.
-
-    Args:
-        width: the characters for the name of a step.
-        first: the first step.
-        columns: what stands behind the bar.
-    """
-    with bars.Progress(
-        bars.TextColumn(f"{{task.description:<{width}}}", markup=False),
-        bars.BarColumn(),
-        *columns,
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    ) as bar:
-        task = bar.add_task(first, total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+def _steps(show: Show) -> Callable[[Progress], None]:
+    """What an export tells of its progress, as a bar takes it."""
+    return lambda progress: show(progress.step, progress.done, progress.total)
 
 
 @contextmanager
 def export_progress() -> Iterator[Callable[[Progress], None]]:
     """Show a bar for an export, in bytes."""
-    columns = (bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
-    with progress_bar(16, "reading", *columns) as show:
-        yield lambda progress: show(progress.step, progress.done, progress.total)
-
-
-Published = TypeVar("Published")
+    with bytes_bar("reading") as show:
+        yield _steps(show)
 
 
 @takes_settings
 def model(
     model: ModelOption,
-    repository: Annotated[Path, typer.Option(help="Triton's model repository; made if it is missing.")],
+    repository: Annotated[
+        str,
+        typer.Option(
+            help="Triton's model repository: a folder, which is made if it is missing, or a URL such as "
+            "s3://bucket/models, to which the bundle is copied from the folder for temporary files."
+        ),
+    ],
     name: Annotated[str, typer.Option(help="The model's name in the repository.")],
     config: Config,
     checkpoint: CheckpointOption = None,
@@ -98,12 +82,17 @@ def model(
     """
     settings = config()
     hosts = None if only_hosts is None else _numbers(only_hosts)
+    if is_url(repository) and (hosts is not None or same_lineage):
+        raise ConfigurationError(
+            "--repository: expected a folder with --only-hosts or --same-lineage: `tbe-serve pull` fills one, "
+            "`tbe-export push` publishes it"
+        )
     if hosts is not None and version is None:
         raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
     if hosts is not None and same_lineage:
         raise ConfigurationError("--same-lineage: expected all hosts at once, without --only-hosts")
-    if same_lineage and not versions(repository / name):
-        raise ConfigurationError(f"--same-lineage: expected versions in {repository / name}: the first is without")
+    if same_lineage and not versions(Path(repository) / name):
+        raise ConfigurationError(f"--same-lineage: expected versions in {repository}/{name}: the first is without")
     if deltas is not None and not same_lineage:
         raise ConfigurationError("--deltas: expected --same-lineage beside it")
     check_pins()
@@ -112,21 +101,25 @@ def model(
     from export.pipeline import export_model
 
     module = build_module(model, meta=checkpoint is not None)
-
-    def publish(export: Callable[..., Published], *own: object) -> Published:
-        with export_progress() as show:
-            return export(
-                module, repository, name, *own, checkpoint=checkpoint, signing_key=signing_key, progress=show
-            )
-
+    with bytes_bar("reading") as show, repository_at(repository, name, show) as folder:
+        common: dict[str, Any] = {"checkpoint": checkpoint, "signing_key": signing_key, "progress": _steps(show)}
+        if hosts is not None:
+            paths = export_hosts(module, folder, name, hosts, settings, cast(int, version), **common)
+        elif same_lineage:
+            paths = [export_next(module, folder, name, settings, version, deltas=deltas, **common)]
+        else:
+            paths = [export_model(module, folder, name, settings, version, **common)]
+        manifests = [open_bundle(path).manifest for path in paths]
     if hosts is not None:
-        paths = publish(export_hosts, hosts, settings, version)
         for path in paths:
             out.print(f"published {path}", soft_wrap=True)
         out.print("next, when all hosts are there: tbe-export complete, with the same options", soft_wrap=True)
-        return
-    path = publish(partial(export_next, deltas=deltas) if same_lineage else export_model, settings, version)
-    manifest = open_bundle(path).manifest
+    else:
+        _show(paths[0], manifests[0], settings, repository)
+
+
+def _show(path: Path, manifest: Manifest, settings: ExportConfig, repository: str) -> None:
+    """Print what was published, and what is to be done next."""
     show_tables(manifest)
     if len(manifest.plan.ranks) > 1:
         report = report_plan(manifest, settings.sharding)
@@ -137,7 +130,11 @@ def model(
     show_remarks(manifest)
     if manifest.compacted is not None:
         out.print(f"deltas up to {manifest.sequence} are in its rows: {manifest.sequence + 1} is next")
-    show_published(path, manifest)
+    if is_url(repository):
+        out.print(f"published {repository.rstrip('/')}/{path.parent.name}/{path.name}", soft_wrap=True)
+        out.print(f"next: tbe-serve run {repository}", soft_wrap=True)
+    else:
+        show_published(path, manifest)
 
 
 def _numbers(text: str) -> list[int]:

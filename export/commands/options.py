@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from export.commands.module import named_example
-from export.commands.values import dense_dtype, id_dtype, id_policy, output_dtype, weight_dtype
-from export.sizes import bytes_per_s, size_bytes
+from export.values import bytes_per_s, dense_dtype, id_dtype, id_policy, output_dtype, size_bytes, weight_dtype
 from serving.bundle.plan import ShardingType
 from serving.bundle.scores import DenseDtype
 from serving.bundle.tables import OutputDtype, WeightDtype

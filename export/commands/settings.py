@@ -43,7 +43,7 @@ import typer
 from export.commands.options import OPTIONS, ByTable
 from export.config import ExportConfig
 from export.plan.sharding import Sharding, check_beside_plan
-from export.sizes import MOST_BYTES
+from export.values import MOST_BYTES
 from serving.bundle.tables import Pooling
 from serving.errors import ConfigurationError
 from serving.files import UNREADABLE, read_file

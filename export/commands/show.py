@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from export.plan.report import PlanReport, Transfer
-from export.sizes import size_text
+from export.values import size_text
 from serving.bundle.delta import delta_path, deltas_folder, lineage_of, listed
 from serving.bundle.id_maps import IdMap
 from serving.bundle.manifest import Agreement, Manifest, Parity

@@ -24,13 +24,18 @@ from export.plan.sharding import Sharding
 from export.publish.published import bundle_of
 from export.publish.published import prune as prune_versions
 from export.publish.published import release as write_release
+from export.publish.push import push as push_model
+from export.publish.push import repository_at
+from serving.bundle.delta import deltas_folder
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import open_bundle
 from serving.bundle.release import release_path
 from serving.bundle.signature import TrustedKeys, read_signing_key, signature_of
 from serving.errors import ConfigurationError
+from serving.model.config_file import read_config, settings_of
 from serving.pins import check_pins
-from serving.terminal.app import complain, out
+from serving.store import Store, is_url
+from serving.terminal.app import bytes_bar, complain, out
 
 
 def inspect(
@@ -107,8 +112,23 @@ def verify(
     raise typer.Exit(bool(verification.failures))
 
 
-def release(
+def push(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
+    url: Annotated[str, typer.Argument(help="The repository in a store that gets it, such as s3://bucket/models.")],
+) -> None:
+    """Publish in a store what it lacks of a model and of its hosts' models: settings, versions and releases.
+
+    A version is there when its manifest.json is, which comes last. What was interrupted goes on where it stopped.
+    """
+    with bytes_bar("pushing") as show:
+        for version in push_model(model, Store(url), progress=show):
+            out.print(version, soft_wrap=True)
+
+
+def release(
+    model: Annotated[
+        str, typer.Argument(help="The model: REPOSITORY/NAME, a folder or a URL such as s3://bucket/models/movies.")
+    ],
     versions: Annotated[
         list[int],
         typer.Argument(min=1, max=2**63 - 1, help="What is to be served. The newest answers callers that name none."),
@@ -122,10 +142,13 @@ def release(
     To go back, release the older version. Nothing is restarted.
     """
     key = None if signing_key is None else read_signing_key(signing_key)
-    written = write_release(model, versions, key)
-    path = release_path(model)
-    out.print(f"{path}: version {', '.join(map(str, written.versions))}", soft_wrap=True)
-    if key is None and os.path.lexists(signature_of(path)):
+    repository, _, name = (model.rstrip("/") if is_url(model) else os.path.abspath(model)).rpartition("/")
+    with repository_at(repository or "/", name) as folder:
+        written = write_release(folder / name, versions, key)
+        path = release_path(folder / name)
+        was_signed = key is None and os.path.lexists(signature_of(path))
+    out.print(f"{repository}/{path.name}: version {', '.join(map(str, written.versions))}", soft_wrap=True)
+    if was_signed:
         out.print(
             "it was signed: where keys are trusted it is refused until it is again, --signing-key", soft_wrap=True
         )
@@ -141,6 +164,9 @@ def prune(
 
     A version that a server on this host has open, or that is to be served, stays.
     """
+    takes_deltas = settings_of(read_config(model)).weights_memory == "live"
+    if takes_deltas and deltas is None and not (deltas_folder(model.parent) / model.name).exists():
+        complain("tbe-export", f"{model}: its deltas are not beside the repository, and stay: --deltas FOLDER")
     for fate in prune_versions(model, keep, dry_run=dry_run, deltas=deltas):
         removed = "would be removed" if dry_run else "removed"
         if fate.deltas:

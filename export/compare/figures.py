@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from export.compare.study import Placement, Study
-from export.sizes import size_text
+from export.values import size_text
 
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color/) without black, which lines and text have.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from export.compare.figures import NARROW, WIDE, Picture, draw
 from export.compare.study import IN_ONE_PROCESS, MIXED, Placement, Study, Verdict, figure_of
-from export.sizes import size_text
+from export.values import size_text
 from serving.errors import ConfigurationError
 from serving.files import replacing
 

@@ -60,6 +60,11 @@ def shared_bytes(member: Member) -> int:
     return _SHARED_BYTES * member.instances + member.live_bytes
 
 
+def has_copy(options: PodOptions) -> bool:
+    """Whether each pod has bundles of its own on the disk of its node."""
+    return options.copy or options.store is not None
+
+
 def copy_bytes(member: Member) -> int:
     """The disk space of a copy of the served bundles, in bytes."""
     return member.weights_bytes + SMALL_BYTES
@@ -76,6 +81,8 @@ def mebibytes(size_bytes: int) -> str:
 
 
 REPOSITORY, SOURCE, PRIVATE, DELTAS = "/repository", "/source", "/private", "/deltas"
+# Where what comes from a store is written: a folder of the volume, beside which it can be written first.
+PULLED, REPOSITORY_OF_STORE = "/pulled", "models"
 TRUSTED = "/keys/trusted.pem"
 TMP_MOUNT = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108  in the pod
 HOSTS_TLS_MOUNT = {"name": "hosts-tls", "mountPath": HOSTS_TLS, "readOnly": True}
@@ -87,14 +94,15 @@ def keys_name(fleet: Fleet) -> str:
     return f"{fleet.name}-trusted-keys"
 
 
-def model_mount(volume: str, path: str, member: Member) -> Object:
-    """The mount of one model's folder of a repository. The pod has no other model."""
-    return {"name": volume, "mountPath": path, "subPath": member.model, "readOnly": True}
+def model_mount(volume: str, path: str, member: Member, folder: str = "") -> Object:
+    """The mount of one model's folder of a repository, which is a folder of a volume. The pod has no other model."""
+    return {"name": volume, "mountPath": path, "subPath": f"{folder}{member.model}", "readOnly": True}
 
 
 def server_mounts(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Object]:
     """The mounts of the server's container."""
-    yield model_mount("repository", f"{REPOSITORY}/{member.model}", member)
+    folder = f"{REPOSITORY_OF_STORE}/" if options.store else ""
+    yield model_mount("repository", f"{REPOSITORY}/{member.model}", member, folder)
     yield {"name": "shared-memory", "mountPath": "/dev/shm"}  # noqa: S108  in the pod
     yield TMP_MOUNT
     if member.huge_bytes:
@@ -115,6 +123,7 @@ def volumes(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Objec
     claim = {"persistentVolumeClaim": {"claimName": options.claim, "readOnly": True}}
     if options.copy:
         yield {"name": "source", **claim}
+    if has_copy(options):
         yield {"name": "repository", **_folder(copy_bytes(member))}
     else:
         yield {"name": "repository", **claim}
@@ -132,7 +141,7 @@ def volumes(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Objec
     if options.trusted_keys is not None:
         yield {"name": "trusted-keys", "configMap": {"name": keys_name(fleet)}}
         # With a copy of its own, a pod serves weights files in place: the private folder needs no second copy.
-        yield {"name": "private", **_folder(SMALL_BYTES if options.copy else copy_bytes(member))}
+        yield {"name": "private", **_folder(SMALL_BYTES if has_copy(options) else copy_bytes(member))}
 
 
 def calls_hosts(fleet: Fleet, member: Member) -> bool:
@@ -180,7 +189,7 @@ def server(fleet: Fleet, member: Member, options: PodOptions) -> Object:
 
 def before_server(fleet: Fleet, member: Member, options: PodOptions) -> list[Object]:
     """The init containers, which run before the server, one after another."""
-    copies = [_copy(member, options)] if options.copy else []
+    copies = [_pull(member, options)] if options.store else [_copy(member, options)] if options.copy else []
     return [*copies, _wait_for_hosts(fleet, options)] if calls_hosts(fleet, member) else copies
 
 
@@ -193,7 +202,7 @@ def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
         yield f"--deltas={DELTAS}"
     if options.trusted_keys is not None:
         yield from (f"--trusted-keys={TRUSTED}", f"--private-folder={PRIVATE}")
-        if options.copy:  # no other pod can write to the copy
+        if has_copy(options):  # no other pod can write to the copy
             yield "--trusted-weights=in-place"
 
 
@@ -226,6 +235,14 @@ def _copy(member: Member, options: PodOptions) -> Object:
     )
     mounts = [model_mount("source", SOURCE, member), {"name": "repository", "mountPath": REPOSITORY}]
     return _before("copy", script, mounts, [], options)
+
+
+def _pull(member: Member, options: PodOptions) -> Object:
+    """The container that brings a model's settings and served versions from the store, and nothing else."""
+    versions = f"--serve={member.model}={','.join(map(str, member.versions))}"
+    command = ["tbe-serve", "pull", str(options.store), f"{PULLED}/{REPOSITORY_OF_STORE}", f"--model={member.model}"]
+    mounts = [{"name": "repository", "mountPath": PULLED}, TMP_MOUNT]
+    return _before("pull", shlex.join([*command, versions]), mounts, [], options)
 
 
 def _wait_for_hosts(fleet: Fleet, options: PodOptions) -> Object:

@@ -12,6 +12,7 @@ from serving.bundle.opening import Bundle, open_bundle, open_host
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
 from serving.model.config_file import read_config, settings_of
+from serving.store import is_url
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
 METRICS_FROM = "monitoring"
@@ -27,8 +28,9 @@ class PodOptions:
 
     Attributes:
         image: of the server, by digest.
-        claim: the PersistentVolumeClaim with the repository.
-        copy: whether each pod first copies its own bundles to the disk of its node. Otherwise it mounts them.
+        claim: the PersistentVolumeClaim with the repository. None: it is in a store.
+        store: the URL of the repository in a store. Each pod first brings its own bundles to the disk of its node.
+        copy: the same of a claim, whose bundles are mounted otherwise.
         trusted_keys: a file of public keys. One of them must have signed the bundles. None: no signature is needed.
         insecure: no TLS.
         metrics_from: the namespace whose pods may read metrics.
@@ -39,7 +41,8 @@ class PodOptions:
     """
 
     image: str
-    claim: str
+    claim: str | None = None
+    store: str | None = None
     copy: bool = False
     trusted_keys: Path | None = None
     insecure: bool = False
@@ -47,6 +50,10 @@ class PodOptions:
     deltas_claim: str | None = None
 
     def __post_init__(self) -> None:
+        if (self.claim is None) == (self.store is None):
+            raise ConfigurationError("--claim, --store: expected one of them: where pods have the repository from")
+        if self.store is not None and (self.copy or not is_url(self.store)):
+            raise ConfigurationError(f"--store: expected s3://… or gs://…, without --copy, got {self.store!r}")
         if not _IMAGE.fullmatch(self.image):
             raise ConfigurationError(
                 f"--image: expected an image by digest, such as registry.example/tbe-serving@sha256:…, for a tag can "

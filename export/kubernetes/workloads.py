@@ -48,8 +48,7 @@ def prometheus_rule() -> Object:
 def front_policy(fleet: Fleet, options: PodOptions) -> Object:
     """The NetworkPolicy of the model that clients call. A router calls its hosts, and DNS to find them."""
     to_hosts = {"to": [_pods(hosts_labels(fleet))], "ports": _tcp(GRPC_PORT)}
-    dns = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
-    return _policy(fleet, fleet.front, client_labels(fleet), [to_hosts, dns] if fleet.hosts else [], options)
+    return _policy(fleet, fleet.front, client_labels(fleet), [to_hosts] if fleet.hosts else [], options)
 
 
 def host_policy(fleet: Fleet, host: Member, options: PodOptions) -> Object:
@@ -57,9 +56,15 @@ def host_policy(fleet: Fleet, host: Member, options: PodOptions) -> Object:
     return _policy(fleet, host, labels_of(fleet, fleet.front), [], options)
 
 
+# To find others by name; and to a store by HTTPS, whose addresses nobody knows.
+_DNS = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
+_TO_STORE = {"ports": [{"protocol": "TCP", "port": 443}]}
+
+
 def _policy(
     fleet: Fleet, member: Member, callers: dict[str, str], egress: list[Object], options: PodOptions
 ) -> Object:
+    reached = [*egress, _TO_STORE] if options.store else egress
     monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": options.metrics_from}}}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -72,7 +77,7 @@ def _policy(
                 {"from": [_pods(callers)], "ports": _tcp(GRPC_PORT)},
                 {"from": [monitoring], "ports": _tcp(OPERATIONS_PORT)},
             ],
-            "egress": egress,
+            "egress": [*reached, _DNS] if reached else [],
         },
     }
 

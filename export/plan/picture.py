@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter
 
 from export.plan.report import PlanReport, Transfer
 from export.plan.traffic import ALL_TO_ALL, REDUCE_SCATTER
-from export.sizes import size_text
+from export.values import size_text
 
 # Number of tables with a colour of their own, the largest ones: readers can tell so many apart. Others are grey.
 _COLOURED = 9

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from export.sizes import MOST_BYTES
+from export.values import MOST_BYTES
 from serving.arguments import check_arguments
 from serving.bundle.plan import COLUMN_MULTIPLE, ShardingType
 from serving.bundle.tables import Feature, Table

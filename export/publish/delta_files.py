@@ -14,12 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save
 
 from export.errors import PublishError
-from export.publish.draft import sync_folder
 from serving.bundle.delta import FORMAT, IDS, MOST_DELTAS, ROWS, Rows, delta_path, delta_signature, listed
 from serving.bundle.manifest import Manifest
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import delta_signature_of
-from serving.files import replacing
+from serving.files import replacing, sync_folder
 
 
 class LineageFolder(NamedTuple):

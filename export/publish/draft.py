@@ -5,7 +5,6 @@ same file system. A draft is locked while its export lives. The next export remo
 """
 
 import errno
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,9 +19,10 @@ from serving.bundle.opening import versions
 from serving.bundle.plan import MOST_VERSION, is_model_name
 from serving.bundle.signature import sign
 from serving.errors import ConfigurationError
-from serving.files import temporary_folder
+from serving.files import leave_out_of_cache, sync_folder, sync_tree, temporary_folder
 from serving.model.config_file import CONFIG, model_config, parameters_of, read_config, settings_of
 from serving.model.settings import ServingSettings
+from serving.store import is_url
 from serving.tables.pages import HUGE_PAGE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -59,7 +59,7 @@ class Draft:
     def syncing(self) -> Iterator[None]:
         """Push the files written so far to the disk, while the caller does something else."""
         with ThreadPoolExecutor(1) as pool:
-            synced = pool.submit(_sync, self.path)
+            synced = pool.submit(sync_tree, self.path)
             yield
             synced.result()
 
@@ -76,8 +76,8 @@ class Draft:
         if not model.exists() and (published := self._publish_model(model)):
             return published
         check_compatible(model, self.manifest, self.settings)
-        _sync(self.path)
-        _forget(self.path)
+        sync_tree(self.path)
+        leave_out_of_cache(self.path, HUGE_PAGE)
         while True:
             version = self.version or next_version(model)
             bundle = model / str(version)
@@ -100,8 +100,8 @@ class Draft:
             sign(draft / CONFIG, config, self.signing_key, self.name)
         self.path.rename(draft / str(version))
         self._sign(draft / str(version), version)
-        _sync(draft)
-        _forget(draft / str(version))
+        sync_tree(draft)
+        leave_out_of_cache(draft / str(version), HUGE_PAGE)
         if not _rename(draft, model):
             (draft / str(version)).rename(self.path)
             return None
@@ -133,6 +133,10 @@ def draft(
         PublishError: the version exists; the model's other versions have another contract or settings; no draft can
             be made beside the repository; or the disk is full.
     """
+    if is_url(repository):
+        raise ConfigurationError(
+            f"{repository}: expected a folder, got a URL: `with export.staged(URL, {name!r}) as …`"
+        )
     repository = repository.absolute()
     _check_target(repository, name, version)
     if (model := repository / name).exists():
@@ -196,32 +200,6 @@ def _rename(source: Path, target: Path) -> bool:
             return False
         raise PublishError(f"{target}: cannot be published: {error.strerror}") from error
     return True
-
-
-def _sync(root: Path) -> None:
-    """Push every file and folder under `root` to the disk: after a crash, a renamed folder has its contents."""
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with (Path(folder) / name).open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(Path(folder))
-
-
-def _forget(version: Path) -> None:
-    """Leave large files out of the page cache: it has what was written in small pages, and servers want huge ones."""
-    for path in version.iterdir():
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size >= HUGE_PAGE:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def sync_folder(path: Path) -> None:
-    """Push the names in a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings | None) -> None:

@@ -1,8 +1,6 @@
 """Versions that are published: which one a path names, which are released, and which old ones are removed."""
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from export.errors import PublishError
 from serving.bundle.delta import MOST_DELTAS, delta_path, deltas_folder, lineage_of, listed
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, check_published, in_use, newest, open_bundle, versions
+from serving.bundle.opening import Bundle, check_published, in_use, newest, open_bundle, remove_version, versions
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign
@@ -161,18 +159,10 @@ def _is_unused(version: Path) -> bool:
 
 def _remove(version: Path) -> bool:
     """Remove a version, unless a process has it open. Returns whether it was removed."""
-    repository = version.parent.parent
-    with in_use(version) as used:
-        if used:
-            return False
-        try:
-            # As for drafts: Triton takes every folder inside the repository for a model.
-            trash = Path(tempfile.mkdtemp(dir=repository.parent, prefix=f".{repository.name}.draft-"))
-            version.rename(trash / "version")
-        except OSError as error:
-            raise PublishError(f"{version}: cannot be removed: {error.strerror}") from error
-    shutil.rmtree(trash, ignore_errors=True)  # the next export removes what is left
-    return True
+    try:
+        return remove_version(version)
+    except OSError as error:
+        raise PublishError(f"{version}: cannot be removed: {error.strerror}") from error
 
 
 def _bundle(version: Path) -> Bundle | None:

@@ -6,6 +6,8 @@ A bundle that a process holds is not removed.
 import fcntl
 import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -280,3 +282,23 @@ def in_use(path: Path) -> Iterator[bool]:
             yield True
         else:
             yield False
+
+
+def remove_version(version: Path) -> bool:
+    """Remove a version, unless a process has it open: it is renamed away at once, and then its files are removed.
+
+    Returns:
+        Whether it was removed.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    repository = version.parent.parent
+    with in_use(version) as used:
+        if used:
+            return False
+        # As for drafts: Triton takes every folder inside the repository for a model.
+        trash = Path(tempfile.mkdtemp(dir=repository.parent, prefix=f".{repository.name}.draft-"))
+        version.rename(trash / "version")
+    shutil.rmtree(trash, ignore_errors=True)  # the next export removes what is left
+    return True

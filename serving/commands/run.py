@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,8 +15,8 @@ import msgspec
 import typer
 from rich.table import Table
 
-from serving.commands.load import FollowOf, PinsOf, takes_follow, takes_pins
-from serving.commands.trust import TrustOf, takes_trust
+from serving.commands.load import FollowOf, PinsOf, TrustOf, takes_follow, takes_pins, takes_trust
+from serving.commands.pull import mirror_of
 from serving.errors import ConfigurationError
 from serving.files import read_file
 from serving.log import LogFormat, server_log
@@ -127,7 +128,12 @@ takes_access = shared_options("access", _access)
 @takes_access
 @takes_ports
 def run(
-    repository: Annotated[Path, typer.Argument(help="The model repository that tbe-export wrote.")],
+    repository: Annotated[
+        str,
+        typer.Argument(
+            help="The model repository that tbe-export wrote: a folder, or a URL such as s3://bucket/models."
+        ),
+    ],
     pins: PinsOf,
     follow: FollowOf,
     trust: TrustOf,
@@ -142,6 +148,16 @@ def run(
             min=1, max=1 << 40, help="Most shared memory of an instance, for the requests that it answers together."
         ),
     ] = SHM_BYTES >> 20,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a URL: the folder that versions are brought into. Default: one in ~/.cache/tbe-serving."
+        ),
+    ] = None,
+    every_s: Annotated[
+        float,
+        typer.Option(min=0.1, max=86_400, help="With a URL and --follow: seconds between two looks at the store."),
+    ] = 5.0,
     deltas: Annotated[
         Path | None,
         typer.Option(help="Folder of the deltas of models with `weights-memory: live`. Default: REPOSITORY.deltas."),
@@ -171,7 +187,9 @@ def run(
     """
     signals = _Signals()
     versions, unload_after_s, trusted = pins(), follow(), trust()
-    files = () if unload_after_s is None else _releases(repository, versions, trusted)
+    mirror = mirror_of(repository, cache, versions, follow=unload_after_s is not None)
+    folder = Path(repository) if mirror is None else mirror.repository
+    files = () if unload_after_s is None else _releases(folder, versions, trusted)
     pinned = {**released_versions(files), **versions}
     common: dict[str, Any] = {
         "trust": trusted,
@@ -180,7 +198,7 @@ def run(
         "options": triton_options or (),
     }
     serve = partial(_fleet if local_hosts else _alone, log_format=log_format)
-    with _private_files(), serve(repository, ports(), pins=pinned, access=access(), **common) as servers:
+    with _private_files(), serve(folder, ports(), pins=pinned, access=access(), **common) as servers:
         watched = [
             Supervisor(server, recover, _follower(server, files, unload_after_s)) for server in servers.values()
         ]
@@ -193,6 +211,8 @@ def run(
         signals.supervisor = supervisor = FleetSupervisor(watched[:-1], watched[-1]) if local_hosts else watched[0]
         print(_as_json(servers)) if as_json else out.print(_as_text(servers))
         sys.stdout.flush()
+        if mirror is not None and unload_after_s is not None:
+            threading.Thread(target=mirror.keep, args=(log, every_s), name="store", daemon=True).start()
         code = supervisor.wait()
         if code:
             log.critical("tritonserver exited with %d", code, extra={"event": "exited"})

@@ -4,8 +4,9 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, NoReturn, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -15,6 +16,9 @@ from typer.exceptions import Abort, TyperException
 from serving.errors import EnvironmentMismatch, ServingError
 from serving.log import one_line
 from serving.pins import tested_versions
+
+if TYPE_CHECKING:  # a command without a bar does not wait for it
+    from rich import progress as bars
 
 # Columns of an output that is no terminal.
 _NO_LIMIT = 1_000_000
@@ -52,6 +56,43 @@ def new_app(name: str, about: str) -> typer.Typer:
     )
     app.callback()(_options)
     return app
+
+
+# Takes the step that is being done, how much is done, and how much there is.
+Show = Callable[[str, int, int], None]
+
+
+@contextmanager
+def progress_bar(width: int, first: str, *columns: "bars.ProgressColumn") -> Iterator[Show]:
+    """Show a bar.
+
+    Args:
+        width: the characters for the name of a step.
+        first: the first step.
+        columns: what stands behind the bar.
+    """
+    from rich import progress as bars
+
+    with bars.Progress(
+        bars.TextColumn(f"{{task.description:<{width}}}", markup=False),
+        bars.BarColumn(),
+        *columns,
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    ) as bar:
+        task = bar.add_task(first, total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+@contextmanager
+def bytes_bar(first: str) -> Iterator[Show]:
+    """Show a bar in bytes."""
+    from rich import progress as bars
+
+    columns = (bars.DownloadColumn(binary_units=True), bars.TransferSpeedColumn(), bars.TimeRemainingColumn())
+    with progress_bar(16, first, *columns) as show:
+        yield show
 
 
 class Command(TyperCommand):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from export.sizes import MOST_BYTES, bytes_per_s, size_bytes
+from export.values import MOST_BYTES, bytes_per_s, size_bytes
 from serving.errors import ConfigurationError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 # What the extras of pyproject.toml bring, by package and by what is imported of it.
 _DISTRIBUTIONS = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "nvidia-pytriton")
-_MODULES = ("fbgemm_gpu", "jinja2", "matplotlib", "pytriton", "safetensors", "torch", "torchrec", "yaml")
+_MODULES = ("fbgemm_gpu", "jinja2", "matplotlib", "obstore", "pytriton", "safetensors", "torch", "torchrec", "yaml")
 
 
 class _Without:

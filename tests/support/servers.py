@@ -324,7 +324,9 @@ def apart() -> tuple[str, ...]:
 
 
 @contextmanager
-def running(repository: Path, *options: str, within: tuple[str, ...] = (), first: str = "") -> Iterator[Running]:
+def running(
+    repository: Path | str, *options: str, within: tuple[str, ...] = (), first: str = ""
+) -> Iterator[Running]:
     """`tbe-serve run`, until the end of the block; on free ports, unless `options` name others."""
     pairs = zip(FREE_PORTS[::2], FREE_PORTS[1::2], strict=True)
     free = [each for option, port in pairs if option not in options for each in (option, port)]

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from serving.triton.output import Output
+from serving.log import Output
 
 # Sets the properties of a process, and executes a program in it. `preexec_fn` would run Python between fork(2) and
 # execve(2), beside what gRPC and other threads left there. A child died of it by SIGSEGV.

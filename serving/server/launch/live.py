@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from serving.bundle.delta import delta_path, listed
+from serving.log import Output
 from serving.tables.live_copy import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 from serving.tables.live_state import About, State
-from serving.triton.output import Output
 
 # Seconds between looks at the copies and the applier.
 _LOOKS_S = 0.2

@@ -104,7 +104,25 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(
     assert not (tmp_path / "k8s").exists()
 
 
-@pytest.mark.parametrize("option", ["--image", "--claim", "--out"])
+def test_pods_have_the_repository_from_a_claim_or_a_store(signed: Path, tmp_path: Path) -> None:
+    arguments = given(tmp_path / "k8s")
+    at = arguments.index("--claim")
+    for wrong in (
+        (*arguments[:at], *arguments[at + 2 :]),
+        (*arguments, "--store", "s3://bucket/models"),
+        (*arguments[:at], *arguments[at + 2 :], "--store", "bucket/models"),
+        (*arguments[:at], *arguments[at + 2 :], "--store", "s3://bucket/models", "--copy"),
+    ):
+        done = tbe_export("manifests", str(signed), *wrong)
+        assert (done.exit_code, "--store: expected" in done.stderr) == (1, True), done.stderr
+    done = tbe_export(
+        "manifests", str(signed), *arguments[:at], *arguments[at + 2 :], "--store", "s3://bucket/models"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "needed: s3://bucket/models, with the repository: `tbe-export push`" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["--image", "--out"])
 def test_what_has_no_default_is_asked_for(signed: Path, tmp_path: Path, option: str) -> None:
     arguments = given(tmp_path / "k8s")
     at = arguments.index(option)

@@ -62,6 +62,7 @@ _LIGHT: dict[tuple[str, ...], int] = dict(
         (("inspect", "MODEL/1", "--json"), 0),
         (("release", "MODEL", "1"), 0),
         (("release", "MODEL", "7"), 1),
+        (("push", "MODEL", "file:///nowhere"), 1),
         (("manifests", "MODEL", *_MANIFESTS, _IMAGE), 0),
         (("manifests", "MODEL", *_MANIFESTS, "bad"), 1),
         (("prune", "MODEL", "--keep", "1", "--dry-run"), 0),
@@ -105,6 +106,7 @@ _NEEDS_TORCH: dict[str, tuple[str, ...]] = {
 }
 _SERVING: dict[str, tuple[tuple[str, ...], Callable[[str], bool]]] = {
     "run": (("REPOSITORY",), lambda said: "tritonserver" in said and "pip install 'tbe-serving[server]'" in said),
+    "pull": (("s3://bucket/models", "r"), lambda said: "needs a package: pip install obstore" in said),
     "lookup": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
     "score": (("mixed", "--url", "127.0.0.1:1"), lambda said: "127.0.0.1:1: " in said),
     "configure": (("MODEL",), lambda said: said == ""),
@@ -171,6 +173,6 @@ def test_a_client_only_install_shows_no_trace(client_only: dict[tuple[str, str],
 
 
 def test_every_command_is_run_in_a_client_only_install() -> None:
-    light = {"inspect", "release", "prune"}  # run above, with what needs no torch
+    light = {"inspect", "push", "release", "prune"}  # run above, with what needs no torch
     assert _NEEDS_TORCH.keys() | light == set(_export_names())
     assert _SERVING.keys() == {each.callback.__name__ for each in serving_app.registered_commands if each.callback}

@@ -17,6 +17,7 @@ from tests.export.kubernetes.conftest import IMAGE, given
 from tests.support.commands import tbe_export
 
 # The oldest that is still supported, and the newest that the schemas know.
+STORE = "s3://bucket/models"
 VERSIONS = ("1.33", kubernetes_validate.latest_version())
 OPTIONS = {
     "mounted": {},
@@ -24,6 +25,8 @@ OPTIONS = {
     "signed": {"trusted_keys": True},
     "copied and signed": {"copy": True, "trusted_keys": True},
     "insecure": {"insecure": True},
+    "from a store": {"store": STORE},
+    "from a store and signed": {"store": STORE, "trusted_keys": True},
 }
 
 
@@ -33,7 +36,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> PodOptions:
     options = dict(request.param)
     if "trusted_keys" in options:
         options["trusted_keys"] = tmp_path / "trusted.pem"
-    return PodOptions(image=IMAGE, claim="models", **options)
+    return PodOptions(image=IMAGE, claim=None if "store" in options else "models", **options)
 
 
 @pytest.fixture(params=["Movies_V2", "m"])
@@ -108,12 +111,19 @@ def test_a_pod_sees_no_model_but_its_own(fleet: Fleet, options: PodOptions) -> N
     for member in (fleet.front, *fleet.hosts):
         workload = workloads(base_files(fleet, Replicas(), options))[member.name]
         (mount,) = [each for each in server_of(workload)["volumeMounts"] if each["name"] == "repository"]
-        assert (mount["mountPath"], mount["subPath"]) == (f"/repository/{member.model}", member.model)
+        folder = "models/" if options.store else ""
+        assert (mount["mountPath"], mount["subPath"]) == (f"/repository/{member.model}", f"{folder}{member.model}")
         assert mount["readOnly"] is True
         copies = [each for each in workload["spec"]["template"]["spec"]["initContainers"] if each["name"] == "copy"]
         assert len(copies) == options.copy
         for copy in copies:
             assert {each["name"]: each.get("subPath") for each in copy["volumeMounts"]}["source"] == member.model
+        pulls = [each for each in workload["spec"]["template"]["spec"]["initContainers"] if each["name"] == "pull"]
+        assert len(pulls) == (options.store is not None)
+        for pull in pulls:
+            command = f"tbe-serve pull {STORE} /pulled/models --model={member.model} --serve={member.model}=1"
+            assert pull["command"] == ["sh", "-ec", command]
+            assert {each["name"]: each["mountPath"] for each in pull["volumeMounts"]}["repository"] == "/pulled"
 
 
 def test_selectors_select_the_pods_of_one_workload(fleet: Fleet) -> None:

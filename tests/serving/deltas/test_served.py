@@ -250,7 +250,8 @@ def test_live_without_a_server_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_command_publishes_rows_and_what_changed(tmp_path: Path) -> None:
-    bundle = export_model(collection(), tmp_path / "r", "m")
+    live = ExportConfig(serving=ServingSettings(weights_memory="live"))
+    bundle = export_model(collection(), tmp_path / "r", "m", live)
     rows = {"user/ids": np.array([5, 2]), "user/rows": np.ones((2, 16), np.float32)}
     save_file(rows, tmp_path / "rows.safetensors")
     done = tbe_export("delta", str(bundle.parent), "--rows", str(tmp_path / "rows.safetensors"))
@@ -266,7 +267,10 @@ def test_the_command_publishes_rows_and_what_changed(tmp_path: Path) -> None:
     # Versions take their deltas with them.
     export_model(collection(), tmp_path / "r", "m")
     publish_delta(tmp_path / "r", "m", {"user": ([1], np.ones((1, 16), np.float32))})
-    assert tbe_export("prune", str(bundle.parent), "--keep", "1").exit_code == 0
+    assert tbe_export("prune", str(bundle.parent), "--keep", "1").stderr == ""
+    (tmp_path / "r.deltas").rename(tmp_path / "elsewhere")
+    assert "not beside the repository, and stay" in tbe_export("prune", str(bundle.parent), "--keep", "1").stderr
+    (tmp_path / "elsewhere").rename(tmp_path / "r.deltas")
     (left,) = (tmp_path / "r.deltas" / "m").iterdir()
     assert left != folder
     for wrong, said in (

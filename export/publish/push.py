@@ -1,0 +1,146 @@
+"""Publish in an object store: a version of a folder's repository, or all that an export makes.
+
+`manifest.sha256` comes first. It is created only where there is none, and says which manifest takes the number.
+So one of two publishers gets the number, and one that was interrupted goes on where it stopped. manifest.json comes
+last: with it, the version is there.
+"""
+
+import os
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from export.errors import PublishError
+from export.publish.draft import check_compatible
+from serving.bundle.manifest import MANIFEST
+from serving.bundle.opening import Bundle, open_bundle, verify_digests, versions
+from serving.bundle.plan import is_host_model
+from serving.bundle.signature import signature_of
+from serving.files import read_file
+from serving.model.config_file import CONFIG, read_config
+from serving.store import SETTINGS, TAKEN, Progress, Store, is_url, release_names, versions_in
+
+
+def push(
+    model: Path, store: Store, *, staged: Collection[Path] | None = None, progress: Progress = lambda *_: None
+) -> Iterator[str]:
+    """Publish what a store lacks of a model and of its hosts' models: versions, settings, and releases last.
+
+    A router's own versions come after those of its hosts.
+
+    Args:
+        model: its folder, <repository>/<name>.
+        store: the repository that gets it, under the same name and numbers. Its settings and releases are replaced.
+        staged: the versions that are in the store and not here, by their path. Settings of models that are there are
+            left alone then. None: all is here.
+        progress: called as files are written.
+
+    Yields:
+        The URL of each version, when it is there.
+
+    Raises:
+        ConfigurationError: there is no such model.
+        BundleError: a version cannot be read, or is damaged.
+        PublishError: a number is taken by another bundle; or the store's versions have another contract.
+        ServerUnavailable: the store cannot be reached, or lets nobody write.
+    """
+    model = Path(os.path.abspath(model))
+    read_config(model)
+    hosts = sorted(each for each in model.parent.iterdir() if is_host_model(each.name, model.name))
+    for each in (*hosts, model):
+        bundles = [
+            open_bundle(path) for number in versions(each) if (path := each / str(number)) not in (staged or ())
+        ]
+        with tempfile.TemporaryDirectory(prefix="tbe-store-") as folder:
+            store.pull_settings(each.name, Path(folder))
+            if (Path(folder) / each.name / CONFIG).exists():
+                for bundle in bundles:
+                    check_compatible(Path(folder) / each.name, bundle.manifest, None)
+        settings = [file for file in reversed(SETTINGS) if (each / file).exists()]  # signatures first: read last
+        for file in settings:
+            store.create(f"{each.name}/{file}", read_file(each / file))
+        for bundle in bundles:
+            yield _push_version(bundle, store, progress)
+        for file in settings if staged is None else ():
+            _update(store, f"{each.name}/{file}", each / file)
+    for each in (*hosts, model):
+        for file in reversed(release_names(each.name)):
+            _update(store, file, model.parent / file)
+
+
+def _push_version(bundle: Bundle, store: Store, progress: Progress) -> str:
+    """Publish a version. What was interrupted goes on where it stopped."""
+    name = f"{bundle.path.parent.name}/{bundle.path.name}"
+    url, digest = f"{store.url}/{name}", bundle.digest.encode()
+    if store.create(f"{name}/{TAKEN}", digest) != digest:
+        raise PublishError(
+            f"{url}: is taken by another bundle, published or on its way: versions are never changed: pick another"
+        )
+    if store.size(f"{name}/{MANIFEST}") is not None:
+        return url
+    verify_digests(bundle)
+    for file, expected in bundle.manifest.files.items():
+        progress(file, 0, expected.size_bytes)
+        if store.size(f"{name}/{file}") != expected.size_bytes:
+            store.write(f"{name}/{file}", bundle.path / file)
+        progress(file, expected.size_bytes, expected.size_bytes)
+    signature = signature_of(bundle.path / MANIFEST)
+    _update(store, f"{name}/{signature.name}", signature)
+    _update(store, f"{name}/{MANIFEST}", bundle.path / MANIFEST)
+    return url
+
+
+@contextmanager
+def staged(url: str, name: str, progress: Progress = lambda *_: None) -> Iterator[Path]:
+    """A folder that stands for a store's repository while a model is exported or released in it.
+
+    It has the settings and releases of the model and of its hosts' models, and their versions without their files: so
+    an export finds the next number, and the contract to keep. What is new or changed when the block ends goes to the
+    store: bundles of hosts before their router's, and releases last.
+
+    Args:
+        url: the store's repository, such as s3://bucket/models.
+        name: the model.
+        progress: called as files are written.
+
+    Raises:
+        ConfigurationError: it is no URL of a store.
+        BundleError, PublishError, ServerUnavailable: as `push`.
+    """
+    store = Store(url)
+    with tempfile.TemporaryDirectory(prefix="tbe-store-") as folder:
+        repository = Path(folder) / "repository"
+        repository.mkdir()
+        known = set()
+        names = store.names()
+        published = versions_in(names)
+        for model, numbers in versions_in(names, TAKEN).items():
+            if model != name and not is_host_model(model, name):
+                continue
+            store.pull_settings(model, repository)
+            store.pull_release(model, repository)
+            for version in numbers:
+                known.add(path := repository / model / str(version))
+                path.mkdir()
+                if version in published.get(model, ()):
+                    (path / MANIFEST).touch()
+        yield repository
+        for _ in push(repository / name, store, staged=known, progress=progress):
+            pass
+
+
+@contextmanager
+def repository_at(place: str, name: str, progress: Progress = lambda *_: None) -> Iterator[Path]:
+    """The folder of a repository; of one in a store, what stands for it: see `staged`."""
+    if not is_url(place):
+        yield Path(place)
+        return
+    with staged(place, name, progress) as repository:
+        yield repository
+
+
+def _update(store: Store, name: str, path: Path) -> None:
+    """Write a small object, where the file is there and is not what the store has."""
+    if path.exists() and (content := read_file(path)) != store.read(name):
+        store.write(name, content)

@@ -1,0 +1,203 @@
+"""`tbe-serve pull`: bring the versions to serve from a repository in a store into a folder, once or in a loop."""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+from urllib.parse import quote
+
+import typer
+
+from serving.bundle.opening import remove_version, versions
+from serving.bundle.release import release_path
+from serving.bundle.signature import signature_of
+from serving.commands.load import PinsOf, takes_pins
+from serving.errors import ConfigurationError, ServingError
+from serving.log import server_log
+from serving.model.config_file import read_config
+from serving.server.models import Pins
+from serving.server.versions import said_versions
+from serving.store import Progress, Store, is_url, versions_in
+from serving.terminal.app import bytes_bar, out
+
+
+class Mirror:
+    """A repository in a folder that has what is to be served of one in a store.
+
+    Args:
+        store: the repository in the store.
+        repository: the folder; made if it is missing.
+        models: its models. None: all that the store has, at each pull.
+        pins: versions to serve, by model.
+        follow: whether releases say what is to be served. Otherwise config.pbtxt says it.
+        own: whether the folder has nothing but what is brought: what the store has no longer is removed then.
+
+    Attributes:
+        repository: the folder.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        repository: Path,
+        *,
+        models: Sequence[str] | None = None,
+        pins: Pins,
+        follow: bool,
+        own: bool = False,
+    ) -> None:
+        self.repository = repository
+        self._store, self._own = store, own
+        self._models, self._pins, self._follow = models, pins, follow
+        self._seen: dict[str, str] | None = None
+
+    def pull(self, progress: Progress = lambda *_: None) -> Iterator[tuple[str, int]]:
+        """Bring what is missing: versions, and then the releases that name them. Nothing, if the store is as it was.
+
+        Yields:
+            The name and version of what was brought.
+
+        Raises:
+            ConfigurationError: the store has no such model or version, or the folder cannot be used.
+            BundleError: a file in the store is damaged.
+            ServerUnavailable: the store cannot be reached, or lets nobody read.
+        """
+        names = self._store.names()
+        if names == self._seen:
+            return
+        stored = versions_in(names)
+        wanted = stored if self._models is None else self._models
+        if missing := sorted({*wanted, *self._pins} - {*stored}):
+            known = ", ".join(stored) or "none"
+            raise ConfigurationError(f"{self._store.url}: expected one of the models {known}, got {missing[0]!r}")
+        if not wanted:
+            raise ConfigurationError(f"{self._store.url}: expected models made by tbe-export, found none")
+        problems: list[ServingError] = []
+        try:
+            for model in wanted:
+                try:
+                    self._store.pull_settings(model, self.repository)
+                    for version in self._wanted(model, stored[model]):
+                        if self._store.pull(model, version, self.repository, progress):
+                            yield model, version
+                    self._store.pull_release(model, self.repository)
+                except ServingError as problem:  # the other models have nothing to do with it
+                    problems.append(problem)
+            if problems:
+                raise problems[0]
+            if not self._own or self._remove_others(stored):
+                self._seen = names
+        except OSError as error:
+            raise ConfigurationError(f"{error.filename or self.repository}: cannot be written: {error}") from error
+
+    def _wanted(self, model: str, stored: Sequence[int]) -> Sequence[int]:
+        """The versions of a model that are to be served."""
+        if model in self._pins:
+            return self._pins[model]
+        release = self._store.release(model) if self._follow else None
+        return said_versions(read_config(self.repository / model), stored) if release is None else release.versions
+
+    def _remove_others(self, stored: Pins) -> bool:
+        """Remove the versions and models that the store has no longer, unless a server has them open.
+
+        Returns:
+            Whether all of them are gone.
+        """
+        all_gone = True
+        for model in [path for path in self.repository.iterdir() if path.is_dir()]:
+            there = stored.get(model.name, ())
+            left = [number for number in versions(model) if number not in there]
+            kept = [number for number in left if not remove_version(model / str(number))]
+            all_gone = all_gone and not kept
+            if kept and (not there or max(kept) > max(there)):
+                raise ConfigurationError(
+                    f"{model}: {self._store.url} has version {max(kept)} no longer, and a server has it open: "
+                    "name another folder, --cache"
+                )
+            if not there:
+                shutil.rmtree(model)
+                for path in (release := release_path(model), signature_of(release)):
+                    path.unlink(missing_ok=True)
+        return all_gone
+
+    def keep(self, log: logging.Logger, every_s: float) -> NoReturn:
+        """Pull again and again. A problem is logged once, as long as it stays the same."""
+        problem = None
+        while True:
+            time.sleep(every_s)
+            try:
+                for model, version in self.pull():
+                    about = {"event": "pulled", "model": model, "version": version}
+                    log.info("model %r: version %d is here", model, version, extra=about)
+                problem = None
+            except ServingError as error:
+                if str(error) != problem:
+                    log.warning("nothing new can be brought: %s", error, extra={"event": "pull_failed"})
+                problem = str(error)
+
+
+def mirror_of(place: str, cache: Path | None, pins: Pins, *, follow: bool) -> Mirror | None:
+    """What brings here what a store's repository says to serve. It has done so once. None: the place is a folder.
+
+    Args:
+        place: a folder or a URL.
+        cache: the folder that versions are brought into. None: one for the URL in ~/.cache/tbe-serving.
+        pins, follow: as `Mirror`.
+
+    Raises:
+        ConfigurationError: the place is a folder, and a cache was given.
+        ServingError: as `Mirror.pull`.
+    """
+    if not is_url(place):
+        if cache is not None:
+            raise ConfigurationError(f"--cache: expected with it a repository with a URL, got {place!r}")
+        return None
+    mirror = Mirror(Store(place), cache or _cache_of(place), pins=pins, follow=follow, own=True)
+    with bytes_bar("bringing") as progress:
+        for _ in mirror.pull(progress):
+            pass
+    return mirror
+
+
+def _cache_of(url: str) -> Path:
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError as error:  # a user without a home
+        raise ConfigurationError(f"--cache: expected a folder for what {url} has: {error}") from error
+    return caches / "tbe-serving" / quote(url.rstrip("/"), safe="") / "repository"
+
+
+@takes_pins
+def pull(
+    url: Annotated[str, typer.Argument(help="A repository in a store, such as s3://bucket/models.")],
+    repository: Annotated[Path, typer.Argument(help="The model repository that gets it; made if it is missing.")],
+    pins: PinsOf,
+    model: Annotated[
+        list[str] | None, typer.Option(help="This model alone; may be given again. Default: all that there are.")
+    ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Bring the versions that releases say, `tbe-export release`."),
+    ] = False,
+    every_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            max=86_400,
+            help="Go on until SIGINT or SIGTERM, with a look at the store every so many seconds.",
+        ),
+    ] = None,
+) -> None:
+    """Bring the versions to serve from a store into a repository in a folder, each compared with its digests.
+
+    A version is there completely or not at all. What was interrupted goes on where it stopped.
+    """
+    mirror = Mirror(Store(url), repository, models=model or None, pins=pins(), follow=follow)
+    with bytes_bar("bringing") as progress:
+        for name, version in mirror.pull(progress):
+            out.print(f"{repository / name / str(version)}", soft_wrap=True)
+    if every_s is not None:
+        mirror.keep(server_log(), every_s)

@@ -1,0 +1,311 @@
+"""A model repository in an object store: the same files under the same names, such as s3://bucket/models/movies/3/….
+
+A store renames nothing, so an order takes the place of a rename. A version is there when its manifest.json is, which
+is written last (export/publish/push.py), and has the size and SHA-256 of every other file.
+
+obstore reaches the stores, with the settings and credentials that it finds in the environment: `AWS_…` for s3://,
+`GOOGLE_…` for gs://, `AZURE_…` for az://. file:// is a folder that is there.
+"""
+
+import hashlib
+import itertools
+import re
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from serving.bundle.manifest import MANIFEST, FileDigest
+from serving.bundle.opening import check_sha256
+from serving.bundle.parse import parse_manifest
+from serving.bundle.plan import is_model_name
+from serving.bundle.release import Release, release_path
+from serving.bundle.signature import signature_of
+from serving.errors import BundleError, ConfigurationError, ServerUnavailable
+from serving.files import (
+    SMALL,
+    UNREADABLE,
+    leave_out_of_cache,
+    locked_file,
+    read_file,
+    replacing,
+    sync_folder,
+    sync_tree,
+)
+from serving.model.config_file import CONFIG
+from serving.request.captured import WARM_UP
+from serving.tables.pages import HUGE_PAGE
+
+# Called with the name of a file, how many of its bytes are done, and how many there are.
+Progress = Callable[[str, int, int], None]
+
+_SCHEMES = ("s3", "gs", "az", "file")
+# The first object of a version. It says which manifest the number is taken for: the SHA-256, in hex.
+TAKEN = "manifest.sha256"
+_OF_A_VERSION = re.compile(rf"([^/]+)/([1-9][0-9]{{0,17}})/({re.escape(MANIFEST)}|{re.escape(TAKEN)})")
+# A model's files beside its versions, each before its signature.
+SETTINGS = tuple(name for each in (CONFIG, WARM_UP) for name in (each, signature_of(Path(each)).name))
+# Bytes that are read or written at once, how many of such parts are on their way, and the most parts of an object.
+_PART_BYTES, _PARTS, _MOST_PARTS = 16 << 20, 8, 10_000
+
+
+def is_url(place: str | Path) -> bool:
+    """Whether a place is a URL, not a folder. A Path of one, which has lost a slash, is one, too."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)) is not None
+
+
+class Store:
+    """A model repository in an object store.
+
+    Args:
+        url: such as s3://bucket/models.
+
+    Raises:
+        ConfigurationError: it is no URL of a store, or the environment has settings that cannot be used.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        if parts.scheme not in _SCHEMES or not (parts.netloc if parts.scheme != "file" else parts.path):
+            known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+            raise ConfigurationError(f"{url}: expected a repository in a store, such as s3://bucket/models: {known}")
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise ConfigurationError(f"{url}: needs a package: pip install obstore") from error
+        self._obstore = obstore
+        options: dict[str, Any] = {} if parts.scheme == "file" else {"retry_config": {"max_retries": 5}}
+        try:
+            self._store = from_url(self.url, **options)
+        except (obstore.exceptions.BaseError, ValueError, OSError) as error:
+            raise ConfigurationError(f"{url}: cannot be opened: {_first_line(error)}") from error
+
+    def names(self) -> dict[str, str]:
+        """The names of all objects, each with its ETag, which changes when the object does."""
+        with self._asking(""):
+            found = itertools.chain.from_iterable(self._obstore.list(self._store))
+            return {each["path"]: f"{each['e_tag']} {each['last_modified']}" for each in found}
+
+    def versions(self) -> dict[str, tuple[int, ...]]:
+        """The versions that are published, as `versions_in` its names."""
+        return versions_in(self.names())
+
+    def release(self, model: str) -> Release | None:
+        """The release of a model. None: there is none. No signature is looked at.
+
+        Raises:
+            BundleError: it is no release.
+        """
+        name = release_names(model)[0]
+        content = self.read(name)
+        try:
+            return None if content is None else msgspec.json.decode(content, type=Release)
+        except UNREADABLE as error:
+            raise BundleError(f"{self.url}/{name}: expected what `tbe-export release` writes: {error}") from error
+
+    def pull(self, model: str, version: int, repository: Path, progress: Progress = lambda *_: None) -> bool:
+        """Bring a version into a repository in a folder. It is there completely or not at all.
+
+        Every file is compared with its digest. What was interrupted goes on where it stopped. Of several processes
+        that bring a version into one folder, one does, and the others wait for it.
+
+        Returns:
+            Whether it was brought. False: it was there.
+
+        Raises:
+            ConfigurationError: the store has no such version.
+            BundleError: a file is not what the manifest says, or another bundle is there under the number.
+            ServerUnavailable: the store cannot be reached, or lets nobody read.
+            OSError: the repository cannot be written to.
+        """
+        name = f"{model}/{version}"
+        text = self.read(f"{name}/{MANIFEST}")
+        if text is None:
+            there = list(self.versions().get(model, ()))
+            raise ConfigurationError(f"{self.url}/{model}: expected one of versions {there}, got {version}")
+        target = repository / model / str(version)
+        if self._is_there(target, text):
+            return False
+        target.parent.mkdir(parents=True, exist_ok=True)
+        pulls = repository.parent / f".{repository.name}.pulls" / model
+        pulls.mkdir(parents=True, exist_ok=True)
+        if pulls.stat().st_dev != target.parent.stat().st_dev:
+            raise ConfigurationError(
+                f"{repository}: is the root of a file system, so that nothing beside it can be renamed into it: "
+                "name a folder of it"
+            )
+        with locked_file(pulls / "lock"):
+            if self._is_there(target, text):
+                return False
+            draft = pulls / f"{version}-{hashlib.sha256(text).hexdigest()[:16]}"
+            for other in pulls.iterdir():
+                if other.is_dir() and other != draft:
+                    shutil.rmtree(other)
+            draft.mkdir(exist_ok=True)
+            for file, digest in parse_manifest(draft / MANIFEST, text).files.items():
+                self._bring(f"{name}/{file}", draft / file, digest, progress)
+            signature = signature_of(draft / MANIFEST)
+            _replace(signature, self.read(f"{name}/{signature.name}"))
+            _replace(draft / MANIFEST, text)
+            sync_tree(draft)
+            leave_out_of_cache(draft, HUGE_PAGE)
+            draft.rename(target)
+            sync_folder(target.parent)
+        return True
+
+    def _is_there(self, target: Path, text: bytes) -> bool:
+        if not target.exists():
+            return False
+        if read_file(target / MANIFEST) == text:
+            return True
+        raise BundleError(
+            f"{target}: expected the bundle of {self.url}, got another under its number: "
+            "versions are never changed: name another folder"
+        )
+
+    def _bring(self, name: str, path: Path, expected: FileDigest, progress: Progress) -> None:
+        """Bring a file. What is there of it was brought before."""
+        for _ in range(2):
+            with path.open("ab+") as file, ThreadPoolExecutor(_PARTS) as pool:
+                sha256 = hashlib.sha256()
+                file.seek(0)
+                while part := file.read(_PART_BYTES):
+                    sha256.update(part)
+                began_at = done = file.tell()
+                starts = range(done, expected.size_bytes, _PART_BYTES)
+                for part in _in_order(pool, partial(self._part, name, expected), starts):
+                    file.write(part)
+                    sha256.update(part)
+                    done += len(part)
+                    progress(path.name, done, expected.size_bytes)
+            if sha256.hexdigest() == expected.sha256:
+                return
+            path.unlink()
+            if not began_at:  # otherwise what was there may have been wrong
+                break
+        check_sha256(Path(f"{self.url}/{name}"), sha256.hexdigest(), expected)
+
+    def _part(self, name: str, expected: FileDigest, start: int) -> bytes:
+        stop = min(start + _PART_BYTES, expected.size_bytes)
+        with self._asking(name):
+            try:
+                part = bytes(self._obstore.get_range(self._store, name, start=start, end=stop))
+            except FileNotFoundError:
+                part = b""
+        if len(part) != stop - start:
+            raise BundleError(
+                f"{self.url}/{name}: expected {expected.size_bytes} bytes, got fewer: publish the bundle again"
+            )
+        return part
+
+    def pull_settings(self, model: str, repository: Path) -> None:
+        """Bring a model's settings into a repository in a folder: config.pbtxt, the warm-up, their signatures."""
+        (repository / model).mkdir(parents=True, exist_ok=True)
+        for name in SETTINGS:
+            _replace(repository / model / name, self.read(f"{model}/{name}"))
+
+    def pull_release(self, model: str, repository: Path) -> None:
+        """Bring a model's release and its signature into a repository in a folder, where it has one."""
+        for name in reversed(release_names(model)):
+            _replace(repository / name, self.read(name))
+
+    def read(self, name: str) -> bytes | None:
+        """A small object. None: there is none."""
+        with self._asking(name):
+            try:
+                found = self._obstore.get(self._store, name)
+                if found.meta["size"] > SMALL:
+                    raise BundleError(f"{self.url}/{name}: expected at most {SMALL} bytes, got {found.meta['size']}")
+                return bytes(found.bytes())
+            except FileNotFoundError:
+                return None
+
+    def size(self, name: str) -> int | None:
+        """The bytes of an object. None: there is none."""
+        with self._asking(name):
+            try:
+                return int(self._obstore.head(self._store, name)["size"])
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, content: bytes | Path) -> None:
+        """Write an object, whole or not at all."""
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        part_bytes = max(_PART_BYTES, size // _MOST_PARTS + 1)
+        with self._asking(name):
+            self._obstore.put(self._store, name, content, chunk_size=part_bytes, max_concurrency=_PARTS)
+
+    def create(self, name: str, content: bytes) -> bytes | None:
+        """Write an object where there is none. Returns what is there then."""
+        with self._asking(name):
+            try:
+                self._obstore.put(self._store, name, content, mode="create", use_multipart=False)
+            except self._obstore.exceptions.AlreadyExistsError:
+                return self.read(name)
+        return content
+
+    @contextmanager
+    def _asking(self, name: str) -> Iterator[None]:
+        """Say what could not be read or written."""
+        try:
+            yield
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            said = _first_line(error)
+            if "builder error" in said:
+                said += ": is its endpoint http:? AWS_ALLOW_HTTP=true allows that"
+            where = f"{self.url}/{name}".rstrip("/")
+            raise ServerUnavailable(f"{where}: cannot be read or written: {said}") from error
+
+
+def versions_in(names: Iterable[str], mark: str = MANIFEST) -> dict[str, tuple[int, ...]]:
+    """The versions of each model, oldest first. Models without any are left out.
+
+    Args:
+        names: of a store's objects.
+        mark: what a version has: MANIFEST if it is published, TAKEN if its number is taken.
+    """
+    found: dict[str, list[int]] = {}
+    for name in names:
+        version = _OF_A_VERSION.fullmatch(name)
+        if version is not None and version[3] == mark and is_model_name(version[1]):
+            found.setdefault(version[1], []).append(int(version[2]))
+    return {model: tuple(sorted(numbers)) for model, numbers in sorted(found.items())}
+
+
+def _in_order(pool: ThreadPoolExecutor, read: Callable[[int], bytes], starts: range) -> Iterator[bytes]:
+    """The parts of a file in their order, some of them read ahead."""
+    ahead: deque[Future[bytes]] = deque()
+    for start in starts:
+        ahead.append(pool.submit(read, start))
+        if len(ahead) == _PARTS:
+            yield ahead.popleft().result()
+    while ahead:
+        yield ahead.popleft().result()
+
+
+def release_names(model: str) -> tuple[str, str]:
+    """The names of a model's release and its signature."""
+    path = release_path(Path(model))
+    return path.name, signature_of(path).name
+
+
+def _replace(path: Path, content: bytes | None) -> None:
+    """Make `content` that of a file, if it is not. None: there is to be no such file."""
+    if content is None:
+        path.unlink(missing_ok=True)
+    elif not path.exists() or read_file(path) != content:
+        with replacing(path) as file:
+            file.write(content)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].partition(": <?xml")[0]
