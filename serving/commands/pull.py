@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 from urllib.parse import quote
@@ -123,9 +123,16 @@ class Mirror:
                     path.unlink(missing_ok=True)
         return all_gone
 
-    def keep(self, log: logging.Logger, every_s: float) -> NoReturn:
-        """Pull again and again. A problem is logged once, as long as it stays the same."""
+    def keep(self, log: logging.Logger, every_s: float, read: Callable[[], None] = lambda: None) -> NoReturn:
+        """Pull again and again. A problem is logged once, as long as it stays the same.
+
+        Args:
+            log: takes what was brought, and problems.
+            every_s: seconds between two looks at the store.
+            read: called after each pull without a problem, the one before this call among them.
+        """
         problem = None
+        read()
         while True:
             time.sleep(every_s)
             try:
@@ -133,6 +140,7 @@ class Mirror:
                     about = {"event": "pulled", "model": model, "version": version}
                     log.info("model %r: version %d is here", model, version, extra=about)
                 problem = None
+                read()
             except ServingError as error:
                 if str(error) != problem:
                     log.warning("nothing new can be brought: %s", error, extra={"event": "pull_failed"})

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +33,7 @@ from serving.server import (
     run_local_hosts,
     run_server,
 )
+from serving.server.launch.operations import Condition
 from serving.server.launch.private import Trust
 from serving.server.launch.process import SHM_BYTES
 from serving.server.models import Pins
@@ -212,7 +214,8 @@ def run(
         print(_as_json(servers)) if as_json else out.print(_as_text(servers))
         sys.stdout.flush()
         if mirror is not None and unload_after_s is not None:
-            threading.Thread(target=mirror.keep, args=(log, every_s), name="store", daemon=True).start()
+            read = partial(_note_read, [server.condition for server in servers.values()])
+            threading.Thread(target=mirror.keep, args=(log, every_s, read), name="store", daemon=True).start()
         code = supervisor.wait()
         if code:
             log.critical("tritonserver exited with %d", code, extra={"event": "exited"})
@@ -248,6 +251,11 @@ def _releases(repository: Path, pinned: Pins, trust: Trust | None) -> tuple[Rele
     """The release files of all models that are not pinned."""
     models = [model for model in find_models(repository) if model not in pinned]
     return read_releases(repository, models, None if trust is None else trust.keys)
+
+
+def _note_read(conditions: Sequence[Condition]) -> None:
+    for condition in conditions:
+        condition.store_read = time.time()
 
 
 @contextmanager

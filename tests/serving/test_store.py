@@ -32,7 +32,7 @@ from tests.support.deadlines import PATIENT_S
 from tests.support.host_faults import until
 from tests.support.models import SUM, Spec, collection, exported
 from tests.support.s3 import BUCKET, S3, s3_server
-from tests.support.servers import running, tbe_serve
+from tests.support.servers import running, scrape, tbe_serve
 
 # Enough for two parts of an upload.
 LARGE = (Spec("t", 300_000, 64, "SUM", ("x",)),)
@@ -407,6 +407,7 @@ def test_a_server_follows_a_store_and_outlives_it(tmp_path: Path, monkeypatch: p
                 seen[line.get("event", "")] = line
             assert (seen["pulled"]["model"], seen["pulled"]["version"]) == ("m", 2)
             assert "cannot be read or written" in seen["pull_failed"]["message"]
+            assert "\ntbe_store_read_timestamp_seconds 1" in scrape(server)
             assert answers() == second
 
 

@@ -61,6 +61,7 @@ class Condition:
         restarts: how often tritonserver was started anew.
         certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
             has none, or is not started yet.
+        store_read: when the store was last read whose repository it follows, Unix time. None: it follows none.
         copies: its live copies. None: it has none.
         context: the TLS of the operations port, which goes over to the certificate when tritonserver does. None: it
             has none.
@@ -73,6 +74,7 @@ class Condition:
     tls: ServerTls | None = None
     restarts: int = 0
     certificate_expires: float | None = None
+    store_read: float | None = None
     copies: LiveCopies | None = None
     context: ssl.SSLContext | None = None
 
@@ -114,6 +116,12 @@ class Condition:
         if self.certificate_expires is not None:
             name, text = "tbe_certificate_expires_timestamp_seconds", "When the served certificate expires, Unix time"
             found.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))
+        if self.store_read is not None:
+            name, text = (
+                "tbe_store_read_timestamp_seconds",
+                "When the store was last read that is followed, Unix time",
+            )
+            found.append((name, "gauge", text, f"{self.store_read:.0f}"))
         lines = (f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in found)
         return "".join(lines).encode() + (b"" if self.copies is None else self.copies.metrics())
 

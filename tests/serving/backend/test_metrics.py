@@ -128,7 +128,11 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def pages(first_scrape: str, routed: Server) -> str:
     """The metrics of a model that has all ranks itself, of a router, and of a server with a certificate."""
-    return first_scrape + scrape(routed) + Condition(certificate_expires=time.time()).metrics().decode()
+    return (
+        first_scrape
+        + scrape(routed)
+        + Condition(certificate_expires=time.time(), store_read=time.time()).metrics().decode()
+    )
 
 
 @pytest.mark.parametrize(
