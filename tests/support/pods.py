@@ -24,6 +24,8 @@ FOLDER = Path(__file__).parents[2] / ".bench" / "kube"
 IMAGE = "localhost/tbe-serving"
 _PREFIX = "tbe-kube"
 _NETWORK = "10.231.0"
+# The address of this process on the network of the pods.
+BRIDGE = f"{_NETWORK}.1"
 
 
 def image() -> str:
@@ -168,8 +170,12 @@ def _pod(name: str, address: str, template: Any, volumes: Volumes, folder: Path)
         for mount in container["volumeMounts"]:
             if sub := mount.pop("subPath", None):
                 (volume,) = [each for each in spec["volumes"] if each["name"] == mount["name"]]
-                path = Path(volume["hostPath"]["path"]) / sub
-                path.mkdir(exist_ok=True)
+                path = Path(volume["hostPath"]["path"])
+                for part in Path(sub).parts:  # what fills the volume may write to it
+                    path /= part
+                    if not path.exists():
+                        path.mkdir()
+                        path.chmod(0o777)
                 mount["name"] = f"{mount['name']}-{container['name']}"
                 spec["volumes"].append({"name": mount["name"], "hostPath": {"path": str(path)}})
     manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
@@ -199,7 +205,7 @@ def _bridge() -> Iterator[None]:
     _ip("link", "set", "lo", "up")
     _ip("link", "add", _PREFIX, "type", "bridge")
     try:
-        _ip("address", "add", f"{_NETWORK}.1/24", "dev", _PREFIX)
+        _ip("address", "add", f"{BRIDGE}/24", "dev", _PREFIX)
         _ip("link", "set", _PREFIX, "up")
         yield
     finally:

@@ -65,14 +65,14 @@ class S3(NamedTuple):
 
 
 @contextmanager
-def s3_server(folder: Path, port: int = 0) -> Iterator[S3]:
-    """Run a server until the block ends."""
+def s3_server(folder: Path, host: str = "127.0.0.1") -> Iterator[S3]:
+    """Run a server at an address of this machine until the block ends."""
     log = folder / "s3.log"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-m", "moto.server", "-H", host, "-p", "0"]
     with log.open("wb") as sink, subprocess.Popen(command, stderr=sink, stdout=subprocess.DEVNULL) as process:
         try:
             deadline = time.monotonic() + PATIENCE_S
-            while (found := re.search(r"Running on (http://127.0.0.1:\d+)", log.read_text())) is None:
+            while (found := re.search(rf"Running on (http://{host}:\d+)", log.read_text())) is None:
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
