@@ -37,13 +37,15 @@ from serving.tables.live_state import About, State
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
 from serving.tables.shared_copy import MOUNTS, copy_checked, huge_page_folders, locked, remove_unused, taken
 
-# The environment variables with the name of the server, which the names of its live copies begin with, and with the
-# folder of all deltas.
+# The environment variables with the name of the server, its process and a token, which the names of its live copies
+# begin with; and with the folder of all deltas.
 LIVE_SERVER, LIVE_DELTAS = "TBE_SERVING_LIVE", "TBE_SERVING_LIVE_DELTAS"
 LIVE_PREFIX = "tbe-live-"
 _SMALL_PAGES = Path("/dev/shm")  # noqa: S108  a copy's own name, lock and owner are checked
 # Longest wait without progress, in seconds, until the deltas that are listed are applied.
 _CATCH_UP_S = 60.0
+# Seconds in which the models' processes of a server that was killed end.
+_ENDING_S = 10.0
 
 
 class LiveCopy:
@@ -234,7 +236,7 @@ def _find_left(path: Path, about: About, size_bytes: int) -> bool:
     remove_unused(_folders(), LIVE_PREFIX, but=digest)
     for left in _left(path.parent, digest):
         with suppress(OSError):  # it is used, belongs to another user, or was just removed
-            file = locked(left, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = _locked_left(left)
             try:
                 if os.fstat(file).st_size == size_bytes and _goes_on(file, about):
                     left.rename(path)
@@ -243,6 +245,20 @@ def _find_left(path: Path, about: About, size_bytes: int) -> bool:
             finally:
                 os.close(file)
     return False
+
+
+def _locked_left(path: Path) -> int:
+    """Lock a copy that nobody uses any more. If its server is gone, those that still use it are about to end."""
+    server = path.name.removeprefix(LIVE_PREFIX).partition("-")[0]
+    is_gone = server.isdecimal() and not Path(f"/proc/{server}").exists()
+    until = time.monotonic() + (_ENDING_S if is_gone else 0.0)
+    while True:
+        try:
+            return locked(path, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 def _left(folder: Path, digest: str) -> list[Path]:

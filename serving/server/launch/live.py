@@ -85,7 +85,7 @@ class LiveCopies:
     """
 
     def __init__(self, deltas: Path, environment: Mapping[str, str], log: logging.Logger) -> None:
-        self._name = secrets.token_hex(8)
+        self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._variables = {**os.environ, **environment, **_ONE_THREAD}
         self._log = log
         self._said: dict[tuple[str, str], str] = {}

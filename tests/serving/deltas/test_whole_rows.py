@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -251,6 +252,38 @@ def test_a_copy_with_rows_that_may_be_of_another_history_is_made_anew(
     copy.close()
 
 
+def test_a_copy_is_waited_for_while_processes_of_a_killed_server_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = open_bundle(published(tmp_path, ROWS, 16, WeightDtype.FP32))
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)
+    monkeypatch.setenv(LIVE_SERVER, f"{int(gone.stdout)}-token")
+    monkeypatch.setenv(LIVE_DELTAS, str(deltas_folder(tmp_path / "r")))
+    command = [sys.executable, "-c", _MODEL, str(bundle.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as model:
+        assert model.stdout is not None
+        inode = int(model.stdout.readline())
+        monkeypatch.setenv(LIVE_SERVER, f"{os.getpid()}-token")
+        with ThreadPoolExecutor(1) as pool:
+            taken = pool.submit(LiveCopy.take, bundle.path, bundle.manifest, "")
+            time.sleep(0.5)
+            assert not taken.done()
+            model.kill()
+            copy = taken.result()
+        assert copy.path.stat().st_ino == inode
+        copy.close()
+
+
+_MODEL = """
+import os, sys
+from pathlib import Path
+from serving.bundle.opening import open_bundle
+from serving.tables.live_copy import LiveCopy
+bundle = open_bundle(Path(sys.argv[1]))
+copy = LiveCopy.take(bundle.path, bundle.manifest, "")
+print(os.stat(copy.path).st_ino, flush=True)
+sys.stdin.read()
+"""
 _KILLED = "00000000deadbeef"
 
 
