@@ -5,6 +5,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -110,6 +111,11 @@ def is_utf8(text: str) -> bool:
     return True
 
 
+def is_url(place: str | Path) -> bool:
+    """Whether a place is a URL, not a folder. A Path of one, which has lost a slash, is one, too."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)) is not None
+
+
 def as_text(path: Path | str) -> str:
     """`path` with U+FFFD in place of bytes that are not UTF-8, so that it can be part of JSON and HTML."""
     return os.fsencode(path).decode(errors="replace")
@@ -194,6 +200,20 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def put_in_place(draft: Path, target: Path, large_bytes: int) -> None:
+    """Rename a folder that was written, so that it is there whole, also after a crash.
+
+    Args:
+        draft: the folder.
+        target: where it is then.
+        large_bytes: files of so many are left out of the page cache.
+    """
+    sync_tree(draft)
+    leave_out_of_cache(draft, large_bytes)
+    draft.rename(target)
+    sync_folder(target.parent)
 
 
 def leave_out_of_cache(folder: Path, least_bytes: int) -> None:

@@ -29,17 +29,8 @@ from serving.bundle.plan import is_model_name
 from serving.bundle.release import Release, release_path
 from serving.bundle.signature import signature_of
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
-from serving.files import (
-    SMALL,
-    UNREADABLE,
-    leave_out_of_cache,
-    locked_file,
-    read_file,
-    replacing,
-    sync_folder,
-    sync_tree,
-)
-from serving.model.config_file import CONFIG
+from serving.files import SMALL, UNREADABLE, locked_file, put_in_place, read_file, replacing
+from serving.model.config_file import CONFIG, parse_config
 from serving.request.captured import WARM_UP
 from serving.tables.pages import HUGE_PAGE
 
@@ -54,11 +45,6 @@ _OF_A_VERSION = re.compile(rf"([^/]+)/([1-9][0-9]{{0,17}})/({re.escape(MANIFEST)
 SETTINGS = tuple(name for each in (CONFIG, WARM_UP) for name in (each, signature_of(Path(each)).name))
 # Bytes that are read or written at once, how many of such parts are on their way, and the most parts of an object.
 _PART_BYTES, _PARTS, _MOST_PARTS = 16 << 20, 8, 10_000
-
-
-def is_url(place: str | Path) -> bool:
-    """Whether a place is a URL, not a folder. A Path of one, which has lost a slash, is one, too."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(place)) is not None
 
 
 class Store:
@@ -87,7 +73,7 @@ class Store:
         try:
             self._store = from_url(self.url, **options)
         except (obstore.exceptions.BaseError, ValueError, OSError) as error:
-            raise ConfigurationError(f"{url}: cannot be opened: {_first_line(error)}") from error
+            raise ConfigurationError(f"{url}: cannot be opened: is it there? {_first_line(error)}") from error
 
     def names(self) -> dict[str, str]:
         """The names of all objects, each with its ETag, which changes when the object does."""
@@ -143,24 +129,30 @@ class Store:
                 f"{repository}: is the root of a file system, so that nothing beside it can be renamed into it: "
                 "name a folder of it"
             )
+        draft = pulls / f"{version}-{hashlib.sha256(text).hexdigest()[:16]}"
         with locked_file(pulls / "lock"):
             if self._is_there(target, text):
                 return False
-            draft = pulls / f"{version}-{hashlib.sha256(text).hexdigest()[:16]}"
             for other in pulls.iterdir():
                 if other.is_dir() and other != draft:
                     shutil.rmtree(other)
             draft.mkdir(exist_ok=True)
-            for file, digest in parse_manifest(draft / MANIFEST, text).files.items():
-                self._bring(f"{name}/{file}", draft / file, digest, progress)
-            signature = signature_of(draft / MANIFEST)
-            _replace(signature, self.read(f"{name}/{signature.name}"))
-            _replace(draft / MANIFEST, text)
-            sync_tree(draft)
-            leave_out_of_cache(draft, HUGE_PAGE)
-            draft.rename(target)
-            sync_folder(target.parent)
+            try:
+                self._fill(draft, name, text, progress)
+            except BundleError as error:
+                raise BundleError(str(error).replace(str(draft), f"{self.url}/{name}")) from error
+            put_in_place(draft, target, HUGE_PAGE)
         return True
+
+    def _fill(self, draft: Path, name: str, text: bytes, progress: Progress) -> None:
+        path = draft / MANIFEST
+        taken = self.read(f"{name}/{TAKEN}")  # who copied a folder by other means made none
+        if taken is not None and taken.strip() != hashlib.sha256(text).hexdigest().encode():
+            raise BundleError(f"{path}: expected the manifest of {TAKEN}, got another: publish the bundle again")
+        for file, digest in parse_manifest(path, text).files.items():
+            self._bring(f"{name}/{file}", draft / file, digest, progress)
+        _replace(signature_of(path), self.read(f"{name}/{signature_of(path).name}"))
+        _replace(path, text)
 
     def _is_there(self, target: Path, text: bytes) -> bool:
         if not target.exists():
@@ -192,7 +184,7 @@ class Store:
             path.unlink()
             if not began_at:  # otherwise what was there may have been wrong
                 break
-        check_sha256(Path(f"{self.url}/{name}"), sha256.hexdigest(), expected)
+        check_sha256(path, sha256.hexdigest(), expected)
 
     def _part(self, name: str, expected: FileDigest, start: int) -> bytes:
         stop = min(start + _PART_BYTES, expected.size_bytes)
@@ -200,7 +192,7 @@ class Store:
             try:
                 part = bytes(self._obstore.get_range(self._store, name, start=start, end=stop))
             except FileNotFoundError:
-                part = b""
+                raise BundleError(f"{self.url}/{name}: is missing: publish the bundle again") from None
         if len(part) != stop - start:
             raise BundleError(
                 f"{self.url}/{name}: expected {expected.size_bytes} bytes, got fewer: publish the bundle again"
@@ -208,10 +200,18 @@ class Store:
         return part
 
     def pull_settings(self, model: str, repository: Path) -> None:
-        """Bring a model's settings into a repository in a folder: config.pbtxt, the warm-up, their signatures."""
+        """Bring a model's settings into a repository in a folder: config.pbtxt, the warm-up, their signatures.
+
+        Raises:
+            ConfigurationError: the store has no settings that can be read. Those of the folder stay.
+        """
+        found = {name: self.read(f"{model}/{name}") for name in SETTINGS}
+        if (config := found[CONFIG]) is None:
+            raise ConfigurationError(f"{self.url}/{model}/{CONFIG}: is missing: `tbe-export push` it again")
+        parse_config(config, f"{self.url}/{model}/{CONFIG}")
         (repository / model).mkdir(parents=True, exist_ok=True)
-        for name in SETTINGS:
-            _replace(repository / model / name, self.read(f"{model}/{name}"))
+        for name, content in found.items():
+            _replace(repository / model / name, content)
 
     def pull_release(self, model: str, repository: Path) -> None:
         """Bring a model's release and its signature into a repository in a folder, where it has one."""
@@ -260,10 +260,18 @@ class Store:
             yield
         except (self._obstore.exceptions.BaseError, OSError) as error:
             said = _first_line(error)
-            if "builder error" in said:
-                said += ": is its endpoint http:? AWS_ALLOW_HTTP=true allows that"
+            said += next((f": {hint}" for words, hint in _HINTS.items() if words in said), "")
             where = f"{self.url}/{name}".rstrip("/")
             raise ServerUnavailable(f"{where}: cannot be read or written: {said}") from error
+
+
+# What to do, by words of what obstore says.
+_HINTS = {
+    "builder error": "is its endpoint http:? AWS_ALLOW_HTTP=true allows that",
+    "http://169.254.169.254": "no credentials: neither AWS_ACCESS_KEY_ID and so on, nor a role of the machine",
+    "404 Not Found": "is there a bucket of that name?",
+    "invalid path": "remove that object, whose name has an empty part or dots, or take a prefix without such ones",
+}
 
 
 def versions_in(names: Iterable[str], mark: str = MANIFEST) -> dict[str, tuple[int, ...]]:
@@ -301,7 +309,8 @@ def release_names(model: str) -> tuple[str, str]:
 def _replace(path: Path, content: bytes | None) -> None:
     """Make `content` that of a file, if it is not. None: there is to be no such file."""
     if content is None:
-        path.unlink(missing_ok=True)
+        if path.exists():  # a file system that can only be read refuses to remove what is not there
+            path.unlink()
     elif not path.exists() or read_file(path) != content:
         with replacing(path) as file:
             file.write(content)

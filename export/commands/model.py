@@ -27,8 +27,8 @@ from export.publish.push import repository_at
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import open_bundle, versions
 from serving.errors import ConfigurationError
+from serving.files import is_url
 from serving.pins import check_pins
-from serving.store import is_url
 from serving.terminal.app import Show, bytes_bar, out
 
 

@@ -32,9 +32,10 @@ from serving.bundle.opening import open_bundle
 from serving.bundle.release import release_path
 from serving.bundle.signature import TrustedKeys, read_signing_key, signature_of
 from serving.errors import ConfigurationError
+from serving.files import is_url
 from serving.model.config_file import read_config, settings_of
 from serving.pins import check_pins
-from serving.store import Store, is_url
+from serving.store import Store
 from serving.terminal.app import bytes_bar, complain, out
 
 
@@ -115,14 +116,17 @@ def verify(
 def push(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
     url: Annotated[str, typer.Argument(help="The repository in a store that gets it, such as s3://bucket/models.")],
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Replace settings that the store has: config.pbtxt and the warm-up.")
+    ] = False,
 ) -> None:
-    """Publish in a store what it lacks of a model and of its hosts' models: settings, versions and releases.
+    """Publish in a store what it lacks of a model and of its hosts' models: settings, versions, and a newer release.
 
     A version is there when its manifest.json is, which comes last. What was interrupted goes on where it stopped.
     """
     with bytes_bar("pushing") as show:
-        for version in push_model(model, Store(url), progress=show):
-            out.print(version, soft_wrap=True)
+        for written in push_model(model, Store(url), settings=settings, progress=show):
+            out.print(f"published {written}", soft_wrap=True)
 
 
 def release(

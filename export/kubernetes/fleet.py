@@ -11,8 +11,8 @@ from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle, open_host
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
+from serving.files import is_url
 from serving.model.config_file import read_config, settings_of
-from serving.store import is_url
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
 METRICS_FROM = "monitoring"

@@ -19,10 +19,9 @@ from serving.bundle.opening import versions
 from serving.bundle.plan import MOST_VERSION, is_model_name
 from serving.bundle.signature import sign
 from serving.errors import ConfigurationError
-from serving.files import leave_out_of_cache, sync_folder, sync_tree, temporary_folder
+from serving.files import is_url, leave_out_of_cache, sync_folder, sync_tree, temporary_folder
 from serving.model.config_file import CONFIG, model_config, parameters_of, read_config, settings_of
 from serving.model.settings import ServingSettings
-from serving.store import is_url
 from serving.tables.pages import HUGE_PAGE
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

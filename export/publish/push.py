@@ -8,7 +8,7 @@ last: with it, the version is there.
 import os
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from export.errors import PublishError
@@ -16,28 +16,35 @@ from export.publish.draft import check_compatible
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle, verify_digests, versions
 from serving.bundle.plan import is_host_model
+from serving.bundle.release import read_release
 from serving.bundle.signature import signature_of
-from serving.files import read_file
+from serving.errors import BundleError, ConfigurationError
+from serving.files import is_url, read_file
 from serving.model.config_file import CONFIG, read_config
-from serving.store import SETTINGS, TAKEN, Progress, Store, is_url, release_names, versions_in
+from serving.store import SETTINGS, TAKEN, Progress, Store, release_names, versions_in
 
 
 def push(
-    model: Path, store: Store, *, staged: Collection[Path] | None = None, progress: Progress = lambda *_: None
+    model: Path,
+    store: Store,
+    *,
+    settings: bool = False,
+    but: Collection[Path] = (),
+    progress: Progress = lambda *_: None,
 ) -> Iterator[str]:
-    """Publish what a store lacks of a model and of its hosts' models: versions, settings, and releases last.
+    """Publish what a store lacks of a model and of its hosts' models: settings, versions, and releases last.
 
-    A router's own versions come after those of its hosts.
+    A router's own versions come after those of its hosts. A release goes to the store if it is newer.
 
     Args:
         model: its folder, <repository>/<name>.
-        store: the repository that gets it, under the same name and numbers. Its settings and releases are replaced.
-        staged: the versions that are in the store and not here, by their path. Settings of models that are there are
-            left alone then. None: all is here.
+        store: the repository that gets it, under the same name and numbers.
+        settings: whether settings that the store has are replaced.
+        but: versions that are left out, by their path.
         progress: called as files are written.
 
     Yields:
-        The URL of each version, when it is there.
+        The URL of what was written, when it is there: of a version, of settings that were replaced, of a release.
 
     Raises:
         ConfigurationError: there is no such model.
@@ -49,28 +56,33 @@ def push(
     read_config(model)
     hosts = sorted(each for each in model.parent.iterdir() if is_host_model(each.name, model.name))
     for each in (*hosts, model):
-        bundles = [
-            open_bundle(path) for number in versions(each) if (path := each / str(number)) not in (staged or ())
-        ]
-        with tempfile.TemporaryDirectory(prefix="tbe-store-") as folder:
-            store.pull_settings(each.name, Path(folder))
-            if (Path(folder) / each.name / CONFIG).exists():
+        bundles = [open_bundle(path) for number in versions(each) if (path := each / str(number)) not in but]
+        if is_there := store.read(f"{each.name}/{CONFIG}") is not None:
+            with tempfile.TemporaryDirectory(prefix="tbe-store-") as folder:
+                store.pull_settings(each.name, Path(folder))
                 for bundle in bundles:
                     check_compatible(Path(folder) / each.name, bundle.manifest, None)
-        settings = [file for file in reversed(SETTINGS) if (each / file).exists()]  # signatures first: read last
-        for file in settings:
+        own = [file for file in reversed(SETTINGS) if (each / file).exists()]  # signatures first: they are read last
+        for file in () if is_there else own:
             store.create(f"{each.name}/{file}", read_file(each / file))
         for bundle in bundles:
-            yield _push_version(bundle, store, progress)
-        for file in settings if staged is None else ():
-            _update(store, f"{each.name}/{file}", each / file)
+            if _push_version(bundle, store, progress):
+                yield f"{store.url}/{each.name}/{bundle.path.name}"
+        for file in own if settings else ():
+            if _update(store, f"{each.name}/{file}", each / file):
+                yield f"{store.url}/{each.name}/{file}"
     for each in (*hosts, model):
-        for file in reversed(release_names(each.name)):
-            _update(store, file, model.parent / file)
+        ours, theirs = read_release(each), None
+        with suppress(BundleError):  # what cannot be read is replaced
+            theirs = store.release(each.name)
+        if ours is not None and (theirs is None or ours.sequence > theirs.sequence):
+            for file in reversed(release_names(each.name)):
+                _update(store, file, model.parent / file)
+            yield f"{store.url}/{release_names(each.name)[0]}"
 
 
-def _push_version(bundle: Bundle, store: Store, progress: Progress) -> str:
-    """Publish a version. What was interrupted goes on where it stopped."""
+def _push_version(bundle: Bundle, store: Store, progress: Progress) -> bool:
+    """Publish a version. What was interrupted goes on where it stopped. Returns False if it was there."""
     name = f"{bundle.path.parent.name}/{bundle.path.name}"
     url, digest = f"{store.url}/{name}", bundle.digest.encode()
     if store.create(f"{name}/{TAKEN}", digest) != digest:
@@ -78,7 +90,7 @@ def _push_version(bundle: Bundle, store: Store, progress: Progress) -> str:
             f"{url}: is taken by another bundle, published or on its way: versions are never changed: pick another"
         )
     if store.size(f"{name}/{MANIFEST}") is not None:
-        return url
+        return False
     verify_digests(bundle)
     for file, expected in bundle.manifest.files.items():
         progress(file, 0, expected.size_bytes)
@@ -88,7 +100,7 @@ def _push_version(bundle: Bundle, store: Store, progress: Progress) -> str:
     signature = signature_of(bundle.path / MANIFEST)
     _update(store, f"{name}/{signature.name}", signature)
     _update(store, f"{name}/{MANIFEST}", bundle.path / MANIFEST)
-    return url
+    return True
 
 
 @contextmanager
@@ -125,8 +137,11 @@ def staged(url: str, name: str, progress: Progress = lambda *_: None) -> Iterato
                 path.mkdir()
                 if version in published.get(model, ()):
                     (path / MANIFEST).touch()
-        yield repository
-        for _ in push(repository / name, store, staged=known, progress=progress):
+        try:
+            yield repository
+        except (ConfigurationError, BundleError, PublishError) as error:
+            raise type(error)(str(error).replace(str(repository), store.url)) from error
+        for _ in push(repository / name, store, but=known, progress=progress):
             pass
 
 
@@ -140,7 +155,9 @@ def repository_at(place: str, name: str, progress: Progress = lambda *_: None) -
         yield repository
 
 
-def _update(store: Store, name: str, path: Path) -> None:
-    """Write a small object, where the file is there and is not what the store has."""
-    if path.exists() and (content := read_file(path)) != store.read(name):
-        store.write(name, content)
+def _update(store: Store, name: str, path: Path) -> bool:
+    """Write a small object, if the file is there and is not what the store has. Returns whether it was written."""
+    if not path.exists() or (content := read_file(path)) == store.read(name):
+        return False
+    store.write(name, content)
+    return True

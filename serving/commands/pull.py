@@ -4,7 +4,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 from urllib.parse import quote
@@ -15,12 +16,14 @@ from serving.bundle.opening import remove_version, versions
 from serving.bundle.release import release_path
 from serving.bundle.signature import signature_of
 from serving.commands.load import PinsOf, takes_pins
-from serving.errors import ConfigurationError, ServingError
+from serving.errors import ConfigurationError, ServerUnavailable, ServingError
+from serving.files import is_url
 from serving.log import server_log
-from serving.model.config_file import read_config
+from serving.model.config_file import CONFIG, read_config, settings_of
+from serving.server.launch.operations import Condition
 from serving.server.models import Pins
 from serving.server.versions import said_versions
-from serving.store import Progress, Store, is_url, versions_in
+from serving.store import Progress, Store, versions_in
 from serving.terminal.app import bytes_bar, out
 
 
@@ -37,6 +40,7 @@ class Mirror:
 
     Attributes:
         repository: the folder.
+        problem: why the store could not be asked at the start. None: it was.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Mirror:
         own: bool = False,
     ) -> None:
         self.repository = repository
+        self.problem: ServerUnavailable | None = None
         self._store, self._own = store, own
         self._models, self._pins, self._follow = models, pins, follow
         self._seen: dict[str, str] | None = None
@@ -74,7 +79,8 @@ class Mirror:
             known = ", ".join(stored) or "none"
             raise ConfigurationError(f"{self._store.url}: expected one of the models {known}, got {missing[0]!r}")
         if not wanted:
-            raise ConfigurationError(f"{self._store.url}: expected models made by tbe-export, found none")
+            hint = ": is it a model's? Name the repository that the model is in" if CONFIG in names else ""
+            raise ConfigurationError(f"{self._store.url}: expected models made by tbe-export, found none{hint}")
         problems: list[ServingError] = []
         try:
             for model in wanted:
@@ -123,50 +129,72 @@ class Mirror:
                     path.unlink(missing_ok=True)
         return all_gone
 
-    def keep(self, log: logging.Logger, every_s: float, read: Callable[[], None] = lambda: None) -> NoReturn:
+    def keep(self, log: logging.Logger, every_s: float, conditions: Sequence[Condition] = ()) -> NoReturn:
         """Pull again and again. A problem is logged once, as long as it stays the same.
 
         Args:
             log: takes what was brought, and problems.
             every_s: seconds between two looks at the store.
-            read: called after each pull without a problem, the one before this call among them.
+            conditions: of the servers that serve what is brought. They tell when the store was read, or this began.
         """
-        problem = None
-        read()
+        problem = "" if self.problem is None else str(self.problem)
+        is_read = True
         while True:
+            for condition in conditions if is_read else ():
+                condition.store_read = time.time()
             time.sleep(every_s)
+            is_read = False
             try:
                 for model, version in self.pull():
                     about = {"event": "pulled", "model": model, "version": version}
                     log.info("model %r: version %d is here", model, version, extra=about)
-                problem = None
-                read()
-            except ServingError as error:
-                if str(error) != problem:
-                    log.warning("nothing new can be brought: %s", error, extra={"event": "pull_failed"})
-                problem = str(error)
+                problem, is_read = "", True
+            except Exception as error:
+                said = str(error) if isinstance(error, ServingError) else "".join(traceback.format_exception(error))
+                if said != problem:
+                    log.warning("nothing new can be brought: %s", said, extra={"event": "pull_failed"})
+                problem = said
 
 
-def mirror_of(place: str, cache: Path | None, pins: Pins, *, follow: bool) -> Mirror | None:
+def mirror_of(
+    place: str, cache: Path | None, pins: Pins, *, every_s: float | None, follow: bool, deltas: Path | None
+) -> Mirror | None:
     """What brings here what a store's repository says to serve. It has done so once. None: the place is a folder.
+
+    If the store does not answer, what was brought before is served, and the mirror has the `problem`.
 
     Args:
         place: a folder or a URL.
         cache: the folder that versions are brought into. None: one for the URL in ~/.cache/tbe-serving.
         pins, follow: as `Mirror`.
+        every_s: seconds between two looks at the store, if they were said.
+        deltas: the folder of the deltas of live models. None: none is named.
 
     Raises:
-        ConfigurationError: the place is a folder, and a cache was given.
+        ConfigurationError: the place is a folder, and what is for URLs was given; or a model is live, and nobody said
+            where its deltas are.
         ServingError: as `Mirror.pull`.
     """
     if not is_url(place):
-        if cache is not None:
-            raise ConfigurationError(f"--cache: expected with it a repository with a URL, got {place!r}")
+        if cache is not None or every_s is not None:
+            raise ConfigurationError(f"--cache, --every-s: expected with them a repository with a URL, got {place!r}")
         return None
     mirror = Mirror(Store(place), cache or _cache_of(place), pins=pins, follow=follow, own=True)
-    with bytes_bar("bringing") as progress:
-        for _ in mirror.pull(progress):
-            pass
+    models = [path.parent for path in mirror.repository.glob(f"*/{CONFIG}")]
+    try:
+        with bytes_bar("bringing") as progress:
+            for _ in mirror.pull(progress):
+                pass
+    except ServerUnavailable as problem:
+        if not any(versions(model) for model in models):
+            raise
+        mirror.problem = problem
+    for path in mirror.repository.glob(f"*/{CONFIG}"):
+        if deltas is None and settings_of(read_config(path.parent)).weights_memory == "live":
+            raise ConfigurationError(
+                f"{place}/{path.parent.name}: weights-memory is live: expected the folder of its deltas, --deltas: "
+                "a repository in a store has none beside it"
+            )
     return mirror
 
 

@@ -4,7 +4,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,7 +32,6 @@ from serving.server import (
     run_local_hosts,
     run_server,
 )
-from serving.server.launch.operations import Condition
 from serving.server.launch.private import Trust
 from serving.server.launch.process import SHM_BYTES
 from serving.server.models import Pins
@@ -117,6 +115,9 @@ def _tls(certificate: Path | None, key: Path | None, client_root: Path | None) -
     return ServerTls(certificate=certificate, private_key=key, client_root=client_root)
 
 
+# Seconds between two looks at a store.
+_EVERY_S = 5.0
+
 PortsOf = Callable[[], Ports]
 AccessOf = Callable[[], Access]
 # A command calls `ports()` and `access()` for the values of these options.
@@ -157,9 +158,9 @@ def run(
         ),
     ] = None,
     every_s: Annotated[
-        float,
-        typer.Option(min=0.1, max=86_400, help="With a URL and --follow: seconds between two looks at the store."),
-    ] = 5.0,
+        float | None,
+        typer.Option(min=0.1, max=86_400, help="With a URL and --follow: seconds between looks at the store; 5."),
+    ] = None,
     deltas: Annotated[
         Path | None,
         typer.Option(help="Folder of the deltas of models with `weights-memory: live`. Default: REPOSITORY.deltas."),
@@ -189,7 +190,7 @@ def run(
     """
     signals = _Signals()
     versions, unload_after_s, trusted = pins(), follow(), trust()
-    mirror = mirror_of(repository, cache, versions, follow=unload_after_s is not None)
+    mirror = mirror_of(repository, cache, versions, every_s=every_s, follow=unload_after_s is not None, deltas=deltas)
     folder = Path(repository) if mirror is None else mirror.repository
     files = () if unload_after_s is None else _releases(folder, versions, trusted)
     pinned = {**released_versions(files), **versions}
@@ -205,6 +206,8 @@ def run(
             Supervisor(server, recover, _follower(server, files, unload_after_s)) for server in servers.values()
         ]
         log = servers[""].log
+        if mirror is not None and mirror.problem is not None:
+            log.warning("what was brought before is served: %s", mirror.problem, extra={"event": "pull_failed"})
         for warning in dict.fromkeys(warning for server in servers.values() for warning in server.warnings):
             log.warning(warning, extra={"event": "warning"})
         for server in servers.values():
@@ -214,8 +217,8 @@ def run(
         print(_as_json(servers)) if as_json else out.print(_as_text(servers))
         sys.stdout.flush()
         if mirror is not None and unload_after_s is not None:
-            read = partial(_note_read, [server.condition for server in servers.values()])
-            threading.Thread(target=mirror.keep, args=(log, every_s, read), name="store", daemon=True).start()
+            told = (log, every_s or _EVERY_S, [server.condition for server in servers.values()])
+            threading.Thread(target=mirror.keep, args=told, name="store", daemon=True).start()
         code = supervisor.wait()
         if code:
             log.critical("tritonserver exited with %d", code, extra={"event": "exited"})
@@ -251,11 +254,6 @@ def _releases(repository: Path, pinned: Pins, trust: Trust | None) -> tuple[Rele
     """The release files of all models that are not pinned."""
     models = [model for model in find_models(repository) if model not in pinned]
     return read_releases(repository, models, None if trust is None else trust.keys)
-
-
-def _note_read(conditions: Sequence[Condition]) -> None:
-    for condition in conditions:
-        condition.store_read = time.time()
 
 
 @contextmanager

@@ -48,11 +48,24 @@ def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:
             ) from error
     else:
         content = trusted.read_signed(path, Path(os.path.abspath(model)).name)
+    return parse_config(content, str(path))
+
+
+def parse_config(content: bytes, where: str) -> Any:
+    """The content of a config.pbtxt, as Triton's ModelConfig.
+
+    Args:
+        content: of the file.
+        where: it is, for messages.
+
+    Raises:
+        ConfigurationError: it cannot be parsed, or has an invalid setting.
+    """
     try:
         config = text_format.Parse(content.decode(), model_config_pb2.ModelConfig())
         settings_of(config)
     except (text_format.ParseError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
-        raise ConfigurationError(f"{path}: {error}") from error
+        raise ConfigurationError(f"{where}: {error}") from error
     return config
 
 

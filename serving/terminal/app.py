@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import Abort, TyperException
 
 from serving.errors import EnvironmentMismatch, ServingError
+from serving.files import is_url
 from serving.log import one_line
 from serving.pins import tested_versions
 
@@ -122,6 +123,10 @@ class Command(TyperCommand):
                 raise typer.BadParameter("expected it once, got it twice", ctx=ctx, param=param)
             if typed.get(param.name) == "" and param.type_descriptor.is_path:
                 raise typer.BadParameter("expected a path, got ''", ctx=ctx, param=param)
+            if param.type_descriptor.is_path and isinstance(given := typed.get(param.name), str) and is_url(given):
+                raise typer.BadParameter(
+                    f"expected a path, got the URL {given}: `tbe-serve pull` fills a folder", ctx=ctx, param=param
+                )
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

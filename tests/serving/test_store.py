@@ -23,7 +23,7 @@ from export.publish.push import push
 from serving.__main__ import app as serve_app
 from serving.bundle.opening import hold, open_bundle, verify_digests
 from serving.client import LookupClient
-from serving.commands.pull import Mirror
+from serving.commands.pull import Mirror, mirror_of
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
 from serving.store import Store
@@ -73,12 +73,13 @@ def test_what_is_pushed_comes_back_as_it_was(url: str, s3: S3, signed_repository
     repository = Path(shutil.copytree(signed_repository / "r", tmp_path / "r"))
     (repository / "m" / "warm_up.jsonl").write_text("{}\n")
     before = contents(repository / "m")
-    assert tbe_export("push", str(repository / "m"), url).stdout == f"{url}/m/1\n{url}/m/2\n"
+    said = tbe_export("push", str(repository / "m"), url).stdout
+    assert said == f"published {url}/m/1\npublished {url}/m/2\n"
     # The claim of the number comes first; the manifest, with which the version is there, comes last.
     put = [key for method, key in s3.asked() if method == "PUT" and key.startswith(key_of(url, "m/2/"))]
     assert put[0] == key_of(url, "m/2/manifest.sha256")
     assert put[-1] == key_of(url, "m/2/manifest.json")
-    assert tbe_export("push", str(repository / "m"), url).exit_code == 0  # it has all of it
+    assert tbe_export("push", str(repository / "m"), url).stdout == ""  # it has all of it
     assert [key for method, key in s3.asked() if method == "PUT"].count(put[-1]) == 1
 
     for version in (1, 2):
@@ -186,13 +187,19 @@ def test_a_damaged_object_is_not_brought(url: str, s3: S3, tmp_path: Path) -> No
     for damaged, message in (
         (bytes([weights[0] ^ 1]) + weights[1:], "expected SHA-256"),
         (weights[:-1], f"expected {len(weights)} bytes, got fewer"),
-        (None, f"expected {len(weights)} bytes, got fewer"),
+        (None, re.escape(f"{url}/m/1/weights.0.bin: is missing: publish the bundle again")),
     ):
         s3.delete(key) if damaged is None else s3.put(key, damaged)
         with pytest.raises(BundleError, match=message):
             Store(url).pull("m", 1, tmp_path / "r")
         assert not (tmp_path / "r" / "m" / "1").exists()
     s3.put(key, weights)
+    for name, damaged in (("manifest.sha256", b"0" * 64), ("manifest.json", b"{")):
+        right = s3.get(key_of(url, f"m/1/{name}"))
+        s3.put(key_of(url, f"m/1/{name}"), damaged)
+        with pytest.raises(BundleError, match=re.escape(f"{url}/m/1/manifest.json: ")):
+            Store(url).pull("m", 1, tmp_path / "r")
+        s3.put(key_of(url, f"m/1/{name}"), right)
     assert Store(url).pull("m", 1, tmp_path / "r")
 
 
@@ -205,14 +212,109 @@ def test_a_damaged_bundle_is_not_pushed(url: str, tmp_path: Path) -> None:
     assert Store(url).versions() == {}
 
 
-def test_settings_are_those_of_who_pushed_last(url: str, s3: S3, tmp_path: Path) -> None:
-    """An export brings those of a new model alone."""
+def test_settings_of_the_store_stay_unless_they_are_to_be_replaced(url: str, s3: S3, tmp_path: Path) -> None:
     list(push(exported(tmp_path, instances=2).parent, Store(url)))
     published(url)
     assert b"count: 2" in s3.get(key_of(url, "m/config.pbtxt"))
     assert tbe_serve("configure", str(tmp_path / "r" / "m"), "--instances", "3").returncode == 0
-    list(push(tmp_path / "r" / "m", Store(url)))
+    assert tbe_export("push", str(tmp_path / "r" / "m"), url).stdout == ""
+    assert b"count: 2" in s3.get(key_of(url, "m/config.pbtxt"))
+    said = tbe_export("push", str(tmp_path / "r" / "m"), url, "--settings").stdout
+    assert said == f"published {url}/m/config.pbtxt\n"
     assert b"count: 3" in s3.get(key_of(url, "m/config.pbtxt"))
+
+
+def test_a_push_takes_no_release_back(url: str, s3: S3, tmp_path: Path) -> None:
+    model = exported(tmp_path).parent
+    export_model(collection(SUM, seed=1), tmp_path / "r", "m")
+    assert tbe_export("release", str(model), "1").exit_code == 0
+    pushed = [f"{url}/m/1", f"{url}/m/2", f"{url}/m.release.json"]
+    assert list(push(model, Store(url))) == pushed
+    assert tbe_export("release", f"{url}/m", "2").exit_code == 0
+    newer = s3.get(key_of(url, "m.release.json"))
+    assert list(push(model, Store(url))) == []
+    assert s3.get(key_of(url, "m.release.json")) == newer
+    assert tbe_export("release", str(model), "1").exit_code == 0
+    assert list(push(model, Store(url))) == pushed[2:]
+
+
+def test_settings_that_cannot_be_read_are_not_brought(url: str, s3: S3, tmp_path: Path) -> None:
+    published(url)
+    pulled(url, tmp_path / "here")
+    before = contents(tmp_path / "here" / "m")
+    s3.put(key_of(url, "m/config.pbtxt"), b"\xff{")
+    with pytest.raises(ConfigurationError, match=re.escape(f"{url}/m/config.pbtxt: ")):
+        pulled(url, tmp_path / "here")
+    s3.delete(key_of(url, "m/config.pbtxt"))
+    with pytest.raises(ConfigurationError, match=re.escape(f"{url}/m/config.pbtxt: is missing")):
+        pulled(url, tmp_path / "here")
+    assert contents(tmp_path / "here" / "m") == before
+
+
+def test_odd_names_are_left_alone(url: str, s3: S3, tmp_path: Path) -> None:
+    published(url)
+    for name in (
+        "",
+        "m/",
+        "m/7/",
+        "m/02/manifest.json",
+        "m/0/manifest.json",
+        "m/-1/manifest.json",
+        f"m/{10**23}/manifest.json",
+    ):
+        s3.put(key_of(url, name), b"")
+    for name in (
+        ".hidden/1/manifest.json",
+        "a b/1/manifest.json",
+        "m/3/manifest.json/x",
+        "m/\N{ARABIC-INDIC DIGIT FOUR}/manifest.json",
+    ):
+        s3.put(key_of(url, name), b"")
+    assert pulled(url, tmp_path / "here") == [("m", 1)]
+    s3.put(key_of(url, "m//x"), b"")
+    with pytest.raises(ServerUnavailable, match=r"invalid path.*: remove that object"):
+        pulled(url, tmp_path / "here")
+
+
+def test_a_folder_of_versions_that_were_brought_is_served_without_the_store(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(url)
+    common: Any = {"pins": {}, "follow": True, "every_s": None, "deltas": None}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(ServerUnavailable):
+        mirror_of(url, tmp_path / "here", **common)
+    monkeypatch.undo()
+    assert list(Mirror(Store(f"file://{folder_store(tmp_path)}"), tmp_path / "here", pins={}, follow=True).pull())
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    mirror = mirror_of(url, tmp_path / "here", **common)
+    assert mirror is not None
+    assert "cannot be read or written" in str(mirror.problem)
+
+
+def test_live_models_of_a_store_want_a_folder_of_deltas(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    list(push(exported(tmp_path, weights_memory="live").parent, Store(f"file://{tmp_path}/store")))
+    said = tbe_serve("run", f"file://{tmp_path}/store", "--cache", str(tmp_path / "cache"))
+    assert (
+        said.returncode,
+        "m: weights-memory is live: expected the folder of its deltas, --deltas" in said.stderr,
+    ) == (1, True)
+
+
+@pytest.mark.parametrize("command", ["prune", "verify", "compact", "configure"])
+def test_who_wants_a_folder_says_so_of_a_url(command: str) -> None:
+    run = tbe_serve if command == "configure" else tbe_export
+    said = run(command, "s3://bucket/models/m", *(("--keep", "1") if command == "prune" else ()))
+    assert "got the URL s3://bucket/models/m: `tbe-serve pull` fills a folder" in " ".join(said.stderr.split())
+
+
+def folder_store(folder: Path) -> Path:
+    """A folder that is a store, with a model."""
+    (folder / "store").mkdir()
+    published(f"file://{folder}/store")
+    return folder / "store"
 
 
 @pytest.fixture(scope="module")
@@ -345,11 +447,15 @@ def test_what_is_no_store_or_does_not_answer_is_said(
         with pytest.raises(ConfigurationError, match="expected a repository in a store, such as s3://bucket/models"):
             Store(wrong)
     with pytest.raises(
-        ServerUnavailable, match=r"no-such-bucket/models: cannot be read or written: .*404 Not Found$"
+        ServerUnavailable,
+        match=r"no-such-bucket/models: cannot be read or written: .*404 Not Found: is there a bucket of that name",
     ):
         Store("s3://no-such-bucket/models").versions()
-    with pytest.raises(ConfigurationError, match="expected models made by tbe-export, found none"):
+    with pytest.raises(ConfigurationError, match=r"expected models made by tbe-export, found none$"):
         pulled(url, tmp_path)
+    published(url)
+    with pytest.raises(ConfigurationError, match="found none: is it a model's"):
+        pulled(f"{url}/m", tmp_path)
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(ServerUnavailable, match="AWS_ALLOW_HTTP=true allows that"):
         Store(url).versions()
@@ -412,5 +518,6 @@ def test_a_server_follows_a_store_and_outlives_it(tmp_path: Path, monkeypatch: p
 
 
 def test_a_folder_given_a_cache_is_refused(one_model: Path) -> None:
-    said = tbe_serve("run", str(one_model), "--cache", "c")
-    assert (said.returncode, "--cache: expected with it a repository with a URL" in said.stderr) == (1, True)
+    for option in (("--cache", "c"), ("--every-s", "1")):
+        said = tbe_serve("run", str(one_model), *option)
+        assert (said.returncode, "expected with them a repository with a URL" in said.stderr) == (1, True)
