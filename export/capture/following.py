@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torchrec import KeyedJaggedTensor
 
-from export.capture.noted import Noted, changed, noting
+from export.capture.noted import Noted, changed, modules_of, noting
 from export.trained.keyed import is_users, line_of_stack
 from export.trained.running import evaluating, quiet
 
@@ -46,7 +46,7 @@ def followable(model: nn.Module, otherwise: Collection[int] = (), later_s: int =
 @contextmanager
 def _as_if_run(model: nn.Module, noted: Noted, later_s: int) -> Iterator[None]:
     """In the block, the model's code is told that it is run, not that torch.export follows it, and a later time."""
-    modules = _modules_of(model)
+    modules = modules_of(model)
     own = {module.__file__ for module in modules}
     asked = torch.compiler.is_compiling, torch.compiler.is_exporting, torch.compiler.is_dynamo_compiling
 
@@ -121,7 +121,7 @@ def _any_sizes(model: nn.Module) -> Iterator[None]:
     stands_for: Mapping[str, Any] = {"len": _len, "int": _Int}
     changed = [
         (vars(module), name)
-        for module in _modules_of(model)
+        for module in modules_of(model)
         for name in stands_for.keys() - vars(module).keys() - (_handed_on(module) & {"int"})  # `len` may be handed on
     ]
     for names, name in changed:
@@ -131,32 +131,6 @@ def _any_sizes(model: nn.Module) -> Iterator[None]:
     finally:
         for names, name in changed:
             del names[name]
-
-
-def _modules_of(model: nn.Module) -> list[ModuleType]:
-    """The files of a model's classes, and those whose functions and classes they name. Of installed packages, those
-    that the model is from."""
-    waiting = [kind.__module__ for part in model.modules() for kind in type(part).__mro__]
-    packages = {_package(name) for name in waiting}
-    found: dict[str, ModuleType | None] = {}
-    while waiting:
-        name = waiting.pop()
-        if name in found:
-            continue
-        module = sys.modules.get(name)
-        path = getattr(module, "__file__", None)
-        is_near = _package(name) in packages or not {"site-packages", "dist-packages"} & {*Path(path or "").parts}
-        is_own = is_near and path and _package(name) not in sys.stdlib_module_names and is_users(Path(path))
-        found[name] = module if is_own else None
-        if is_own:
-            every = [*vars(module).values()]
-            named = (getattr(each, "__module__", getattr(each, "__name__", None)) for each in every)
-            waiting += [each for each in named if isinstance(each, str)]
-    return [module for module in found.values() if module is not None]
-
-
-def _package(name: str) -> str:
-    return name.partition(".")[0]
 
 
 @cache

@@ -19,7 +19,7 @@ from export.capture.answering import Collections, answering, dtype_of, jagged_te
 from export.capture.bags import Bag, GivenKeys
 from export.capture.example import outputs_of
 from export.capture.following import followable
-from export.capture.noted import Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
+from export.capture.noted import NO_TIME, Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
 from export.capture.signature import Signature
 from export.capture.steps import attribute_of, inlined
 from export.errors import ModelError, first_line
@@ -28,8 +28,7 @@ from export.trained.managed import is_sequence, takes_weights
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 EMBEDDINGS = "embeddings"
-# What an input of a graph is: the embeddings of all pooled features, a tensor of the example with a row for each
-# sample, by its path; or what a request brings of a key, or the rows of a feature.
+# Of a graph: the embeddings of all pooled features; a tensor of the example, by its path; or what is made of ids.
 Input = str | JaggedInput
 
 
@@ -144,13 +143,15 @@ def captured(
         expect_same(one, "the same steps for any number of samples: requests are merged", [*of_one])
     for number, line in asked_of_ids(samples, noted.asked).items():
         expect_same(f"how many ids there are{line}", _ANY_IDS, [number])
-    if noted.clock:
-        expect_same(f"the time{noted.clock[0]}", "it as a dense input: a graph has that of the export", (), _LATER_S)
+    if others := [line for line in signature.clocks if line not in noted.clock]:  # which cannot be put forward
+        raise ModelError(f"{type(model).__name__}: its forward asks for the time{others[0]}: expected {NO_TIME}")
+    for later_s in _LATER_S if noted.clock else ():
+        expect_same(f"the time{noted.clock[0]}", NO_TIME, (), later_s)
     return found
 
 
 _ANY_IDS = "the same steps for any number of ids: requests are merged, and have more"
-_LATER_S = 1_000_000
+_LATER_S = (3_727, 34_567_891, 345_678_923)  # an hour or so, a year or so, and ten
 
 
 def _of_ids(model: nn.Module, line: str) -> ModelError:

@@ -3,19 +3,22 @@
 Nobody may tell from an answer which way it was. So each decision is noted, with the line of the model's code.
 """
 
+import datetime
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType, ModuleType
 from typing import Any
 
 import sympy
 import torch
+from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from export.trained.keyed import is_users, line_of_stack
+from export.trained.keyed import is_users, line_of_stack, where
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +133,60 @@ def raised_by_model(error: BaseException | None) -> bool:
     """Whether a line of the model's own code raised an error: it cannot be called so."""
     frames = [] if error is None else traceback.extract_tb(error.__traceback__)
     return bool(frames) and is_users(Path(frames[-1].filename)) and (frames[-1].line or "").startswith("raise")
+
+
+def modules_of(model: nn.Module) -> list[ModuleType]:
+    """The files of a model's classes, and those whose functions and classes they name. Of installed packages, those
+    that the model is from."""
+    waiting = [kind.__module__ for part in model.modules() for kind in type(part).__mro__]
+    packages = {_package(name) for name in waiting}
+    found: dict[str, ModuleType | None] = {}
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        module = sys.modules.get(name)
+        path = getattr(module, "__file__", None)
+        is_near = _package(name) in packages or not {"site-packages", "dist-packages"} & {*Path(path or "").parts}
+        is_own = is_near and path and _package(name) not in sys.stdlib_module_names and is_users(Path(path))
+        found[name] = module if is_own else None
+        if is_own:
+            every = [*vars(module).values()]
+            named = (getattr(each, "__module__", getattr(each, "__name__", None)) for each in every)
+            waiting += [each for each in named if isinstance(each, str)]
+    return [module for module in found.values() if module is not None]
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+NO_TIME = "it as a dense input: a graph has that of the export"
+# Functions of the module time that read no clock.
+_NO_CLOCKS = ("mktime", "sleep", "strptime", "tzset", "get_clock_info")
+
+
+@contextmanager
+def reading_clocks(model: nn.Module) -> Iterator[list[str]]:
+    """In the block, note the lines of the model's code that read a clock. It is run, and not followed."""
+    found: list[str] = []
+    own = {module.__file__ for module in modules_of(model)}
+
+    def seen(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and frame.f_code.co_filename in own and _is_clock(called):
+            found.append(where(frame.f_code.co_filename, frame.f_lineno))
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)
+
+
+def _is_clock(function: Any) -> bool:
+    if getattr(function, "__module__", None) == "time":
+        return function.__name__ not in _NO_CLOCKS
+    kind = getattr(function, "__self__", None)
+    is_date = isinstance(kind, type) and issubclass(kind, datetime.date)
+    return is_date and function.__name__ in ("now", "today", "utcnow")

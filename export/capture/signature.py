@@ -15,6 +15,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.capture.bags import Bag, Bags, GivenKeys, bag_of, bags_of, kjt_of_bags
 from export.capture.example import Call
+from export.capture.noted import reading_clocks
 from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of_error, line_of_stack
@@ -64,6 +65,7 @@ class Signature:
         by_sample: the tensors with a row for each sample, by path.
         fixed: the keys that the forward makes of such tensors itself, with the number of ids in each of their bags.
         placed: where the ids of each of these are. Empty until the forward was followed.
+        clocks: the lines of the model's code that read a clock.
     """
 
     call: Call
@@ -74,6 +76,7 @@ class Signature:
     by_sample: Mapping[str, Tensor]
     fixed: Mapping[str, int]
     placed: Mapping[str, Places]
+    clocks: Sequence[str]
 
     @property
     def constants(self) -> list[str]:
@@ -190,7 +193,8 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
     given = call.with_leaves(leaves)
     with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), _without_rows(collections):
         try:
-            given.answer_of(model)
+            with reading_clocks(model) as clocks:
+                given.answer_of(model)
         except Exception as error:  # the user's code may raise anything
             raise ModelError(
                 f"{type(model).__name__}: its forward fails for the example{line_of_error(error)}: {last_line(error)}"
@@ -221,7 +225,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         for path, each in call.leaves.items()
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
-    return Signature(call, samples, kjts, jagged, [*dict.fromkeys(parts)], by_sample, fixed, {})
+    return Signature(call, samples, kjts, jagged, [*dict.fromkeys(parts)], by_sample, fixed, {}, clocks)
 
 
 @contextmanager

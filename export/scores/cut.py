@@ -100,12 +100,12 @@ class Cut:
     """What follows the collections of a model.
 
     Attributes:
-        module: takes the embeddings of pooled features, float32 or float16 [B, D], the dense inputs, [B, …], and what
-            `jagged` says; returns a tuple of tensors.
+        module: takes the embeddings, float32 or float16 [B, D], the dense inputs and `jagged`; returns tensors.
         inputs: names of the dense inputs.
         outputs: a name for each tensor.
         answer: what a model itself answers, by output, to ids by key and dense inputs.
         jagged: what it takes of ids.
+        is_timeless: whether no answer hangs on a clock.
     """
 
     module: fx.GraphModule
@@ -113,6 +113,7 @@ class Cut:
     outputs: tuple[str, ...]
     answer: Callable[[nn.Module, Given], Mapping[str, torch.Tensor]]
     jagged: tuple[JaggedInput, ...] = ()
+    is_timeless: bool = False
 
 
 def cut(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> Cut:

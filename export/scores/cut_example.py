@@ -64,7 +64,7 @@ class FromExample:
             found, _ = outputs_of(of, call.answer_of(of))
             return {name: found[name] for name in outputs}
 
-        cut = Cut(module, tuple(paths), outputs, answer, jagged)
+        cut = Cut(module, tuple(paths), outputs, answer, jagged, is_timeless=True)
         return cut, dense, [*self._said(taken, outputs)]
 
     def _repeated(self, path: str, samples: int) -> Tensor:

@@ -1,6 +1,6 @@
 """The trained model behind its collections: a copy of it is run on embeddings that are given to it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torchrec.types import CacheMixin
 
 from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.capture.given import Given
+from export.capture.noted import NO_TIME, reading_clocks
 from export.errors import ModelError, ParityError, last_line
 from export.scores.cut import WAY_OUT, Cut
 from export.trained.managed import is_sequence, takes_weights
@@ -68,7 +69,12 @@ def answers_behind(
     }
     _take_weights(own, weights)
     before = {name: each.clone() for name, each in _buffers(own, columns)}
-    answers: list[dict[str, Tensor] | None] = [_answer_behind(own, found, columns, probe) for probe in probes]
+    counts = _counts(own)
+    with reading_clocks(own) as clocks:
+        answers: list[dict[str, Tensor] | None] = [_answer_behind(own, found, columns, probe) for probe in probes]
+    if clocks and not found.is_timeless:
+        raise ModelError(f"{type(model).__name__}: its forward asks for the time{clocks[0]}: expected {NO_TIME}")
+    _expect_no_count(own, counts, answers[0], lambda: _answer_behind(own, found, columns, probes[0]))
     for other in others:
         try:
             answers.append(_answer_behind(own, found, columns, other))
@@ -81,6 +87,42 @@ def answers_behind(
                 f"bring alone: {WAY_OUT}"
             )
     return answers
+
+
+# Numbers and lists that a model has beside its tensors, by its part and their name: the number, or the length.
+_Counts = Mapping[tuple[nn.Module, str], float]
+
+
+def _counts(model: nn.Module) -> _Counts:
+    every = ((part, name, each) for part in model.modules() for name, each in vars(part).items())
+    return {
+        (part, name): len(each) if isinstance(each, list) else each
+        for part, name, each in every
+        if type(each) in (int, float, list)
+    }
+
+
+def _expect_no_count(
+    model: nn.Module, before: _Counts, answer: Mapping[str, Tensor] | None, again: Callable[[], Mapping[str, Tensor]]
+) -> None:
+    """Refuse a model that counts its calls, and answers otherwise after many of them."""
+    changed = [key for key, count in _counts(model).items() if before.get(key) != count]
+    for part, name in changed:
+        held = getattr(part, name)
+        if isinstance(held, list):
+            held.extend(held[-1:] * _MANY)
+        else:
+            setattr(part, name, held + _MANY)
+    if changed and answer is not None:
+        later = again()
+        if not all(torch.allclose(each, later[name], 0, 0, equal_nan=True) for name, each in answer.items()):
+            raise ModelError(
+                f"{type(model).__name__}: its forward changes {changed[0][1]!r}, and answers by it: requests are "
+                f"scored by what they bring alone: {WAY_OUT}"
+            )
+
+
+_MANY = 1_003
 
 
 def _answer_behind(model: nn.Module, found: Cut, collections: Collections, given: Given) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ def line_of(node: fx.Node) -> str:
     """The line of the model's code of a step of a graph. Empty: its stack trace was not kept."""
     for path, line in reversed(_FRAME.findall(node.stack_trace or "")):
         if is_users(Path(path)):
-            return _where(path, int(line))
+            return where(path, int(line))
     return ""
 
 
@@ -48,7 +48,7 @@ def line_of_error(error: Exception) -> str:
     """The line of the model's code that raised an error: the innermost one that is not torch's."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.lineno is not None and is_users(Path(frame.filename)):
-            return _where(frame.filename, frame.lineno)
+            return where(frame.filename, frame.lineno)
     return ""
 
 
@@ -58,7 +58,7 @@ def line_of_stack() -> str:
     ours = next((number for number, each in enumerate(frames) if Path(each.filename).is_relative_to(_OURS)), 0)
     for frame in reversed(frames[ours:]):  # before them is who called the export
         if frame.lineno is not None and is_users(Path(frame.filename)):
-            return _where(frame.filename, frame.lineno)
+            return where(frame.filename, frame.lineno)
     return ""
 
 
@@ -67,7 +67,8 @@ def is_users(path: Path) -> bool:
     return path.exists() and not any(path.is_relative_to(each) for each in _NOT_THE_USERS)
 
 
-def _where(path: str, line: int) -> str:
+def where(path: str, line: int) -> str:
+    """A line of a file, for messages."""
     return f" at {path}, line {line}: `{linecache.getline(path, line).strip()}`"
 
 

@@ -5,6 +5,7 @@ Each forward here was served with wrong numbers once, but for those that are rig
 
 import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,28 @@ class Clock(Scored):
         return self.total(ids) + time.time() / 1e6 - kind
 
 
+class Dated(Scored):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        return self.total(ids) + datetime.now().second - kind
+
+
+class HeldClock(Scored):
+    clock = staticmethod(time.time)
+
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        return self.total(ids) + self.clock() // 86400 - kind
+
+
+class Cutoff(Scored):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        return self.total(ids) * (2 if time.time() > BEGAN + 30 * 86400 else 1) - kind
+
+
+class Elapsed(Scored):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        return self.total(ids) + int(time.monotonic()) // 10 % 1000 - kind
+
+
 class Encoded(Scored):
     """Answers at padding, too, where the fast path of torch gives zeros."""
 
@@ -131,6 +154,8 @@ class PaddedByMask(Encoded):
 
 A, TOKENS = {"a": [[1]] * 6}, torch.arange(1, 19).view(6, 3)
 OF_IDS, AT_PADDING = "hangs on how many ids there are at .*test_decisions.py, line", "as padding does"
+BEGAN = time.time()
+ASKS = "asks for the time at .*test_decisions.py, line .*: expected it as a dense input"
 WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
     (OneId, (keyed(s=SAME),), OF_IDS),
     (Multiple, (keyed(s=EVERY_THIRD),), OF_IDS),
@@ -143,6 +168,8 @@ WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
         (keyed(**A), torch.arange(6)),
         "hangs on the time at .*test_decisions.py, line .*: expected it as a dense ",
     ),
+    *((kind, (keyed(**A), torch.arange(6)), ASKS) for kind in (Dated, HeldClock, Elapsed)),
+    (Cutoff, (keyed(**A), torch.arange(6)), "hangs on the time at "),
     (PaddedByZeros, (keyed(**A), TOKENS), AT_PADDING),
     (PaddedByMask, (keyed(**A), TOKENS, torch.zeros(6, 3, dtype=torch.bool)), AT_PADDING),
 ]
@@ -207,3 +234,50 @@ def test_questions_that_change_no_answer_are_no_hindrance(tmp_path: Path) -> Non
             with torch.no_grad():
                 expected = model(keyed(s=bags))
             np.testing.assert_allclose(engine.score({"s": bags})["scores"], expected.numpy(), atol=1e-6)
+
+
+class Counting(Scored):
+    calls = 0
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        self.calls += 1
+        return self.total(ids) * (1 if self.calls <= 200 else 2)
+
+
+class Remembering(Scored):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        self.seen.append(1)
+        return self.total(ids) * (1 + len(self.seen) // 300)
+
+
+class Logging(Scored):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, list[int]()
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return self.total(ids)
+
+
+@pytest.mark.parametrize("example", [None, (keyed(**A),)], ids=["without an example", "with one"])
+def test_a_model_that_counts_its_calls_is_refused_if_it_answers_by_it(example: Any, tmp_path: Path) -> None:
+    for kind, name in ((Counting, "calls"), (Remembering, "seen")):
+        with pytest.raises(ModelError, match=f"{kind.__name__}: its forward changes '{name}', and answers by it"):
+            export_model(kind().eval(), tmp_path / "r", "m", EXACT, example=example)
+    export_model(Logging().eval(), tmp_path / "r", "m", EXACT, example=example)
+
+
+class WithoutExample(Scored):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.total(ids) * (datetime.now().year - 2000)
+
+
+def test_a_clock_is_noticed_without_an_example(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=ASKS):
+        export_model(WithoutExample().eval(), tmp_path / "r", "m", EXACT)
