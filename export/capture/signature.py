@@ -173,6 +173,10 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
     """
     call = Call.of(model, example).with_leaves({})  # what is asked of a KJT, it keeps
     kjts = {path: each for path, each in call.leaves.items() if isinstance(each, KeyedJaggedTensor)}
+    if several := [path for path, each in kjts.items() if each.variable_stride_per_key()]:
+        raise ModelError(
+            f"{several[0]}: expected as many samples for each key, as requests have, got several numbers"
+        )
     heard: list[tuple[Columns, KeyedJaggedTensor]] = []
     lines: dict[int, str] = {}
 

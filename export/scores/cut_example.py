@@ -44,6 +44,12 @@ class FromExample:
         Raises:
             ModelError: it cannot be served, naming the line.
         """
+        for node in self.graph.module.graph.nodes:
+            if "autocast" in str(node.target):
+                raise ModelError(
+                    f"{type(model).__name__}: its forward enters autocast: expected `.to(dtype)` of what is to be in "
+                    "another dtype; or none, and dense_dtype (--dense-dtype)"
+                )
         module, taken, outputs = scriptable(model, self.graph, self.signature, self.collections)
         self._expect_looked_up(model, taken)
         paths = [each for each in taken if isinstance(each, str) and each != EMBEDDINGS]
@@ -113,6 +119,12 @@ def follow_example(model: nn.Module, collections: Collections, example: Example)
     Raises:
         ModelError: it cannot be followed, or changes ids; naming the line.
     """
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{type(model).__name__}: {name or 'it'} is TorchScript, which torch.export does not follow: "
+                "expected the module that it was made of"
+            )
     signature = read_signature(model, collections, example)
     inputs = _inputs(signature, collections)
     errors: list[ModelError] = []
@@ -155,6 +167,8 @@ def _fixed(signature: Signature, found: Captured, collections: Collections) -> d
 
 
 def _dense_input(path: str, old: Tensor, argument: fx.Node) -> DenseInput:
+    if old.is_complex():
+        raise ModelError(f"{path}: expected real numbers, which requests bring, got {old.dtype}: give both parts")
     dtype = INPUT_DTYPES.get(torch.zeros((), dtype=_WIRE.get(old.dtype, torch.float32)).numpy().dtype)
     is_integer = dtype in (InputDtype.INT64, InputDtype.INT32)
     rows = rows_read_by(argument) if is_integer else None

@@ -245,3 +245,56 @@ def test_what_a_request_cannot_tell_apart_is_refused(model: type[nn.Module], why
     """Their scores would be those of one bag, whatever the caller meant."""
     with pytest.raises(ModelError, match=why):
         export_model(model(), tmp_path, "m", EXACT)
+
+
+class UnderAutocast(_Model):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.logits(ids).float() + kind
+
+
+class Scripted(_Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.jit.script(nn.Linear(1, 1))
+
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        scores: Tensor = self.last(self.logits(ids)) + kind
+        return scores
+
+
+class TakesComplex(_Model):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        return self.logits(ids) + kind.real
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "why"),
+    [
+        (UnderAutocast, torch.rand(6, 1), "UnderAutocast: its forward enters autocast: expected `.to"),
+        (Scripted, torch.rand(6, 1), "Scripted: last is TorchScript, which torch.export does not follow: expected"),
+        (
+            TakesComplex,
+            torch.rand(6, 1).to(torch.complex64),
+            "kind: expected real numbers, which requests bring, got",
+        ),
+    ],
+)
+def test_what_an_example_cannot_bring_is_said(model: type[nn.Module], kind: Tensor, why: str, tmp_path: Path) -> None:
+    keyed = KeyedJaggedTensor(
+        [f"f{number}" for number in range(4)], torch.arange(24) % 20, lengths=torch.ones(24, dtype=torch.int32)
+    )
+    with pytest.raises(ModelError, match=why):
+        export_model(model().eval(), tmp_path, "m", EXACT, example=(keyed, kind))
+
+
+def test_an_example_with_other_samples_for_each_key_is_refused(tmp_path: Path) -> None:
+    keyed = KeyedJaggedTensor(
+        ["f0", "f1", "f2", "f3"],
+        torch.arange(8),
+        lengths=torch.ones(8, dtype=torch.int32),
+        stride_per_key_per_rank=[[2], [2], [2], [2]],
+        inverse_indices=(["f0", "f1", "f2", "f3"], torch.zeros(4, 6, dtype=torch.int64)),
+    )
+    with pytest.raises(ModelError, match="ids: expected as many samples for each key, as requests have"):
+        export_model(TakesComplex().eval(), tmp_path, "m", EXACT, example=(keyed, torch.rand(6, 1)))
