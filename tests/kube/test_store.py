@@ -15,7 +15,7 @@ from tests.support.models import SUM, collection
 from tests.support.pods import BRIDGE, Volumes, image, pods
 from tests.support.s3 import BUCKET, S3, s3_server
 
-pytestmark = [pytest.mark.kube, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.kube, pytest.mark.timeout(900)]
 
 
 def test_a_pod_brings_its_model_from_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
