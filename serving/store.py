@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -59,8 +58,8 @@ class Store:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        parts = urlsplit(self.url)
-        if parts.scheme not in _SCHEMES or not (parts.netloc if parts.scheme != "file" else parts.path):
+        scheme, _, place = self.url.partition("://")
+        if scheme not in _SCHEMES or not place or place.startswith("/") != (scheme == "file"):
             known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
             raise ConfigurationError(f"{url}: expected a repository in a store, such as s3://bucket/models: {known}")
         try:
@@ -69,7 +68,7 @@ class Store:
         except ImportError as error:
             raise ConfigurationError(f"{url}: needs a package: pip install obstore") from error
         self._obstore = obstore
-        options: dict[str, Any] = {} if parts.scheme == "file" else {"retry_config": {"max_retries": 5}}
+        options: dict[str, Any] = {} if scheme == "file" else {"retry_config": {"max_retries": 5}}
         try:
             self._store = from_url(self.url, **options)
         except (obstore.exceptions.BaseError, ValueError, OSError) as error:

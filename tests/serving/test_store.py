@@ -443,9 +443,19 @@ def test_a_release_says_what_is_brought(url: str, tmp_path: Path) -> None:
 def test_what_is_no_store_or_does_not_answer_is_said(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for wrong in ("s3://", "http://host/models", "nothing://b/models", "s3:/b/models", "file://"):
+    for wrong in (
+        "s3://",
+        "http://host/models",
+        "nothing://b/models",
+        "s3:/b/models",
+        "file://",
+        "file://here",
+        "s3:///b",
+    ):
         with pytest.raises(ConfigurationError, match="expected a repository in a store, such as s3://bucket/models"):
             Store(wrong)
+    with pytest.raises(ConfigurationError, match="cannot be opened"):
+        Store("s3://[b/models")
     with pytest.raises(
         ServerUnavailable,
         match=r"no-such-bucket/models: cannot be read or written: .*404 Not Found: is there a bucket of that name",
