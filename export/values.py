@@ -1,6 +1,7 @@
 """Values as people write them: 16GB, 10Gb/s, int8, default_row:0. Errors name the setting that a value is for."""
 
 import re
+from collections.abc import Callable
 from enum import Enum
 from fractions import Fraction
 from typing import TypeVar
@@ -68,40 +69,23 @@ def size_text(size_bytes: int) -> str:
     return decimal(size_bytes).replace("bytes", "B").replace("byte", "B")
 
 
-def weight_dtype(setting: str, text: str) -> WeightDtype:
-    """The dtype of a table by its name, such as int8.
+def _named(kind: type[E]) -> Callable[[str, str], E]:
+    """What reads a member of `kind` by its name, such as int8. It raises ConfigurationError where there is none."""
 
-    Raises:
-        ConfigurationError: there is no dtype of that name.
-    """
-    return _member(setting, WeightDtype, text)
+    def member(setting: str, text: str) -> E:
+        try:
+            return kind(text.upper())
+        except ValueError as error:
+            names = ", ".join(str(member.value).lower() for member in kind)
+            raise ConfigurationError(f"{setting}: expected one of {names}, got {text.lower()!r}") from error
 
-
-def dense_dtype(setting: str, text: str) -> DenseDtype:
-    """The dtype of a dense part by its name, such as bf16.
-
-    Raises:
-        ConfigurationError: there is no dtype of that name.
-    """
-    return _member(setting, DenseDtype, text)
+    return member
 
 
-def output_dtype(setting: str, text: str) -> OutputDtype:
-    """The dtype of answers by its name, such as fp16.
-
-    Raises:
-        ConfigurationError: there is no dtype of that name.
-    """
-    return _member(setting, OutputDtype, text)
-
-
-def id_dtype(setting: str, text: str) -> IdDtype:
-    """The dtype of ids by its name, such as int32.
-
-    Raises:
-        ConfigurationError: there is no dtype of that name.
-    """
-    return _member(setting, IdDtype, text)
+weight_dtype = _named(WeightDtype)
+dense_dtype = _named(DenseDtype)
+output_dtype = _named(OutputDtype)
+id_dtype = _named(IdDtype)
 
 
 def id_policy(setting: str, text: str) -> IdPolicy | DefaultRow:
@@ -118,11 +102,3 @@ def id_policy(setting: str, text: str) -> IdPolicy | DefaultRow:
     except ValueError as error:
         names = ", ".join(policy.value for policy in IdPolicy)
         raise ConfigurationError(f"{setting}: expected {names} or default_row:ROW, got {text!r}") from error
-
-
-def _member(setting: str, kind: type[E], text: str) -> E:
-    try:
-        return kind(text.upper())
-    except ValueError as error:
-        names = ", ".join(str(member.value).lower() for member in kind)
-        raise ConfigurationError(f"{setting}: expected one of {names}, got {text.lower()!r}") from error

@@ -56,15 +56,15 @@ def host_policy(fleet: Fleet, host: Member, options: PodOptions) -> Object:
     return _policy(fleet, host, labels_of(fleet, fleet.front), [], options)
 
 
-# To find others by name; and to a store by HTTPS, whose addresses nobody knows.
 _DNS = {"ports": [{"protocol": protocol, "port": 53} for protocol in ("UDP", "TCP")]}
-_TO_STORE = {"ports": [{"protocol": "TCP", "port": 443}]}
+_HTTPS_PORT = 443
 
 
 def _policy(
     fleet: Fleet, member: Member, callers: dict[str, str], egress: list[Object], options: PodOptions
 ) -> Object:
-    reached = [*egress, _TO_STORE] if options.store else egress
+    # Nobody knows the addresses of a store.
+    reached = [*egress, {"ports": _tcp(_HTTPS_PORT)}] if options.store else egress
     monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": options.metrics_from}}}
     return {
         "apiVersion": "networking.k8s.io/v1",

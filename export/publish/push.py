@@ -99,7 +99,7 @@ def _push_version(bundle: Bundle, store: Store, progress: Progress) -> bool:
         progress(file, expected.size_bytes, expected.size_bytes)
     signature = signature_of(bundle.path / MANIFEST)
     _update(store, f"{name}/{signature.name}", signature)
-    _update(store, f"{name}/{MANIFEST}", bundle.path / MANIFEST)
+    store.write(f"{name}/{MANIFEST}", read_file(bundle.path / MANIFEST))
     return True
 
 

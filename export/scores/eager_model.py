@@ -1,7 +1,7 @@
 """The trained model behind its collections: a copy of it is run on embeddings that are given to it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -70,9 +70,10 @@ def answers_behind(
     _take_weights(own, weights)
     before = {name: each.clone() for name, each in _buffers(own, columns)}
     counts = _counts(own)
-    with reading_clocks(own) as clocks:
+    watched: AbstractContextManager[list[str]] = nullcontext([]) if found.is_timeless else reading_clocks(own)
+    with watched as clocks:
         answers: list[dict[str, Tensor] | None] = [_answer_behind(own, found, columns, probe) for probe in probes]
-    if clocks and not found.is_timeless:
+    if clocks:
         raise ModelError(f"{type(model).__name__}: its forward asks for the time{clocks[0]}: expected {NO_TIME}")
     _expect_no_count(own, counts, answers[0], lambda: _answer_behind(own, found, columns, probes[0]))
     for other in others:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import typer
 
+from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import remove_version, versions
 from serving.bundle.release import release_path
 from serving.bundle.signature import signature_of
@@ -180,13 +181,12 @@ def mirror_of(
             raise ConfigurationError(f"--cache, --every-s: expected with them a repository with a URL, got {place!r}")
         return None
     mirror = Mirror(Store(place), cache or _cache_of(place), pins=pins, follow=follow, own=True)
-    models = [path.parent for path in mirror.repository.glob(f"*/{CONFIG}")]
     try:
         with bytes_bar("bringing") as progress:
             for _ in mirror.pull(progress):
                 pass
     except ServerUnavailable as problem:
-        if not any(versions(model) for model in models):
+        if not any(mirror.repository.glob(f"*/*/{MANIFEST}")):
             raise
         mirror.problem = problem
     for path in mirror.repository.glob(f"*/{CONFIG}"):

@@ -23,7 +23,7 @@ from serving.bundle.opening import check_sha256, digest_of, newest, read_checked
 from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TRUSTED_KEYS, TrustedKeys, signature_of
 from serving.errors import BundleError, ConfigurationError, TritonserverFailed
-from serving.files import Strict, open_file, read_file, replacing, temporary_folder
+from serving.files import Strict, locked_file, open_file, read_file, replacing, temporary_folder
 from serving.model.config_file import CONFIG, model_config, model_py, read_config, settings_of
 from serving.model.settings import ServingSettings
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP
@@ -92,12 +92,11 @@ class PrivateFolder(Strict, frozen=True):
         Raises:
             TritonserverFailed: the folder is gone: its server has ended.
         """
-        try:
-            file = (Path(self.path) / "lock").open("ab")
-        except OSError as error:
-            raise TritonserverFailed(f"{self.path}: {error.strerror}: its server has ended") from error
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked_file(Path(self.path) / "lock"))
+            except OSError as error:
+                raise TritonserverFailed(f"{self.path}: {error.strerror}: its server has ended") from error
             yield
 
     def bring(self, model: str, version: int | None = None, serving: Iterable[int] = ()) -> None:
