@@ -151,7 +151,7 @@ def captured(
 
 
 _ANY_IDS = "the same steps for any number of ids: requests are merged, and have more"
-_LATER_S = (3_727, 34_567_891, 345_678_923)  # an hour or so, a year or so, and ten
+_LATER_S = (3_727, 20_011, 40_009, 61_007, 297_341, 3_456_793, 34_567_891, 345_678_923)  # hours to ten years
 
 
 def _of_ids(model: nn.Module, line: str) -> ModelError:

@@ -18,7 +18,7 @@ from serving.bundle.release import release_path
 from serving.bundle.signature import signature_of
 from serving.commands.load import PinsOf, takes_pins
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
-from serving.files import is_url
+from serving.files import is_url, read_file, replacing
 from serving.log import server_log
 from serving.model.config_file import CONFIG, read_config, settings_of
 from serving.server.launch.operations import Condition
@@ -172,8 +172,8 @@ def mirror_of(
         deltas: the folder of the deltas of live models. None: none is named.
 
     Raises:
-        ConfigurationError: the place is a folder, and what is for URLs was given; or a model is live, and nobody said
-            where its deltas are.
+        ConfigurationError: the place is a folder, and what is for URLs was given; the cache is not that of the URL;
+            or a model is live, and nobody said where its deltas are.
         ServingError: as `Mirror.pull`.
     """
     if not is_url(place):
@@ -181,6 +181,7 @@ def mirror_of(
             raise ConfigurationError(f"--cache, --every-s: expected with them a repository with a URL, got {place!r}")
         return None
     mirror = Mirror(Store(place), cache or _cache_of(place), pins=pins, follow=follow, own=True)
+    _expect_cache_of(place.rstrip("/"), mirror.repository)
     try:
         with bytes_bar("bringing") as progress:
             for _ in mirror.pull(progress):
@@ -196,6 +197,26 @@ def mirror_of(
                 "a repository in a store has none beside it"
             )
     return mirror
+
+
+def _expect_cache_of(url: str, repository: Path) -> None:
+    """Refuse a folder that has something of its own, or of another URL: what the store has not would be removed."""
+    mark = repository.parent / f".{repository.name}.pulls" / ".url"
+    try:
+        filled_from = read_file(mark).decode(errors="replace") if mark.exists() else None
+        if filled_from is None and not (repository.is_dir() and any(repository.iterdir())):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(mark) as file:
+                file.write(url.encode())
+            return
+    except OSError as error:
+        raise ConfigurationError(f"{mark}: cannot be written: {error}") from error
+    if filled_from != url:
+        got = f"one of {filled_from}" if filled_from else "one with something else"
+        raise ConfigurationError(
+            f"--cache {repository}: expected an empty folder, or one that `tbe-serve run {url}` filled, got {got}: "
+            "what the store has not is removed there"
+        )
 
 
 def _cache_of(url: str) -> Path:

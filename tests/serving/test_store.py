@@ -277,20 +277,36 @@ def test_odd_names_are_left_alone(url: str, s3: S3, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_versions_that_were_brought_is_served_without_the_store(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    url: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published(url)
     common: Any = {"pins": {}, "follow": True, "every_s": None, "deltas": None}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(ServerUnavailable):
         mirror_of(url, tmp_path / "here", **common)
-    monkeypatch.undo()
-    assert list(Mirror(Store(f"file://{folder_store(tmp_path)}"), tmp_path / "here", pins={}, follow=True).pull())
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.address)
+    assert mirror_of(url, tmp_path / "here", **common) is not None
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     mirror = mirror_of(url, tmp_path / "here", **common)
     assert mirror is not None
     assert "cannot be read or written" in str(mirror.problem)
+
+
+def test_a_cache_is_that_of_one_url(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the store has not would be removed there: models of one's own, or of another store."""
+    published(url)
+    common: Any = {"pins": {}, "follow": False, "every_s": None, "deltas": None}
+    own = exported(tmp_path / "own").parent.parent
+    before = contents(own)
+    with pytest.raises(ConfigurationError, match="got one with something else: what the store has not is removed"):
+        mirror_of(url, own, **common)
+    assert contents(own) == before
+    assert mirror_of(f"{url}/", tmp_path / "cache", **common) is not None
+    before = contents(tmp_path / "cache")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(ConfigurationError, match=re.escape(f"got one of {url}: what the store has not")):
+        mirror_of(f"{url}/other", tmp_path / "cache", **common)
+    assert contents(tmp_path / "cache") == before
 
 
 def test_live_models_of_a_store_want_a_folder_of_deltas(tmp_path: Path) -> None:
@@ -308,13 +324,6 @@ def test_who_wants_a_folder_says_so_of_a_url(command: str) -> None:
     run = tbe_serve if command == "configure" else tbe_export
     said = run(command, "s3://bucket/models/m", *(("--keep", "1") if command == "prune" else ()))
     assert "got the URL s3://bucket/models/m: `tbe-serve pull` fills a folder" in " ".join(said.stderr.split())
-
-
-def folder_store(folder: Path) -> Path:
-    """A folder that is a store, with a model."""
-    (folder / "store").mkdir()
-    published(f"file://{folder}/store")
-    return folder / "store"
 
 
 @pytest.fixture(scope="module")
