@@ -32,6 +32,7 @@ TOLD = {
 }
 # What is said where something of ours failed, which no message may bring about.
 OUR_FAULT = "lookup failed: the server's log says why"
+DIED = "a process of the server died"
 # So many messages are in flight at once, and so many good ones among them.
 TOGETHER, WELL = 20, 4
 # How often memory is looked at.
@@ -81,8 +82,8 @@ def fuzz(address: str, server: psutil.Process, models: Sequence[Model], count: i
             _send_together(call, models, well, hostile, random, outcome)
             if outcome.sent * LOOKS >= count * (len(outcome.memory_bytes) + 1):
                 outcome.memory_bytes.append(_memory_bytes(server))
-    if _processes(server) != processes:
-        outcome.wrong.append("a process of the server died")
+    if ended := processes.keys() - _processes(server):
+        outcome.wrong.append(f"{DIED}: {', '.join(processes[pid] for pid in sorted(ended))}")
     return outcome
 
 
@@ -170,8 +171,13 @@ def _is_lenient(message: bytes) -> bool:
     return False
 
 
-def _processes(server: psutil.Process) -> set[int]:
-    return {server.pid, *(each.pid for each in server.children(recursive=True))}
+def _processes(server: psutil.Process) -> dict[int, str]:
+    """What each of them is called, by its number."""
+    found = {}
+    for each in (server, *server.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            found[each.pid] = each.name()
+    return found
 
 
 def _memory_bytes(server: psutil.Process) -> int:

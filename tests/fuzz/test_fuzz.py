@@ -17,7 +17,7 @@ from tests.fuzz.good import good
 from tests.fuzz.killer import recovery_s
 from tests.fuzz.lies import fuzz_hosts
 from tests.fuzz.operations import fuzz_operations
-from tests.fuzz.run import LOOKS, METHOD, TOGETHER, WELL, fuzz
+from tests.fuzz.run import DIED, LOOKS, METHOD, TOGETHER, WELL, fuzz
 from tests.fuzz.served import deltas, publish
 from tests.support.growth import keeps_growing
 from tests.support.hosts import only
@@ -148,8 +148,8 @@ def test_what_a_server_does_wrong_is_found(fault: str, published: tuple[list[Mod
     (model,) = (each for each in models if each.name == name)
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         outcome = fuzz(server.grpc, psutil.Process(server.process.pid), [model], FAULTY_COUNT, seed=1)
-    assert outcome.wrong
-    assert not any("a process of the server died" in each for each in outcome.wrong)
+    # A machine that stands still may end a process, too. It is the answers that give the fault away.
+    assert any(not each.startswith(DIED) for each in outcome.wrong), outcome.wrong
 
 
 def test_the_oracle_is_not_taken_in(served: tuple[list[Model], Server]) -> None:
