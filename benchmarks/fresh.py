@@ -2,16 +2,18 @@
 
 One table of INT8 rows of dim 64, served live by one instance. A process of its own asks for 16 samples of 20 ids, one
 after another. Meanwhile 1 % of the rows a minute change, in a delta each second; each has a row whose numbers are the
-delta's, which another client asks for until it is there.
+delta's, which another client asks for until it is there. The same through a store, without lookups beside it.
 """
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
 from serving.tables.live_copy import LIVE_PREFIX
+from tests.support.s3 import BUCKET, s3_server
 
 NAME, TABLE, ROWS, DIM = "fresh", "item", 4_000_000, 64
 PERIOD_S, SHARE_A_MINUTE = 1.0, 0.01
@@ -36,6 +39,8 @@ CHANGED = int(ROWS * SHARE_A_MINUTE / 60 * PERIOD_S)
 SECONDS, REPEATS = 15.0, 5
 BULK_ROWS = 2_000_000
 FILES = 1000
+# Deltas through a store.
+STORED = 40
 SAMPLES, IDS = 16, 20
 _FREE = Ports(grpc=0, http=0, operations=0)
 
@@ -48,6 +53,7 @@ def run(folder: Path) -> Iterator[Result]:
     weights = generated_checkpoint(collect_tables(module).tables)
     config = ExportConfig(serving=ServingSettings(weights_memory="live"))
     export_model(module, repository, NAME, config, checkpoint=weights)
+    yield from _through_a_store(repository, folder)
     deltas = _Deltas(repository)
     with run_server(repository, _FREE, log=folder / "log") as server:
         before = _private_bytes(server)
@@ -61,11 +67,38 @@ def run(folder: Path) -> Iterator[Result]:
         yield Result(f"delta_start_beside_{FILES}_files_s", time.monotonic() - started)
 
 
+def _through_a_store(repository: Path, folder: Path) -> Iterator[Result]:
+    """From published to answered, where the server and the publisher, each with a cache of its own, share a store."""
+    visible = []
+    with s3_server(folder) as s3, ExitStack() as stack:
+        before = {name: os.environ.get(name) for name in (*s3.environment, "XDG_CACHE_HOME")}
+        stack.callback(_set, before)
+        deltas = _Deltas(repository, f"s3://{BUCKET}/models.deltas")
+        _set(s3.environment | {"XDG_CACHE_HOME": str(folder / "server")})
+        server = stack.enter_context(run_server(repository, _FREE, deltas=deltas.place, log=folder / "log"))
+        _set({"XDG_CACHE_HOME": str(folder / "publisher")})
+        for _ in range(STORED):
+            began = time.monotonic()
+            deltas.publish(CHANGED)
+            visible.append(_until_served(server.grpc, deltas.number))
+            time.sleep(max(0.0, began + PERIOD_S - time.monotonic()))
+    yield Result("delta_visible_through_a_store_p50_s", float(np.percentile(visible, 50)))
+    yield Result("delta_visible_through_a_store_p99_s", float(np.percentile(visible, 99)))
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
 class _Deltas:
     """Publishes deltas of random rows. Row 0 of each has the delta's number, which FP16 holds."""
 
-    def __init__(self, repository: Path) -> None:
+    def __init__(self, repository: Path, place: str | None = None) -> None:
         self._repository = repository
+        self.place = place
         self._random = np.random.default_rng(0)
         self.number = 0
 
@@ -74,7 +107,7 @@ class _Deltas:
         ids = np.concatenate(([0], np.unique(self._random.integers(1, ROWS, count))))
         rows = self._random.standard_normal((ids.size, DIM), np.float32)
         rows[0] = self.number
-        publish_delta(self._repository, NAME, {TABLE: (ids, rows)})
+        publish_delta(self._repository, NAME, {TABLE: (ids, rows)}, deltas=self.place)
 
 
 def _under_load(server: Server, deltas: _Deltas) -> Iterator[Result]:

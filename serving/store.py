@@ -51,12 +51,13 @@ class Store:
 
     Args:
         url: such as s3://bucket/models.
+        makes_folder: whether the folder of a file:// is made if it is missing.
 
     Raises:
         ConfigurationError: it is no URL of a store, or the environment has settings that cannot be used.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, makes_folder: bool = False) -> None:
         self.url = url.rstrip("/")
         scheme, _, place = self.url.partition("://")
         if scheme not in _SCHEMES or not place or place.startswith("/") != (scheme == "file"):
@@ -68,9 +69,9 @@ class Store:
         except ImportError as error:
             raise ConfigurationError(f"{url}: needs a package: pip install obstore") from error
         self._obstore = obstore
-        options: dict[str, Any] = {} if scheme == "file" else {"retry_config": {"max_retries": 5}}
+        given: dict[str, Any] = {"mkdir": makes_folder} if scheme == "file" else {"retry_config": {"max_retries": 5}}
         try:
-            self._store = from_url(self.url, **options)
+            self._store = from_url(self.url, **given)
         except (obstore.exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigurationError(f"{url}: cannot be opened: is it there? {_first_line(error)}") from error
 

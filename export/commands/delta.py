@@ -9,6 +9,7 @@ from export.commands.model import export_progress
 from export.commands.module import CheckpointOption, DeltasOption, SigningKeyOption, build_module
 from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
+from serving.files import is_url
 from serving.model.config_file import read_config, settings_of
 from serving.pins import check_pins
 from serving.terminal.app import out
@@ -68,7 +69,8 @@ def delta(
             out.print(f"{model}: no row differs: nothing is published", soft_wrap=True)
             return
         found = changes
-    out.print(f"{found.path}: {found.rows:,} rows, delta {found.sequence} of version {found.version}", soft_wrap=True)
+    path = found.path if deltas is None or not is_url(deltas) else "/".join((deltas, *found.path.parts[-3:]))
+    out.print(f"{path}: {found.rows:,} rows, delta {found.sequence} of version {found.version}", soft_wrap=True)
     if settings_of(read_config(model)).weights_memory != "live":
         out.print(f"no server applies it: `tbe-serve configure {model} --weights-memory live`", soft_wrap=True)
 

@@ -68,7 +68,8 @@ def manifests(
     deltas_claim: Annotated[
         str | None,
         typer.Option(
-            help="The PersistentVolumeClaim with the deltas of models with `weights-memory: live`; pods only read it."
+            help="The PersistentVolumeClaim with the deltas of models with `weights-memory: live`; pods only read "
+            "it. Default with --store: the store has them, as STORE.deltas."
         ),
     ] = None,
 ) -> None:
@@ -126,6 +127,8 @@ def _tell(fleet: Fleet, folder: Path, options: PodOptions) -> None:
         say(f"needed: {options.store}, with the repository: `tbe-export push`; and leave to read it, for pods")
     if options.deltas_claim is not None:
         say(f"needed: PersistentVolumeClaim {options.deltas_claim}, with the deltas: `tbe-export delta --deltas`")
+    elif any(each.live_bytes for each in (fleet.front, *fleet.hosts)):
+        say(f"needed: {options.stored_deltas}, with the deltas: `tbe-export delta --deltas {options.stored_deltas}`")
     for secret, purpose in {} if options.insecure else secrets_of(fleet).items():
         say(f"needed: Secret {secret}, of type kubernetes.io/tls with ca.crt: a certificate {purpose}")
     say(f"pods labelled {client} may look up, at {fleet.name}:{GRPC_PORT}")

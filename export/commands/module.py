@@ -27,8 +27,10 @@ CheckpointOption = Annotated[
     ),
 ]
 DeltasOption = Annotated[
-    Path | None,
-    typer.Option(help="Folder of all deltas, as `tbe-serve run --deltas`. Default: REPOSITORY.deltas."),
+    str | None,
+    typer.Option(
+        help="Folder of all deltas, or its URL in a store, as `tbe-serve run --deltas`. Default: REPOSITORY.deltas."
+    ),
 ]
 SigningKeyOption = Annotated[
     Path | None,

@@ -108,7 +108,7 @@ def server_mounts(fleet: Fleet, member: Member, options: PodOptions) -> Iterator
     if member.huge_bytes:
         yield {"name": "huge-pages", "mountPath": "/hugepages"}
     if member.live_bytes:
-        yield {"name": "deltas", "mountPath": DELTAS, "readOnly": True}
+        yield {"name": "deltas", "mountPath": DELTAS, "readOnly": options.deltas_claim is not None}
     if not options.insecure:
         yield {"name": "tls", "mountPath": TLS, "readOnly": True}
         if calls_hosts(fleet, member):
@@ -132,8 +132,10 @@ def volumes(fleet: Fleet, member: Member, options: PodOptions) -> Iterator[Objec
     yield {"name": "tmp", **_folder(SMALL_BYTES)}
     if member.huge_bytes:
         yield {"name": "huge-pages", "emptyDir": {"medium": "HugePages-2Mi"}}
-    if member.live_bytes:
+    if member.live_bytes and options.deltas_claim is not None:
         yield {"name": "deltas", "persistentVolumeClaim": {"claimName": options.deltas_claim, "readOnly": True}}
+    elif member.live_bytes:  # how many come until a version has them, nobody knows: a limit would end the pod
+        yield {"name": "deltas", "emptyDir": {}}
     if not options.insecure:
         yield {"name": "tls", **_secret(secret_of(fleet, member))}
         if calls_hosts(fleet, member):
@@ -175,6 +177,8 @@ def server(fleet: Fleet, member: Member, options: PodOptions) -> Object:
         "image": options.image,
         "command": ["tbe-serve", "run", REPOSITORY],
         "args": list(_arguments(member, options)),
+        # What is brought from a store is written there.
+        "env": [{"name": "XDG_CACHE_HOME", "value": DELTAS}] if member.live_bytes and options.store else [],
         "ports": [
             {"name": "grpc", "containerPort": GRPC_PORT},
             {"name": "operations", "containerPort": OPERATIONS_PORT},
@@ -199,7 +203,7 @@ def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
     yield f"--serve={member.model}={','.join(map(str, member.versions))}"
     yield from ["--insecure"] if options.insecure else arguments(member)
     if member.live_bytes:
-        yield f"--deltas={DELTAS}"
+        yield f"--deltas={DELTAS if options.deltas_claim is not None else options.stored_deltas}"
     if options.trusted_keys is not None:
         yield from (f"--trusted-keys={TRUSTED}", f"--private-folder={PRIVATE}")
         if has_copy(options):  # no other pod can write to the copy

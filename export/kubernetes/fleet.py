@@ -34,7 +34,8 @@ class PodOptions:
         trusted_keys: a file of public keys. One of them must have signed the bundles. None: no signature is needed.
         insecure: no TLS.
         metrics_from: the namespace whose pods may read metrics.
-        deltas_claim: the PersistentVolumeClaim with the deltas of models that are served live. None: there are none.
+        deltas_claim: the PersistentVolumeClaim with the deltas of models that are served live. None: there are none,
+            or they are in the store, beside the repository.
 
     Raises:
         ConfigurationError: a name is invalid in Kubernetes, or an image has no digest.
@@ -64,6 +65,11 @@ class PodOptions:
                 raise ConfigurationError(f"{option}: expected the name of a PersistentVolumeClaim, got {claim!r}")
         if not re.fullmatch(_LABEL, self.metrics_from):
             raise ConfigurationError(f"--metrics-from: expected the name of a namespace, got {self.metrics_from!r}")
+
+    @property
+    def stored_deltas(self) -> str:
+        """The URL of the deltas of a repository in a store."""
+        return f"{str(self.store).rstrip('/')}.deltas"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,13 +217,13 @@ def read_fleet(
 
 
 def check_deltas(fleet: Fleet, options: PodOptions) -> None:
-    """Refuse a claim of deltas that no model takes, and models that take deltas without a claim.
+    """Refuse a claim of deltas that no model takes, and models that take deltas with neither a claim nor a store.
 
     Raises:
         ConfigurationError: naming the model.
     """
     live = [each.model for each in (fleet.front, *fleet.hosts) if each.live_bytes]
-    if live and options.deltas_claim is None:
+    if live and options.deltas_claim is None and options.store is None:
         raise ConfigurationError(
             f"{live[0]}: weights-memory: is 'live': say where its deltas are, --deltas-claim; or `tbe-serve "
             "configure --weights-memory mapped`"

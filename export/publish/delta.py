@@ -24,7 +24,9 @@ from serving.bundle.opening import Bundle, newest, open_bundle, open_host
 from serving.bundle.plan import HostBundle
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
+from serving.delta_store import DeltaStore
 from serving.errors import BundleError, ConfigurationError
+from serving.files import is_url
 
 # Row numbers, integers [n], and float rows [n, dim].
 Changed = tuple[npt.ArrayLike | torch.Tensor, npt.ArrayLike | torch.Tensor]
@@ -71,7 +73,8 @@ def publish_delta(
         version: the version whose lineage it is; the newest where None.
         max_error: largest allowed |float − stored| of an element, by table. A table without one is still checked: no
             element may move further than rounding explains.
-        deltas: the folder of all deltas; REPOSITORY.deltas where None.
+        deltas: the folder of all deltas, or its URL in a store, such as s3://bucket/models.deltas; REPOSITORY.deltas
+            where None.
         signing_key: a PEM file with an Ed25519 private key. None: it is not signed.
 
     Returns:
@@ -83,6 +86,7 @@ def publish_delta(
         QuantizeError: a row does not fit its dtype.
         ParityError: a row would move further than its limit, or than rounding explains.
         PublishError: a table takes no deltas, it is a host's model, or the folder cannot be written to.
+        ServerUnavailable: the store cannot be reached, or lets nobody write.
     """
     lineage = Lineage.of(Path(repository), model, version, deltas)
     key = None if signing_key is None else read_signing_key(signing_key)
@@ -116,11 +120,13 @@ class Lineage:
         bundle: of the version.
         name: of the lineage.
         deltas: the folder of all deltas.
+        store: has them, see `LineageFolder`.
     """
 
     bundle: Bundle
     name: str
     deltas: Path
+    store: DeltaStore | None = None
 
     @classmethod
     def of(
@@ -142,6 +148,9 @@ class Lineage:
         if (part_of := bundle.manifest.part_of) is not None:
             raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
         name = lineage_of(bundle.digest, bundle.manifest.compacted)
+        if deltas is not None and is_url(str(deltas)):
+            store = DeltaStore(str(deltas))
+            return cls(bundle, name, store.folder, store)
         return cls(bundle, name, deltas_folder(repository) if deltas is None else Path(deltas))
 
     def of_host(self, host: HostBundle, trusted: TrustedKeys | None = None) -> "Lineage":
@@ -155,12 +164,13 @@ class Lineage:
             raise BundleError(
                 f"{bundle.path}: expected the lineage {named}, which {self.bundle.path} names, got {own}"
             )
-        return Lineage(bundle, named, self.deltas)
+        return Lineage(bundle, named, self.deltas, self.store)
 
     @property
     def folder(self) -> LineageFolder:
         """The folder of its deltas."""
-        return LineageFolder(self.deltas, self.bundle.path.parent.name, self.name, self.bundle.manifest.sequence)
+        model, since = self.bundle.path.parent.name, self.bundle.manifest.sequence
+        return LineageFolder(self.deltas, model, self.name, since, self.store)
 
     def publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> PublishedDelta:
         """Write stored rows as the next delta: of a router, one for each host, and then its own.
@@ -192,7 +202,7 @@ class Lineage:
         """
         router = self.bundle.manifest
         parts = {
-            LineageFolder(self.deltas, each.model, lineage_of_host(each), router.sequence): host_rows(
+            LineageFolder(self.deltas, each.model, lineage_of_host(each), router.sequence, self.store): host_rows(
                 router, each.host, stored
             )
             for each in router.hosts
@@ -209,7 +219,7 @@ class Lineage:
                 if folder.write(sequence, rows, key) is None:
                     raise PublishError(
                         f"{folder.path}: another writer took number {sequence}: of a model on hosts, all who publish "
-                        "have to share a file system with locks"
+                        "have to share a file system with locks; those who publish in a store, a machine"
                     )
         return delta_path(self.folder.path, sequence)
 

@@ -18,16 +18,23 @@ from serving.bundle.delta import FORMAT, IDS, MOST_DELTAS, ROWS, Rows, delta_pat
 from serving.bundle.manifest import Manifest
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import delta_signature_of
+from serving.delta_store import DeltaStore, LiveLineage
 from serving.files import replacing, sync_folder
 
 
 class LineageFolder(NamedTuple):
-    """The folder of the deltas of a lineage, <deltas>/<model>/<lineage>. Those up to `since` need not be there."""
+    """The folder of the deltas of a lineage, <deltas>/<model>/<lineage>.
+
+    Attributes:
+        since: deltas up to this number need not be there.
+        store: has the deltas, of which the folder has those that are needed here. None: there is the folder alone.
+    """
 
     deltas: Path
     model: str
     lineage: str
     since: int = 0
+    store: DeltaStore | None = None
 
     @property
     def path(self) -> Path:
@@ -40,8 +47,11 @@ class LineageFolder(NamedTuple):
 
         Raises:
             PublishError: one is missing before it, which servers wait for; or no number is left.
+            ServerUnavailable: the store cannot be reached.
         """
-        numbers = self.numbers
+        if self.store is not None:
+            self.store.refresh(LiveLineage(self.model, self.lineage, self.since))
+        numbers = [number for number in listed(self.path) if number > self.since]
         expected = range(self.since + 1, self.since + 1 + len(numbers))
         missing = next((number for number, found in zip(expected, numbers, strict=True) if number != found), None)
         if missing is not None:
@@ -52,11 +62,6 @@ class LineageFolder(NamedTuple):
         if (newest := self.since + len(numbers)) == MOST_DELTAS:
             raise PublishError(f"{self.path}: no number is left: export a new version")
         return newest
-
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers of its deltas behind `since`, in order."""
-        return [number for number in listed(self.path) if number > self.since]
 
     def write(self, sequence: int, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path | None:
         """Write a delta, as a whole or not at all.
@@ -71,6 +76,7 @@ class LineageFolder(NamedTuple):
 
         Raises:
             OSError: it cannot be written.
+            ServerUnavailable: the store cannot be reached, or lets nobody write.
         """
         tensors: dict[str, npt.NDArray[np.generic]] = {name + IDS: each.ids for name, each in stored.items()}
         tensors |= {name + ROWS: each.rows for name, each in stored.items()}
@@ -78,9 +84,13 @@ class LineageFolder(NamedTuple):
         content = save(tensors, metadata | {"written_at": f"{time.time()!r}"})
         path = delta_path(self.path, sequence)
         signature = None if key is None else delta_signature(path, content)
-        if signature is not None and key is not None:
+        signed = b"" if key is None else delta_signature_of(path.name, content, key, self.model, self.lineage)
+        if self.store is not None:
+            files = [(path, content)] if signature is None else [(signature, signed), (path, content)]
+            return path if self.store.add(files) else None
+        if signature is not None:
             with replacing(signature) as file:
-                file.write(delta_signature_of(path.name, content, key, self.model, self.lineage))
+                file.write(signed)
         try:
             with replacing(path, is_new=True) as file:
                 file.write(content)

@@ -17,7 +17,7 @@ from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign
 from serving.errors import BundleError, ConfigurationError
-from serving.files import replacing
+from serving.files import is_url, replacing
 from serving.model.config_file import CONFIG, read_config, settings_of
 
 
@@ -103,6 +103,10 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
     configured = settings_of(read_config(model)).version
     routed, unread = _named_by_routers(model)
     released = read_release(model)
+    if deltas is not None and is_url(str(deltas)):
+        raise ConfigurationError(
+            f"--deltas {deltas}: expected a folder: a store removes what is old by its own rules"
+        )
     all_deltas = deltas_folder(model.parent) if deltas is None else Path(deltas)
     left = versions(model)
     for position, version in enumerate(reversed(versions(model))):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from serving.backend.metrics import Families, Family, Total, histograms
-from serving.router.host_counts import SECONDS, HostCounts
+from serving.router.host import SECONDS, HostCounts
 from serving.router.router_ranks import RouterRanks
 
 _PLAIN: dict[str, tuple[str, Callable[[HostCounts], float]]] = {

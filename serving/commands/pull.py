@@ -1,14 +1,12 @@
 """`tbe-serve pull`: bring the versions to serve from a repository in a store into a folder, once or in a loop."""
 
 import logging
-import os
 import shutil
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
-from urllib.parse import quote
 
 import typer
 
@@ -17,10 +15,11 @@ from serving.bundle.opening import remove_version, versions
 from serving.bundle.release import release_path
 from serving.bundle.signature import signature_of
 from serving.commands.load import PinsOf, takes_pins
+from serving.delta_store import DeltaStore, cache_of
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.files import is_url, read_file, replacing
 from serving.log import server_log
-from serving.model.config_file import CONFIG, read_config, settings_of
+from serving.model.config_file import CONFIG, read_config
 from serving.server.launch.operations import Condition
 from serving.server.models import Pins
 from serving.server.versions import said_versions
@@ -38,6 +37,8 @@ class Mirror:
         pins: versions to serve, by model.
         follow: whether releases say what is to be served. Otherwise config.pbtxt says it.
         own: whether the folder has nothing but what is brought: what the store has no longer is removed then.
+        deltas: has the deltas of live models, which are brought before a release that names their version. None: they
+            are brought by others.
 
     Attributes:
         repository: the folder.
@@ -53,10 +54,11 @@ class Mirror:
         pins: Pins,
         follow: bool,
         own: bool = False,
+        deltas: DeltaStore | None = None,
     ) -> None:
         self.repository = repository
         self.problem: ServerUnavailable | None = None
-        self._store, self._own = store, own
+        self._store, self._own, self._deltas = store, own, deltas
         self._models, self._pins, self._follow = models, pins, follow
         self._seen: dict[str, str] | None = None
 
@@ -90,6 +92,8 @@ class Mirror:
                     for version in self._wanted(model, stored[model]):
                         if self._store.pull(model, version, self.repository, progress):
                             yield model, version
+                    if self._deltas is not None:
+                        self._deltas.refresh_all(self.repository / model)
                     self._store.pull_release(model, self.repository)
                 except ServingError as problem:  # the other models have nothing to do with it
                     problems.append(problem)
@@ -142,7 +146,7 @@ class Mirror:
         is_read = True
         while True:
             for condition in conditions if is_read else ():
-                condition.store_read = time.time()
+                condition.note_read(self._store.url)
             time.sleep(every_s)
             is_read = False
             try:
@@ -158,7 +162,7 @@ class Mirror:
 
 
 def mirror_of(
-    place: str, cache: Path | None, pins: Pins, *, every_s: float | None, follow: bool, deltas: Path | None
+    place: str, cache: Path | None, pins: Pins, *, every_s: float | None, follow: bool, deltas: str | None
 ) -> Mirror | None:
     """What brings here what a store's repository says to serve. It has done so once. None: the place is a folder.
 
@@ -169,18 +173,19 @@ def mirror_of(
         cache: the folder that versions are brought into. None: one for the URL in ~/.cache/tbe-serving.
         pins, follow: as `Mirror`.
         every_s: seconds between two looks at the store, if they were said.
-        deltas: the folder of the deltas of live models. None: none is named.
+        deltas: the folder of the deltas of live models, or its URL.
 
     Raises:
-        ConfigurationError: the place is a folder, and what is for URLs was given; the cache is not that of the URL;
-            or a model is live, and nobody said where its deltas are.
+        ConfigurationError: the place is a folder, and what is for URLs was given; or the cache is not the URL's.
         ServingError: as `Mirror.pull`.
     """
     if not is_url(place):
         if cache is not None or every_s is not None:
             raise ConfigurationError(f"--cache, --every-s: expected with them a repository with a URL, got {place!r}")
         return None
-    mirror = Mirror(Store(place), cache or _cache_of(place), pins=pins, follow=follow, own=True)
+    store = DeltaStore(deltas) if deltas is not None and is_url(deltas) else None
+    repository = cache or cache_of(place) / "repository"
+    mirror = Mirror(Store(place), repository, pins=pins, follow=follow, own=True, deltas=store)
     _expect_cache_of(place.rstrip("/"), mirror.repository)
     try:
         with bytes_bar("bringing") as progress:
@@ -190,12 +195,6 @@ def mirror_of(
         if not any(mirror.repository.glob(f"*/*/{MANIFEST}")):
             raise
         mirror.problem = problem
-    for path in mirror.repository.glob(f"*/{CONFIG}"):
-        if deltas is None and settings_of(read_config(path.parent)).weights_memory == "live":
-            raise ConfigurationError(
-                f"{place}/{path.parent.name}: weights-memory is live: expected the folder of its deltas, --deltas: "
-                "a repository in a store has none beside it"
-            )
     return mirror
 
 
@@ -217,14 +216,6 @@ def _expect_cache_of(url: str, repository: Path) -> None:
             f"--cache {repository}: expected an empty folder, or one that `tbe-serve run {url}` filled, got {got}: "
             "what the store has not is removed there"
         )
-
-
-def _cache_of(url: str) -> Path:
-    try:
-        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    except RuntimeError as error:  # a user without a home
-        raise ConfigurationError(f"--cache: expected a folder for what {url} has: {error}") from error
-    return caches / "tbe-serving" / quote(url.rstrip("/"), safe="") / "repository"
 
 
 @takes_pins

@@ -18,7 +18,7 @@ from rich.table import Table
 from serving.commands.load import FollowOf, PinsOf, TrustOf, takes_follow, takes_pins, takes_trust
 from serving.commands.pull import mirror_of
 from serving.errors import ConfigurationError
-from serving.files import read_file
+from serving.files import is_url, read_file
 from serving.log import LogFormat, server_log
 from serving.server import (
     LOOPBACK,
@@ -162,8 +162,11 @@ def run(
         typer.Option(min=0.1, max=86_400, help="With a URL and --follow: seconds between looks at the store; 5."),
     ] = None,
     deltas: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the deltas of models with `weights-memory: live`. Default: REPOSITORY.deltas."),
+        str | None,
+        typer.Option(
+            help="Folder of the deltas of models with `weights-memory: live`, or its URL in a store. Default: "
+            "REPOSITORY.deltas, a folder or a URL as the repository is."
+        ),
     ] = None,
     recover: Annotated[
         bool,
@@ -190,6 +193,8 @@ def run(
     """
     signals = _Signals()
     versions, unload_after_s, trusted = pins(), follow(), trust()
+    if deltas is None and is_url(repository):
+        deltas = f"{repository.rstrip('/')}.deltas"
     mirror = mirror_of(repository, cache, versions, every_s=every_s, follow=unload_after_s is not None, deltas=deltas)
     folder = Path(repository) if mirror is None else mirror.repository
     files = () if unload_after_s is None else _releases(folder, versions, trusted)

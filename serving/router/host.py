@@ -5,8 +5,11 @@ bundle answers NOT_FOUND. Then another replica is tried, but never another versi
 """
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import grpc
@@ -28,7 +31,6 @@ from serving.errors import (
     listed,
     shown,
 )
-from serving.router.host_counts import HostCounts
 from serving.router.messages import METHOD, MORE_THAN_ONE, Messages, PartialRequest, PartialSums, largest_answer
 from serving.triton.error_messages import error_of
 
@@ -39,8 +41,6 @@ _OTHERS_AT = (0.5, 0.75)
 _MOST_ATTEMPTS, _MOST_REPLICAS = 3, 10
 # The pause after the first failed attempt, in seconds. It doubles each time, up to this share of the timeout.
 _PAUSE_S, _LONGEST_PAUSE_SHARE = 0.002, 1 / 6
-
-
 # Limits of a response, in bytes. Each has a channel, made when it is needed. A call takes the smallest that suffices.
 # gRPC refuses a larger response by its first bytes, and takes no memory for it.
 _LARGEST = (4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30, 2**31 - 1)
@@ -48,6 +48,54 @@ _LARGEST = (4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30, 2**31 - 1)
 TRACE: ContextVar[str | None] = ContextVar("traceparent", default=None)
 # Most characters that an error shows of why an attempt failed.
 _MOST_SHOWN = 300
+# Upper bounds of the buckets of calls by their time, in seconds.
+SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+
+
+@dataclass(slots=True)
+class HostCounts:
+    """Counts of the calls to a host, since the start. Several threads may add to them.
+
+    Attributes:
+        seconds: sum of the times of all calls.
+        by_seconds: how many calls ended in each bucket [len(SECONDS) + 1]. The last bucket has no upper bound.
+        bytes_out: bytes of the messages that were sent, with all attempts.
+        bytes_in: bytes of the partial sums that were received.
+        retries: attempts after the first of a call.
+        timeouts: attempts without an answer when the next began, or at the end of the timeout.
+        lost: calls without an answer.
+    """
+
+    seconds: float = 0.0
+    by_seconds: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    bytes_out: int = 0
+    bytes_in: int = 0
+    retries: int = 0
+    timeouts: int = 0
+    lost: int = 0
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
+
+    @property
+    def calls(self) -> int:
+        """All calls, answered or not."""
+        return sum(self.by_seconds)
+
+    def add(
+        self, *, bytes_out: int = 0, bytes_in: int = 0, retries: int = 0, timeouts: int = 0, lost: int = 0
+    ) -> None:
+        """Add to these counts."""
+        with self._lock:
+            self.bytes_out += bytes_out
+            self.bytes_in += bytes_in
+            self.retries += retries
+            self.timeouts += timeouts
+            self.lost += lost
+
+    def took(self, seconds: float) -> None:
+        """Count a call and its time."""
+        with self._lock:
+            self.seconds += seconds
+            self.by_seconds[bisect_left(SECONDS, seconds)] += 1
 
 
 class Channels:

@@ -19,8 +19,7 @@ from serving.lookup.program import load_program, torchscript
 from serving.lookup.ranks import BatchAnswer, LostHost, arguments
 from serving.request.tensors import Batch
 from serving.router.calls import HostCallers, HostTime, wait_all
-from serving.router.host import TRACE, Host, host_of
-from serving.router.host_counts import HostCounts
+from serving.router.host import TRACE, Host, HostCounts, host_of
 from serving.router.hosts_config import HostsConfig, OnLost
 from serving.router.messages import PartialRequest, PartialSums
 from serving.router.replicas import HostReplicas, LoopThread, check_all, replicas_of

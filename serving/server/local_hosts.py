@@ -73,7 +73,7 @@ def run_local_hosts(
     pins: Pins | None = None,
     access: Access | None = None,
     trust: Trust | None = None,
-    deltas: Path | None = None,
+    deltas: Path | str | None = None,
     logs: Path | None = None,
     log_format: LogFormat = LogFormat.TEXT,
     shm_bytes: int = SHM_BYTES,

@@ -1,7 +1,7 @@
-"""The live copies of a server: their applier is kept running, and what they are at is told.
+"""The live copies of a server: their applier is kept running, their deltas are brought, and what they are at is told.
 
 `serving.tables.live_copy` has the copies, `serving.tables.applier` the process that writes deltas to them. A server
-that has no live copy starts no applier.
+that has no live copy starts no applier. Deltas in a store are brought into a folder, where the applier finds them.
 """
 
 import logging
@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from serving.bundle.delta import delta_path, listed
+from serving.delta_store import DeltaStore, lineages
+from serving.errors import ServerUnavailable, ServingError
 from serving.log import Output
 from serving.tables.live_copy import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 from serving.tables.live_state import About, State
@@ -25,6 +27,8 @@ from serving.tables.live_state import About, State
 _LOOKS_S = 0.2
 # Seconds between two lists of a folder, which may have thousands of deltas.
 _LISTS_S = 1.0
+# Seconds between looks at a store. Each is a request for each lineage.
+_ASKS_S = 0.5
 # Least seconds between two starts of the applier.
 _STARTS_S = 1.0
 # One thread: it multiplies nothing.
@@ -109,6 +113,71 @@ class LiveCopies:
             self._stopping.set()
             thread.join()
             remove_unused_live_copies()
+
+    @contextmanager
+    def brought(self, store: DeltaStore, models: Sequence[Path], note_read: Callable[[str], None]) -> Iterator[None]:
+        """Bring the deltas of live models that are in a store; and in the block, those that come.
+
+        If the store cannot be reached, the log says so, and what was brought before is applied.
+
+        Args:
+            store: has them.
+            models: their folders in the repository.
+            note_read: is told the URL of the store whenever it was read.
+
+        Raises:
+            ServingError: a version, or the settings of a model, cannot be read; or deltas can be written nowhere.
+        """
+        said = ""
+        try:
+            is_asked = self._bring(store, models)
+        except ServerUnavailable as error:
+            said, is_asked = self._say_unread(error, ""), True
+        if is_asked:
+            note_read(store.url)
+        ended = threading.Event()
+
+        def keep() -> None:
+            nonlocal said
+            while not ended.wait(_ASKS_S):
+                try:
+                    if self._bring(store, models):
+                        note_read(store.url)
+                    said = ""
+                except (ServingError, OSError) as error:
+                    said = self._say_unread(error, said)
+
+        thread = threading.Thread(target=keep, name="deltas of the store", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()  # it is not waited for: a store that hangs would hold up the end
+
+    def _bring(self, store: DeltaStore, models: Sequence[Path]) -> bool:
+        """Bring what is new of each lineage: behind what its copies are at, or behind what is here.
+
+        Returns:
+            Whether there is one, so that the store was asked.
+        """
+        at: dict[Path, int] = {}
+        for each in self.applied:
+            folder = Path(each.about.deltas)
+            at[folder] = min(each.sequence, at.get(folder, each.sequence))
+        every = [lineage for model in models for lineage in lineages(model)]
+        for lineage in every:
+            applied = at.get(store.folder / lineage.model / lineage.name)
+            if applied is None:
+                store.refresh(lineage)
+            else:
+                store.bring(lineage.model, lineage.name, max(applied - 1, lineage.since))
+        return bool(every)
+
+    def _say_unread(self, error: Exception, said: str) -> str:
+        """Log why no delta can be brought, once as long as it stays the same. Returns what was said."""
+        if str(error) != said:
+            self._log.warning("no new deltas can be brought: %s", error, extra={"event": "pull_failed"})
+        return str(error)
 
     def _look(self, copies: Iterable[Path]) -> list[Applied]:
         if time.monotonic() >= self._next_listing:

@@ -61,7 +61,7 @@ class Condition:
         restarts: how often tritonserver was started anew.
         certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
             has none, or is not started yet.
-        store_read: when the store was last read whose repository it follows, Unix time. None: it follows none.
+        store_read: when each store that it follows was last read, Unix time, by URL.
         copies: its live copies. None: it has none.
         context: the TLS of the operations port, which goes over to the certificate when tritonserver does. None: it
             has none.
@@ -74,7 +74,7 @@ class Condition:
     tls: ServerTls | None = None
     restarts: int = 0
     certificate_expires: float | None = None
-    store_read: float | None = None
+    store_read: dict[str, float] = field(default_factory=dict)
     copies: LiveCopies | None = None
     context: ssl.SSLContext | None = None
 
@@ -86,6 +86,10 @@ class Condition:
                 if self.context is not None:
                     self.context.load_cert_chain(self.tls.certificate, self.tls.private_key)
                 self.certificate_expires = self.tls.expires()
+
+    def note_read(self, store: str) -> None:
+        """A store was read now."""
+        self.store_read[store] = time.time()
 
     def live(self) -> Answer:
         """The answer to `/livez`."""
@@ -116,13 +120,11 @@ class Condition:
         if self.certificate_expires is not None:
             name, text = "tbe_certificate_expires_timestamp_seconds", "When the served certificate expires, Unix time"
             found.append((name, "gauge", text, f"{self.certificate_expires:.0f}"))
-        if self.store_read is not None:
-            name, text = (
-                "tbe_store_read_timestamp_seconds",
-                "When the store was last read that is followed, Unix time",
-            )
-            found.append((name, "gauge", text, f"{self.store_read:.0f}"))
-        lines = (f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in found)
+        lines = [f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in found]
+        if read := self.store_read.copy():
+            name, text = "tbe_store_read_timestamp_seconds", "When a store was last read that is followed, Unix time"
+            lines.append(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
+            lines += [f'{name}{{store="{url}"}} {at:.0f}\n' for url, at in sorted(read.items())]
         return "".join(lines).encode() + (b"" if self.copies is None else self.copies.metrics())
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import serving
 from serving.bundle.delta import deltas_folder
+from serving.delta_store import DeltaStore
 from serving.errors import ConfigurationError
+from serving.files import is_url
 from serving.log import close_log, server_log
 from serving.server.launch.access import Access
 from serving.server.launch.child import Launch, signals_deferred
@@ -44,7 +46,7 @@ def run_server(
     hosts: Mapping[str, Mapping[str, str]] | None = None,
     access: Access | None = None,
     trust: Trust | None = None,
-    deltas: Path | None = None,
+    deltas: Path | str | None = None,
     ready_timeout_s: float = 120.0,
     log: Path | logging.Logger | None = None,
     shm_bytes: int = SHM_BYTES,
@@ -63,7 +65,7 @@ def run_server(
         access: who may reach it. None: only this machine, without TLS.
         trust: which signatures are trusted, and how signed bundles are served. None: unsigned bundles are served too.
         ready_timeout_s: longest time to load the models, in seconds.
-        deltas: the folder of the models' deltas. None: REPOSITORY.deltas.
+        deltas: the folder of the models' deltas, or its URL in a store. None: REPOSITORY.deltas.
         log: the server's log (`serving.log`), or its file. None: stderr.
         shm_bytes: most bytes of shared memory of an instance, for the requests that it answers together. The kernel's
             limit on the size of files enforces it (RLIMIT_FSIZE).
@@ -90,9 +92,13 @@ def run_server(
         if not isinstance(log, logging.Logger):
             log = server_log(log)
             stack.callback(close_log, log)
-        copies = LiveCopies((deltas or deltas_folder(repository)).absolute(), environment, log)
-        stack.enter_context(copies.kept())
+        store = DeltaStore(str(deltas)) if deltas is not None and is_url(deltas) else None
+        folder_of_deltas = Path(deltas or deltas_folder(repository)) if store is None else store.folder
+        copies = LiveCopies(folder_of_deltas.absolute(), environment, log)
         condition = Condition(tls=access.tls, copies=copies)
+        if store is not None:
+            stack.enter_context(copies.brought(store, [repository / model for model in models], condition.note_read))
+        stack.enter_context(copies.kept())
         scrape = partial(metrics_page, endpoints.metrics, CONTROL_TIMEOUT_S)
         stack.enter_context(operations_port(endpoints.listener, condition, scrape, access))
         regions = stack.enter_context(region_prefix())

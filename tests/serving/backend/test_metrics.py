@@ -131,7 +131,9 @@ def pages(first_scrape: str, routed: Server) -> str:
     return (
         first_scrape
         + scrape(routed)
-        + Condition(certificate_expires=time.time(), store_read=time.time()).metrics().decode()
+        + Condition(certificate_expires=time.time(), store_read={"s3://bucket/models": time.time()})
+        .metrics()
+        .decode()
     )
 
 

@@ -1,0 +1,237 @@
+"""Deltas in an object store: the same files under the same names as in a folder, such as s3://bucket/models.deltas/….
+
+A folder of this machine has those that are needed here. Who publishes creates each under a number that the store has
+not, signatures first. Who serves asks for what lies behind the last one that is here. A delta that was removed from
+the store, or replaced there, is removed or replaced here, too: one is known by its size, time and ETag.
+"""
+
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import quote
+
+from serving.bundle.delta import delta_path, lineage_of, listed
+from serving.bundle.opening import open_bundle, versions
+from serving.errors import BundleError, ConfigurationError
+from serving.files import replacing
+from serving.model.config_file import OURS, read_config, settings_of
+from serving.store import Store
+
+_NAME = re.compile(r"([0-9]{12})\.([0-9a-f]{16}\.sig|safetensors)")
+# Files that are brought at once, and bytes of one that are written at once.
+_AT_ONCE, _BLOCK_BYTES = 8, 1 << 20
+
+
+class LiveLineage(NamedTuple):
+    """A lineage of a model, and the number of the last delta that is in the rows of its first version here."""
+
+    model: str
+    name: str
+    since: int
+
+
+class _Seen(NamedTuple):
+    """What tells a file from another under its name.
+
+    Attributes:
+        size: its bytes.
+        time_us: Unix time in microseconds, of which those within a second are of the ETag: S3 lists whole seconds.
+    """
+
+    size: int
+    time_us: int
+
+
+class DeltaStore(Store):
+    """The deltas of models in an object store, and those of them that are here.
+
+    Args:
+        url: such as s3://bucket/models.deltas.
+
+    Attributes:
+        folder: has those that are here, as any folder of deltas.
+
+    Raises:
+        ConfigurationError: as `Store`; or there is no place for the folder.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url, makes_folder=True)
+        self.folder = cache_of(url) / "deltas"
+
+    def bring(self, model: str, lineage: str, after: int) -> set[str]:
+        """Make the deltas of a lineage behind the number `after` what they are in the store.
+
+        Returns:
+            The names of the files that were brought or removed.
+
+        Raises:
+            BundleError: a file came in part.
+            ServerUnavailable: the store cannot be reached, or lets nobody read.
+            ConfigurationError: the folder cannot be written to.
+        """
+        folder = self.folder / model / lineage
+        there = self._listed(model, lineage, after)
+        try:
+            here = {name: _seen(folder / name) for name in _names(folder) if int(name[:12]) > after}
+            for name in here.keys() - there.keys():
+                (folder / name).unlink(missing_ok=True)
+            new = sorted(name for name, seen in there.items() if here.get(name) != seen)
+            if new:
+                folder.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(_AT_ONCE) as pool:
+                for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
+                    fetch = partial(self._fetch, folder, there)
+                    for _ in pool.map(fetch, (name for name in new if name.endswith(end))):
+                        pass
+        except OSError as error:
+            raise ConfigurationError(f"{error.filename or folder}: cannot be written: {error}") from error
+        return {*new, *(here.keys() - there.keys())}
+
+    def refresh(self, lineage: LiveLineage) -> None:
+        """Bring what is missing of a lineage. Nothing is asked of deltas that are here but the last.
+
+        Raises:
+            As `bring`.
+        """
+        folder = self.folder / lineage.model / lineage.name
+        last = _last_without_gap(folder, lineage.since)
+        changed = self.bring(lineage.model, lineage.name, max(last - 1, lineage.since))
+        if last > lineage.since and delta_path(folder, last).name in changed:  # then those before it may be others
+            self.bring(lineage.model, lineage.name, lineage.since)
+
+    def refresh_all(self, model: Path) -> None:
+        """Bring what is missing of the lineages of a model, by its folder in a repository.
+
+        Raises:
+            As `bring` and `lineages`.
+        """
+        for lineage in lineages(model):
+            self.refresh(lineage)
+
+    def add(self, files: Sequence[tuple[Path, bytes]]) -> bool:
+        """Publish a delta: its signature if there is one, then itself. They are here, too, then.
+
+        Args:
+            files: their paths here and contents; the delta is the last.
+
+        Returns:
+            Whether it was. False: the store has a delta of the number.
+
+        Raises:
+            ServerUnavailable: the store cannot be reached, or lets nobody write.
+            OSError: the folder cannot be written to.
+        """
+        *signatures, (path, content) = files
+        model, lineage, _ = path.relative_to(self.folder).parts
+        for each, signed in signatures:
+            self.write(f"{model}/{lineage}/{each.name}", signed)
+        name = f"{model}/{lineage}/{path.name}"
+        with self._asking(name):
+            try:
+                self._obstore.put(self._store, name, content, mode="create", use_multipart=False)
+            except self._obstore.exceptions.AlreadyExistsError:
+                for each, _ in signatures:
+                    self._obstore.delete(self._store, f"{model}/{lineage}/{each.name}")
+                return False
+        there = self._listed(model, lineage, int(path.stem) - 1)
+        for each, found in files:
+            if each.name in there:  # else somebody has just removed it
+                _put(each, [found], there[each.name])
+        return True
+
+    def _listed(self, model: str, lineage: str, after: int) -> dict[str, _Seen]:
+        """The files of the deltas of a lineage behind a number, by name."""
+        prefix = f"{model}/{lineage}"
+        found = {}
+        with self._asking(prefix):
+            last = delta_path(Path(prefix), after).as_posix()
+            for each in (each for part in self._obstore.list(self._store, prefix, offset=last) for each in part):
+                name = each["path"].rpartition("/")[2]
+                if each["path"] == f"{prefix}/{name}" and _NAME.fullmatch(name):
+                    tag = zlib.crc32(str(each["e_tag"]).encode()) % 1_000_000
+                    seconds = int(each["last_modified"].timestamp())
+                    found[name] = _Seen(each["size"], seconds * 1_000_000 + tag)
+        return found
+
+    def _fetch(self, folder: Path, there: Mapping[str, _Seen], name: str) -> None:
+        key = f"{folder.parent.name}/{folder.name}/{name}"
+        with self._asking(key):
+            try:
+                blocks = self._obstore.get(self._store, key).stream(min_chunk_size=_BLOCK_BYTES)
+                _put(folder / name, blocks, there[name])
+            except FileNotFoundError:
+                pass  # it was just removed
+
+
+def cache_of(url: str) -> Path:
+    """The folder of this user with what was brought from a store.
+
+    Raises:
+        ConfigurationError: the user has no home.
+    """
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    except RuntimeError as error:  # a user without a home
+        raise ConfigurationError(f"XDG_CACHE_HOME: expected a folder for what {url} has: {error}") from error
+    return caches / "tbe-serving" / quote(url.rstrip("/"), safe="")
+
+
+def lineages(model: Path) -> list[LiveLineage]:
+    """The lineages of a model's versions in a repository. None, if it is not served live.
+
+    Args:
+        model: its folder.
+
+    Raises:
+        BundleError, ConfigurationError: a version or the settings cannot be read.
+    """
+    config = read_config(model)
+    if OURS not in config.parameters or settings_of(config).weights_memory != "live":
+        return []
+    since: dict[str, int] = {}
+    for number in versions(model):
+        name, sequence = _lineage(model / str(number))
+        since[name] = min(sequence, since.get(name, sequence))
+    return [LiveLineage(model.name, name, sequence) for name, sequence in since.items()]
+
+
+@cache
+def _lineage(version: Path) -> tuple[str, int]:
+    """The lineage of a version, which never changes, and the last delta that is in its rows."""
+    bundle = open_bundle(version)
+    return lineage_of(bundle.digest, bundle.manifest.compacted), bundle.manifest.sequence
+
+
+def _last_without_gap(folder: Path, since: int) -> int:
+    numbers = {number for number in listed(folder) if number > since}
+    last = since
+    while last + 1 in numbers:
+        last += 1
+    return last
+
+
+def _names(folder: Path) -> Iterator[str]:
+    if folder.is_dir():
+        yield from (each.name for each in folder.iterdir() if _NAME.fullmatch(each.name))
+
+
+def _seen(path: Path) -> _Seen:
+    found = path.stat()
+    return _Seen(found.st_size, found.st_mtime_ns // 1000)
+
+
+def _put(path: Path, blocks: Iterable[bytes], seen: _Seen) -> None:
+    """Write a file as it is seen in the store, whole or not at all."""
+    with replacing(path) as file:
+        for block in blocks:
+            file.write(block)
+        if file.tell() != seen.size:
+            raise BundleError(f"{path}: expected {seen.size} bytes, got {file.tell()}: it was just replaced")
+        file.flush()
+        os.utime(file.fileno(), ns=(seen.time_us * 1000, seen.time_us * 1000))

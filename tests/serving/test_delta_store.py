@@ -1,0 +1,307 @@
+"""Deltas in an object store, on a real S3 server: published by several machines, brought and applied by others."""
+
+import hashlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from export import ExportConfig, Sharding, WeightDtype, compact, export_model, publish_changes, publish_delta
+from export.errors import PublishError
+from export.publish.delta import Lineage
+from export.publish.push import push
+from serving.bundle.delta import Rows, delta_path, lineage_of, listed
+from serving.bundle.opening import open_bundle
+from serving.client import LookupClient
+from serving.delta_store import DeltaStore, LiveLineage, lineages
+from serving.engine import Engine
+from serving.errors import ServerUnavailable
+from serving.model.settings import ServingSettings
+from serving.store import Store
+from tests.support.commands import tbe_export
+from tests.support.host_faults import until
+from tests.support.hosts import export_hosts, in_one_process
+from tests.support.live import PATIENCE_S, changed_rows, published
+from tests.support.models import SUM, collection, random_bags
+from tests.support.s3 import BUCKET, S3, s3_server
+from tests.support.servers import metric, running, scrape
+
+DIM = 16
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def machine(s3: S3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Be another machine: one with a cache of its own."""
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+
+    def become(name: str) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machines" / name))
+
+    become("first")
+    return become
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    """A repository in the store that has nothing yet."""
+    return f"s3://{BUCKET}/{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:12]}/models"
+
+
+def key_of(url: str, path: Path) -> str:
+    return "/".join((f"{url.removeprefix(f's3://{BUCKET}/')}.deltas", *path.parts[-3:]))
+
+
+def publish(bundle: Path, url: str, number: float, ids: list[int], **options: Any) -> Path:
+    rows = np.full((len(ids), DIM), number, np.float32)
+    found = publish_delta(bundle.parent.parent, "m", {"t": (ids, rows)}, deltas=f"{url}.deltas", **options)
+    return found.path
+
+
+def lineage(bundle: Path) -> LiveLineage:
+    (found,) = lineages(bundle.parent)
+    return found
+
+
+def brought(bundle: Path, url: str) -> list[int]:
+    """The numbers of the deltas that another machine has once it has brought what is there."""
+    store, found = DeltaStore(f"{url}.deltas"), lineage(bundle)
+    store.refresh(found)
+    return listed(store.folder / found.model / found.name)
+
+
+def test_machines_that_publish_at_once_each_get_a_number(
+    url: str, machine: Callable[[str], None], tmp_path: Path
+) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    stores = []
+    for name in ("first", "second", "third"):
+        machine(name)
+        stores.append(DeltaStore(f"{url}.deltas"))
+    opened = open_bundle(bundle)
+    name = lineage_of(opened.digest, opened.manifest.compacted)
+
+    def publish_ten(number: int) -> list[int]:
+        own = Lineage(opened, name, stores[number].folder, stores[number])
+        rows = Rows(np.array([number]), np.full((1, DIM), number, np.float32).view(np.uint8))
+        return [own.publish({"t": rows}, None).sequence for _ in range(10)]
+
+    with ThreadPoolExecutor(3) as pool:
+        numbers = [number for found in pool.map(publish_ten, range(3)) for number in found]
+    assert sorted(numbers) == [*range(1, 31)]
+    machine("fourth")
+    assert brought(bundle, url) == [*range(1, 31)]
+    # As bytes: the machine that wrote one has what the others are given.
+    for store in stores:
+        store.refresh(LiveLineage("m", name, 0))
+    for number in range(1, 31):
+        found = {delta_path(each.folder / "m" / name, number).read_bytes() for each in stores}
+        assert len(found) == 1
+
+
+def test_a_signature_is_there_before_its_delta(url: str, s3: S3, tmp_path: Path) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    key = tmp_path / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+    path = publish(bundle, url, 1, [3], signing_key=key)
+    (signature,) = path.parent.glob("*.sig")
+    put = [key for method, key in s3.asked() if method == "PUT" and key.startswith(key_of(url, path)[:12])]
+    assert put == [key_of(url, signature), key_of(url, path)]
+
+
+def test_what_a_store_has_is_brought_and_what_it_has_no_longer_goes(
+    url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
+) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    paths = [publish(bundle, url, number, [3]) for number in (1, 2, 3)]
+    machine("second")
+    assert brought(bundle, url) == [1, 2, 3]
+    asked = len(s3.asked())
+    assert brought(bundle, url) == [1, 2, 3]
+    assert [key for method, key in s3.asked()[asked:] if key.endswith(".safetensors")] == []
+    second = publish(bundle, url, 4, [3])  # knows the numbers of the first machine
+    machine("first")
+    assert brought(bundle, url) == [1, 2, 3, 4]
+    # Removed and published anew, as the runbook says: machines that had the others get these.
+    for path in (*paths[1:], second):
+        s3.delete(key_of(url, path))
+    assert brought(bundle, url) == [1]
+    assert publish(bundle, url, 22, [5]).name == paths[1].name
+    machine("second")
+    assert brought(bundle, url) == [1, 2]
+    assert delta_path(DeltaStore(f"{url}.deltas").folder / "m" / lineage(bundle).name, 2).read_bytes() == s3.get(
+        key_of(url, paths[1])
+    )
+
+
+def test_names_that_are_none_and_gaps_are_left_alone(
+    url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
+) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    paths = [publish(bundle, url, number, [3]) for number in (1, 2, 3)]
+    content = s3.get(key_of(url, paths[1]))
+    s3.delete(key_of(url, paths[1]))
+    for odd in ("000000000004.safetensors/x", "4.safetensors", "000000000004.tmp"):
+        s3.put(key_of(url, paths[0]).replace(paths[0].name, odd), b"x")
+    machine("second")
+    assert brought(bundle, url) == [1, 3]
+    with pytest.raises(PublishError, match="is missing, and 3 is there"):
+        publish(bundle, url, 4, [3])
+    s3.put(key_of(url, paths[1]), content)
+    assert brought(bundle, url) == [1, 2, 3]
+    assert publish(bundle, url, 4, [3]).stem == "000000000004"
+
+
+def test_a_store_that_cannot_be_reached_is_said_and_nothing_is_lost(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    publish(bundle, url, 1, [3])
+    address = "http://127.0.0.1:1"
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", address)
+        with pytest.raises(ServerUnavailable, match="cannot be read or written"):
+            publish(bundle, url, 2, [3])
+    assert brought(bundle, url) == [1]
+    assert publish(bundle, url, 2, [3]).stem == "000000000002"
+
+
+def test_what_reads_deltas_reads_those_of_a_store(url: str, machine: Callable[[str], None], tmp_path: Path) -> None:
+    """On a machine that has none of them: what changed is compared with them, and they are compacted."""
+    model = collection(SUM)
+    config = ExportConfig(dtype={"*": WeightDtype.INT8}, serving=ServingSettings(weights_memory="live"))
+    export_model(model, tmp_path / "r", "m", config)
+    random, deltas = np.random.default_rng(0), f"{url}.deltas"
+    publish_delta(tmp_path / "r", "m", changed_rows(model, random, lambda rows: rows // 2), deltas=deltas)
+    machine("second")
+    assert publish_changes(tmp_path / "r", "m", model, deltas=deltas) is None
+    changed_rows(model, random, lambda rows: rows // 3)
+    found = publish_changes(tmp_path / "r", "m", model, deltas=deltas)
+    assert found is not None
+    assert found.sequence == 2
+    machine("third")
+    said = tbe_export("compact", str(tmp_path / "r" / "m"), "--deltas", deltas)
+    assert said.exit_code == 0, said.output
+    assert "rows of version 1, and deltas up to 2; delta 3 is next" in said.output
+    expected = Engine.open(export_model(model, tmp_path / "anew", "m", config))
+    request = dict(random_bags(random, SUM, 20))
+    answer, compacted = expected.lookup(request), Engine.open(tmp_path / "r" / "m" / "2").lookup(request)
+    for name in answer:
+        np.testing.assert_array_equal(compacted[name], answer[name])
+    said = tbe_export("prune", str(tmp_path / "r" / "m"), "--keep", "1", "--deltas", deltas)
+    assert (said.exit_code, "a store removes what is old by its own rules" in said.output) == (1, True)
+    assert (tmp_path / "r" / "m" / "1").exists()
+
+
+def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
+    machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = f"s3://{BUCKET}/models"
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    (tmp_path / "own").mkdir()
+    with s3_server(tmp_path / "own") as s3:
+        for name, value in s3.environment.items():
+            monkeypatch.setenv(name, value)
+        list(push(bundle.parent, Store(url)))
+        assert tbe_export("release", f"{url}/m", "1").exit_code == 0
+        publish(bundle, url, 1, [3])
+        machine("server")
+        options = ("--follow", "--unload-after-s", "0", "--every-s", "0.3")
+        with running(url, *options) as server, LookupClient(server.grpc, "m", PATIENCE_S) as client:
+
+            def row(number: int) -> float:
+                found = client.lookup({"x": [[number]]})["x"][0]
+                assert len({*found.tolist()}) == 1
+                return float(found[0])
+
+            assert row(3) == 1  # ready is fresh
+            machine("trainer")
+            publish(bundle, url, 2, [3, 4])
+            until(lambda: row(3) == 2, "the delta is applied")
+            assert row(4) == 2
+            # A version with the deltas in its rows goes on with the same ones.
+            compact(tmp_path / "r", "m", deltas=f"{url}.deltas")
+            publish(bundle, url, 3, [5], version=2)
+            list(push(bundle.parent, Store(url)))
+            assert tbe_export("release", f"{url}/m", "2").exit_code == 0
+            until(lambda: metric(server, "tbe_delta_sequence", model="m", version="2") == 3, "the new one is served")
+            assert (row(3), row(4), row(5)) == (2, 2, 3)
+            assert f'tbe_store_read_timestamp_seconds{{store="{url}.deltas"}} 1' in scrape(server)
+            s3.process.terminate()
+            s3.process.wait()
+            assert server.process.stderr is not None
+            while "no new deltas can be brought" not in server.process.stderr.readline():
+                pass
+            assert (row(3), row(5)) == (2, 3)
+    # A server that starts now has what was brought before.
+    machine("server")
+    with running(url, *options) as server, LookupClient(server.grpc, "m", PATIENCE_S) as client:
+        assert client.lookup({"x": [[3], [5]]})["x"][:, 0].tolist() == [2, 3]
+
+
+def test_deltas_of_a_model_on_hosts_go_through_a_store(
+    url: str, machine: Callable[[str], None], tmp_path: Path
+) -> None:
+    """Its repository is a folder, as one that a volume or an image has."""
+    model, deltas = collection(SUM), f"{url}.deltas"
+    config = ExportConfig(
+        sharding=Sharding(ranks=2, ranks_per_host=1, types={"a": "row_wise", "b": "column_wise"}),
+        serving=ServingSettings(weights_memory="live"),
+    )
+    router = export_hosts(tmp_path, model, config)
+    random = np.random.default_rng(0)
+    name = router.parent.name
+    publish_delta(tmp_path / "r", name, changed_rows(model, random, lambda rows: rows // 2), deltas=deltas)
+    machine("servers")
+    with (
+        running(tmp_path / "r", "--local-hosts", "--deltas", deltas) as server,
+        LookupClient(server.grpc, name, PATIENCE_S) as client,
+    ):
+        machine("trainer")
+        publish_delta(tmp_path / "r", name, changed_rows(model, random, lambda rows: rows // 2), deltas=deltas)
+        memory = ExportConfig(sharding=config.sharding)
+        request = dict(random_bags(random, SUM, 10))
+        with Engine.open(in_one_process(tmp_path, model, memory, router)) as engine:
+            answer = engine.lookup(request)
+        deadline = time.monotonic() + PATIENCE_S
+        while not all(np.array_equal(client.lookup(request)[each], answer[each]) for each in answer):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_folder_can_be_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    url = f"file://{tmp_path}/models"
+    publish(bundle, url, 1, [3])
+    path = publish(bundle, url, 2, [3])
+    shutil.rmtree(tmp_path / "first")
+    assert brought(bundle, url) == [1, 2]
+    there = tmp_path / "models.deltas" / "m" / lineage(bundle).name / path.name
+    assert there.read_bytes() == path.read_bytes()
+
+
+def test_the_command_says_where_in_the_store_a_delta_is(url: str, tmp_path: Path) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    save_file({"t/ids": np.array([3]), "t/rows": np.ones((1, DIM), np.float32)}, tmp_path / "rows.safetensors")
+    said = tbe_export(
+        "delta", str(bundle.parent), "--rows", str(tmp_path / "rows.safetensors"), "--deltas", f"{url}.deltas"
+    )
+    assert said.exit_code == 0, said.output
+    assert said.output == (
+        f"{url}.deltas/m/{lineage(bundle).name}/000000000001.safetensors: 1 rows, delta 1 of version 1\n"
+    )
