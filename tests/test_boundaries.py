@@ -21,6 +21,7 @@ EXPORT_MAY_IMPORT = {
     "serving.tables": "weights are mapped as serving does it, and both ask how much memory there is",
     "serving.reference": "the numpy answer that programs are compared with",
     "serving.request": "a probe is a request, checked and encoded as any other",
+    "serving.delta_store": "deltas are published where servers bring them from",
     "serving.store": "a repository may be in a store, for who publishes and for who serves",
     "serving.model": "a new model gets its config.pbtxt, and [serving] its settings",
     "serving.bench": "`tbe-export compare` draws its requests and its figures as `tbe-serve bench` does",
