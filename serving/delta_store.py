@@ -8,9 +8,9 @@ the store, or replaced there, is removed or replaced here, too: one is known by 
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
@@ -76,9 +76,10 @@ class DeltaStore(Store):
             ConfigurationError: the folder cannot be written to.
         """
         folder = self.folder / model / lineage
-        there = self._listed(model, lineage, after)
         try:
+            # Before the store is asked: another process may publish meanwhile, and have that here at once.
             here = {name: _seen(folder / name) for name in _names(folder) if int(name[:12]) > after}
+            there = self._listed(model, lineage, after)
             for name in here.keys() - there.keys():
                 (folder / name).unlink(missing_ok=True)
             new = sorted(name for name, seen in there.items() if here.get(name) != seen)
@@ -86,8 +87,10 @@ class DeltaStore(Store):
                 folder.mkdir(parents=True, exist_ok=True)
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
-                    fetch = partial(self._fetch, folder, there)
-                    for _ in pool.map(fetch, (name for name in new if name.endswith(end))):
+                    names = [name for name in new if name.endswith(end)]
+                    for _ in pool.map(
+                        lambda name: _put(folder / name, self._blocks(folder / name), there[name]), names
+                    ):
                         pass
         except OSError as error:
             raise ConfigurationError(f"{error.filename or folder}: cannot be written: {error}") from error
@@ -136,9 +139,11 @@ class DeltaStore(Store):
             try:
                 self._obstore.put(self._store, name, content, mode="create", use_multipart=False)
             except self._obstore.exceptions.AlreadyExistsError:
-                for each, _ in signatures:
-                    self._obstore.delete(self._store, f"{model}/{lineage}/{each.name}")
-                return False
+                # It is ours where the answer of the first try got lost.
+                if bytes(self._obstore.get(self._store, name).bytes()) != content:
+                    for each, _ in signatures:
+                        self._obstore.delete(self._store, f"{model}/{lineage}/{each.name}")
+                    return False
         there = self._listed(model, lineage, int(path.stem) - 1)
         for each, found in files:
             if each.name in there:  # else somebody has just removed it
@@ -159,14 +164,11 @@ class DeltaStore(Store):
                     found[name] = _Seen(each["size"], seconds * 1_000_000 + tag)
         return found
 
-    def _fetch(self, folder: Path, there: Mapping[str, _Seen], name: str) -> None:
-        key = f"{folder.parent.name}/{folder.name}/{name}"
-        with self._asking(key):
-            try:
-                blocks = self._obstore.get(self._store, key).stream(min_chunk_size=_BLOCK_BYTES)
-                _put(folder / name, blocks, there[name])
-            except FileNotFoundError:
-                pass  # it was just removed
+    def _blocks(self, path: Path) -> Iterator[bytes]:
+        """The content of a file in the store, by its path here."""
+        name = path.relative_to(self.folder).as_posix()
+        with self._asking(name):
+            yield from self._obstore.get(self._store, name).stream(min_chunk_size=_BLOCK_BYTES)
 
 
 def cache_of(url: str) -> Path:

@@ -1,6 +1,8 @@
 """Deltas in an object store, on a real S3 server: published by several machines, brought and applied by others."""
 
+import errno
 import hashlib
+import os
 import shutil
 import subprocess
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import obstore
 import pytest
 from safetensors.numpy import save_file
 
@@ -22,7 +25,7 @@ from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.delta_store import DeltaStore, LiveLineage, lineages
 from serving.engine import Engine
-from serving.errors import ServerUnavailable
+from serving.errors import ConfigurationError, ServerUnavailable
 from serving.model.settings import ServingSettings
 from serving.store import Store
 from tests.support.commands import tbe_export
@@ -121,6 +124,45 @@ def test_a_signature_is_there_before_its_delta(url: str, s3: S3, tmp_path: Path)
     (signature,) = path.parent.glob("*.sig")
     put = [key for method, key in s3.asked() if method == "PUT" and key.startswith(key_of(url, path)[:12])]
     assert put == [key_of(url, signature), key_of(url, path)]
+
+
+def test_a_delta_whose_answer_got_lost_is_no_other_s(
+    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second try finds it there: its signature stays, and it is not published twice."""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    key = tmp_path / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+
+    def put_twice(*args: Any, **options: Any) -> Any:
+        put(*args, **options)
+        return put(*args, **options)
+
+    put = obstore.put
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "put", put_twice)
+        assert publish(bundle, url, 1, [3], signing_key=key).stem == "000000000001"
+    machine("second")
+    assert brought(bundle, url) == [1]
+    folder = DeltaStore(f"{url}.deltas").folder / "m" / lineage(bundle).name
+    assert sorted(each.suffix for each in folder.iterdir()) == [".safetensors", ".sig"]
+
+
+def test_a_cache_that_is_full_is_said_as_that(
+    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    publish(bundle, url, 1, [3])
+    machine("second")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigurationError, match=r"cannot be written: .*No space left"):
+            brought(bundle, url)
+    assert brought(bundle, url) == [1]
+
+
+def full(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_what_a_store_has_is_brought_and_what_it_has_no_longer_goes(

@@ -159,19 +159,29 @@ class LiveCopies:
 
         Returns:
             Whether there is one, so that the store was asked.
+
+        Raises:
+            ServingError: the first of the problems, when all lineages have had their turn.
         """
         at: dict[Path, int] = {}
         for each in self.applied:
             folder = Path(each.about.deltas)
             at[folder] = min(each.sequence, at.get(folder, each.sequence))
-        every = [lineage for model in models for lineage in lineages(model)]
-        for lineage in every:
-            applied = at.get(store.folder / lineage.model / lineage.name)
-            if applied is None:
-                store.refresh(lineage)
-            else:
-                store.bring(lineage.model, lineage.name, max(applied - 1, lineage.since))
-        return bool(every)
+        is_asked, problems = False, []
+        for model in models:
+            try:
+                for lineage in lineages(model):
+                    is_asked = True
+                    applied = at.get(store.folder / lineage.model / lineage.name)
+                    if applied is None:
+                        store.refresh(lineage)
+                    else:
+                        store.bring(lineage.model, lineage.name, max(applied - 1, lineage.since))
+            except ServingError as problem:  # the other models have nothing to do with it
+                problems.append(problem)
+        if problems:
+            raise problems[0]
+        return is_asked
 
     def _say_unread(self, error: Exception, said: str) -> str:
         """Log why no delta can be brought, once as long as it stays the same. Returns what was said."""
