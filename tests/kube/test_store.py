@@ -1,4 +1,4 @@
-"""A model whose pods bring it from an object store, run from generated manifests by podman. `make kube` runs this."""
+"""Pods that bring a model and its deltas from an object store, or have deltas on a volume. `make kube` runs this."""
 
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,13 @@ def test_a_pod_brings_its_model_from_a_store(tmp_path: Path, monkeypatch: pytest
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
             for model in ("movies", "other"):
                 list(push(tmp_path / "r" / model, Store(url)))
-            change(bundle, 1, url)
+            change(bundle, 1, f"{url}.deltas")
             let_read(pod.manifest, s3)
             pod.play()
             pod.wait_until_ready()
             with LookupClient(f"{pod.address}:8001", "movies", 5) as client:
                 assert {*client.lookup({"x": [[3]]})["x"][0].tolist()} == {1.0}  # ready is fresh
-                change(bundle, 2, url)
+                change(bundle, 2, f"{url}.deltas")
                 until(lambda: {*client.lookup({"x": [[3]]})["x"][0].tolist()} == {2.0}, "the delta is applied")
         assert sorted(pod.files("/repository")) == ["movies"]
         assert sorted(pod.files("/repository/movies")) == ["1", "config.pbtxt"]
@@ -51,13 +51,31 @@ def test_a_pod_brings_its_model_from_a_store(tmp_path: Path, monkeypatch: pytest
             assert client.lookup(bags)["x"].tolist() == Engine.open(bundle).lookup(bags)["x"].tolist()
 
 
-def change(bundle: Path, number: float, url: str) -> None:
+def test_a_pod_applies_the_deltas_of_a_claim(tmp_path: Path) -> None:
+    live = ExportConfig(serving=ServingSettings(weights_memory="live"))
+    bundle, deltas = export_model(collection(SUM), tmp_path / "r", "movies", live), tmp_path / "r.deltas"
+    change(bundle, 1, str(deltas))
+    arguments = ("--out", str(tmp_path / "k8s"), "--image", image(), "--claim", "models", "--deltas-claim", "deltas")
+    written = tbe_export("manifests", str(bundle.parent), *arguments, "--insecure")
+    assert written.exit_code == 0, written.stderr
+    volumes = Volumes({"models": tmp_path / "r", "deltas": deltas}, {})
+    with pods(tmp_path / "k8s", {}, volumes, tmp_path / "playing") as every:
+        (pod,) = every["movies"]
+        pod.play()
+        pod.wait_until_ready()
+        with LookupClient(f"{pod.address}:8001", "movies", 5) as client:
+            assert {*client.lookup({"x": [[3]]})["x"][0].tolist()} == {1.0}  # ready is fresh
+            change(bundle, 2, str(deltas))
+            until(lambda: {*client.lookup({"x": [[3]]})["x"][0].tolist()} == {2.0}, "the delta is applied")
+
+
+def change(bundle: Path, number: float, deltas: str) -> None:
     """A delta of the row that `x` reads at 3, with that number in every element."""
     manifest = open_bundle(bundle).manifest
     of_key = zip((each.key for each in manifest.features), manifest.feature_tables, strict=True)
     table = dict(of_key)["x"]
     rows = np.full((1, table.dim), number, np.float32)
-    publish_delta(bundle.parent.parent, "movies", {table.name: ([3], rows)}, deltas=f"{url}.deltas")
+    publish_delta(bundle.parent.parent, "movies", {table.name: ([3], rows)}, deltas=deltas)
 
 
 def let_read(manifest: Any, s3: S3) -> None:
