@@ -16,7 +16,16 @@ import obstore
 import pytest
 from safetensors.numpy import save_file
 
-from export import ExportConfig, Sharding, WeightDtype, compact, export_model, publish_changes, publish_delta
+from export import (
+    ExportConfig,
+    Sharding,
+    WeightDtype,
+    compact,
+    export_model,
+    export_next,
+    publish_changes,
+    publish_delta,
+)
 from export.errors import PublishError
 from export.publish.delta import Lineage
 from export.publish.push import push
@@ -244,6 +253,10 @@ def test_what_reads_deltas_reads_those_of_a_store(url: str, machine: Callable[[s
     answer, compacted = expected.lookup(request), Engine.open(tmp_path / "r" / "m" / "2").lookup(request)
     for name in answer:
         np.testing.assert_array_equal(compacted[name], answer[name])
+    machine("fourth")
+    changed_rows(model, random, lambda rows: rows // 3)
+    export_next(model, tmp_path / "r", "m", config, deltas=deltas)
+    assert brought(tmp_path / "r" / "m" / "1", url) == [1, 2, 3]  # what changed is a delta first
     said = tbe_export("prune", str(tmp_path / "r" / "m"), "--keep", "1", "--deltas", deltas)
     assert (said.exit_code, "a store removes what is old by its own rules" in said.output) == (1, True)
     assert (tmp_path / "r" / "m" / "1").exists()
