@@ -261,8 +261,7 @@ class Store:
         except (self._obstore.exceptions.BaseError, OSError) as error:
             said = _first_line(error)
             said += next((f": {hint}" for words, hint in _HINTS.items() if words in said), "")
-            where = f"{self.url}/{name}".rstrip("/")
-            raise ServerUnavailable(f"{where}: cannot be read or written: {said}") from error
+            raise ServerUnavailable(f"{self.url}/{name}: cannot be read or written: {said}") from error
 
 
 # What to do, by words of what obstore says.
@@ -317,4 +316,5 @@ def _replace(path: Path, content: bytes | None) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].partition(": <?xml")[0]
+    """What it says, without how long that took: the same problem is to be the same text."""
+    return re.sub(r" in [0-9.]+[nµm]?s\b", "", str(error).partition("\n")[0].partition(": <?xml")[0])

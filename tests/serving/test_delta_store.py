@@ -301,7 +301,12 @@ def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
             assert server.process.stderr is not None
             while "no new deltas can be brought" not in server.process.stderr.readline():
                 pass
+            time.sleep(5)
             assert (row(3), row(5)) == (2, 3)
+            server.process.terminate()
+            said = server.process.stderr.read()
+            assert "no new deltas can be brought" not in said, "said again"
+            assert said.count("nothing new can be brought") == 1
     # A server that starts now has what was brought before.
     machine("server")
     with running(url, *options) as server, LookupClient(server.grpc, "m", PATIENCE_S) as client:

@@ -457,7 +457,7 @@ def test_what_is_no_store_or_does_not_answer_is_said(
         Store("s3://[b/models")
     with pytest.raises(
         ServerUnavailable,
-        match=r"no-such-bucket/models: cannot be read or written: .*404 Not Found: is there a bucket of that name",
+        match=r"no-such-bucket/models/: cannot be read or written: .*404 Not Found: is there a bucket of that name",
     ):
         Store("s3://no-such-bucket/models").versions()
     with pytest.raises(ConfigurationError, match=r"expected models made by tbe-export, found none$"):
