@@ -16,7 +16,7 @@ from serving.bundle.release import release_path
 from serving.bundle.signature import signature_of
 from serving.commands.load import PinsOf, takes_pins
 from serving.delta_store import DeltaStore, cache_of
-from serving.errors import ConfigurationError, ServerUnavailable, ServingError
+from serving.errors import BundleError, ConfigurationError, ServerUnavailable, ServingError
 from serving.files import is_url, read_file, replacing
 from serving.log import server_log
 from serving.model.config_file import CONFIG, read_config
@@ -42,7 +42,7 @@ class Mirror:
 
     Attributes:
         repository: the folder.
-        problem: why the store could not be asked at the start. None: it was.
+        problem: why not all could be brought at the start. None: it was.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Mirror:
         deltas: DeltaStore | None = None,
     ) -> None:
         self.repository = repository
-        self.problem: ServerUnavailable | None = None
+        self.problem: ServingError | None = None
         self._store, self._own, self._deltas = store, own, deltas
         self._models, self._pins, self._follow = models, pins, follow
         self._seen: dict[str, str] | None = None
@@ -166,7 +166,8 @@ def mirror_of(
 ) -> Mirror | None:
     """What brings here what a store's repository says to serve. It has done so once. None: the place is a folder.
 
-    If the store does not answer, what was brought before is served, and the mirror has the `problem`.
+    If the store does not answer, or has something that is damaged, what was brought before is served, and the mirror
+    has the `problem`; unless there is nothing of a model that was begun.
 
     Args:
         place: a folder or a URL.
@@ -191,8 +192,9 @@ def mirror_of(
         with bytes_bar("bringing") as progress:
             for _ in mirror.pull(progress):
                 pass
-    except ServerUnavailable as problem:
-        if not any(mirror.repository.glob(f"*/*/{MANIFEST}")):
+    except (ServerUnavailable, BundleError) as problem:
+        begun = {path.parent.name for path in repository.glob(f"*/{CONFIG}")}
+        if not begun or begun != {path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")}:
             raise
         mirror.problem = problem
     return mirror

@@ -22,6 +22,7 @@ from export.errors import PublishError
 from export.publish.push import push
 from serving.__main__ import app as serve_app
 from serving.bundle.opening import hold, open_bundle, verify_digests
+from serving.bundle.release import read_release
 from serving.client import LookupClient
 from serving.commands.pull import Mirror, mirror_of
 from serving.engine import Engine
@@ -290,6 +291,34 @@ def test_a_folder_of_versions_that_were_brought_is_served_without_the_store(
     mirror = mirror_of(url, tmp_path / "here", **common)
     assert mirror is not None
     assert "cannot be read or written" in str(mirror.problem)
+
+
+def test_what_is_damaged_in_a_store_keeps_no_server_from_what_was_brought_before(
+    url: str, s3: S3, tmp_path: Path
+) -> None:
+    published(url)
+    assert tbe_export("release", f"{url}/m", "1").exit_code == 0
+    key = key_of(url, "m/1/weights.0.bin")
+    common: Any = {"pins": {}, "follow": True, "every_s": None, "deltas": None}
+    weights = s3.get(key)
+    s3.put(key, weights[:-1])
+    with pytest.raises(BundleError, match="got fewer"):  # there is nothing to serve
+        mirror_of(url, tmp_path / "here", **common)
+    s3.put(key, weights)
+    assert mirror_of(url, tmp_path / "here", **common) is not None
+    published(url, 1)
+    assert tbe_export("release", f"{url}/m", "2").exit_code == 0
+    s3.put(key.replace("/1/", "/2/"), weights[:-1])
+    mirror = mirror_of(url, tmp_path / "here", **common)
+    assert mirror is not None
+    assert "m/2/weights.0.bin: expected" in str(mirror.problem)
+    assert release_says(tmp_path / "here" / "m") == (1,)
+
+
+def release_says(model: Path) -> tuple[int, ...]:
+    found = read_release(model)
+    assert found is not None
+    return found.versions
 
 
 def test_a_cache_is_that_of_one_url(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
