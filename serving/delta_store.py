@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -61,11 +62,22 @@ class DeltaStore(Store):
     """
 
     def __init__(self, url: str) -> None:
-        super().__init__(url, makes_folder=True)
         self.folder = cache_of(url) / "deltas"
+        try:
+            if url.startswith("file://"):
+                Path(url.removeprefix("file://")).mkdir(exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{error.filename}: cannot be made: {error.strerror}: XDG_CACHE_HOME names another place for what a "
+                "store has"
+            ) from error
+        super().__init__(url)
 
     def bring(self, model: str, lineage: str, after: int) -> set[str]:
         """Make the deltas of a lineage behind the number `after` what they are in the store.
+
+        The folder of a lineage is there when the store was read once.
 
         Returns:
             The names of the files that were brought or removed.
@@ -83,8 +95,8 @@ class DeltaStore(Store):
             for name in here.keys() - there.keys():
                 (folder / name).unlink(missing_ok=True)
             new = sorted(name for name, seen in there.items() if here.get(name) != seen)
-            if new:
-                folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            os.utime(self.folder)
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
                     names = [name for name in new if name.endswith(end)]
@@ -93,8 +105,18 @@ class DeltaStore(Store):
                     ):
                         pass
         except OSError as error:
-            raise ConfigurationError(f"{error.filename or folder}: cannot be written: {error}") from error
+            raise ConfigurationError(
+                f"{error.filename or folder}: cannot be written: {error}: XDG_CACHE_HOME names another place"
+            ) from error
         return {*new, *(here.keys() - there.keys())}
+
+    def last_read(self) -> float:
+        """When the store was read last, by any process of this cache, in Unix time; if never, when there was none."""
+        return self.folder.stat().st_mtime
+
+    def was_read(self, lineage: LiveLineage) -> bool:
+        """Whether the store was ever asked for a lineage, so that all is here that it had then."""
+        return (self.folder / lineage.model / lineage.name).is_dir()
 
     def refresh(self, lineage: LiveLineage) -> None:
         """Bring what is missing of a lineage. Nothing is asked of deltas that are here but the last.
@@ -141,8 +163,9 @@ class DeltaStore(Store):
             except self._obstore.exceptions.AlreadyExistsError:
                 # It is ours where the answer of the first try got lost.
                 if bytes(self._obstore.get(self._store, name).bytes()) != content:
-                    for each, _ in signatures:
-                        self._obstore.delete(self._store, f"{model}/{lineage}/{each.name}")
+                    with suppress(self._obstore.exceptions.BaseError, OSError):  # one that stays signs nothing
+                        for each, _ in signatures:
+                            self._obstore.delete(self._store, f"{model}/{lineage}/{each.name}")
                     return False
         there = self._listed(model, lineage, int(path.stem) - 1)
         for each, found in files:
@@ -156,7 +179,7 @@ class DeltaStore(Store):
         found = {}
         with self._asking(prefix):
             last = delta_path(Path(prefix), after).as_posix()
-            for each in (each for part in self._obstore.list(self._store, prefix, offset=last) for each in part):
+            for each in (each for part in self._obstore.list(self._small, prefix, offset=last) for each in part):
                 name = each["path"].rpartition("/")[2]
                 if each["path"] == f"{prefix}/{name}" and _NAME.fullmatch(name):
                     tag = zlib.crc32(str(each["e_tag"]).encode()) % 1_000_000

@@ -193,6 +193,16 @@ def sync_tree(root: Path) -> None:
         sync_folder(Path(folder))
 
 
+def make_content(path: Path, content: bytes | None) -> None:
+    """Make `content` that of a file, if it is not. None: there is to be no such file."""
+    if content is None:
+        if path.exists():  # a file system that can only be read refuses to remove what is not there
+            path.unlink()
+    elif not path.exists() or read_file(path) != content:
+        with replacing(path) as file:
+            file.write(content)
+
+
 def sync_folder(path: Path) -> None:
     """Push the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -9,6 +9,7 @@ obstore reaches the stores, with the settings and credentials that it finds in t
 
 import hashlib
 import itertools
+import os
 import re
 import shutil
 from collections import deque
@@ -28,7 +29,7 @@ from serving.bundle.plan import is_model_name
 from serving.bundle.release import Release, release_path
 from serving.bundle.signature import signature_of
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
-from serving.files import SMALL, UNREADABLE, locked_file, put_in_place, read_file, replacing
+from serving.files import SMALL, UNREADABLE, locked_file, make_content, put_in_place, read_file
 from serving.model.config_file import CONFIG, parse_config
 from serving.request.captured import WARM_UP
 from serving.tables.pages import HUGE_PAGE
@@ -36,7 +37,8 @@ from serving.tables.pages import HUGE_PAGE
 # Called with the name of a file, how many of its bytes are done, and how many there are.
 Progress = Callable[[str, int, int], None]
 
-_SCHEMES = ("s3", "gs", "az", "file")
+# Each with what variables of its settings begin with.
+_SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_", "file": ""}
 # The first object of a version. It says which manifest the number is taken for: the SHA-256, in hex.
 TAKEN = "manifest.sha256"
 _OF_A_VERSION = re.compile(rf"([^/]+)/([1-9][0-9]{{0,17}})/({re.escape(MANIFEST)}|{re.escape(TAKEN)})")
@@ -51,13 +53,12 @@ class Store:
 
     Args:
         url: such as s3://bucket/models.
-        makes_folder: whether the folder of a file:// is made if it is missing.
 
     Raises:
         ConfigurationError: it is no URL of a store, or the environment has settings that cannot be used.
     """
 
-    def __init__(self, url: str, *, makes_folder: bool = False) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         scheme, _, place = self.url.partition("://")
         if scheme not in _SCHEMES or not place or place.startswith("/") != (scheme == "file"):
@@ -69,21 +70,18 @@ class Store:
         except ImportError as error:
             raise ConfigurationError(f"{url}: needs a package: pip install obstore") from error
         self._obstore = obstore
-        given: dict[str, Any] = {"mkdir": makes_folder} if scheme == "file" else {"retry_config": {"max_retries": 5}}
+        large: dict[str, Any] = {} if scheme == "file" else {"retry_config": {"max_retries": 5}}
+        small: dict[str, Any] = {} if scheme == "file" else _for_small(_SCHEMES[scheme])
         try:
-            self._store = from_url(self.url, **given)
+            self._store, self._small = from_url(self.url, **large), from_url(self.url, **small)
         except (obstore.exceptions.BaseError, ValueError, OSError) as error:
             raise ConfigurationError(f"{url}: cannot be opened: is it there? {_first_line(error)}") from error
 
     def names(self) -> dict[str, str]:
         """The names of all objects, each with its ETag, which changes when the object does."""
         with self._asking(""):
-            found = itertools.chain.from_iterable(self._obstore.list(self._store))
+            found = itertools.chain.from_iterable(self._obstore.list(self._small))
             return {each["path"]: f"{each['e_tag']} {each['last_modified']}" for each in found}
-
-    def versions(self) -> dict[str, tuple[int, ...]]:
-        """The versions that are published, as `versions_in` its names."""
-        return versions_in(self.names())
 
     def release(self, model: str) -> Release | None:
         """The release of a model. None: there is none. No signature is looked at.
@@ -116,7 +114,7 @@ class Store:
         name = f"{model}/{version}"
         text = self.read(f"{name}/{MANIFEST}")
         if text is None:
-            there = list(self.versions().get(model, ()))
+            there = list(versions_in(self.names()).get(model, ()))
             raise ConfigurationError(f"{self.url}/{model}: expected one of versions {there}, got {version}")
         target = repository / model / str(version)
         if self._is_there(target, text):
@@ -151,8 +149,8 @@ class Store:
             raise BundleError(f"{path}: expected the manifest of {TAKEN}, got another: publish the bundle again")
         for file, digest in parse_manifest(path, text).files.items():
             self._bring(f"{name}/{file}", draft / file, digest, progress)
-        _replace(signature_of(path), self.read(f"{name}/{signature_of(path).name}"))
-        _replace(path, text)
+        make_content(signature_of(path), self.read(f"{name}/{signature_of(path).name}"))
+        make_content(path, text)
 
     def _is_there(self, target: Path, text: bytes) -> bool:
         if not target.exists():
@@ -211,18 +209,18 @@ class Store:
         parse_config(config, f"{self.url}/{model}/{CONFIG}")
         (repository / model).mkdir(parents=True, exist_ok=True)
         for name, content in found.items():
-            _replace(repository / model / name, content)
+            make_content(repository / model / name, content)
 
     def pull_release(self, model: str, repository: Path) -> None:
         """Bring a model's release and its signature into a repository in a folder, where it has one."""
         for name in reversed(release_names(model)):
-            _replace(repository / name, self.read(name))
+            make_content(repository / name, self.read(name))
 
     def read(self, name: str) -> bytes | None:
         """A small object. None: there is none."""
         with self._asking(name):
             try:
-                found = self._obstore.get(self._store, name)
+                found = self._obstore.get(self._small, name)
                 if found.meta["size"] > SMALL:
                     raise BundleError(f"{self.url}/{name}: expected at most {SMALL} bytes, got {found.meta['size']}")
                 return bytes(found.bytes())
@@ -233,7 +231,7 @@ class Store:
         """The bytes of an object. None: there is none."""
         with self._asking(name):
             try:
-                return int(self._obstore.head(self._store, name)["size"])
+                return int(self._obstore.head(self._small, name)["size"])
             except FileNotFoundError:
                 return None
 
@@ -262,6 +260,18 @@ class Store:
             said = _first_line(error)
             said += next((f": {hint}" for words, hint in _HINTS.items() if words in said), "")
             raise ServerUnavailable(f"{self.url}/{name}: cannot be read or written: {said}") from error
+
+
+def _for_small(prefix: str) -> dict[str, Any]:
+    """Settings for lists and small objects. A store that works answers each at once: one that hangs is known in time.
+
+    Whoever gives obstore settings of its client has to give those of the environment, too.
+    """
+    plain = ("allow_http", "allow_invalid_certificates", "connect_timeout", "http1_only", "http2_only", "timeout")
+    names = (*plain, "proxy_ca_certificate", "proxy_excludes", "proxy_url", "user_agent")
+    of_environment = {name: os.environ[each] for name in names if (each := f"{prefix}{name.upper()}") in os.environ}
+    client = {"connect_timeout": "3s", "timeout": "3s"} | of_environment
+    return {"client_options": client, "retry_config": {"max_retries": 3}}
 
 
 # What to do, by words of what obstore says.
@@ -303,16 +313,6 @@ def release_names(model: str) -> tuple[str, str]:
     """The names of a model's release and its signature."""
     path = release_path(Path(model))
     return path.name, signature_of(path).name
-
-
-def _replace(path: Path, content: bytes | None) -> None:
-    """Make `content` that of a file, if it is not. None: there is to be no such file."""
-    if content is None:
-        if path.exists():  # a file system that can only be read refuses to remove what is not there
-            path.unlink()
-    elif not path.exists() or read_file(path) != content:
-        with replacing(path) as file:
-            file.write(content)
 
 
 def _first_line(error: Exception) -> str:

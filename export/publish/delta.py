@@ -182,9 +182,9 @@ class Lineage:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             path = self._publish_parts(stored, key) if self.bundle.manifest.hosts else self._publish(stored, key)
         except OSError as error:
+            other = "folder, --deltas, here and for servers" if self.store is None else "cache, XDG_CACHE_HOME"
             raise PublishError(
-                f"{self.folder.path}: cannot be written: {error.strerror}: name another folder, --deltas, here and "
-                "for servers"
+                f"{self.folder.path}: cannot be written: {error.strerror}: name another {other}"
             ) from error
         rows = sum(len(each.ids) for each in stored.values())
         return PublishedDelta(path, int(path.stem), int(self.bundle.path.name), rows)

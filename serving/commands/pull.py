@@ -146,7 +146,7 @@ class Mirror:
         is_read = True
         while True:
             for condition in conditions if is_read else ():
-                condition.note_read(self._store.url)
+                condition.note_read(self._store.url, time.time())
             time.sleep(every_s)
             is_read = False
             try:

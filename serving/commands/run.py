@@ -191,11 +191,12 @@ def run(
 
     Requests that were accepted before the signal are answered.
     """
-    signals = _Signals()
     versions, unload_after_s, trusted = pins(), follow(), trust()
     if deltas is None and is_url(repository):
         deltas = f"{repository.rstrip('/')}.deltas"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would wait for a store that hangs
     mirror = mirror_of(repository, cache, versions, every_s=every_s, follow=unload_after_s is not None, deltas=deltas)
+    signals = _Signals()
     folder = Path(repository) if mirror is None else mirror.repository
     files = () if unload_after_s is None else _releases(folder, versions, trusted)
     pinned = {**released_versions(files), **versions}

@@ -4,8 +4,11 @@ import errno
 import hashlib
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,7 +46,7 @@ from tests.support.hosts import export_hosts, in_one_process
 from tests.support.live import PATIENCE_S, changed_rows, published
 from tests.support.models import SUM, collection, random_bags
 from tests.support.s3 import BUCKET, S3, s3_server
-from tests.support.servers import metric, running, scrape
+from tests.support.servers import FREE_PORTS, Running, metric, running, scrape, start_tbe_serve, tbe_serve
 
 DIM = 16
 pytestmark = pytest.mark.usefixtures("machine")
@@ -82,6 +85,12 @@ def publish(bundle: Path, url: str, number: float, ids: list[int], **options: An
     rows = np.full((len(ids), DIM), number, np.float32)
     found = publish_delta(bundle.parent.parent, "m", {"t": (ids, rows)}, deltas=f"{url}.deltas", **options)
     return found.path
+
+
+def page(server: Running, path: str) -> str:
+    with urllib.request.urlopen(server.operations + path) as answer:
+        text: str = answer.read().decode()
+    return text
 
 
 def lineage(bundle: Path) -> LiveLineage:
@@ -295,22 +304,82 @@ def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
             assert tbe_export("release", f"{url}/m", "2").exit_code == 0
             until(lambda: metric(server, "tbe_delta_sequence", model="m", version="2") == 3, "the new one is served")
             assert (row(3), row(4), row(5)) == (2, 2, 3)
+            # What is wrong in the store is named as that, not as the copy of it here.
+            s3.put(f"models.deltas/m/{lineage(bundle).name}/000000000004.safetensors", b"bad")
+            bad = f"{url}.deltas/m/{lineage(bundle).name}/000000000004.safetensors: expected"
+            until(lambda: bad in page(server, "/readyz?verbose"), "the bad delta is named")
+            s3.delete(f"models.deltas/m/{lineage(bundle).name}/000000000004.safetensors")
+            until(lambda: "stopped" not in page(server, "/readyz?verbose"), "it is gone")
             assert f'tbe_store_read_timestamp_seconds{{store="{url}.deltas"}} 1' in scrape(server)
             s3.process.terminate()
             s3.process.wait()
             assert server.process.stderr is not None
-            while "no new deltas can be brought" not in server.process.stderr.readline():
+            while "no new deltas can be brought" not in (first := server.process.stderr.readline()):
                 pass
             time.sleep(5)
             assert (row(3), row(5)) == (2, 3)
             server.process.terminate()
-            said = server.process.stderr.read()
-            assert "no new deltas can be brought" not in said, "said again"
-            assert said.count("nothing new can be brought") == 1
-    # A server that starts now has what was brought before.
+            lines = [first, *server.process.stderr]
+            failures = [line.partition(" pull_failed: ")[2] for line in lines if " pull_failed: " in line]
+            assert len(failures) == len({*failures}), failures  # each is said once, and not at each look
+    # A server that starts now has what was brought before, and tells how old that is.
     machine("server")
+    down = time.time() - 1
     with running(url, *options) as server, LookupClient(server.grpc, "m", PATIENCE_S) as client:
         assert client.lookup({"x": [[3], [5]]})["x"][:, 0].tolist() == [2, 3]
+        assert metric(server, "tbe_store_read_timestamp_seconds", store=f"{url}.deltas") < down
+    machine("new")
+    refused = tbe_serve("run", str(bundle.parent.parent), "--deltas", f"{url}.deltas")
+    assert (refused.returncode, "cannot be read or written" in refused.stderr) == (
+        1,
+        True,
+    )  # who knows what there is?
+
+
+def test_a_store_that_hangs_holds_up_neither_a_start_nor_its_end(
+    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    repository, deltas = bundle.parent.parent, f"{url}.deltas"
+    publish(bundle, url, 1, [3])
+    list(push(bundle.parent, Store(url)))
+    machine("server")
+    assert brought(bundle, url) == [1]
+    with socket.create_server(("127.0.0.1", 0)) as hangs:  # the kernel takes connections, and nobody reads
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{hangs.getsockname()[1]}")
+        with (
+            running(repository, "--deltas", deltas) as server,
+            LookupClient(server.grpc, "m", PATIENCE_S) as client,
+        ):
+            assert client.lookup({"x": [[3]]})["x"][0, 0] == 1
+        for arguments in ((str(repository), "--deltas", deltas), (url,)):
+            with start_tbe_serve(*arguments, *FREE_PORTS) as process:
+                time.sleep(4)  # it asks
+                assert process.poll() is None
+                process.send_signal(signal.SIGINT)
+                assert process.wait(PATIENCE_S) != 0
+
+
+def test_a_signature_that_may_not_be_removed_stays(
+    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a publisher that was not the first, in a store where it may not delete."""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    key = tmp_path / "key.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+    store = DeltaStore(f"{url}.deltas")
+    machine("second")
+    publish(bundle, url, 1, [3], signing_key=key)
+
+    def refused(*_: Any) -> None:
+        raise obstore.exceptions.PermissionDeniedError("403")
+
+    monkeypatch.setattr(obstore, "delete", refused)
+    folder = store.folder / "m" / lineage(bundle).name
+    folder.mkdir(parents=True)
+    path = delta_path(folder, 1)
+    assert not store.add([(folder / f"000000000001.{'0' * 16}.sig", b"signed"), (path, b"another")])
+    assert not path.exists()
 
 
 def test_deltas_of_a_model_on_hosts_go_through_a_store(

@@ -27,7 +27,7 @@ from serving.client import LookupClient
 from serving.commands.pull import Mirror, mirror_of
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
-from serving.store import Store
+from serving.store import Store, versions_in
 from tests.support.commands import TRAINED, tbe_export
 from tests.support.deadlines import PATIENT_S
 from tests.support.host_faults import until
@@ -101,7 +101,7 @@ def test_a_command_exports_to_a_store_and_another_brings_it(url: str, tmp_path: 
     assert tbe_export(*export).stdout.count(f"published {url}/m/2\n") == 1
     changed = tbe_export(*export, "--output-dtype", "fp16")
     assert (changed.exit_code, "expected the contract of the versions already there" in changed.stderr) == (1, True)
-    assert Store(url).versions() == {"m": (1, 2)}
+    assert versions_in(Store(url).names()) == {"m": (1, 2)}
 
     brought = CliRunner().invoke(serve_app, ("pull", url, str(tmp_path / "r"), "--model", "m"))
     assert (brought.exit_code, brought.stdout) == (0, f"{tmp_path}/r/m/2\n")
@@ -126,7 +126,7 @@ def test_hosts_come_before_their_router(url: str, s3: S3) -> None:
     config = ExportConfig(sharding=Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"}, hosts_as_models=True))
     with staged(url, "m") as repository:
         export_model(collection(SUM), repository, "m", config)
-    assert Store(url).versions() == {"m": (1,), "m-host-0": (1,), "m-host-1": (1,)}
+    assert versions_in(Store(url).names()) == {"m": (1,), "m-host-0": (1,), "m-host-1": (1,)}
     manifests = [key for method, key in s3.asked() if method == "PUT" and key.endswith("/manifest.json")]
     assert manifests[-3:] == [key_of(url, f"{model}/1/manifest.json") for model in ("m-host-0", "m-host-1", "m")]
 
@@ -171,7 +171,7 @@ def test_a_number_that_is_taken_is_not_given_again(url: str, s3: S3) -> None:
     published(url)
     s3.put(key_of(url, "m/2/manifest.sha256"), b"of a publisher that was killed")
     published(url)
-    assert Store(url).versions() == {"m": (1, 3)}
+    assert versions_in(Store(url).names()) == {"m": (1, 3)}
 
 
 def test_another_bundle_under_a_number_is_refused(url: str, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_damaged_bundle_is_not_pushed(url: str, tmp_path: Path) -> None:
     (bundle / "weights.0.bin").write_bytes(bytes([weights[0] ^ 1]) + weights[1:])
     with pytest.raises(BundleError, match="expected SHA-256"):
         list(push(bundle.parent, Store(url)))
-    assert Store(url).versions() == {}
+    assert versions_in(Store(url).names()) == {}
 
 
 def test_settings_of_the_store_stay_unless_they_are_to_be_replaced(url: str, s3: S3, tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ ONE = """
 import sys
 from pathlib import Path
 from export.publish.push import push
-from serving.store import Store
+from serving.store import Store, versions_in
 way, model, url, here = sys.argv[1:]
 print("ready", flush=True)
 if way == "push":
@@ -412,7 +412,7 @@ def test_a_killed_one_leaves_all_or_nothing(way: str, large: Path, url: str, tmp
         with start() as process:
             time.sleep(moments.uniform(0, 0.4))
             process.kill()
-        if way == "push" and Store(url).versions():
+        if way == "push" and versions_in(Store(url).names()):
             Store(url).pull("m", 1, tmp_path / "seen")
             whole += 1
         if way == "pull" and (here / "m" / "1").exists():
@@ -488,7 +488,7 @@ def test_what_is_no_store_or_does_not_answer_is_said(
         ServerUnavailable,
         match=r"no-such-bucket/models/: cannot be read or written: .*404 Not Found: is there a bucket of that name",
     ):
-        Store("s3://no-such-bucket/models").versions()
+        versions_in(Store("s3://no-such-bucket/models").names())
     with pytest.raises(ConfigurationError, match=r"expected models made by tbe-export, found none$"):
         pulled(url, tmp_path)
     published(url)
@@ -496,7 +496,7 @@ def test_what_is_no_store_or_does_not_answer_is_said(
         pulled(f"{url}/m", tmp_path)
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(ServerUnavailable, match="AWS_ALLOW_HTTP=true allows that"):
-        Store(url).versions()
+        versions_in(Store(url).names())
 
 
 def test_a_folder_can_be_a_store(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ class LiveCopies:
         # When each number that is not applied was seen first, by folder.
         self._seen: dict[Path, dict[int, float]] = {}
         self._stopping = threading.Event()
+        # The folder of the deltas, and what is shown in its place: where a store has them.
+        self._shown = str(deltas), str(deltas)
         self.environment = {LIVE_SERVER: self._name, LIVE_DELTAS: str(deltas)}
         self.applied: list[Applied] = []
 
@@ -115,44 +117,55 @@ class LiveCopies:
             remove_unused_live_copies()
 
     @contextmanager
-    def brought(self, store: DeltaStore, models: Sequence[Path], note_read: Callable[[str], None]) -> Iterator[None]:
+    def brought(
+        self, store: DeltaStore, models: Sequence[Path], note_read: Callable[[str, float], None]
+    ) -> Iterator[None]:
         """Bring the deltas of live models that are in a store; and in the block, those that come.
 
-        If the store cannot be reached, the log says so, and what was brought before is applied.
+        If the store cannot be reached, the log says so, and what was brought before is applied. If it never could, it
+        is not known what there is: nothing begins.
 
         Args:
             store: has them.
             models: their folders in the repository.
-            note_read: is told the URL of the store whenever it was read.
+            note_read: is told the URL of the store whenever it was read, and when.
 
         Raises:
+            ServerUnavailable: the store cannot be reached, and was never asked for a lineage.
             ServingError: a version, or the settings of a model, cannot be read; or deltas can be written nowhere.
         """
-        said = ""
-        try:
-            is_asked = self._bring(store, models)
-        except ServerUnavailable as error:
-            said, is_asked = self._say_unread(error, ""), True
-        if is_asked:
-            note_read(store.url)
-        ended = threading.Event()
+        self._shown = str(store.folder.absolute()), store.url
+        began, ended = threading.Event(), threading.Event()
+        failed: list[Exception] = []
 
         def keep() -> None:
-            nonlocal said
-            while not ended.wait(_ASKS_S):
+            said = ""
+            while not ended.is_set():
                 try:
                     if self._bring(store, models):
-                        note_read(store.url)
+                        note_read(store.url, time.time())
                     said = ""
-                except (ServingError, OSError) as error:
+                except Exception as error:
+                    if not began.is_set():
+                        note_read(store.url, store.last_read())
+                        if not isinstance(error, ServerUnavailable) or not self._was_read(store, models):
+                            failed.append(error)
                     said = self._say_unread(error, said)
+                began.set()
+                ended.wait(_ASKS_S)
 
-        thread = threading.Thread(target=keep, name="deltas of the store", daemon=True)
-        thread.start()
+        threading.Thread(target=keep, name="deltas of the store", daemon=True).start()
         try:
+            while not began.wait(_LOOKS_S):  # signals are heard meanwhile, also while a store hangs
+                pass
+            if failed:
+                raise failed[0]
             yield
         finally:
             ended.set()  # it is not waited for: a store that hangs would hold up the end
+
+    def _was_read(self, store: DeltaStore, models: Sequence[Path]) -> bool:
+        return all(store.was_read(lineage) for model in models for lineage in lineages(model))
 
     def _bring(self, store: DeltaStore, models: Sequence[Path]) -> bool:
         """Bring what is new of each lineage: behind what its copies are at, or behind what is here.
@@ -212,9 +225,11 @@ class LiveCopies:
         self._seen[folder] = seen = {number: seen.get(number, time.monotonic()) for number in waiting}
         since = seen[waiting[0]] if waiting else None
         newest = max(waiting, default=sequence)
-        found = Applied(about, sequence, newest, since, state.rows, state.refused, state.stopped)
+        stopped = state.stopped.replace(*self._shown)
+        found = Applied(about, sequence, newest, since, state.rows, state.refused, stopped)
         if not found.stopped and found.lag_s > _MISSING_S and waiting[0] > sequence + 1:
-            return found._replace(stopped=f"{delta_path(folder, sequence + 1)} is missing, and {waiting[0]} is there")
+            missing = str(delta_path(folder, sequence + 1)).replace(*self._shown)
+            return found._replace(stopped=f"{missing} is missing, and {waiting[0]} is there")
         return found
 
     def metrics(self) -> bytes:

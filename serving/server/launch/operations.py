@@ -87,9 +87,9 @@ class Condition:
                     self.context.load_cert_chain(self.tls.certificate, self.tls.private_key)
                 self.certificate_expires = self.tls.expires()
 
-    def note_read(self, store: str) -> None:
-        """A store was read now."""
-        self.store_read[store] = time.time()
+    def note_read(self, store: str, at: float) -> None:
+        """A store was read, in Unix time."""
+        self.store_read[store] = at
 
     def live(self) -> Answer:
         """The answer to `/livez`."""
