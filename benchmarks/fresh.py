@@ -6,6 +6,7 @@ delta's, which another client asks for until it is there. The same through a sto
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def run(folder: Path) -> Iterator[Result]:
     deltas = _Deltas(repository)
     with run_server(repository, _FREE, log=folder / "log") as server:
         before = _private_bytes(server)
-        yield from _under_load(server, deltas)
+        yield from _under_load(server, deltas, _Deltas(repository, str(folder / "elsewhere")))
         yield from _bulk(server, deltas)
         yield from _memory(server, before)
     for _ in range(FILES):
@@ -110,12 +111,12 @@ class _Deltas:
         publish_delta(self._repository, NAME, {TABLE: (ids, rows)}, deltas=self.place)
 
 
-def _under_load(server: Server, deltas: _Deltas) -> Iterator[Result]:
+def _under_load(server: Server, deltas: _Deltas, elsewhere: _Deltas) -> Iterator[Result]:
+    """In turn: deltas are applied; as many are published elsewhere, which takes cores as well; there are none."""
     visible: list[float] = []
-    with_deltas: list[Any] = []
-    without: list[Any] = []
+    seconds: dict[str, list[Any]] = {"applied": [], "elsewhere": [], "without": []}
     for _ in range(REPEATS):
-        for seconds_of, is_changed in ((with_deltas, True), (without, False)):
+        for which, of_which in seconds.items():
             asking = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.fresh", server.grpc, f"{SECONDS}"],
                 stdout=subprocess.PIPE,
@@ -124,26 +125,31 @@ def _under_load(server: Server, deltas: _Deltas) -> Iterator[Result]:
             assert asking.stdout is not None
             asking.stdout.readline()  # it has begun
             end = time.monotonic() + SECONDS - 1
-            while is_changed and time.monotonic() < end:
+            while which != "without" and time.monotonic() < end:
                 began = time.monotonic()
-                deltas.publish(CHANGED)
-                visible.append(_until_served(server.grpc, deltas.number))
+                if which == "applied":
+                    deltas.publish(CHANGED)
+                    visible.append(_until_served(server.grpc, deltas.number))
+                else:
+                    elsewhere.publish(CHANGED)
+                    _until_served(server.grpc, -1, float(np.median(visible)))
                 time.sleep(max(0.0, began + PERIOD_S - time.monotonic()))
             out, _ = asking.communicate()
-            seconds_of.append(np.array(json.loads(out)))
+            of_which.append(np.array(json.loads(out)))
     yield Result("delta_visible_p50_s", float(np.percentile(visible, 50)))
     yield Result("delta_visible_p99_s", float(np.percentile(visible, 99)))
     for percent in (50, 99):
-        pairs = zip(with_deltas, without, strict=True)
-        ratios = (float(np.percentile(a, percent) / np.percentile(b, percent)) for a, b in pairs)
-        yield ratio_of(f"lookups_p{percent}_with_deltas_over_without", ratios)
+        for name in ("without", "elsewhere"):
+            pairs = zip(seconds["applied"], seconds[name], strict=True)
+            ratios = (float(np.percentile(a, percent) / np.percentile(b, percent)) for a, b in pairs)
+            yield ratio_of(f"lookups_p{percent}_with_deltas_over_{name}", ratios)
 
 
-def _until_served(url: str, number: int) -> float:
-    """Seconds until the row of a delta that was just published is answered."""
+def _until_served(url: str, number: int, most_s: float = math.inf) -> float:
+    """Seconds until the row of a delta that was just published is answered; or `most_s`."""
     began = time.monotonic()
     with LookupClient(url, NAME, 10) as client:
-        while client.lookup({"item_id": [[0]]})["item_id"][0, 0] != number:
+        while client.lookup({"item_id": [[0]]})["item_id"][0, 0] != number and time.monotonic() - began < most_s:
             time.sleep(0.005)
         return time.monotonic() - began
 
