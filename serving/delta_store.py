@@ -9,21 +9,23 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from serving.bundle.delta import delta_path, lineage_of, listed
 from serving.bundle.opening import open_bundle, versions
-from serving.errors import BundleError, ConfigurationError
+from serving.errors import BundleError, ConfigurationError, ServerUnavailable
 from serving.files import replacing
 from serving.model.config_file import OURS, read_config, settings_of
 from serving.store import Store
 
 _NAME = re.compile(r"([0-9]{12})\.([0-9a-f]{16}\.sig|safetensors)")
+# Its time is when all was here last that the store had of a lineage.
+_READ = ".read"
 # Files that are brought at once, and bytes of one that are written at once.
 _AT_ONCE, _BLOCK_BYTES = 8, 1 << 20
 
@@ -63,21 +65,15 @@ class DeltaStore(Store):
 
     def __init__(self, url: str) -> None:
         self.folder = cache_of(url) / "deltas"
-        try:
-            if url.startswith("file://"):
-                Path(url.removeprefix("file://")).mkdir(exist_ok=True)
+        with _writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(
-                f"{error.filename}: cannot be made: {error.strerror}: XDG_CACHE_HOME names another place for what a "
-                "store has"
-            ) from error
+        if url.startswith("file://"):
+            with suppress(OSError):  # that it is not there is said next
+                Path(url.removeprefix("file://")).mkdir(exist_ok=True)
         super().__init__(url)
 
     def bring(self, model: str, lineage: str, after: int) -> set[str]:
         """Make the deltas of a lineage behind the number `after` what they are in the store.
-
-        The folder of a lineage is there when the store was read once.
 
         Returns:
             The names of the files that were brought or removed.
@@ -88,7 +84,7 @@ class DeltaStore(Store):
             ConfigurationError: the folder cannot be written to.
         """
         folder = self.folder / model / lineage
-        try:
+        with _writing(folder):
             # Before the store is asked: another process may publish meanwhile, and have that here at once.
             here = {name: _seen(folder / name) for name in _names(folder) if int(name[:12]) > after}
             there = self._listed(model, lineage, after)
@@ -96,27 +92,22 @@ class DeltaStore(Store):
                 (folder / name).unlink(missing_ok=True)
             new = sorted(name for name, seen in there.items() if here.get(name) != seen)
             folder.mkdir(parents=True, exist_ok=True)
-            os.utime(self.folder)
-            with ThreadPoolExecutor(_AT_ONCE) as pool:
+            with ThreadPool(_AT_ONCE) as pool:  # whose threads hold up no end, as one that waits for a store would
                 for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
                     names = [name for name in new if name.endswith(end)]
-                    for _ in pool.map(
-                        lambda name: _put(folder / name, self._blocks(folder / name), there[name]), names
+                    for _ in pool.imap(
+                        lambda name: _put(folder / name, self._blocks(folder / name, there[name].size), there[name]),
+                        names,
                     ):
                         pass
-        except OSError as error:
-            raise ConfigurationError(
-                f"{error.filename or folder}: cannot be written: {error}: XDG_CACHE_HOME names another place"
-            ) from error
+            (folder / _READ).touch()
         return {*new, *(here.keys() - there.keys())}
 
-    def last_read(self) -> float:
-        """When the store was read last, by any process of this cache, in Unix time; if never, when there was none."""
-        return self.folder.stat().st_mtime
-
-    def was_read(self, lineage: LiveLineage) -> bool:
-        """Whether the store was ever asked for a lineage, so that all is here that it had then."""
-        return (self.folder / lineage.model / lineage.name).is_dir()
+    def last_read(self, lineage: LiveLineage) -> float | None:
+        """When all was here last that the store had of a lineage, in Unix time. None: it never was."""
+        with suppress(OSError):
+            return (self.folder / lineage.model / lineage.name / _READ).stat().st_mtime
+        return None
 
     def refresh(self, lineage: LiveLineage) -> None:
         """Bring what is missing of a lineage. Nothing is asked of deltas that are here but the last.
@@ -125,7 +116,8 @@ class DeltaStore(Store):
             As `bring`.
         """
         folder = self.folder / lineage.model / lineage.name
-        last = _last_without_gap(folder, lineage.since)
+        with _writing(folder):
+            last = _last_without_gap(folder, lineage.since)
         changed = self.bring(lineage.model, lineage.name, max(last - 1, lineage.since))
         if last > lineage.since and delta_path(folder, last).name in changed:  # then those before it may be others
             self.bring(lineage.model, lineage.name, lineage.since)
@@ -167,10 +159,11 @@ class DeltaStore(Store):
                         for each, _ in signatures:
                             self._obstore.delete(self._store, f"{model}/{lineage}/{each.name}")
                     return False
-        there = self._listed(model, lineage, int(path.stem) - 1)
-        for each, found in files:
-            if each.name in there:  # else somebody has just removed it
-                _put(each, [found], there[each.name])
+        with suppress(ServerUnavailable):  # it is published. What is not here will be brought
+            there = self._listed(model, lineage, int(path.stem) - 1)
+            for each, found in files:
+                if each.name in there:  # else somebody has just removed it
+                    _put(each, [found], there[each.name])
         return True
 
     def _listed(self, model: str, lineage: str, after: int) -> dict[str, _Seen]:
@@ -187,11 +180,24 @@ class DeltaStore(Store):
                     found[name] = _Seen(each["size"], seconds * 1_000_000 + tag)
         return found
 
-    def _blocks(self, path: Path) -> Iterator[bytes]:
-        """The content of a file in the store, by its path here."""
+    def _blocks(self, path: Path, size: int) -> Iterator[bytes]:
+        """The content of a file in the store, by its path here and its bytes."""
         name = path.relative_to(self.folder).as_posix()
+        store = self._small if size <= _BLOCK_BYTES else self._store
         with self._asking(name):
-            yield from self._obstore.get(self._store, name).stream(min_chunk_size=_BLOCK_BYTES)
+            yield from self._obstore.get(store, name).stream(min_chunk_size=_BLOCK_BYTES)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say what of the cache cannot be read or written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(
+            f"{error.filename or folder}: cannot be written: {error.strerror or error}: XDG_CACHE_HOME names another "
+            "place for what a store has"
+        ) from error
 
 
 def cache_of(url: str) -> Path:

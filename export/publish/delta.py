@@ -63,7 +63,7 @@ def publish_delta(
     """Quantize changed rows and publish them. Servers of the model with `weights-memory: live` apply them.
 
     It is there as a whole or not at all. Of several writers each gets a number of its own; the rows of the last one
-    win. After an error nothing is published.
+    win. After an error nothing is published, unless it is that a store's answer was lost.
 
     Args:
         repository: the model repository.

@@ -167,7 +167,7 @@ def mirror_of(
     """What brings here what a store's repository says to serve. It has done so once. None: the place is a folder.
 
     If the store does not answer, or has something that is damaged, what was brought before is served, and the mirror
-    has the `problem`; unless there is nothing of a model that was begun.
+    has the `problem`; unless there is nothing of a model that was begun, or a version of `pins` is missing.
 
     Args:
         place: a folder or a URL.
@@ -194,7 +194,9 @@ def mirror_of(
                 pass
     except (ServerUnavailable, BundleError) as problem:
         begun = {path.parent.name for path in repository.glob(f"*/{CONFIG}")}
-        if not begun or begun != {path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")}:
+        there = {(path.parent.parent.name, path.parent.name) for path in repository.glob(f"*/*/{MANIFEST}")}
+        wanted = {(model, str(version)) for model, numbers in pins.items() for version in numbers}
+        if not begun or begun != {model for model, _ in there} or not wanted <= there:
             raise
         mirror.problem = problem
     return mirror

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -163,7 +164,67 @@ def test_a_delta_whose_answer_got_lost_is_no_other_s(
     machine("second")
     assert brought(bundle, url) == [1]
     folder = DeltaStore(f"{url}.deltas").folder / "m" / lineage(bundle).name
-    assert sorted(each.suffix for each in folder.iterdir()) == [".safetensors", ".sig"]
+    assert sorted(each.suffix for each in folder.glob("0*")) == [".safetensors", ".sig"]
+
+
+def test_what_could_not_be_brought_counts_as_never_read(
+    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As where a role may list and not read."""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    publish(bundle, url, 1, [3])
+    machine("second")
+    store, found = DeltaStore(f"{url}.deltas"), lineage(bundle)
+
+    def refused(*_: Any) -> None:
+        raise obstore.exceptions.PermissionDeniedError("403")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obstore, "get", refused)
+        with pytest.raises(ServerUnavailable, match="403"):
+            store.refresh(found)
+    assert store.last_read(found) is None
+    store.refresh(found)
+    assert store.last_read(found) is not None
+
+
+def test_a_delta_is_published_though_nobody_can_ask_for_it_afterwards(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    put, listed_by = obstore.put, obstore.list
+
+    def last(*args: Any, **options: Any) -> Any:
+        put(*args, **options)
+        monkeypatch.setattr(obstore, "list", refused)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise obstore.exceptions.GenericError("503")
+
+    monkeypatch.setattr(obstore, "put", last)
+    assert publish(bundle, url, 1, [3]).stem == "000000000001"
+    monkeypatch.setattr(obstore, "put", put)
+    monkeypatch.setattr(obstore, "list", listed_by)
+    assert publish(bundle, url, 2, [3]).stem == "000000000002"
+    assert brought(bundle, url) == [1, 2]
+
+
+HANGS = """
+import sys, threading, time
+from serving import delta_store
+delta_store.DeltaStore._listed = lambda *_: {"000000000001.safetensors": delta_store._Seen(1, 1)}
+delta_store.DeltaStore._blocks = lambda *_: time.sleep(600)
+store = delta_store.DeltaStore(sys.argv[1])
+threading.Thread(target=store.bring, args=("m", "l", 0), daemon=True).start()
+time.sleep(1)
+print("ends", flush=True)
+"""
+
+
+def test_a_delta_that_never_comes_holds_up_no_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGS, f"file://{tmp_path}/models.deltas"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.stdout, done.returncode) == ("ends\n", 0), done.stderr
 
 
 def test_a_cache_that_is_full_is_said_as_that(

@@ -313,6 +313,8 @@ def test_what_is_damaged_in_a_store_keeps_no_server_from_what_was_brought_before
     assert mirror is not None
     assert "m/2/weights.0.bin: expected" in str(mirror.problem)
     assert release_says(tmp_path / "here" / "m") == (1,)
+    with pytest.raises(BundleError, match="got fewer"):  # that very version is wanted
+        mirror_of(url, tmp_path / "here", **common | {"pins": {"m": (2,)}})
 
 
 def release_says(model: Path) -> tuple[int, ...]:

@@ -147,11 +147,14 @@ class LiveCopies:
                     said = ""
                 except Exception as error:
                     if not began.is_set():
-                        note_read(store.url, store.last_read())
-                        if not isinstance(error, ServerUnavailable) or not self._was_read(store, models):
-                            failed.append(error)
+                        failed.append(error)
+                        read = [store.last_read(lineage) for model in models for lineage in lineages(model)]
+                        if isinstance(error, ServerUnavailable) and None not in read:
+                            note_read(store.url, min(filter(None, read)))
+                            failed.clear()
                     said = self._say_unread(error, said)
-                began.set()
+                finally:
+                    began.set()
                 ended.wait(_ASKS_S)
 
         threading.Thread(target=keep, name="deltas of the store", daemon=True).start()
@@ -163,9 +166,6 @@ class LiveCopies:
             yield
         finally:
             ended.set()  # it is not waited for: a store that hangs would hold up the end
-
-    def _was_read(self, store: DeltaStore, models: Sequence[Path]) -> bool:
-        return all(store.was_read(lineage) for model in models for lineage in lineages(model))
 
     def _bring(self, store: DeltaStore, models: Sequence[Path]) -> bool:
         """Bring what is new of each lineage: behind what its copies are at, or behind what is here.
