@@ -8,7 +8,7 @@ the store, or replaced there, is removed or replaced here, too: one is known by 
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.pool import ThreadPool
@@ -64,7 +64,7 @@ class DeltaStore(Store):
     """
 
     def __init__(self, url: str) -> None:
-        self.folder = cache_of(url) / "deltas"
+        self.folder = (cache_of(url) / "deltas").absolute()
         with _writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         if url.startswith("file://"):
@@ -92,16 +92,20 @@ class DeltaStore(Store):
                 (folder / name).unlink(missing_ok=True)
             new = sorted(name for name, seen in there.items() if here.get(name) != seen)
             folder.mkdir(parents=True, exist_ok=True)
-            with ThreadPool(_AT_ONCE) as pool:  # whose threads hold up no end, as one that waits for a store would
-                for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
-                    names = [name for name in new if name.endswith(end)]
-                    for _ in pool.imap(
-                        lambda name: _put(folder / name, self._blocks(folder / name, there[name].size), there[name]),
-                        names,
-                    ):
-                        pass
+            for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
+                self._fetch(folder, {name: there[name] for name in new if name.endswith(end)})
             (folder / _READ).touch()
         return {*new, *(here.keys() - there.keys())}
+
+    def _fetch(self, folder: Path, files: Mapping[str, _Seen]) -> None:
+        """Bring some files of a lineage, several at once."""
+
+        def fetch(name: str) -> None:
+            _put(folder / name, self._blocks(folder / name, files[name].size), files[name])
+
+        if files:
+            with ThreadPool(_AT_ONCE) as pool:  # whose threads hold up no end, as one that waits for a store would
+                pool.map(fetch, files)
 
     def last_read(self, lineage: LiveLineage) -> float | None:
         """When all was here last that the store had of a lineage, in Unix time. None: it never was."""

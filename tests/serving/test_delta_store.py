@@ -106,9 +106,9 @@ def brought(bundle: Path, url: str) -> list[int]:
     return listed(store.folder / found.model / found.name)
 
 
-def test_machines_that_publish_at_once_each_get_a_number(
-    url: str, machine: Callable[[str], None], tmp_path: Path
-) -> None:
+def test_machines_that_publish_at_once_each_get_a_number(machine: Callable[[str], None], tmp_path: Path) -> None:
+    """In a folder, which creates at once, as S3 does: moto's server looks first and then writes."""
+    url = f"file://{tmp_path}/models"
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
     stores = []
     for name in ("first", "second", "third"):

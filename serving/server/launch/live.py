@@ -134,7 +134,7 @@ class LiveCopies:
             ServerUnavailable: the store cannot be reached, and was never asked for a lineage.
             ServingError: a version, or the settings of a model, cannot be read; or deltas can be written nowhere.
         """
-        self._shown = str(store.folder.absolute()), store.url
+        self._shown = str(store.folder), store.url
         began, ended = threading.Event(), threading.Event()
         failed: list[Exception] = []
 
