@@ -19,7 +19,7 @@ from urllib.parse import quote
 from serving.bundle.delta import delta_path, lineage_of, listed
 from serving.bundle.opening import open_bundle, versions
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
-from serving.files import replacing
+from serving.files import is_url, replacing
 from serving.model.config_file import OURS, read_config, settings_of
 from serving.store import Store
 
@@ -190,6 +190,15 @@ class DeltaStore(Store):
         store = self._small if size <= _BLOCK_BYTES else self._store
         with self._asking(name):
             yield from self._obstore.get(store, name).stream(min_chunk_size=_BLOCK_BYTES)
+
+
+def store_of(deltas: Path | str | None) -> DeltaStore | None:
+    """The store of deltas that lie at a URL. None: they lie in a folder, or nobody said where.
+
+    Raises:
+        ConfigurationError: as `DeltaStore`.
+    """
+    return DeltaStore(str(deltas)) if deltas is not None and is_url(deltas) else None
 
 
 @contextmanager

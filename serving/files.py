@@ -198,7 +198,7 @@ def make_content(path: Path, content: bytes | None) -> None:
     if content is None:
         if path.exists():  # a file system that can only be read refuses to remove what is not there
             path.unlink()
-    elif not path.exists() or read_file(path) != content:
+    elif not path.exists() or path.stat().st_size != len(content) or read_file(path, len(content)) != content:
         with replacing(path) as file:
             file.write(content)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.kubernetes.names import check_names, host_name, kubernetes_name
+from serving.bundle.delta import deltas_url
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle, open_host
 from serving.bundle.signature import TrustedKeys
@@ -69,7 +70,7 @@ class PodOptions:
     @property
     def stored_deltas(self) -> str:
         """The URL of the deltas of a repository in a store."""
-        return f"{str(self.store).rstrip('/')}.deltas"
+        return deltas_url(str(self.store))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

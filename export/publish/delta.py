@@ -24,9 +24,8 @@ from serving.bundle.opening import Bundle, newest, open_bundle, open_host
 from serving.bundle.plan import HostBundle
 from serving.bundle.signature import TrustedKeys, read_signing_key
 from serving.bundle.tables import Bytes, Table
-from serving.delta_store import DeltaStore
+from serving.delta_store import DeltaStore, store_of
 from serving.errors import BundleError, ConfigurationError
-from serving.files import is_url
 
 # Row numbers, integers [n], and float rows [n, dim].
 Changed = tuple[npt.ArrayLike | torch.Tensor, npt.ArrayLike | torch.Tensor]
@@ -148,8 +147,7 @@ class Lineage:
         if (part_of := bundle.manifest.part_of) is not None:
             raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
         name = lineage_of(bundle.digest, bundle.manifest.compacted)
-        if deltas is not None and is_url(str(deltas)):
-            store = DeltaStore(str(deltas))
+        if (store := store_of(deltas)) is not None:
             return cls(bundle, name, store.folder, store)
         return cls(bundle, name, deltas_folder(repository) if deltas is None else Path(deltas))
 

@@ -103,7 +103,7 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
     configured = settings_of(read_config(model)).version
     routed, unread = _named_by_routers(model)
     released = read_release(model)
-    if deltas is not None and is_url(str(deltas)):
+    if deltas is not None and is_url(deltas):
         raise ConfigurationError(
             f"--deltas {deltas}: expected a folder: a store removes what is old by its own rules"
         )

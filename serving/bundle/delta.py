@@ -71,6 +71,11 @@ def deltas_folder(repository: Path) -> Path:
     return whole.with_name(f"{whole.name}.deltas")
 
 
+def deltas_url(repository: str) -> str:
+    """The URL of the deltas of a repository in a store, beside it."""
+    return f"{repository.rstrip('/')}.deltas"
+
+
 def delta_path(folder: Path, sequence: int) -> Path:
     """The path of a delta.
 

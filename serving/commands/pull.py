@@ -15,7 +15,7 @@ from serving.bundle.opening import remove_version, versions
 from serving.bundle.release import release_path
 from serving.bundle.signature import signature_of
 from serving.commands.load import PinsOf, takes_pins
-from serving.delta_store import DeltaStore, cache_of
+from serving.delta_store import DeltaStore, cache_of, store_of
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable, ServingError
 from serving.files import is_url, read_file, replacing
 from serving.log import server_log
@@ -184,9 +184,8 @@ def mirror_of(
         if cache is not None or every_s is not None:
             raise ConfigurationError(f"--cache, --every-s: expected with them a repository with a URL, got {place!r}")
         return None
-    store = DeltaStore(deltas) if deltas is not None and is_url(deltas) else None
     repository = cache or cache_of(place) / "repository"
-    mirror = Mirror(Store(place), repository, pins=pins, follow=follow, own=True, deltas=store)
+    mirror = Mirror(Store(place), repository, pins=pins, follow=follow, own=True, deltas=store_of(deltas))
     _expect_cache_of(place.rstrip("/"), mirror.repository)
     try:
         with bytes_bar("bringing") as progress:

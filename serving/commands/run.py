@@ -15,6 +15,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from serving.bundle.delta import deltas_url
 from serving.commands.load import FollowOf, PinsOf, TrustOf, takes_follow, takes_pins, takes_trust
 from serving.commands.pull import mirror_of
 from serving.errors import ConfigurationError
@@ -193,7 +194,7 @@ def run(
     """
     versions, unload_after_s, trusted = pins(), follow(), trust()
     if deltas is None and is_url(repository):
-        deltas = f"{repository.rstrip('/')}.deltas"
+        deltas = deltas_url(repository)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own would wait for a store that hangs
     mirror = mirror_of(repository, cache, versions, every_s=every_s, follow=unload_after_s is not None, deltas=deltas)
     signals = _Signals()

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +46,7 @@ from tests.support.hosts import export_hosts, in_one_process
 from tests.support.live import PATIENCE_S, changed_rows, published
 from tests.support.models import SUM, collection, random_bags
 from tests.support.s3 import BUCKET, S3, s3_server
-from tests.support.servers import FREE_PORTS, Running, metric, running, scrape, start_tbe_serve, tbe_serve
+from tests.support.servers import FREE_PORTS, metric, page, running, scrape, start_tbe_serve, tbe_serve
 
 DIM = 16
 pytestmark = pytest.mark.usefixtures("machine")
@@ -86,12 +85,6 @@ def publish(bundle: Path, url: str, number: float, ids: list[int], **options: An
     rows = np.full((len(ids), DIM), number, np.float32)
     found = publish_delta(bundle.parent.parent, "m", {"t": (ids, rows)}, deltas=f"{url}.deltas", **options)
     return found.path
-
-
-def page(server: Running, path: str) -> str:
-    with urllib.request.urlopen(server.operations + path) as answer:
-        text: str = answer.read().decode()
-    return text
 
 
 def lineage(bundle: Path) -> LiveLineage:
@@ -135,10 +128,9 @@ def test_machines_that_publish_at_once_each_get_a_number(machine: Callable[[str]
         assert len(found) == 1
 
 
-def test_a_signature_is_there_before_its_delta(url: str, s3: S3, tmp_path: Path) -> None:
+def test_a_signature_is_there_before_its_delta(url: str, s3: S3, signed_repository: Path, tmp_path: Path) -> None:
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
-    key = tmp_path / "key.pem"
-    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+    key = signed_repository / "key.pem"
     path = publish(bundle, url, 1, [3], signing_key=key)
     (signature,) = path.parent.glob("*.sig")
     put = [key for method, key in s3.asked() if method == "PUT" and key.startswith(key_of(url, path)[:12])]
@@ -146,12 +138,11 @@ def test_a_signature_is_there_before_its_delta(url: str, s3: S3, tmp_path: Path)
 
 
 def test_a_delta_whose_answer_got_lost_is_no_other_s(
-    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, signed_repository: Path, tmp_path: Path
 ) -> None:
     """The second try finds it there: its signature stays, and it is not published twice."""
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
-    key = tmp_path / "key.pem"
-    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+    key = signed_repository / "key.pem"
 
     def put_twice(*args: Any, **options: Any) -> Any:
         put(*args, **options)
@@ -422,12 +413,11 @@ def test_a_store_that_hangs_holds_up_neither_a_start_nor_its_end(
 
 
 def test_a_signature_that_may_not_be_removed_stays(
-    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, signed_repository: Path, tmp_path: Path
 ) -> None:
     """Of a publisher that was not the first, in a store where it may not delete."""
     bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
-    key = tmp_path / "key.pem"
-    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+    key = signed_repository / "key.pem"
     store = DeltaStore(f"{url}.deltas")
     machine("second")
     publish(bundle, url, 1, [3], signing_key=key)

@@ -44,13 +44,14 @@ DTYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 def scrape(server: "Server | Running") -> str:
     """The metrics page, once all that was counted is published."""
     time.sleep(2 * Publisher.PERIOD_S)
-    return _page(server)
+    return page(server, "/metrics")
 
 
-def _page(server: "Server | Running") -> str:
-    with urllib.request.urlopen(f"{server.operations}/metrics", timeout=PATIENT_S) as response:
-        page: str = response.read().decode()
-        return page
+def page(server: "Server | Running", path: str) -> str:
+    """A page of the operations port, such as "/readyz?verbose"."""
+    with urllib.request.urlopen(server.operations + path, timeout=PATIENT_S) as response:
+        text: str = response.read().decode()
+    return text
 
 
 def metric(server: "Server | Running", name: str, **labels: str) -> float:
@@ -192,7 +193,7 @@ def held(bundle: Path) -> Iterator[None]:
 def wait_for_pending(server: "Server | Running", model: str, least: int) -> None:
     """Until this many requests wait for a model, beside those that are with it."""
     deadline = time.monotonic() + 60
-    while _sum(_page(server), "nv_inference_pending_request_count", model=model) < least:
+    while _sum(page(server, "/metrics"), "nv_inference_pending_request_count", model=model) < least:
         assert time.monotonic() < deadline, f"{least} requests did not come"
         time.sleep(0.05)
 

@@ -23,7 +23,7 @@ from serving.bundle.opening import check_sha256, digest_of, newest, read_checked
 from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TRUSTED_KEYS, TrustedKeys, signature_of
 from serving.errors import BundleError, ConfigurationError, TritonserverFailed
-from serving.files import Strict, locked_file, open_file, read_file, replacing, temporary_folder
+from serving.files import Strict, locked_file, make_content, open_file, read_file, temporary_folder
 from serving.model.config_file import CONFIG, model_config, model_py, read_config, settings_of
 from serving.model.settings import ServingSettings
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP
@@ -155,11 +155,14 @@ class PrivateFolder(Strict, frozen=True):
     def _bring_settings(
         self, source: Path, target: Path, manifest: Manifest, settings: ServingSettings, trusted: TrustedKeys
     ) -> None:
-        _replace(target / CONFIG, model_config(target.name, manifest, settings).encode())
+        # No file is written that is as it was: Triton reloads a model if one of its files was.
+        make_content(target / CONFIG, model_config(target.name, manifest, settings).encode())
         if not os.path.lexists(source / WARM_UP):
             (target / WARM_UP).unlink(missing_ok=True)
             return
-        _replace(target / WARM_UP, trusted.read_signed(source / WARM_UP, target.name, most_bytes=MOST_WARM_UP_BYTES))
+        make_content(
+            target / WARM_UP, trusted.read_signed(source / WARM_UP, target.name, most_bytes=MOST_WARM_UP_BYTES)
+        )
 
 
 @contextmanager
@@ -202,13 +205,6 @@ def private_folder(
             for version in pins.get(model, (None,)):
                 folder.bring(model, version, serving=pins.get(model, ()))
         yield folder
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write `content`, unless the file has it already: Triton reloads a model if one of its files was written."""
-    if not path.exists() or path.read_bytes() != content:
-        with replacing(path) as file:
-            file.write(content)
 
 
 def _model_py(source: Path, manifest: Manifest) -> bytes:

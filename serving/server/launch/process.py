@@ -11,9 +11,8 @@ from pathlib import Path
 
 import serving
 from serving.bundle.delta import deltas_folder
-from serving.delta_store import DeltaStore
+from serving.delta_store import store_of
 from serving.errors import ConfigurationError
-from serving.files import is_url
 from serving.log import close_log, server_log
 from serving.server.launch.access import Access
 from serving.server.launch.child import Launch, signals_deferred
@@ -92,7 +91,7 @@ def run_server(
         if not isinstance(log, logging.Logger):
             log = server_log(log)
             stack.callback(close_log, log)
-        store = DeltaStore(str(deltas)) if deltas is not None and is_url(deltas) else None
+        store = store_of(deltas)
         folder_of_deltas = Path(deltas or deltas_folder(repository)) if store is None else store.folder
         copies = LiveCopies(folder_of_deltas.absolute(), environment, log)
         condition = Condition(tls=access.tls, copies=copies)

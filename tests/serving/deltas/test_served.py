@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +21,9 @@ from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
 from tests.support.live import PATIENCE_S, changed_rows, publish_number, published
 from tests.support.models import MIXED, MIXED_CONFIG, collection, random_bags
-from tests.support.servers import Running, metric, running, stubs, tbe_serve, wait_for_answer
+from tests.support.servers import Running, metric, page, running, stubs, tbe_serve, wait_for_answer
 
 DIM = 16
-
-
-def page(server: Running, path: str) -> str:
-    with urllib.request.urlopen(server.operations + path) as answer:
-        text: str = answer.read().decode()
-    return text
 
 
 def wait_for_number(client: LookupClient, number: float, row: int = 3) -> None:
