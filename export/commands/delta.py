@@ -69,7 +69,9 @@ def delta(
             out.print(f"{model}: no row differs: nothing is published", soft_wrap=True)
             return
         found = changes
-    path = found.path if deltas is None or not is_url(deltas) else "/".join((deltas, *found.path.parts[-3:]))
+    path = (
+        found.path if deltas is None or not is_url(deltas) else "/".join((deltas.rstrip("/"), *found.path.parts[-3:]))
+    )
     out.print(f"{path}: {found.rows:,} rows, delta {found.sequence} of version {found.version}", soft_wrap=True)
     if settings_of(read_config(model)).weights_memory != "live":
         out.print(f"no server applies it: `tbe-serve configure {model} --weights-memory live`", soft_wrap=True)

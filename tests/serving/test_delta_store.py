@@ -485,3 +485,7 @@ def test_the_command_says_where_in_the_store_a_delta_is(url: str, tmp_path: Path
     assert said.output == (
         f"{url}.deltas/m/{lineage(bundle).name}/000000000001.safetensors: 1 rows, delta 1 of version 1\n"
     )
+    said = tbe_export(
+        "delta", str(bundle.parent), "--rows", str(tmp_path / "rows.safetensors"), "--deltas", f"{url}.deltas/"
+    )
+    assert said.output.startswith(f"{url}.deltas/m/{lineage(bundle).name}/000000000002.safetensors: ")
