@@ -271,8 +271,9 @@ class Engine(Closing):
         if part is None:
             raise InvalidRequest(f"{self.bundle.path}: has no scores: export the model with --scores")
         tensors = encode(features, self._weighted_keys, once)
-        names = [each.name for each in part.outputs]
-        return self.outputs(replace(tensors, outputs=names, dense=encode_dense(part.inputs, dense)))
+        names, keys = [each.name for each in part.outputs], tensors.features or self.schema.every.keys
+        lengths = lengths_by_key(tensors, keys) if self.schema.by_id else {}
+        return self.outputs(replace(tensors, outputs=names, dense=encode_dense(part.inputs, dense, lengths)))
 
     def outputs(self, tensors: Tensors) -> Outputs:
         """Answer one request: its outputs by name, as they travel, without the leading 1.

@@ -50,6 +50,11 @@ class Counts:
         is_sum = isinstance(node, fx.Node) and str(node.target) == _OFFSETS
         return self._of_lengths(node.args[0]) if is_sum else None
 
+    def of_numbering(self, node: Any) -> str | int | None:
+        """The key whose ids a step numbers by their samples: repeat_interleave of lengths. None: it is another."""
+        is_numbering = isinstance(node, fx.Node) and str(node.target) == "aten.repeat_interleave.Tensor"
+        return self._of_lengths(node.args[0]) if is_numbering else None
+
     def _of_lengths(self, node: Any) -> str | int | None:
         while self._has_one_of_each_sample(node):
             if node in self._lengths:
@@ -89,6 +94,21 @@ def rows_of_jagged(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts) 
     if rule is None or any(map(is_number, node.all_input_nodes)):
         return None  # a size that is made of the number of ids, or of samples
     return rule(_Use(node, rows, counts))
+
+
+def rows_of_numbered(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts) -> Rows | None:
+    """Where the samples are behind a step that takes the row of its sample for each id; None: it is another step."""
+    name, args = str(node.target), node.args
+    if name == "aten.index_select.default":
+        source, dim, numbers = args
+    elif name == "aten.index.Tensor" and isinstance(args[1], list | tuple) and len(args[1]) == 1:
+        source, dim, numbers = args[0], 0, args[1][0]
+    else:
+        return None
+    of = counts.of_numbering(numbers)
+    if of is None or dim != 0 or not isinstance(source, fx.Node) or rows.get(source) != Rows(0):
+        return None
+    return Rows(0, of) if isinstance(of, int) else Rows(0, key=of)
 
 
 class _Use:

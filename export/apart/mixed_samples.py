@@ -10,13 +10,14 @@ import operator
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from export.apart.jagged import Counts, rows_of_jagged
+from export.apart.jagged import Counts, rows_of_jagged, rows_of_numbered
 from export.apart.operators import rows_behind
 from export.apart.samples import Call, Rows, fits, is_number, is_numbering, per_sample
 from export.capture.given import Given
@@ -50,14 +51,16 @@ def what_mixes_samples(
     given: Given,
     jagged: Sequence[JaggedInput] = (),
     served: torch.jit.ScriptModule | None = None,
+    by_id: Mapping[int, str] = MappingProxyType({}),
 ) -> str | None:
     """What may let the scores of a sample depend on other samples.
 
     Args:
-        module: a dense part: tensors [B, …], and `jagged`, in, tensors [B, …] out.
+        module: a dense part: tensors [B, …], and `jagged`, in, tensors [B, …], or [n, …], out.
         given: an example of what it is given; more than `_COMPARED` samples.
         jagged: what it takes of ids.
         served: what TorchScript made of it, where its code may do otherwise there. None: it is torch's alone.
+        by_id: the tensors out with a row for each id of a key, by number, and that key.
 
     Returns:
         An operator, and the line of the model that it is of; or why the operators are not known. None: each row of
@@ -84,18 +87,20 @@ def what_mixes_samples(
     sizes = {symbol for node in given_nodes for symbol in symbols_of(node.meta["val"].shape)}
     if decided_by_ids(given_nodes[0].meta["val"].shape[0].node, sizes, noted.compared):
         return "a step that hangs on how many ids there are"
-    keys = [None] * (len(names) - len(jagged)) + [_key_of(given, each) for each in jagged]
+    of_ids = dict(zip(map(str, names[len(names) - len(jagged) :]), jagged, strict=True))
+    keys = dict.fromkeys(map(str, names)) | {name: _key_of(given, each) for name, each in of_ids.items()}
     lengths = {
-        str(name): given.fixed.get(each.name, each.name)
-        for name, each in zip(names[len(names) - len(jagged) :], jagged, strict=True)
+        name: given.fixed.get(each.name, given.key_of(each.name))
+        for name, each in of_ids.items()
         if each.kind is JaggedKind.LENGTHS
     }
-    return _first_unknown(program.graph, dict(zip(map(str, names), keys, strict=True)), lengths)
+    of_answers = {number: given.key_of(key) for number, key in by_id.items()}
+    return _first_unknown(program.graph, keys, lengths, of_answers)
 
 
 def _key_of(given: Given, wanted: JaggedInput) -> str | None:
     """The key whose ids the rows of an input are of. None: they are samples."""
-    return None if wanted.kind is JaggedKind.LENGTHS else given.keys.get(wanted.name, wanted.name)
+    return None if wanted.kind is JaggedKind.LENGTHS else given.key_of(wanted.name)
 
 
 def _dims(given: Given, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], ...]:
@@ -104,15 +109,10 @@ def _dims(given: Given, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], 
     A key that has as many ids in each sample has as many times the samples.
     """
     samples: Any = torch.export.Dim("samples", min=2)
-    dims: list[dict[int, Any]] = [{0: samples} for _ in (given.embeddings, *given.dense)]
-    for each in jagged:
-        key = _key_of(given, each)
-        if key is None:
-            dims.append({0: samples})
-            continue
-        count = given.fixed.get(key)
-        dims.append({0: torch.export.Dim.AUTO if count is None else count * samples})
-    return tuple(dims)
+    keys = [*(None for _ in (given.embeddings, *given.dense)), *(_key_of(given, each) for each in jagged)]
+    counts = [None if key is None else given.fixed.get(key) for key in keys]
+    sizes = [torch.export.Dim.AUTO if count is None else count * samples for count in counts]
+    return tuple({0: samples if key is None else size} for key, size in zip(keys, sizes, strict=True))
 
 
 def what_is_one_step(module: fx.GraphModule) -> str | None:
@@ -202,23 +202,32 @@ class _Steps(nn.Module):
         return fx.Interpreter(self.module).run(*inputs)
 
 
-def _first_unknown(graph: fx.Graph, keys: Mapping[str, str | None], lengths: Mapping[str, str | int]) -> str | None:
+def _first_unknown(
+    graph: fx.Graph,
+    keys: Mapping[str, str | None],
+    lengths: Mapping[str, str | int],
+    by_id: Mapping[int, str],
+) -> str | None:
     """The first step that may let samples meet.
 
     Args:
         graph: of ATen.
         keys: for each input, the key whose ids its rows are of; None: they are samples.
         lengths: for each input with the number of ids of a key, the key; or how many each sample has.
+        by_id: for some answers, by number, the key whose ids their rows are of.
     """
     inputs = [node for node in graph.nodes if node.name in keys]
     samples = inputs[0].meta["val"].shape[0].node.expr
-    sizes: dict[str | None, Any] = {None: samples}
+    sizes: dict[str | None, set[Any]] = {None: {samples}}
     rows: dict[fx.Node, Rows] = {}
+    fixed: dict[str | None, int] = {}
     for node in inputs:
         size, key = node.meta["val"].shape[0], keys[node.name]
         count = per_sample(size, samples)
         if key is not None and count is None:
-            sizes[key] = size.node.expr
+            sizes.setdefault(key, set()).add(size.node.expr)
+        elif key is not None and count is not None:
+            fixed[key] = count
         rows[node] = Rows(0, key=key) if count is None else Rows(0, count)
     answer = next(node for node in graph.nodes if node.op == "output")
     needed = _needed(answer)
@@ -228,19 +237,26 @@ def _first_unknown(graph: fx.Graph, keys: Mapping[str, str | None], lengths: Map
             continue
         made_of = node.all_input_nodes
         if _is_known(node) and not any(
-            each in rows or is_number(each) or is_numbering(each, samples) or counts.is_offsets(each)
+            each in rows
+            or is_number(each)
+            or is_numbering(each, samples)
+            or counts.is_offsets(each)
+            or counts.of_numbering(each) is not None
             for each in made_of
         ):
             continue  # it is the same for all samples
-        if counts.is_offsets(node):
+        if counts.is_offsets(node) or counts.of_numbering(node) is not None:
             continue
-        found = _rows_of(node, rows, counts, samples)
-        value = node.meta["val"]
-        if found is None or (isinstance(value, Tensor) and not fits(found, value.shape, sizes[found.key])):
+        found, shape = _rows_of(node, rows, counts, samples), getattr(node.meta["val"], "shape", None)
+        if found is None or (shape is not None and not any(fits(found, shape, size) for size in sizes[found.key])):
             return f"{node.target}{short_line_of(node)}"
         rows[node] = found
-    for each in answer.all_input_nodes:
-        if rows.get(each) != Rows(0) or per_sample(each.meta["val"].shape[0], samples) != 1:
+    for number, each in enumerate(answer.args[0]):
+        key = by_id.get(number)
+        count = fixed.get(key, 1)
+        expected = Rows(0, count) if count > 1 else Rows(0, key=None if key in fixed else key)
+        has_all = any(per_sample(each.meta["val"].shape[0], size) == count for size in sizes[expected.key])
+        if rows.get(each) != expected or not has_all:
             return f"an answer whose rows are not samples{short_line_of(each)}"
     return None
 
@@ -264,6 +280,8 @@ def _rows_of(node: fx.Node, rows: Mapping[fx.Node, Rows], counts: Counts, sample
         return None  # a request that is merged has other numbers than alone
     if str(node.target).startswith("fbgemm."):
         return rows_of_jagged(node, rows, counts)
+    if any(counts.of_numbering(each) is not None for each in node.all_input_nodes):
+        return rows_of_numbered(node, rows, counts)
     if not _is_known(node) or any(map(counts.is_offsets, node.all_input_nodes)):
         return None  # as numbers, offsets count the ids of the samples before
     given = {each: rows[each] for each in node.all_input_nodes if each in rows}

@@ -69,7 +69,7 @@ def _along(numbers: Tensor, other: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (other.dim() - 1))
 
 
-def shown_to_mix(run: Run, given: Given, dtype: DenseDtype) -> str | None:
+def shown_to_mix(run: Run, given: Given, dtype: DenseDtype, by_id: Mapping[str, str]) -> str | None:
     """What shows that a dense part lets samples meet; None: nothing was seen.
 
     What is not seen may be there all the same: `export.apart.mixed_samples` reads it off the operators.
@@ -78,23 +78,25 @@ def shown_to_mix(run: Run, given: Given, dtype: DenseDtype) -> str | None:
         run: the dense part.
         given: it can be run on it.
         dtype: of its weights.
+        by_id: the outputs with a row for each id of a key, and the key of each.
     """
     samples = given.samples
     for probe, together in answered(run, [given, *scaled(given)]):
         for what, requests in _other_requests(samples):
             alone = [run(probe.at(chosen)) for chosen in requests]
-            back = torch.cat(requests).argsort().numpy()
             for name, numbers in together.items():
-                found = np.concatenate([each[name] for each in alone])[back]
+                places = [given.places(by_id.get(name), chosen) for chosen in requests]
+                found = np.concatenate([each[name] for each in alone])[torch.cat(places).argsort().numpy()]
                 if not largest(found, numbers) <= allowed(numbers, dtype):
                     return f"output {name!r} is another one for samples {what}"
     together = run(given)
     nothing = given.with_floats(lambda _, old: torch.full_like(old, torch.nan))
     for sample in (0, samples - 1):
-        is_other = torch.arange(samples) != sample
         others = [_with_other(given, probe, sample) for probe in (nothing, *scaled(given))]
         for _, found in answered(run, others):
             for name, numbers in together.items():
+                is_other = np.ones(len(numbers), np.bool_)
+                is_other[given.places(by_id.get(name), torch.tensor([sample])).numpy()] = False
                 # As many samples: the same kernels, and the same bits.
                 if not np.array_equal(found[name][is_other], numbers[is_other], equal_nan=True):
                     return f"output {name!r} of a sample depends on the numbers of another one"

@@ -11,6 +11,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.bags import GivenKeys, bag_of, kjt_of_bags
+from export.capture.noted import changed
 from export.trained.managed import inner_of
 
 
@@ -65,15 +66,19 @@ def answering(collections: Collections, answer: Answer) -> Iterator[None]:
         for collection, columns in collections.items():
             collection.forward = forward_of(collection, columns)
             stack.callback(delattr, collection, "forward")
-        for name, ours in (("concat", GivenKeys.concat), ("from_jt_dict", _from_jt_dict)):
-            stack.callback(setattr, KeyedJaggedTensor, name, staticmethod(getattr(KeyedJaggedTensor, name)))
-            setattr(KeyedJaggedTensor, name, staticmethod(ours))
+        ours = {"concat": staticmethod(GivenKeys.concat), "from_jt_dict": staticmethod(_from_jt_dict)}
+        stack.enter_context(changed(KeyedJaggedTensor, **ours, sync=_unsynced))
         yield
 
 
 def _from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
     """As KeyedJaggedTensor.from_jt_dict, for any number of samples."""
     return kjt_of_bags({key: bag_of(each) for key, each in jt_dict.items()})
+
+
+def _unsynced(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """As KeyedJaggedTensor.sync, which counts the ids of each key: it does so when it is asked, too."""
+    return kjt
 
 
 def keyed_tensor(columns: Columns, pooled: Tensor) -> KeyedTensor:

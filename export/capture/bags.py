@@ -1,7 +1,8 @@
 """The ids of a request by key, as tensors; and KeyedJaggedTensors that know where their ids come from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -51,6 +52,45 @@ def bags_of(kjt: KeyedJaggedTensor) -> dict[str, Bag]:
 def bag_of(jagged: JaggedTensor) -> Bag:
     """The ids of a JaggedTensor."""
     return Bag(jagged.values(), jagged.lengths(), jagged.weights_or_none())
+
+
+def are_equal(one: Bag, other: Bag) -> bool:
+    """Whether two bags have the same ids."""
+    return torch.equal(one.ids, other.ids) and have_as_many(one, other)
+
+
+def have_as_many(one: Bag, other: Bag) -> bool:
+    """Whether two bags have as many ids in each sample."""
+    return torch.equal(one.lengths.long(), other.lengths.long())
+
+
+def numbers_of_ids(bags: Bags, looked_up: Collection[str], groups: Sequence[Sequence[str]]) -> dict[str, str]:
+    """What has a number for each id of a key that is looked up, as an example has as many of both in each sample.
+
+    Args:
+        bags: of the example.
+        looked_up: the keys that are.
+        groups: keys that are side by side. Of several keys with as many ids, it is one that is beside the numbers; of
+            those, the one that is called most alike.
+    """
+    beside = {key: group for group in groups for key in group}
+    found = {}
+    for name, bag in bags.items():
+        alike = [key for key in bags if key in looked_up and have_as_many(bags[key], bag)]
+        if name not in looked_up and alike:
+            rank = {key: (key in beside.get(name, ()), SequenceMatcher(a=key, b=name).ratio()) for key in alike}
+            found[name] = max(alike, key=rank.__getitem__)
+    return found
+
+
+def as_in(jagged: KeyedJaggedTensor | JaggedTensor, bag: Bag | None, samples: int) -> Bag:
+    """A bag with the dtypes that a KJT has; without ids where there is none."""
+    ids, lengths, weights = jagged.values(), jagged.lengths(), jagged.weights_or_none()
+    if bag is None:
+        none = torch.zeros(samples, dtype=lengths.dtype)
+        return Bag(ids[:0], none, None if weights is None else weights[:0])
+    own = None if weights is None else (torch.ones(bag.ids.shape[0]) if bag.weights is None else bag.weights)
+    return Bag(bag.ids.to(ids.dtype), bag.lengths.to(lengths.dtype), own)
 
 
 def kjt_of_bags(bags: Bags) -> KeyedJaggedTensor:

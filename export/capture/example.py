@@ -119,10 +119,11 @@ def _names(slots: str | Sequence[str]) -> Sequence[str]:
 
 
 def outputs_of(model: nn.Module, answer: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of an answer, by name; and the names of jagged tensors in it, which have no row for each sample.
+    """The tensors of an answer, by name; and the names of KeyedJaggedTensors in it.
 
     A tensor alone is `scores`, those of a tuple are `scores_0` and so on, those of a dict, a named tuple, a dataclass
-    or a KeyedTensor have its names. What is in another has both names, with a dot between. All else is left out.
+    or a KeyedTensor have its names. A JaggedTensor is its values. What is in another has both names, with a dot
+    between. All else is left out.
 
     Raises:
         ModelError: there is no tensor.
@@ -132,7 +133,7 @@ def outputs_of(model: nn.Module, answer: Any) -> tuple[dict[str, Tensor], list[s
     if not found:
         raise ModelError(
             f"{type(model).__name__}: expected a tensor, or tensors as a tuple or by name, as its answer, got "
-            f"{', '.join(f'{name!r}, which is jagged: have it padded' for name in every) or type(answer).__name__}"
+            f"{', '.join(f'{name!r}, a KeyedJaggedTensor' for name in every) or type(answer).__name__}"
         )
     return found, [name for name, each in every.items() if each is None]
 
@@ -140,7 +141,9 @@ def outputs_of(model: nn.Module, answer: Any) -> tuple[dict[str, Tensor], list[s
 def _named(path: str, value: Any) -> Iterator[tuple[str, Tensor | None]]:
     if isinstance(value, Tensor):
         yield path or _SCORES, value
-    elif isinstance(value, JaggedTensor | KeyedJaggedTensor):
+    elif isinstance(value, JaggedTensor):
+        yield path or _SCORES, value.values()
+    elif isinstance(value, KeyedJaggedTensor):
         yield path or _SCORES, None
     elif isinstance(value, Mapping | KeyedTensor):
         named = value.to_dict() if isinstance(value, KeyedTensor) else value

@@ -19,37 +19,16 @@ from export.capture.answering import Collections, answering, dtype_of, jagged_te
 from export.capture.bags import Bag, GivenKeys
 from export.capture.example import outputs_of
 from export.capture.following import followable
+from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.noted import NO_TIME, Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
 from export.capture.signature import Signature
-from export.capture.steps import attribute_of, inlined
+from export.capture.steps import Input, attribute_of, inlined
 from export.errors import ModelError, first_line
 from export.trained.keyed import line_of, line_of_error, line_of_stack
 from export.trained.managed import is_sequence, takes_weights
 from serving.bundle.scores import JaggedInput, JaggedKind
 
 EMBEDDINGS = "embeddings"
-# Of a graph: the embeddings of all pooled features; a tensor of the example, by its path; or what is made of ids.
-Input = str | JaggedInput
-
-
-def ids_of(key: str) -> JaggedInput:
-    """The ids of a key, integers [n]."""
-    return JaggedInput(JaggedKind.IDS, key)
-
-
-def lengths_of(key: str) -> JaggedInput:
-    """How many ids of a key each sample has, integers [B]."""
-    return JaggedInput(JaggedKind.LENGTHS, key)
-
-
-def weights_of(key: str) -> JaggedInput:
-    """The weights of the ids of a key, floats [n]."""
-    return JaggedInput(JaggedKind.WEIGHTS, key)
-
-
-def rows_of(feature: str) -> JaggedInput:
-    """The rows of a feature that is not pooled, floats [n, dim]."""
-    return JaggedInput(JaggedKind.ROWS, feature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +263,8 @@ class _Whole(nn.Module):
             return keyed_tensor(columns, given[EMBEDDINGS].to(dtype_of(collection)))
 
         by_sample = {each: found for each, found in given.items() if isinstance(each, str)}
-        call = self.signature.called(tensors[0].shape[0], _bags(given), by_sample, known=True)
+        bags = _bags(given, self.signature.numbers)
+        call = self.signature.called(tensors[0].shape[0], bags, by_sample, known=True)
         with answering(self.collections, answer):
             found, left = outputs_of(self.model, call.answer_of(self.model))
         self.seen.outputs, self.seen.left, self.seen.made = list(found), left, made
@@ -300,10 +280,13 @@ def _parts_of(kjt: KeyedJaggedTensor, is_weighted: bool) -> list[Tensor]:
     return [*found, *([torch.cat([each.weights() for each in parts])] if is_weighted else [])]
 
 
-def _bags(given: Mapping[Input, Tensor]) -> dict[str, Bag]:
-    """What a request brings of its keys."""
+def _bags(given: Mapping[Input, Tensor], numbers: Mapping[str, str]) -> dict[str, Bag]:
+    """What a request brings of its keys, and `numbers` of the ids of some of them."""
     keys = [each.name for each in given if isinstance(each, JaggedInput) and each.kind is JaggedKind.LENGTHS]
-    return {key: Bag(given[ids_of(key)], given[lengths_of(key)], given.get(weights_of(key))) for key in keys}
+    found = {key: Bag(given[ids_of(key)], given[lengths_of(key)], given.get(weights_of(key))) for key in keys}
+    for name, key in numbers.items():
+        found[name] = Bag(given[numbers_of(name)], given[lengths_of(key)], given.get(weights_of(name)))
+    return found
 
 
 def _dims(whole: _Whole, counts: Mapping[str, int]) -> tuple[dict[int, Any], ...]:
@@ -315,6 +298,6 @@ def _dims(whole: _Whole, counts: Mapping[str, int]) -> tuple[dict[int, Any], ...
         if isinstance(each, str) or each.kind is JaggedKind.LENGTHS:
             dims.append({0: samples})
             continue
-        count = counts.get(key_of[each.name] if each.kind is JaggedKind.ROWS else each.name)
+        count = counts.get(whole.signature.key_of(each, key_of))
         dims.append({0: torch.export.Dim.AUTO if count is None else count * samples})
     return tuple(dims)

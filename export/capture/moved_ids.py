@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.capture.answering import Collections, keys_of_features
-from export.capture.graph import Captured, Input, Made, ids_of, lengths_of, weights_of
+from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
+from export.capture.graph import Captured, Made
 from export.capture.signature import Places, Signature
-from export.capture.steps import is_writing, written
+from export.capture.steps import Input, is_writing, written
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -258,12 +259,13 @@ def _marked(
         for each in inputs
         if isinstance(each, JaggedInput) and each.kind is JaggedKind.LENGTHS
     }
+    lengths |= {key: lengths[first] for key, first in signature.first.items()}
     found: dict[Input, Tensor] = {}
     first = _FIRST_MARK
     for each, old in inputs.items():
         size = samples
         if isinstance(each, JaggedInput):
-            key = keys_of.get(each.name, each.name) if each.kind is JaggedKind.ROWS else each.name
+            key = signature.key_of(each, keys_of)
             size = int(lengths[key].sum()) if key in lengths else signature.fixed[key] * samples
             if each.kind is JaggedKind.LENGTHS:
                 found[each] = lengths[key].to(old.dtype)
@@ -289,9 +291,10 @@ def _place_of(
 ) -> Places | None:
     """Where the ids of a key are: in a tensor with a row for each sample; or, without a path, those of that key."""
     ids, lengths, weights = own
-    if ids_of(key) in given:
-        is_same = torch.equal(ids.long(), given[ids_of(key)].long())
-        is_same &= torch.equal(lengths.long(), given[lengths_of(key)].long())
+    brought = numbers_of(key) if key in signature.numbers else ids_of(key)
+    if brought in given:
+        is_same = torch.equal(ids, given[brought].to(ids.dtype))
+        is_same &= torch.equal(lengths.long(), given[lengths_of(signature.numbers.get(key, key))].long())
         if weights is not None:
             is_same &= weights_of(key) in given and torch.equal(weights.float(), given[weights_of(key)].float())
         return Places("", ()) if is_same else None

@@ -2,17 +2,28 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from export.capture.answering import Collections
-from export.capture.graph import EMBEDDINGS, Captured, Input, ids_of
+from export.capture.answering import Collections, keys_of_features
+from export.capture.given import ids_of
+from export.capture.graph import EMBEDDINGS, Captured
 from export.capture.moved_ids import answers_of
 from export.capture.signature import Signature
-from export.capture.steps import attribute_of, is_random, is_writing, origin_of, written
+from export.capture.steps import (
+    Answer,
+    Input,
+    attribute_of,
+    is_random,
+    is_writing,
+    rows_of_answers,
+    served,
+    shape_of,
+    written,
+)  # fmt: skip
 from export.errors import ModelError
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -27,11 +38,13 @@ _NUMBERS: Mapping[Any, Any] = {
     torch.sym_not: operator.not_,
 }
 _MADE = "_tensor_constant"
+# Jagged inputs that a model may write to: they are its own.
+_WRITABLE = (JaggedKind.ROWS, JaggedKind.NUMBERS)
 
 
 def scriptable(
     model: nn.Module, found: Captured, signature: Signature, collections: Collections
-) -> tuple[fx.GraphModule, tuple[Input, ...], tuple[str, ...]]:
+) -> tuple[fx.GraphModule, tuple[Input, ...], dict[str, Answer]]:
     """What TorchScript compiles of a model.
 
     Args:
@@ -43,34 +56,25 @@ def scriptable(
     Returns:
         The graph. It takes the inputs that come next, `embeddings` first, and answers a tuple of tensors float32.
         The inputs that it uses.
-        The names of its outputs: without those that have no row for each sample, or are an input of the request.
+        Its outputs by name: without those that are an input of the request, or have a row neither for each sample nor
+            for each id of a key.
 
     Raises:
         ModelError: it changes ids or tables in place, uses ids that no collection looks up, or has no answer.
     """
     graph = found.module.graph
-    answers = answers_of(graph)[: len(found.outputs)]
+    answers = dict(zip(found.outputs, answers_of(graph), strict=False))
     inputs = dict(zip((node for node in graph.nodes if node.op == "placeholder"), found.inputs, strict=True))
-    samples = next(iter(inputs)).meta["val"].shape[0]
-    outputs = {
-        name: answer
-        for name, answer in zip(found.outputs, answers, strict=True)
-        if _is_by_sample(answer.meta["val"], samples) and origin_of(answer) not in inputs
-    }
-    if not outputs:
+    rows = rows_of_answers(inputs, answers)
+    if not rows:
+        shapes = (f"{name!r} {shape_of(each)}" for name, each in answers.items())
         raise ModelError(
-            f"{type(model).__name__}: expected an answer with a row for each sample, got "
-            + ", ".join(f"{name!r} {_shape(each)}" for name, each in zip(found.outputs, answers, strict=True))
+            f"{type(model).__name__}: expected an answer with a row for each sample, got {', '.join(shapes)}"
         )
-    return _Converter(model, found, signature, collections, inputs).converted(outputs)
-
-
-def _is_by_sample(value: Tensor, samples: Any) -> bool:
-    return value.dim() > 0 and value.shape[0] == samples and all(isinstance(each, int) for each in value.shape[1:])
-
-
-def _shape(answer: fx.Node) -> str:
-    return str([each if isinstance(each, int) else "B" for each in answer.meta["val"].shape])
+    converter = _Converter(model, found, signature, collections, inputs)
+    module, taken = converter.converted([(answers[name], dim) for name, (_, dim) in rows.items()])
+    features = keys_of_features(collections)
+    return module, taken, served(rows, inputs, taken, lambda each: signature.key_of(each, features))
 
 
 class _Converter:
@@ -90,22 +94,22 @@ class _Converter:
         self._tables = {id(each) for collection in collections for each in collection.parameters()}
         self._states = {id(each): name for name, each in (*model.named_parameters(), *_kept_buffers(model))}
 
-    def converted(self, outputs: Mapping[str, fx.Node]) -> tuple[fx.GraphModule, tuple[Input, ...], tuple[str, ...]]:
-        """The graph, the inputs that it takes, and the names of its outputs."""
-        needed = self._needed(outputs.values())
+    def converted(self, outputs: Sequence[tuple[fx.Node, int]]) -> tuple[fx.GraphModule, tuple[Input, ...]]:
+        """The graph, and the inputs that it takes. `outputs`: what it answers, and the dimension of its rows."""
+        needed = self._needed([node for node, _ in outputs])
         taken = self._take(needed)
         for node in self._module.graph.nodes:
             if node in needed and node.op in ("get_attr", "call_function"):
                 self._copies[node] = self._convert(node)
                 self._keep_meta(node)
-        answers = tuple(self._method("float", self._copies[each]) for each in outputs.values())
-        self._graph.output(answers)
+        floats = [(self._method("float", self._copies[node]), dim) for node, dim in outputs]
+        self._graph.output(tuple(self._method("movedim", each, dim, 0) if dim else each for each, dim in floats))
         for node in [each for each in self._graph.nodes if each.op == "get_attr" and not each.users]:
             self._graph.erase_node(node)  # it is of a layer
         named = {str(each.target) for each in self._graph.nodes if each.op in ("get_attr", "call_module")}
         self._root = {name: each for name, each in self._root.items() if name in named}
         self._graph.lint()
-        return fx.GraphModule(self._root, self._graph, type(self._model).__name__), taken, tuple(outputs)
+        return fx.GraphModule(self._root, self._graph, type(self._model).__name__), taken
 
     def _needed(self, outputs: Iterable[fx.Node]) -> set[fx.Node]:
         """The steps that answers are made of, and those that change a tensor in place."""
@@ -142,7 +146,7 @@ class _Converter:
                     f"{line_of(node)}, which lookups would not see: do it before the export"
                 )
             found = self._inputs.get(root)
-            if found in placed or (isinstance(found, JaggedInput) and found.kind is not JaggedKind.ROWS):
+            if found in placed or (isinstance(found, JaggedInput) and found.kind not in _WRITABLE):
                 raise ModelError(
                     f"{type(self._model).__name__}: its forward changes ids in place by {node.target}{line_of(node)}"
                     ": lookups would not see it: do it before the model"

@@ -5,7 +5,7 @@ It is read off one call, in which the collections only note what they are called
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
-from export.capture.bags import Bag, Bags, GivenKeys, bag_of, bags_of, kjt_of_bags
+from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, kjt_of_bags, numbers_of_ids
 from export.capture.example import Call
 from export.capture.noted import reading_clocks
 from export.config import Example
@@ -21,6 +21,7 @@ from export.errors import ModelError, last_line
 from export.trained.keyed import line_of_error, line_of_stack
 from export.trained.managed import is_sequence
 from export.trained.running import evaluating, quiet
+from serving.bundle.scores import JaggedInput, JaggedKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,10 @@ class Signature:
         parts: the KJTs that the forward makes of their parts.
         by_sample: the tensors with a row for each sample, by path.
         fixed: the keys that the forward makes of such tensors itself, with the number of ids in each of their bags.
-        placed: where the ids of each of these are. Empty until the forward was followed.
+        placed: where the ids of each of these are. Empty until it was followed.
         clocks: the lines of the model's code that read a clock.
+        numbers: keys and JaggedTensors that no collection looks up, but have a number for each id of a key; that key.
+        first: of keys that have as many ids in each sample as another one, that one. Empty until it was followed.
     """
 
     call: Call
@@ -77,6 +80,8 @@ class Signature:
     fixed: Mapping[str, int]
     placed: Mapping[str, Places]
     clocks: Sequence[str]
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    first: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def constants(self) -> list[str]:
@@ -84,8 +89,14 @@ class Signature:
         taken = {*self.keyed, *self.jagged, *self.by_sample, *(path for each in self.parts for path in each.paths)}
         return [path for path in self.call.leaves if path not in taken]
 
+    def key_of(self, jagged: JaggedInput, keys: Mapping[str, str]) -> str:
+        """The key whose ids a jagged input is made of. `keys`: that of each feature."""
+        if jagged.kind is JaggedKind.ROWS:
+            return keys[jagged.name]
+        return self.numbers.get(jagged.name, jagged.name)
+
     def bags(self) -> dict[str, Bag]:
-        """The ids of the example, by key."""
+        """The ids of the example, by key, and numbers of ids."""
         found: dict[str, Bag] = {}
         for kjt in self.keyed.values():
             found |= bags_of(kjt)
@@ -110,10 +121,10 @@ class Signature:
         """
         leaves: dict[str, Any] = {path: each for path, each in by_sample.items() if path in self.by_sample}
         for path, kjt in self.keyed.items():
-            taken = {key: _as_in(kjt, bags.get(key), samples) for key in _keys(kjt)}
+            taken = {key: as_in(kjt, bags.get(key), samples) for key in _keys(kjt)}
             leaves[path] = GivenKeys(taken) if known else kjt_of_bags(taken)
         for path, key in self.jagged.items():
-            bag = _as_in(self.call.leaves[path], bags.get(key), samples)
+            bag = as_in(self.call.leaves[path], bags.get(key), samples)
             leaves[path] = JaggedTensor(bag.ids, weights=bag.weights, lengths=bag.lengths)
         for each in self.parts:
             of_key = [bags[key] for key in each.keys]
@@ -147,16 +158,6 @@ class Signature:
 def _keys(kjt: KeyedJaggedTensor) -> list[str]:
     found: list[str] = kjt.keys()
     return found
-
-
-def _as_in(jagged: KeyedJaggedTensor | JaggedTensor, bag: Bag | None, samples: int) -> Bag:
-    """A bag with the dtypes that a KJT has; without ids where there is none."""
-    ids, lengths, weights = jagged.values(), jagged.lengths(), jagged.weights_or_none()
-    if bag is None:
-        none = torch.zeros(samples, dtype=lengths.dtype)
-        return Bag(ids[:0], none, None if weights is None else weights[:0])
-    own = None if weights is None else (torch.ones(bag.ids.shape[0]) if bag.weights is None else bag.weights)
-    return Bag(bag.ids.to(ids.dtype), bag.lengths.to(lengths.dtype), own)
 
 
 def read_signature(model: nn.Module, collections: Collections, example: Example) -> Signature:
@@ -229,7 +230,10 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         for path, each in call.leaves.items()
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
-    return Signature(call, samples, kjts, jagged, [*dict.fromkeys(parts)], by_sample, fixed, {}, clocks)
+    read = Signature(call, samples, kjts, jagged, [*dict.fromkeys(parts)], by_sample, fixed, {}, clocks)
+    looked_up = {key for columns in collections.values() for key in columns.keys}
+    bags = {key: bag for key, bag in read.bags().items() if key not in fixed}
+    return replace(read, numbers=numbers_of_ids(bags, looked_up, [_keys(each) for each in kjts.values()]))
 
 
 @contextmanager
@@ -281,14 +285,10 @@ def _keys_of_jagged(call: Call, made: Sequence[KeyedJaggedTensor]) -> dict[str, 
     found: dict[str, str] = {}
     for path, leaf in call.leaves.items():
         if isinstance(leaf, JaggedTensor):
-            same = [key for key, bag in bags.items() if key not in found.values() and _are_equal(bag, bag_of(leaf))]
+            same = [key for key, bag in bags.items() if key not in found.values() and are_equal(bag, bag_of(leaf))]
             # Of several keys with these ids, the one that it is called by.
             found[path] = min(same, key=lambda key: not path.endswith(key), default=path)
     return found
-
-
-def _are_equal(one: Bag, other: Bag) -> bool:
-    return torch.equal(one.ids, other.ids) and torch.equal(one.lengths.long(), other.lengths.long())
 
 
 def _fixed_length(model: nn.Module, key: str, bag: Bag, samples: int, line: str) -> int:

@@ -14,7 +14,7 @@ from serving.bundle.id_maps import IdMap
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.opening import Bundle
 from serving.bundle.plan import ROUTER
-from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc
+from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc, ScoreOutput
 from serving.model.config_file import read_config, settings_of
 from serving.tables.pages import cached
 from serving.terminal.app import out
@@ -183,7 +183,7 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         parity = each.parity
         table.add_row(
             each.name,
-            _shape(each.shape),
+            _shape(each),
             f"{parity.scale:.3g}",
             _error(parity.scripted),
             _error(parity.merged),
@@ -197,13 +197,16 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         [
             "embeddings",
             *map(_described, part.inputs),
-            *(f"{each.kind.value.lower()} of {each.name}" for each in part.jagged),
+            *(f"{each.kind.value.lower()} of {each.name}" for each in part.jagged if each.name not in part.by_id),
         ]
     )
     size = size_text(manifest.files[SCORES].size_bytes)
     out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True, markup=False)
     for key, length in part.fixed_lengths.items():
         out.print(f"scores need exactly {length} ids of {key} in each sample", soft_wrap=True, markup=False)
+    for first, *others in part.together:
+        names = ", ".join(others)
+        out.print(f"scores need as many ids of {names} as of {first} in each sample", soft_wrap=True, markup=False)
     if part.mixes_samples:
         why = part.mixed_by or "the scores of a sample depend on the others of its request"
         out.print(f"requests are scored one by one: samples may meet in {why}", soft_wrap=True, markup=False)
@@ -256,13 +259,14 @@ def show_verification(verification: "Verification") -> None:
     out.print(table)
 
 
-def _shape(of_sample: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, ('B', *of_sample)))}]"
+def _shape(of: DenseInput | ScoreOutput) -> str:
+    rows = "B" if of.key is None else f"ids of {of.key}"
+    return f"[{', '.join((rows, *map(str, of.shape)))}]"
 
 
 def _described(of: DenseInput) -> str:
     dtype = "" if of.dtype is InputDtype.FP32 else f"{of.dtype.value} "
-    return f"{of.name} {dtype}{_shape(of.shape)}"
+    return f"{of.name} {dtype}{_shape(of)}"
 
 
 def _show_auc(measured: Mapping[str, LabelledAuc]) -> None:

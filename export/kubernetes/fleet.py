@@ -29,8 +29,8 @@ class PodOptions:
 
     Attributes:
         image: of the server, by digest.
-        claim: the PersistentVolumeClaim with the repository. None: it is in a store.
-        store: the URL of the repository in a store. Each pod first brings its own bundles to the disk of its node.
+        claim: the PersistentVolumeClaim with the repository; or store: its URL in a store. Each pod then first brings
+            its own bundles to the disk of its node.
         copy: the same of a claim, whose bundles are mounted otherwise.
         trusted_keys: a file of public keys. One of them must have signed the bundles. None: no signature is needed.
         insecure: no TLS.

@@ -56,7 +56,8 @@ def verify_scores(
         if not off <= limit
     ]
     if not failures and not part.mixes_samples:
-        shown = shown_to_mix(partial(_scores, program), given, part.dtype)
+        by_id = {each.name: each.key for each in part.outputs if each.key is not None}
+        shown = shown_to_mix(partial(_scores, program), given, part.dtype, by_id)
         if shown is not None:
             failures.append(f"requests are scored together, but {shown}: export it again")
     if scored is None:

@@ -15,11 +15,13 @@ from export.capture.bags import bags_of
 from export.capture.given import Given
 from export.errors import ModelError, last_line
 from export.scores.dense_part import Scored
+from export.scores.requests import given_dense
 from export.trained.probe import kjt_of
 from serving.bundle.scores import DensePart, LabelledAuc, ScoreOutput
 from serving.engine import Engine
 from serving.errors import ConfigurationError, InvalidRequest
 from serving.files import open_file
+from serving.request.bags import lengths_by_key
 from serving.request.dense import encode_dense
 from serving.request.encoding import encode
 
@@ -183,12 +185,12 @@ def _trained(engine: Engine, scored: Scored, request: LabelledRequest) -> Mappin
     assert scored.answer is not None  # noqa: S101  it was asked
     manifest = engine.bundle.manifest
     ids = encode({key: request.features[key] for key in manifest.keys}, manifest.weighted_keys)
-    dense = encode_dense(scored.part.inputs, request.dense)
-    given = tuple(torch.from_numpy(dense[each.name]) for each in scored.part.inputs)
+    dense = encode_dense(scored.part.inputs, request.dense, lengths_by_key(ids, [*manifest.keys]))
     bags = bags_of(kjt_of(manifest, ids, torch.device("cpu")))
     samples = ids.lengths.size // len(manifest.keys)
+    arrays = {name: torch.from_numpy(each) for name, each in dense.items()}
     try:
-        return scored.answer(Given(torch.empty(samples, 0), given, bags))
+        return scored.answer(given_dense(scored.part.inputs, arrays, Given(torch.empty(samples, 0), (), bags)))
     except Exception as error:  # its code may raise anything: for ids outside of a table, for example
         raise ConfigurationError(f"{request.where}: the trained model cannot answer: {last_line(error)}") from error
 

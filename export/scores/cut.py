@@ -5,7 +5,7 @@ Its collections are single steps. What cannot be followed is refused by its line
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -101,10 +101,9 @@ class Cut:
 
     Attributes:
         module: takes the embeddings, float32 or float16 [B, D], the dense inputs and `jagged`; returns tensors.
-        inputs: names of the dense inputs.
-        outputs: a name for each tensor.
+        inputs, outputs: names of the dense inputs, and of the tensors.
         answer: what a model itself answers, by output, to ids by key and dense inputs.
-        jagged: what it takes of ids.
+        jagged, by_id: what it takes of ids; and the outputs with a row for each id of a key, and that key.
         is_timeless: whether no answer hangs on a clock.
     """
 
@@ -113,6 +112,7 @@ class Cut:
     outputs: tuple[str, ...]
     answer: Callable[[nn.Module, Given], Mapping[str, torch.Tensor]]
     jagged: tuple[JaggedInput, ...] = ()
+    by_id: Mapping[str, str] = field(default_factory=dict)
     is_timeless: bool = False
 
 

@@ -1,20 +1,21 @@
 """Cut a model behind its collections, as it was followed from one call of it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from export.capture.answering import Collections, keys_of_features
-from export.capture.bags import Bag
+from export.capture.bags import Bag, have_as_many
 from export.capture.example import outputs_of
-from export.capture.given import Given
-from export.capture.graph import EMBEDDINGS, Captured, Input, captured, ids_of, lengths_of, rows_of, weights_of
+from export.capture.given import Given, ids_of, lengths_of, numbers_of, rows_of, weights_of
+from export.capture.graph import EMBEDDINGS, Captured, captured
 from export.capture.moved_ids import placed
 from export.capture.scriptable import scriptable
 from export.capture.signature import Signature, read_signature
-from export.capture.steps import rows_read_by
+from export.capture.steps import Answer, Input, open_dims, rows_read_by
 from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut
@@ -56,7 +57,11 @@ class FromExample:
         nodes = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
         arguments = dict(zip(self.graph.inputs, nodes, strict=True))
         dense = tuple(_dense_input(path, self.signature.by_sample[path], arguments[path]) for path in paths)
-        for wrong in wrong_names([each.name for each in dense], outputs):
+        bags, of_ids = self.signature.bags(), self.signature.numbers
+        dense += tuple(
+            _dense_input(of.name, bags[of.name].ids, arguments[of], of_ids[of.name]) for of in _numbers(taken)
+        )
+        for wrong in wrong_names([each.name for each in dense], [*outputs]):
             raise ModelError(f"{type(model).__name__}: {wrong}")
         jagged = tuple(each for each in taken if isinstance(each, JaggedInput))
 
@@ -68,9 +73,10 @@ class FromExample:
             }
             call = self.signature.called(given.samples, given.bags, by_sample)
             found, _ = outputs_of(of, call.answer_of(of))
-            return {name: found[name] for name in outputs}
+            return {name: found[name].movedim(each.dim, 0) for name, each in outputs.items()}
 
-        cut = Cut(module, tuple(paths), outputs, answer, jagged, is_timeless=True)
+        by_id = {name: each.key for name, each in outputs.items() if each.key is not None}
+        cut = Cut(module, tuple(paths), tuple(outputs), answer, jagged, by_id, is_timeless=True)
         return cut, dense, [*self._said(taken, outputs)]
 
     def _repeated(self, path: str, samples: int) -> Tensor:
@@ -80,14 +86,15 @@ class FromExample:
     def _expect_looked_up(self, model: nn.Module, taken: tuple[Input, ...]) -> None:
         keys = {key for columns in self.collections.values() for key in columns.keys}
         features = {name for columns in self.collections.values() for name in columns.features}
-        for each in taken:
-            if isinstance(each, JaggedInput) and each.name not in keys | features:
+        for each in (each for each in taken if isinstance(each, JaggedInput)):
+            if each.name not in keys | features and each.kind is not JaggedKind.NUMBERS:
                 raise ModelError(
                     f"{type(model).__name__}: uses {each.name!r}, which no collection looks up: requests bring ids "
-                    "of tables, and tensors of one shape for each sample: give it as such a tensor"
+                    "of tables; a number for each id of a key, where the example has as many of both in each sample; "
+                    "and tensors of one shape for each sample: give it as one of these"
                 )
 
-    def _said(self, taken: tuple[Input, ...], outputs: tuple[str, ...]) -> Iterator[str]:
+    def _said(self, taken: tuple[Input, ...], outputs: Mapping[str, Answer]) -> Iterator[str]:
         signature = self.signature
         places = {each.path for each in signature.placed.values()}
         unused = [path for path in signature.by_sample if path not in taken and path not in places]
@@ -96,7 +103,13 @@ class FromExample:
         if signature.constants:
             yield f"example: {', '.join(signature.constants)} stays as it is in the example, for all requests"
         if left := [*(name for name in self.graph.outputs if name not in outputs), *self.graph.left]:
-            yield f"example: the outputs {', '.join(left)} are left out: they have no row for each sample"
+            yield f"example: the outputs {', '.join(left)} are left out: they have no row for each sample, or id"
+        for name, answer in outputs.items():
+            if answer.dim:
+                yield f"example: the output {name} has its rows in dimension {answer.dim}: they come first in answers"
+        for each in _numbers(taken):
+            key = signature.numbers[each.name]
+            yield f"example: {each.name} has a row for each id of {key}, and comes as a dense input"
 
     def given(self, samples: int = _PROBED, dense: tuple[str, ...] = ()) -> Given:
         """What the dense part is given for rows of the example, with random embeddings.
@@ -106,6 +119,11 @@ class FromExample:
             dense: paths of its dense inputs.
         """
         return _given(self.signature, self.collections, samples, dense)
+
+
+def _numbers(taken: Iterable[Input]) -> Iterator[JaggedInput]:
+    """The dense inputs with a row for each id of a key, of what a program takes."""
+    yield from (each for each in taken if isinstance(each, JaggedInput) and each.kind is JaggedKind.NUMBERS)
 
 
 def follow_example(model: nn.Module, collections: Collections, example: Example) -> FromExample:
@@ -137,6 +155,7 @@ def follow_example(model: nn.Module, collections: Collections, example: Example)
     else:
         raise errors[0]
     signature = replace(signature, fixed=_fixed(signature, found, collections))
+    signature = replace(signature, first=_first(signature, found, collections))
     signature = placed(model, signature, found, inputs, collections)
     return FromExample(signature, found, collections)
 
@@ -161,18 +180,35 @@ def _fixed(signature: Signature, found: Captured, collections: Collections) -> d
         if isinstance(each, JaggedInput) and each.kind is not JaggedKind.LENGTHS:
             ratio = node.meta["val"].shape[0].node.expr / samples
             if ratio.is_Integer:
-                key = keys.get(each.name, each.name) if each.kind is JaggedKind.ROWS else each.name
-                fixed[key] = int(ratio)
+                fixed[signature.key_of(each, keys)] = int(ratio)
     return fixed
 
 
-def _dense_input(path: str, old: Tensor, argument: fx.Node) -> DenseInput:
+def _first(signature: Signature, found: Captured, collections: Collections) -> dict[str, str]:
+    """The keys that have as many ids as another one, as the forward can be called with no others, and that one."""
+    features, bags = keys_of_features(collections), signature.bags()
+    nodes = (node for node in found.module.graph.nodes if node.op == "placeholder")
+    by_size: dict[Any, list[str]] = {}
+    for node, each in zip(nodes, found.inputs, strict=True):
+        if isinstance(each, JaggedInput) and each.kind is not JaggedKind.LENGTHS:
+            key = signature.key_of(each, features)
+            if key not in signature.fixed:
+                by_size.setdefault(open_dims(node)[0][0], []).append(key)
+    return {
+        key: keys[0]
+        for keys in by_size.values()
+        for key in keys[1:]
+        if key != keys[0] and have_as_many(bags[keys[0]], bags[key])
+    }
+
+
+def _dense_input(path: str, old: Tensor, argument: fx.Node, key: str | None = None) -> DenseInput:
     if old.is_complex():
         raise ModelError(f"{path}: expected real numbers, which requests bring, got {old.dtype}: give both parts")
     dtype = INPUT_DTYPES.get(torch.zeros((), dtype=_WIRE.get(old.dtype, torch.float32)).numpy().dtype)
     is_integer = dtype in (InputDtype.INT64, InputDtype.INT32)
     rows = rows_read_by(argument) if is_integer else None
-    return DenseInput(path, tuple(old.shape[1:]), dtype or InputDtype.FP32, rows)
+    return DenseInput(path, tuple(old.shape[1:]), dtype or InputDtype.FP32, rows, key)
 
 
 # What travels where the model takes another dtype.
@@ -194,7 +230,10 @@ def _inputs(signature: Signature, collections: Collections) -> dict[Input, Tenso
     for key, bag in given.bags.items():
         if key in signature.fixed:
             continue
-        found |= {ids_of(key): bag.ids, lengths_of(key): bag.lengths}
+        if key in signature.numbers:
+            found[numbers_of(key)] = bag.ids
+        else:
+            found |= {ids_of(key): bag.ids, lengths_of(key): bag.lengths}
         if bag.weights is not None:
             found[weights_of(key)] = bag.weights
     return found | {rows_of(name): rows for name, rows in given.rows.items()}
@@ -218,8 +257,9 @@ def _given(signature: Signature, collections: Collections, samples: int, dense: 
         tuple(signature.by_sample[path][chosen] for path in dense),
         bags,
         rows,
-        keys,
+        {**keys, **signature.numbers},
         signature.fixed,
+        signature.first,
     )
 
 
@@ -227,6 +267,6 @@ def _followable(bag: Bag) -> Bag:
     """A bag with two ids or more: torch.export takes 0 and 1 for numbers that never change."""
     if len(bag.ids) > 1:
         return bag
-    ids = torch.zeros(len(bag.lengths), dtype=bag.ids.dtype)
+    ids = bag.ids.new_zeros(len(bag.lengths), *bag.ids.shape[1:])
     weights = None if bag.weights is None else torch.ones(len(ids), dtype=bag.weights.dtype)
     return Bag(ids, torch.ones_like(bag.lengths), weights)

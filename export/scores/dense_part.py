@@ -30,7 +30,7 @@ from export.trained.probe import listening
 from export.trained.running import evaluating, quiet
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DenseDtype, DensePart, JaggedInput, ScoreOutput, ScoreParity
+from serving.bundle.scores import DenseDtype, DensePart, ScoreOutput, ScoreParity
 from serving.lookup.program import torchscript
 from serving.request.tensors import Ids, Tensors
 
@@ -121,9 +121,9 @@ def dense_part(
             keep_inputs(module)
     program = _compiled(entry, serving, dtype)
     serve = partial(_run, entry, program, found)
-    outputs = _compared(entry, run, serve, probes, dtype)
-    mixed_by = _mixed_by(module, found.jagged, given, dtype, None if own is None else program)
-    mixed_by = mixed_by or shown_to_mix(serve, given, dtype)
+    outputs = _compared(entry, run, serve, probes, dtype, found.by_id)
+    mixed_by = _mixed_by(module, found, given, dtype, None if own is None else program)
+    mixed_by = mixed_by or shown_to_mix(serve, given, dtype, found.by_id)
     part = DensePart(
         behind.inputs,
         outputs,
@@ -134,12 +134,22 @@ def dense_part(
         jagged=found.jagged,
         fixed_lengths={key: count for key, count in given.fixed.items() if key in manifest.keys},
     )
+    part = msgspec.structs.replace(part, together=_together(part, manifest, given))
     return Scored(program, part, behind.request, given, own_answers, answer, behind.notes)
+
+
+def _together(part: DensePart, manifest: Manifest, given: Given) -> tuple[tuple[str, ...], ...]:
+    """The groups of keys, of which a dense part takes something, that have as many ids in each sample."""
+    keys = {each.name: each.key for each in manifest.features}
+    groups: dict[str, list[str]] = {}
+    for key in dict.fromkeys(part.key_of(each, keys) for each in part.jagged):
+        groups.setdefault(given.key_of(key), []).append(key)
+    return tuple(tuple(each) for each in groups.values() if len(each) > 1)
 
 
 def _mixed_by(
     module: fx.GraphModule,
-    jagged: Sequence[JaggedInput],
+    found: Cut,
     given: Given,
     dtype: DenseDtype,
     own: torch.jit.ScriptModule | None,
@@ -148,7 +158,8 @@ def _mixed_by(
     if dtype is DenseDtype.INT8 and any(isinstance(each, nn.Linear) for each in module.modules()):
         return "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
     mixed_by = what_is_one_step(module) if own is None else what_branches(own)
-    return mixed_by or what_mixes_samples(module, given, jagged, own)
+    by_id = {at: found.by_id[name] for at, name in enumerate(found.outputs) if name in found.by_id}
+    return mixed_by or what_mixes_samples(module, given, found.jagged, own, by_id)
 
 
 def compare_scores(scored: Scored, answer: ByFeature) -> DensePart:
@@ -240,16 +251,18 @@ def _run(entry: nn.Module, module: nn.Module, found: Cut, given: Given) -> dict[
     with torch.no_grad(), quiet(), model_errors(entry, what):
         answer = module(*(each.clone() for each in given.tensors(found.jagged)))
     for name, each in zip(found.outputs, answer, strict=True):
-        if each.ndim == 0 or len(each) != given.samples:
+        key = found.by_id.get(name)
+        rows, what = (given.samples, "samples") if key is None else (len(given.bags[key].ids), f"ids of {key!r}")
+        if each.ndim == 0 or len(each) != rows:
             raise ModelError(
-                f"{type(entry).__name__}: output {name!r}: expected shape [{given.samples}, …] for {given.samples} "
-                f"samples, got {list(each.shape)}: {WAY_OUT}"
+                f"{type(entry).__name__}: output {name!r}: expected shape [{rows}, …] for {rows} {what}, got "
+                f"{list(each.shape)}: {WAY_OUT}"
             )
     return {name: each.cpu().numpy() for name, each in zip(found.outputs, answer, strict=True)}
 
 
 def _compared(
-    entry: nn.Module, run: Run, serve: Run, probes: Sequence[Given], dtype: DenseDtype
+    entry: nn.Module, run: Run, serve: Run, probes: Sequence[Given], dtype: DenseDtype, by_id: Mapping[str, str]
 ) -> tuple[ScoreOutput, ...]:
     """The outputs, with their parity for the first probe.
 
@@ -271,7 +284,7 @@ def _compared(
     for name, numbers in exact.items():
         alone = np.concatenate([piece[name] for piece in pieces])
         parity = ScoreParity(scale_of(numbers), largest(served[name], numbers), largest(served[name], alone))
-        outputs.append(ScoreOutput(name, numbers.shape[1:], parity))
+        outputs.append(ScoreOutput(name, numbers.shape[1:], parity, by_id.get(name)))
     return tuple(outputs)
 
 

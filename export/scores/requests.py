@@ -43,17 +43,32 @@ def request_of(manifest: Manifest, bags: Bags) -> Tensors:
     return Tensors(None, values, lengths, torch.cat(weights).numpy())
 
 
-def make_dense(inputs: Sequence[DenseInput], samples: int) -> tuple[Tensor, ...]:
-    """Seeded dense inputs beside `make_probe`, [B, *shape] each: FP32 within [0, 1), the others 0 or 1."""
+def make_dense(inputs: Sequence[DenseInput], samples: int, bags: Bags) -> dict[str, Tensor]:
+    """Seeded dense inputs beside `make_probe`, by name: FP32 within [0, 1), the others 0 or 1.
+
+    Args:
+        inputs: of a dense part.
+        samples: B.
+        bags: the ids of the request.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def make(of: DenseInput) -> Tensor:
+        shape = (samples if of.key is None else len(bags[of.key].ids), *of.shape)
         if of.dtype is InputDtype.FP32:
-            return torch.rand(samples, *of.shape, generator=generator)
-        integers = torch.randint(0, 2, (samples, *of.shape), generator=generator)
+            return torch.rand(shape, generator=generator)
+        integers = torch.randint(0, 2, shape, generator=generator)
         return torch.from_numpy(integers.numpy().astype(of.dtype.numpy))
 
-    return tuple(make(each) for each in inputs)
+    return {each.name: make(each) for each in inputs}
+
+
+def given_dense(inputs: Sequence[DenseInput], dense: Mapping[str, Tensor], given: Given) -> Given:
+    """What is given, with dense inputs: those with a row for each sample, and those with one for each id of a key."""
+    by_id = {each.name: each.key for each in inputs if each.key is not None}
+    numbers = {name: replace(given.bags[key], ids=dense[name], weights=None) for name, key in by_id.items()}
+    by_sample = tuple(dense[each.name] for each in inputs if each.key is None)
+    return replace(given, dense=by_sample, bags={**given.bags, **numbers}, keys={**given.keys, **by_id})
 
 
 def request_for(manifest: Manifest, part: DensePart | None, known: Mapping[str, Ids]) -> Tensors:
@@ -69,7 +84,7 @@ def request_for(manifest: Manifest, part: DensePart | None, known: Mapping[str, 
     if part is None or not part.jagged:
         return make_probe(manifest, known)
     keys = {feature.name: feature.key for feature in manifest.features}
-    ones = {keys.get(each.name, each.name): 1 for each in part.jagged}
+    ones = {part.key_of(each, keys): 1 for each in part.jagged}
     return make_probe(manifest, known, ones | part.fixed_lengths)
 
 
@@ -82,6 +97,8 @@ def given_for(manifest: Manifest, request: Tensors, part: DensePart | Sequence[D
         part: the dense part; or the dense inputs of one that takes nothing else.
     """
     inputs, fixed = (part.inputs, part.fixed_lengths) if isinstance(part, DensePart) else (part, {})
+    together = part.together if isinstance(part, DensePart) else ()
+    first = {key: group[0] for group in together for key in group}
     generator = torch.Generator().manual_seed(0)
     samples = request.lengths.size // len(manifest.keys)
     bags = bags_of(kjt_of(manifest, request, torch.device("cpu")))
@@ -93,7 +110,9 @@ def given_for(manifest: Manifest, request: Tensors, part: DensePart | Sequence[D
         else:
             width += table.dim
     embeddings = torch.randn(samples, width, generator=generator)
-    return Given(embeddings, make_dense(inputs, samples), bags, rows, keys, fixed)
+    return given_dense(
+        inputs, make_dense(inputs, samples, bags), Given(embeddings, (), bags, rows, keys, fixed, first)
+    )
 
 
 def columns_of(trained: Trained, manifest: Manifest) -> dict[nn.Module, Columns]:
@@ -154,8 +173,9 @@ def other_requests(given: Given, collections: Collections) -> Iterator[tuple[str
             "with one id of the first key in all, and more of the others",
             _with_lengths(few, lambda key: [0, key + 1, 0]),
         )
-    if not all(each.is_floating_point() for each in given.dense):
-        yield "with other integers and booleans", replace(given, dense=tuple(map(_shuffled, given.dense)))
+    numbers = (given.bags[name].ids for name in given.numbers)
+    if not all(each.is_floating_point() for each in (*given.dense, *numbers)):
+        yield "with other integers and booleans", given.with_integers(_shuffled)
         for padding in (0, 1):
             what = f"whose integers and booleans end with {'ones' if padding else 'zeros'}, as padding does"
             yield what, replace(given, dense=tuple(_padded(each, padding) for each in given.dense))
@@ -163,8 +183,6 @@ def other_requests(given: Given, collections: Collections) -> Iterator[tuple[str
 
 def _shuffled(numbers: Tensor) -> Tensor:
     """Integers and booleans in another order."""
-    if numbers.is_floating_point():
-        return numbers
     order = torch.randperm(numbers.numel(), generator=torch.Generator().manual_seed(4))
     return numbers.flatten()[order].view(numbers.shape)
 
@@ -181,13 +199,18 @@ def _padded(numbers: Tensor, padding: int) -> Tensor:
 
 
 def _with_lengths(given: Given, lengths_of: Callable[[int], list[int]]) -> Given:
-    """The samples with so many ids of each key, by its number among those whose number of ids is not fixed."""
+    """The samples with so many ids of each key, by its number among those whose number of ids is free."""
     bags = dict(given.bags)
     totals = {}
-    for number, key in enumerate(key for key in given.bags if key not in given.fixed):
+    own = {key: given.key_of(key) for key in given.bags}
+    numbers = {
+        key: n for n, key in enumerate(key for key in given.bags if own[key] == key and key not in given.fixed)
+    }
+    for key, number in ((key, numbers[of]) for key, of in own.items() if of in numbers):
         bag, lengths = given.bags[key], lengths_of(number)
         totals[key] = total = sum(lengths)
-        ids = torch.zeros(total, dtype=bag.ids.dtype) if not len(bag.ids) else bag.ids[:1].repeat(total)
+        first = bag.ids[:1] if len(bag.ids) else bag.ids.new_zeros(1, *bag.ids.shape[1:])
+        ids = first.repeat(total, *[1] * (bag.ids.dim() - 1))
         weights = None if bag.weights is None else torch.ones(total, dtype=bag.weights.dtype)
         bags[key] = Bag(ids, torch.tensor(lengths, dtype=bag.lengths.dtype), weights)
     rows = {

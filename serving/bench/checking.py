@@ -10,9 +10,11 @@ from tritonclient.grpc import service_pb2
 
 from serving.bench.requests import Prepared
 from serving.bundle.opening import Bundle
+from serving.bundle.scores import DensePart
 from serving.bundle.tables import OutputDtype
 from serving.reference import Pooled, pool
 from serving.request.accept import accept
+from serving.request.bags import id_bounds
 from serving.request.jagged import jagged_inputs
 from serving.request.schema import Schema
 from serving.request.tensors import Outputs, Tensors
@@ -53,7 +55,8 @@ class Checker:
         shapes = expected.shapes
         part = bundle.manifest.dense_part
         if part is not None:
-            shapes |= {each.name: [1, request.samples, *each.shape] for each in part.outputs}
+            rows = self._rows_of(part, tensors) | {None: request.samples}
+            shapes |= {each.name: [1, rows.get(each.key, 0), *each.shape] for each in part.outputs}
             shapes = {name: shape for name, shape in shapes.items() if name in tensors.outputs}
         found = {output.name: list(output.shape) for output in response.outputs}
         if found != shapes:
@@ -70,10 +73,25 @@ class Checker:
         ]
         return [*misses, *self._missed_scores(expected, tensors, request.samples, outputs)]
 
+    def _rows_of(self, part: DensePart, tensors: Tensors) -> dict[str | None, int]:
+        """How many ids there are of each key that an output has a row for each id of."""
+        keys = {each.key for each in part.outputs if each.key is not None}
+        if not keys or not self._schema.scores & {*tensors.outputs}:
+            return {}
+        request = accept(self._schema, tensors)
+        bounds, once = id_bounds(request.selection.names, request), request.once
+        found: dict[str | None, int] = {}
+        for key in keys:
+            at = self._schema.first_of(key)
+            found[key] = int(bounds[at + 1] - bounds[at]) * (1 if once is None or not once[at] else request.samples)
+        return found
+
     @cached_property
     def _dense(self) -> "DenseProgram":
-        from serving.lookup.program import DenseProgram  # imports torch, which checking lookups does not need
+        # They import torch, which checking lookups does not need.
+        from serving.lookup.program import DenseProgram, load_fbgemm
 
+        load_fbgemm()
         assert self._bundle.manifest.dense_part is not None  # noqa: S101  else there are no scores
         return DenseProgram(self._bundle, self._bundle.manifest.dense_part)
 

@@ -109,6 +109,10 @@ def random_requests(
                 np.minimum(bags, longest[key], out=bags)
             if part is not None and key in part.fixed_lengths:
                 bags[:] = part.fixed_lengths[key]
+        at = {key: number for number, key in enumerate(rows)}
+        for key, *others in () if part is None else part.together:
+            for other in others:
+                lengths[at[other]] = lengths[at[key]]
         values = np.concatenate(
             [
                 _drawn(random, ids, known.get(key), height, bags.sum())
@@ -118,14 +122,18 @@ def random_requests(
         weights = np.ones(values.size, np.float32) if manifest.weighted else None
         request = Tensors(None, values, lengths.ravel(), weights)
         if part is not None:
-            dense = {each.name: _dense(random, each, samples) for each in part.inputs}
+            counts = dict(zip(rows, lengths.sum(axis=1).tolist(), strict=True))
+            dense = {
+                each.name: _dense(random, each, samples if each.key is None else counts[each.key])
+                for each in part.inputs
+            }
             request = replace(request, outputs=[each.name for each in part.outputs], dense=dense)
         requests.append(request)
     return requests
 
 
-def _dense(random: np.random.Generator, of: DenseInput, samples: int) -> Array:
-    shape = (samples, *of.shape)
+def _dense(random: np.random.Generator, of: DenseInput, rows: int) -> Array:
+    shape = (rows, *of.shape)
     if of.dtype is InputDtype.FP32:
         return random.random(shape, np.float32)
     # Larger ones may be outside of an nn.Embedding that takes them.
@@ -214,7 +222,8 @@ def _samples(tensors: Tensors, info: ModelInfo) -> int:
         InvalidRequest: its lengths do not fit its keys or tables.
     """
     names = _names(tensors, info)
-    return samples_of(tensors, names, once_of(names, [each.name for each in info.dense], tensors.once))
+    once = once_of(names, [each.name for each in info.dense], tensors.once)
+    return samples_of(tensors, names, once, info.by_id)
 
 
 def _adds_up(tensors: Tensors, info: ModelInfo) -> bool:

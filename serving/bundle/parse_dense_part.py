@@ -23,13 +23,13 @@ def say_shapes(document: Any) -> None:
     part = document.get("dense_part")
     if not isinstance(part, dict):
         return
-    _expect_none(part, ("jagged", "fixed_lengths"), "$.dense_part")
+    _expect_none(part, ("jagged", "fixed_lengths", "together"), "$.dense_part")
     inputs = part.get("inputs")
     for number, each in enumerate(inputs if isinstance(inputs, list) else ()):
         if not isinstance(each, dict):
             continue
         place = f"$.dense_part.inputs[{number}]"
-        _expect_none(each, ("shape", "dtype"), place)
+        _expect_none(each, ("shape", "dtype", "key"), place)
         if "width" not in each:
             raise ValueError(f"Object missing required field `width` - at `{place}`")
         each["shape"] = [each.pop("width")]
@@ -64,7 +64,31 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
     for each in part.inputs:
         if each.rows is not None and (each.rows < 1 or each.dtype not in (InputDtype.INT64, InputDtype.INT32)):
             yield f"dense input {each.name!r}: rows: expected a number > 0, of integers alone, got {each.rows}"
+    yield from _by_id(manifest, part)
     yield from _in_jagged(manifest, part)
+
+
+def _by_id(manifest: Manifest, part: DensePart) -> Iterator[str]:
+    """What is wrong with inputs and outputs that have a row for each id of a key."""
+    for kind, name, key in (
+        *(("input", each.name, each.key) for each in part.inputs),
+        *(("output", each.name, each.key) for each in part.outputs),
+    ):
+        if key is not None and key not in manifest.keys:
+            yield f"dense {kind} {name!r}: key: expected one of the bundle's, got {key!r}"
+    taken = [each.name for each in part.jagged if each.kind is JaggedKind.NUMBERS]
+    if sorted(taken) != sorted(part.by_id):
+        yield f"dense_part: jagged: expected NUMBERS of {sorted(part.by_id)}, once each, got {sorted(taken)}"
+        return
+    features = {each.name: each.key for each in manifest.features}
+    known = {
+        part.key_of(each, features)
+        for each in part.jagged
+        if each.kind is not JaggedKind.LENGTHS and (each.kind is not JaggedKind.ROWS or each.name in features)
+    }
+    for output in part.outputs:
+        if output.key is not None and output.key not in known:
+            yield f"dense output {output.name!r}: expected a jagged input with a row for each id of {output.key!r}"
 
 
 def _in_jagged(manifest: Manifest, part: DensePart) -> Iterator[str]:
@@ -72,6 +96,7 @@ def _in_jagged(manifest: Manifest, part: DensePart) -> Iterator[str]:
     names = {
         JaggedKind.ROWS: {feature.name for feature, table in tables if table.is_sequence},
         JaggedKind.WEIGHTS: {*manifest.weighted_keys},
+        JaggedKind.NUMBERS: {*part.by_id},
     }
     for each in part.jagged:
         known = names.get(each.kind, manifest.keys.keys())
@@ -81,6 +106,13 @@ def _in_jagged(manifest: Manifest, part: DensePart) -> Iterator[str]:
     for key, length in part.fixed_lengths.items():
         if key not in manifest.keys or not 1 <= length < 2**31:
             yield f"dense_part: fixed_lengths: {key!r}: expected a key, and a length > 0, got {length}"
+    every = [key for group in part.together for key in group]
+    if (
+        not manifest.keys.keys() >= {*every}
+        or len({*every}) < len(every)
+        or min(map(len, part.together), default=2) < 2
+    ):
+        yield f"dense_part: together: expected groups of two keys or more, each key in one, got {part.together}"
 
 
 def _in_shape(where: str, shape: Sequence[int]) -> Iterator[str]:

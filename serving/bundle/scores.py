@@ -1,7 +1,7 @@
 """The dense part of a model in its bundle: the layers after the collections. It turns embeddings into scores."""
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -50,33 +50,37 @@ INPUT_DTYPES = {numpy: dtype for dtype, numpy in _NUMPY.items()}
 
 
 class DenseInput(Strict, frozen=True, omit_defaults=True):
-    """An input of the dense part beside the embeddings: [B, *shape].
+    """An input of the dense part beside the embeddings: [B, *shape]; or, with a key, [n, *shape].
 
     Attributes:
         name: the argument of the model's forward, or its path in an example input, such as `batch.dense_features`.
-        shape: of one sample. () is one number.
+        shape: of one sample, or of one id. () is one number.
         rows: of integers that read rows of an embedding in the dense part: each is in [0, rows). None: any may come.
+        key: it has a row for each of the n ids of this key, in their order. None: it has one for each sample.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: InputDtype = InputDtype.FP32
     rows: int | None = None
+    key: str | None = None
 
     @property
     def contract(self) -> list[object]:
         """All of it that a client can see. That of FP32 [B, width] is as it was when there was nothing else."""
-        if self.dtype is InputDtype.FP32 and len(self.shape) == 1:
+        if self.dtype is InputDtype.FP32 and len(self.shape) == 1 and self.key is None:
             return [self.name, *self.shape]
-        return [self.name, self.shape, self.dtype.value]
+        return [self.name, self.shape, self.dtype.value, *([] if self.key is None else [self.key])]
 
 
 class JaggedKind(enum.Enum):
     """What a jagged input has: a row for each id of a feature that is not pooled, [n, dim], in the bundle's output
-    dtype; or of a key its lengths, int32 [B], its ids, int64 [n], or their weights, float32 [n], as they were sent.
+    dtype; the numbers of a dense input that has a row for each id of a key, [n, *shape]; or of a key its lengths,
+    int32 [B], its ids, int64 [n], or their weights, float32 [n], as they were sent.
     """
 
     ROWS = "ROWS"
+    NUMBERS = "NUMBERS"
     LENGTHS = "LENGTHS"
     IDS = "IDS"
     WEIGHTS = "WEIGHTS"
@@ -86,7 +90,7 @@ class JaggedInput(Strict, frozen=True):
     """What the dense part takes of the ids of a request, beside embeddings and dense inputs.
 
     Attributes:
-        name: of a feature that is not pooled, for ROWS; of a key, for others.
+        name: of a feature that is not pooled, for ROWS; of a dense input, for NUMBERS; of a key, for others.
     """
 
     kind: JaggedKind
@@ -129,22 +133,30 @@ class ScoreParity(Strict, frozen=True, omit_defaults=True):
 
 
 class ScoreOutput(Strict, frozen=True, omit_defaults=True):
-    """An output of the dense part: FP32 [B, *shape].
+    """An output of the dense part: FP32 [B, *shape]; or, with a key, [n, *shape].
 
     Attributes:
-        shape: of one sample. () is one number.
+        shape: of one sample, or of one id. () is one number.
+        key: it has a row for each of the n ids of this key, in their order. None: it has one for each sample.
     """
 
     name: str
     shape: tuple[int, ...]
     parity: ScoreParity
+    key: str | None = None
+
+    @property
+    def contract(self) -> list[object]:
+        """All of it that a client can see."""
+        return [self.name, self.shape, *([] if self.key is None else [self.key])]
 
 
 class DensePart(Strict, frozen=True, omit_defaults=True):
     """The dense part: the layers of a model after its collections.
 
     Attributes:
-        inputs: the inputs beside the embeddings, in the order of the model's forward.
+        inputs: the inputs beside the embeddings. The program takes those with a row for each sample, in this order;
+            then `jagged`, which has the others.
         outputs: in the order of an answer.
         dtype: of its weights.
         mixes_samples: whether the scores of a sample may depend on the other samples of its request. If so, requests
@@ -152,8 +164,10 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
         mixed_by: the operator that may mix samples, and its line in the model, in words. None: there is none, or an
             earlier tbe-serving exported the bundle.
         is_own: whether it is a module of the user's own, instead of the trained model's layers.
-        jagged: the inputs that are made of ids, after the dense ones.
+        jagged: the inputs that have rows for ids, or are made of them.
         fixed_lengths: keys that have exactly so many ids in each bag where scores are asked for.
+        together: groups of keys that have as many ids in each sample where scores are asked for, as the model puts
+            their rows side by side.
     """
 
     inputs: tuple[DenseInput, ...]
@@ -164,12 +178,35 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
     is_own: bool = False
     jagged: tuple[JaggedInput, ...] = ()
     fixed_lengths: dict[str, int] = msgspec.field(default_factory=dict)
+    together: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def by_sample(self) -> tuple[DenseInput, ...]:
+        """The inputs with a row for each sample."""
+        return tuple(each for each in self.inputs if each.key is None)
+
+    @property
+    def by_id(self) -> dict[str, str]:
+        """The inputs with a row for each id, and the key of each."""
+        return {each.name: each.key for each in self.inputs if each.key is not None}
+
+    def key_of(self, jagged: JaggedInput, keys: Mapping[str, str]) -> str:
+        """The key whose ids a jagged input is made of.
+
+        Args:
+            jagged: the input.
+            keys: that of each feature.
+        """
+        if jagged.kind is JaggedKind.ROWS:
+            return keys[jagged.name]
+        return self.by_id[jagged.name] if jagged.kind is JaggedKind.NUMBERS else jagged.name
 
     @property
     def contract(self) -> list[object]:
-        """All of it that a client can see: names, shapes and dtypes of inputs and outputs, and fixed lengths."""
-        inputs, outputs = [each.contract for each in self.inputs], [[each.name, each.shape] for each in self.outputs]
-        return [inputs, outputs, *([sorted(self.fixed_lengths.items())] if self.fixed_lengths else [])]
+        """All of it that a client can see: names, shapes and dtypes of inputs and outputs, and rules for lengths."""
+        inputs, outputs = [each.contract for each in self.inputs], [each.contract for each in self.outputs]
+        fixed = [sorted(self.fixed_lengths.items())] if self.fixed_lengths or self.together else []
+        return [inputs, outputs, *fixed, *([self.together] if self.together else [])]
 
 
 def wrong_names(inputs: Sequence[str], outputs: Sequence[str]) -> Iterator[str]:

@@ -154,17 +154,22 @@ class Exchange:
             raise InvalidRequest(f"output {unknown[0]!r}: expected one of {', '.join(map(repr, info.scores))}")
         if not wanted:
             raise InvalidRequest(f"{self._where}: has no scores: export the model with --scores")
-        tensors = replace(
-            self._encoded(info, features, **options), outputs=wanted, dense=encode_dense(info.dense, dense)
-        )
+        tensors = self._encoded(info, features, **options)
         keys = tensors.features or tuple(info.keys)
+        lengths = lengths_by_key(tensors, keys) if info.by_id else {}
+        if lacking := [key for key in info.by_id.values() if key not in lengths]:
+            raise InvalidRequest(f"feature {lacking[0]!r}: expected all features, which scores need")
+        tensors = replace(tensors, outputs=wanted, dense=encode_dense(info.dense, dense, lengths))
         is_once = once_of(keys, [each.name for each in info.dense], tensors.once)
-        samples = samples_of(tensors, keys, is_once)
-        accept_dense(info.dense, tensors.dense, samples, tensors.once)
+        samples = samples_of(tensors, keys, is_once, info.by_id)
+        ids = {key: int(lengths[key].sum()) for key in info.by_id.values()}
+        accept_dense(info.dense, tensors.dense, samples, tensors.once, ids)
         response = await ask(Call("ModelInfer", infer_request(self._model, tensors, info)))
         found: dict[str, Embeddings] = {}
         for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
-            shape = (samples, *info.scores.get(output.name, ()))
+            key = info.by_id.get(output.name)
+            rows = samples if key is None else ids[key] * (samples if key in tensors.once else 1)
+            shape = (rows, *info.scores.get(output.name, ()))
             if list(output.shape) != [1, *shape] or output.name not in wanted:
                 raise self._other_model(output, shape)
             found[output.name] = np.frombuffer(content, np.float32).reshape(shape)

@@ -52,7 +52,8 @@ class ModelInfo:
         contract: a digest. It is equal for versions that answer the same features with the same dims and dtype.
         ids_dtype: of ids as they travel, int64 or int32.
         dense: the inputs that scores need beside ids.
-        scores: the shape of each score of a sample, by the name of the output.
+        scores: the shape of each score of a sample, or of an id, by the name of the output.
+        by_id: the dense inputs and scores that have a row for each id of a key, and the key of each.
         sequences: the features that are answered by a row for each id.
         tables: dim of each table whose rows can be asked for. Models that were exported without it have none.
         takes_once: whether requests may say which features come once. Models that were exported without it do not
@@ -70,6 +71,7 @@ class ModelInfo:
     dense: tuple[DenseInput, ...] = ()
     scores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     takes_once: bool = False
+    by_id: Mapping[str, str] = field(default_factory=dict)
 
 
 _INT32 = np.iinfo(np.int32)

@@ -30,6 +30,8 @@ def info_of(config: Any) -> ModelInfo:
     for key, feature in zip(parameters.get("keys", parameters["features"]).split(","), features, strict=True):
         keys[key] = (*keys.get(key, ()), feature)
     types = {each.name: each.data_type for each in (*config.input, *config.output)}
+    names, of_ids = ([*filter(None, parameters.get(each, "").split(","))] for each in ("by_id", "by_id_keys"))
+    by_id = dict(zip(names, of_ids, strict=True))
     return ModelInfo(
         dims=dict(zip(features, dims, strict=True)),
         keys=keys,
@@ -39,15 +41,16 @@ def info_of(config: Any) -> ModelInfo:
         ids_dtype=np.dtype(np.int32 if types.get("values") == _TYPE_INT32 else np.int64),
         sequences=frozenset(filter(None, parameters.get("sequences", "").split(","))),
         tables=dict(zip(parameters["tables"].split(","), dims, strict=True)) if "tables" in parameters else {},
-        dense=tuple(_dense_input(each) for each in config.input if each.name not in IDS),
+        dense=tuple(_dense_input(each, by_id.get(each.name)) for each in config.input if each.name not in IDS),
         scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name not in LOOKED_UP},
+        by_id=by_id,
         takes_once=any(each.name == ONCE for each in config.output),
     )
 
 
-def _dense_input(tensor: Any) -> DenseInput:
+def _dense_input(tensor: Any, key: str | None) -> DenseInput:
     dtype = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
-    return DenseInput(tensor.name, tuple(tensor.dims[1:]), InputDtype(dtype))
+    return DenseInput(tensor.name, tuple(tensor.dims[1:]), InputDtype(dtype), key=key)
 
 
 # Most servers that are asked at the same time.

@@ -186,7 +186,9 @@ def _request(line: bytes) -> dict[str, Any]:
 
 
 def _scores_table(scores: Scores) -> Table:
-    table = Table("sample", *scores)
-    for sample in range(len(next(iter(scores.values())))):
-        table.add_row(str(sample), *(brief(rows[sample].reshape(-1)) for rows in scores.values()))
+    table = Table("row", *scores)
+    for row in range(max(map(len, scores.values()))):  # a score may have a row for each id
+        table.add_row(
+            str(row), *(brief(each[row].reshape(-1)) if row < len(each) else "" for each in scores.values())
+        )
     return table

@@ -13,7 +13,7 @@ import torch
 
 from serving.bundle.manifest import PROGRAM, Manifest
 from serving.bundle.opening import Bundle, read_checked
-from serving.bundle.scores import SCORES, DensePart
+from serving.bundle.scores import SCORES, DensePart, JaggedKind
 from serving.errors import BundleError
 from serving.pins import check_pins, mismatch
 from serving.request.bags import joined
@@ -115,6 +115,8 @@ class DenseProgram:
         self._dtype = bundle.manifest.output_dtype.numpy
         self._width = sum(table.dim for table in bundle.manifest.feature_tables if not table.is_sequence)
         self._bounds = sample_bounds(bundle.manifest)
+        self._by_sample = len(part.by_sample)
+        self._rows_at = _rows_at(bundle.manifest, part)
         _warn_of_read_only()
         for samples in _FIRST_CALLS:
             try:
@@ -122,7 +124,8 @@ class DenseProgram:
             except _FAILURES as error:
                 why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
                 raise BundleError(f"{path}: cannot score: {why}: export it again") from error
-            if shapes != [(samples, *each.shape) for each in part.outputs]:
+            counts = [1 if each.key is None else part.fixed_lengths.get(each.key, 1) for each in part.outputs]
+            if shapes != [(samples * n, *each.shape) for n, each in zip(counts, part.outputs, strict=True)]:
                 raise BundleError(f"{path}: answers {shapes}: was compiled for another manifest: export it again")
         if part.jagged:
             # A model may fail without ids. Then so does such a request, alone.
@@ -132,7 +135,7 @@ class DenseProgram:
     def _first_call(self, manifest: Manifest, samples: int, ids: int) -> Outputs:
         """Score zeros: so many samples, each with so many ids of each key, or as many as the model takes."""
         part = self.part
-        dense = [np.zeros((samples, *each.shape), each.dtype.numpy) for each in part.inputs]
+        dense = [np.zeros((samples, *each.shape), each.dtype.numpy) for each in part.by_sample]
         jagged = zero_jagged(manifest, samples, ids)
         return self._run(np.zeros((samples, self._width), self._dtype), [*dense, *jagged])
 
@@ -149,7 +152,8 @@ class DenseProgram:
                 request sends once is repeated for each of its samples.
 
         Returns:
-            By the position of the request in `checked`: the outputs that it asks for by name, float32 [B_r, …].
+            By the position of the request in `checked`: the outputs that it asks for by name, float32 [B_r, …], or
+            [n_r, …] with a row for each id of a key.
         """
         asking = [number for number, request in enumerate(checked.requests) if request.dense is not None]
         if not asking:
@@ -178,21 +182,29 @@ class DenseProgram:
         Args:
             embeddings: of all requests, one after another, with all pooled features in the manifest's order; float32
                 or float16 [B, D].
-            inputs: of each request [R]: the dense inputs, then the jagged inputs, in the manifest's order.
+            inputs: of each request [R]: the dense inputs with a row for each sample, then the jagged inputs, in the
+                manifest's order.
             samples: B_r of each request [R]. Their sum is B.
 
         Returns:
-            The outputs of each request by name, float32 [B_r, *shape].
+            The outputs of each request by name, float32 [B_r, *shape]; [n_r, *shape] with a row for each id of a key.
         """
-        rows = [slice(end - count, end) for end, count in zip(accumulate(samples), samples, strict=True)]
+        rows = _slices(samples)
         if self.part.mixes_samples:
             return [self._run(embeddings[each], own) for each, own in zip(rows, inputs, strict=True)]
         found = self._sliced(embeddings, [joined(each) for each in zip(*inputs, strict=True)])
-        return [{name: numbers[each] for name, numbers in found.items()} for each in rows]
+        if not self._rows_at:
+            return [{name: numbers[each] for name, numbers in found.items()} for each in rows]
+        every = {key: _slices([len(own[at]) for own in inputs]) for key, at in self._rows_at.items()} | {None: rows}
+        key_of = {each.name: each.key for each in self.part.outputs}
+        return [
+            {name: numbers[every[key_of[name]][number]] for name, numbers in found.items()}
+            for number in range(len(samples))
+        ]
 
     def _sliced(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
         """Score samples that do not meet; `SLICE` at a time where each has sequences."""
-        samples, dense = len(embeddings), len(self.part.inputs)
+        samples, dense = len(embeddings), self._by_sample
         if samples <= SLICE or self._bounds is None:
             return self._run(embeddings, inputs)
         starts = [*range(0, samples, SLICE), samples]
@@ -210,6 +222,21 @@ class DenseProgram:
             # Rows may be columns of an answer, and what comes once is one row: a program may take views of neither.
             found = self._forward(*(torch.from_numpy(np.ascontiguousarray(each)) for each in (embeddings, *inputs)))
         return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
+
+
+def _slices(sizes: Sequence[int]) -> list[slice]:
+    """Ranges of these sizes, one behind the other."""
+    return [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _rows_at(manifest: Manifest, part: DensePart) -> dict[str | None, int]:
+    """For each key that an output has rows for the ids of: which of the inputs behind the embeddings has, too."""
+    keys = {each.name: each.key for each in manifest.features}
+    found = {
+        part.key_of(each, keys): at for at, each in enumerate(part.jagged) if each.kind is not JaggedKind.LENGTHS
+    }
+    first = len(part.by_sample)
+    return {each.key: first + found[each.key] for each in part.outputs if each.key is not None}
 
 
 def _warn_of_read_only() -> None:

@@ -213,6 +213,11 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
         parameters["tables"] = ",".join(feature.table for feature in manifest.features)
         tables = zip(manifest.features, manifest.feature_tables, strict=True)
         parameters["sequences"] = ",".join(feature.name for feature, table in tables if table.is_sequence)
+    by_id = (
+        {} if part is None else part.by_id | {each.name: each.key for each in part.outputs if each.key is not None}
+    )
+    if by_id:
+        parameters["by_id"], parameters["by_id_keys"] = ",".join(by_id), ",".join(by_id.values())
     for key, value in parameters.items():
         config.parameters[key].string_value = value
     apply_settings(config, settings)

@@ -46,7 +46,7 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     once = None
     if tensors.once:
         once = once_of(selection.keys, () if part is None else [each.name for each in part.inputs], tensors.once)
-    samples = samples_of(tensors, selection.keys, once)
+    samples = samples_of(tensors, selection.keys, once, schema.by_id)
     if limits is not None:
         check_size(values.size, samples, limits)
     _expect_weights(schema.weighted, weights, values.size)
@@ -117,8 +117,16 @@ def _with_dense(schema: Schema, request: KjtRequest, tensors: Tensors) -> KjtReq
         raise InvalidRequest(f"feature {missing!r}: expected all features, which scores need", Reason.FEATURES)
     if not selection.default:
         request = _reordered(request, selection.names, selection.positions.argsort(), schema.every)
-    request.dense = accept_dense(schema.dense_part.inputs, tensors.dense, request.samples, tensors.once)
-    return accept_jagged(schema, request)
+    part = schema.dense_part
+    if not schema.by_id:
+        request.dense = accept_dense(part.inputs, tensors.dense, request.samples, tensors.once)
+        return accept_jagged(schema, request)
+    bounds = id_bounds(request.selection.names, request)
+    ids = {key: int(bounds[at + 1] - bounds[at]) for key in schema.by_id.values() for at in [schema.first_of(key)]}
+    found = accept_dense(part.inputs, tensors.dense, request.samples, tensors.once, ids)
+    named = dict(zip((each.name for each in part.inputs), found, strict=True))
+    request.dense = [each for name, each in named.items() if name not in schema.by_id]
+    return accept_jagged(schema, request, named)
 
 
 def _reordered(

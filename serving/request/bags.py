@@ -113,13 +113,14 @@ def once_of(keys: Sequence[str], dense: Sequence[str], once: Collection[str]) ->
     return found if found.any() else None
 
 
-def samples_of(tensors: Tensors, keys: Sequence[str], once: Mask | None) -> int:
+def samples_of(tensors: Tensors, keys: Sequence[str], once: Mask | None, by_id: Collection[str] = ()) -> int:
     """The number of samples, B. Where all keys come once, dense inputs have a row for each sample.
 
     Args:
         tensors: the request. Anything may be in it.
         keys: what it asks for, in order.
         once: which of them come once, bool [keys].
+        by_id: the dense inputs that have a row for each id instead.
 
     Raises:
         InvalidRequest: there are too many lengths, or too few.
@@ -128,7 +129,8 @@ def samples_of(tensors: Tensors, keys: Sequence[str], once: Mask | None) -> int:
     single = 0 if once is None else int(np.count_nonzero(once))
     each = len(keys) - single
     if not each and bags == single:
-        return next((len(rows) for name, rows in tensors.dense.items() if name not in tensors.once), 1)
+        others = {*tensors.once, *by_id}
+        return next((len(rows) for name, rows in tensors.dense.items() if name not in others), 1)
     samples, left_over = divmod(bags - single, each) if each else (0, 1)
     if samples < 0 or left_over:
         alone = f"{single} for the keys that come once, and " if single else ""

@@ -1,31 +1,39 @@
-"""The dense inputs of a request: what its scores need beside ids."""
+"""The dense inputs of a request: what its scores need beside ids. They have a row for each sample; or for each id of
+a key, as the times of a history have.
+"""
 
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason
-from serving.request.tensors import Array, Dense
+from serving.request.schema import shortened
+from serving.request.tensors import Array, Dense, Lengths
 
-# By the name of the input, [B, *shape].
+# By the name of the input, [B, *shape]; of one with a row for each id, [n, *shape], or the rows of each bag.
 DenseFeatures = Mapping[str, npt.ArrayLike]
 NO_DENSE: DenseFeatures = MappingProxyType({})
 # float32 has all integers up to here, and few beyond.
 _LAST_INTEGER = 2**24
 
 
-def encode_dense(inputs: Sequence[DenseInput], dense: DenseFeatures) -> dict[str, Array]:
+def encode_dense(
+    inputs: Sequence[DenseInput], dense: DenseFeatures, lengths: Mapping[str, Lengths] = MappingProxyType({})
+) -> dict[str, Array]:
     """Dense inputs as arrays of their dtypes.
 
     Args:
         inputs: those of the model.
-        dense: by name.
+        dense: by name. What has a row for each id of a key comes as an array [n, *shape]; or as a list of bags, as
+            ids do, each with the rows of its ids.
+        lengths: of the bags of such keys, which those of `dense` are compared with.
 
     Raises:
         InvalidRequest: naming the input that the model does not have, or that is no array of its kind of numbers, or
@@ -36,11 +44,17 @@ def encode_dense(inputs: Sequence[DenseInput], dense: DenseFeatures) -> dict[str
             f"dense: expected arrays by name, {{name: [B, …]}}, got {type(dense).__name__}", Reason.DENSE
         )
     _expect_known(inputs, dense)
-    return {each.name: _encoded(each, dense[each.name]) for each in inputs if each.name in dense}
+    return {
+        each.name: _encoded(each, dense[each.name], lengths.get(each.key or ""))
+        for each in inputs
+        if each.name in dense
+    }
 
 
-def _encoded(of: DenseInput, given: npt.ArrayLike) -> Array:
+def _encoded(of: DenseInput, given: npt.ArrayLike, lengths: Lengths | None) -> Array:
     try:
+        if of.key is not None:
+            given = _rows_of_bags(of, given, lengths)
         array = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:  # torch's are RuntimeErrors
         raise InvalidRequest(f"dense input {of.name!r}: expected numbers: {error}", Reason.DENSE) from error
@@ -54,6 +68,26 @@ def _encoded(of: DenseInput, given: npt.ArrayLike) -> Array:
     else:
         _check_exact(of, array)
     return np.ascontiguousarray(array, of.dtype.numpy)
+
+
+def _rows_of_bags(of: DenseInput, given: Any, lengths: Lengths | None) -> Any:
+    """What was given of an input with a row for each id, without its bags: [n, *shape]."""
+    depth = len(of.shape)
+    if not isinstance(given, Sequence):
+        given = np.asarray(given)
+        if given.ndim != 2 + depth:
+            return given
+    elif given and not any(np.ndim(each) > depth or not np.size(each) for each in given):
+        return given  # a list of rows
+    found = [len(bag) for bag in given]
+    if lengths is not None and found != lengths.tolist():
+        expected, got = (shortened(str(each)) for each in (lengths.tolist(), found))
+        raise InvalidRequest(
+            f"dense input {of.name!r}: expected bags with a row for each id of {of.key!r}, {expected}, got {got}",
+            Reason.DENSE,
+        )
+    rows = [row for bag in given for row in bag]
+    return rows or np.zeros((0, *of.shape), of.dtype.numpy)
 
 
 def _check_exact(of: DenseInput, array: Array) -> None:
@@ -99,7 +133,11 @@ def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:
 
 
 def accept_dense(
-    inputs: Sequence[DenseInput], given: Mapping[str, Array], samples: int, once: Collection[str] = ()
+    inputs: Sequence[DenseInput],
+    given: Mapping[str, Array],
+    samples: int,
+    once: Collection[str] = (),
+    ids: Mapping[str, int] = MappingProxyType({}),
 ) -> Dense:
     """Take the dense inputs of one request, if they are of the right kind and size.
 
@@ -108,9 +146,10 @@ def accept_dense(
         given: by name. Anything may be in it.
         samples: of the request.
         once: names of those that have one row, which counts for all samples.
+        ids: how many of each key there are, where an input has a row for each. Of a key that comes once: in its bag.
 
     Returns:
-        In the manifest's order, [B, *shape] each, of their dtypes.
+        In the manifest's order, [B, *shape], or [n, *shape], each, of their dtypes.
 
     Raises:
         InvalidRequest: naming the input, what was expected and what came.
@@ -118,6 +157,9 @@ def accept_dense(
     found = []
     for each in inputs:
         is_once, array = each.name in once, given.get(each.name)
+        if each.key is not None:
+            found.append(_accepted_by_id(inputs, each, given, ids[each.key], is_once=is_once))
+            continue
         shape = (1 if is_once else samples, *each.shape)
         if array is None or array.dtype != each.dtype.numpy or array.shape != shape or _has_others(each, array):
             _expect_known(inputs, given)
@@ -126,6 +168,21 @@ def accept_dense(
     if len(given) > len(found):
         _expect_known(inputs, given)
     return found
+
+
+def _accepted_by_id(
+    inputs: Sequence[DenseInput], of: DenseInput, given: Mapping[str, Array], ids: int, *, is_once: bool
+) -> Array:
+    if is_once:
+        raise InvalidRequest(
+            f"once: {of.name!r}: has a row for each id of {of.key!r}: name that key, and both come once",
+            Reason.FEATURES,
+        )
+    array, shape = given.get(of.name), (ids, *of.shape)
+    if array is None or array.dtype != of.dtype.numpy or array.shape != shape or _has_others(of, array):
+        _expect_known(inputs, given)
+        raise _refusal(of, shape, f"each id of {of.key!r}", array)
+    return array
 
 
 def _has_others(of: DenseInput, array: Array) -> bool:
@@ -144,7 +201,8 @@ def _refusal(of: DenseInput, shape: Sequence[int], samples: str, array: Array | 
         got = "a byte that is neither 0 nor 1"
     else:
         outside = np.argwhere((array < 0) | (array >= of.rows))[0]  # type: ignore[operator]
-        got = f"{array[tuple(outside)]} in sample {outside[0]}, which is outside [0, {of.rows})"
+        row = "sample" if of.key is None else "row"
+        got = f"{array[tuple(outside)]} in {row} {outside[0]}, which is outside [0, {of.rows})"
     expected = f"{of.dtype.numpy} {list(shape)}, a row for {samples}"
     return InvalidRequest(f"dense input {of.name!r}: expected {expected}, got {got}", Reason.DENSE)
 

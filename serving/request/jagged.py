@@ -1,11 +1,13 @@
 """The jagged inputs of a request's scores: what the dense part takes of its ids, beside embeddings.
 
 Lengths, ids and weights are taken as they were sent, before maps and id policies change them; rows as they were
-looked up. What comes once is repeated for each sample when the scores are made, and not before.
+looked up; and dense inputs that have a row for each id. What comes once is repeated for each sample when the scores
+are made, and not before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -20,14 +22,16 @@ from serving.request.tensors import Array, Embeddings, KjtRequest, Lengths
 # [n, dim] by number of the request, and position of the feature in the schema.
 RowsOfAll = Mapping[tuple[int, int], Embeddings]
 _ROW_ITEM_BYTES = np.dtype(np.float32).itemsize
+_NONE: Mapping[str, Array] = MappingProxyType({})
 
 
-def accept_jagged(schema: Schema, request: KjtRequest) -> KjtRequest:
+def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array] = _NONE) -> KjtRequest:
     """A request for scores with its jagged inputs, as they were sent: views of its arrays.
 
     Args:
         schema: of a model with scores.
         request: it has all features, in the schema's order.
+        dense: its dense inputs by name, where some have a row for each id. They are right.
 
     Raises:
         InvalidRequest: a length is wrong, or not the one that the model takes.
@@ -35,11 +39,15 @@ def accept_jagged(schema: Schema, request: KjtRequest) -> KjtRequest:
     part, names = schema.dense_part, request.selection.names
     assert part is not None  # noqa: S101  scores are asked for
     if not part.jagged and not part.fixed_lengths:
-        return request
+        return request  # keys are together where there are jagged inputs of them
     bags, ids = bag_bounds(len(names), request.samples, request.once), id_bounds(names, request)
     for key, length in part.fixed_lengths.items():
         at = schema.first_of(key)
         _expect_length(key, length, request.lengths[bags[at] : bags[at + 1]])
+    for key, *others in part.together:
+        for other in others:
+            first, second = (request.lengths[bags[at] : bags[at + 1]] for at in map(schema.first_of, (key, other)))
+            _expect_as_many((key, other), first, second)
     jagged: list[Array | None] = []
     size_bytes = 0
     for each, at in zip(part.jagged, schema.jagged, strict=True):
@@ -48,7 +56,8 @@ def accept_jagged(schema: Schema, request: KjtRequest) -> KjtRequest:
             found = None
             own_bytes = int(ids[at + 1] - ids[at]) * int(request.selection.dims[at]) * _ROW_ITEM_BYTES
         else:
-            found = _sent(each.kind, request, slice(bags[at], bags[at + 1]), of_ids)
+            is_dense = each.kind is JaggedKind.NUMBERS
+            found = dense[each.name] if is_dense else _sent(each.kind, request, slice(bags[at], bags[at + 1]), of_ids)
             own_bytes = found.nbytes
         jagged.append(found)
         size_bytes += own_bytes * (request.samples if _comes_once(request, at) else 1)
@@ -90,7 +99,7 @@ def sample_bounds(manifest: Manifest) -> Callable[[Sequence[Array], Sequence[int
     # Of each input: how many rows a sample has, and which input says it where that is none.
     rows: list[tuple[int | None, int]] = []
     for each in part.jagged:
-        key = keys[each.name] if each.kind is JaggedKind.ROWS else each.name
+        key = part.key_of(each, keys)
         fixed = 1 if each.kind is JaggedKind.LENGTHS else part.fixed_lengths.get(key)
         if fixed is None and key not in lengths:
             return None
@@ -116,16 +125,16 @@ def zero_jagged(manifest: Manifest, samples: int, ids: int) -> list[Array]:
     """
     part = manifest.dense_part
     assert part is not None  # noqa: S101  it has scores
-    features = {
-        each.name: (each.key, table.dim)
-        for each, table in zip(manifest.features, manifest.feature_tables, strict=True)
-    }
+    dims = {each.name: table.dim for each, table in zip(manifest.features, manifest.feature_tables, strict=True)}
+    keys, dense = {each.name: each.key for each in manifest.features}, {each.name: each for each in part.inputs}
     found: list[Array] = []
     for each in part.jagged:
-        key, dim = features[each.name] if each.kind is JaggedKind.ROWS else (each.name, 0)
-        length = part.fixed_lengths.get(key, ids)
+        length = part.fixed_lengths.get(part.key_of(each, keys), ids)
         if each.kind is JaggedKind.ROWS:
-            found.append(np.zeros((samples * length, dim), manifest.output_dtype.numpy))
+            found.append(np.zeros((samples * length, dims[each.name]), manifest.output_dtype.numpy))
+        elif each.kind is JaggedKind.NUMBERS:
+            own = dense[each.name]
+            found.append(np.zeros((samples * length, *own.shape), own.dtype.numpy))
         elif each.kind is JaggedKind.LENGTHS:
             found.append(np.full(samples, length, np.int32))
         else:
@@ -144,6 +153,19 @@ def _sent(kind: JaggedKind, request: KjtRequest, bags: slice, ids: slice) -> Arr
 
 def _comes_once(request: KjtRequest, feature: int) -> bool:
     return request.once is not None and bool(request.once[feature])
+
+
+def _expect_as_many(keys: tuple[str, str], one: Lengths, other: Lengths) -> None:
+    """Refuse two keys that have not as many ids in each sample. What comes once has so many in all of them."""
+    differ = np.flatnonzero(one != other)
+    if differ.size:
+        sample = int(differ[0])
+        counts = [int(each[min(sample, each.size - 1)]) for each in (one, other)]
+        raise InvalidRequest(
+            f"feature {keys[1]!r}: expected as many ids as {keys[0]!r} has in each sample, the model puts their rows "
+            f"side by side, got {counts[1]} and {counts[0]} in sample {sample}",
+            Reason.LENGTHS,
+        )
 
 
 def _expect_length(key: str, expected: int, lengths: Lengths) -> None:

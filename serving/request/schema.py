@@ -1,6 +1,6 @@
 """The features of a bundle, and those that a request asks for: what a request is checked against."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -131,6 +131,7 @@ class Schema:
         weighted: whether a request carries a weight for each id.
         dense_part: what scores are made by; None: there are no scores.
         scores: the names of the outputs that are scores.
+        by_id: the dense inputs with a row for each id of a key, and the key of each.
         jagged: the feature of each jagged input of the dense part, or the first that reads its key: its position.
         scored_rows: the features whose rows scores are made of; bool [F].
     """
@@ -139,6 +140,7 @@ class Schema:
     weighted: bool
     dense_part: DensePart | None = None
     scores: frozenset[str] = field(init=False)
+    by_id: Mapping[str, str] = field(init=False)
     jagged: tuple[int, ...] = field(init=False)
     scored_rows: npt.NDArray[np.bool_] = field(init=False)
     _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
@@ -150,12 +152,16 @@ class Schema:
         self._selections[None] = self.every
         outputs = () if self.dense_part is None else self.dense_part.outputs
         jagged = () if self.dense_part is None else self.dense_part.jagged
+        by_id = {} if self.dense_part is None else self.dense_part.by_id
         positions = [
-            self.every.names.index(each.name) if each.kind is JaggedKind.ROWS else self.first_of(each.name)
+            self.every.names.index(each.name)
+            if each.kind is JaggedKind.ROWS
+            else self.first_of(by_id[each.name] if each.kind is JaggedKind.NUMBERS else each.name)
             for each in jagged
         ]
         rows = [at for each, at in zip(jagged, positions, strict=True) if each.kind is JaggedKind.ROWS]
         object.__setattr__(self, "scores", frozenset(each.name for each in outputs))
+        object.__setattr__(self, "by_id", by_id)
         object.__setattr__(self, "jagged", tuple(positions))
         object.__setattr__(self, "scored_rows", np.isin(self.every.positions, rows))
 

@@ -21,10 +21,12 @@ from serving.bundle import DefaultRow
 from serving.bundle.plan import IdDtype
 from serving.client import Rows
 from serving.engine import Engine
+from tests.support import candidates
 from tests.support.bundle_reader import DTYPES, POOLINGS, Bags, Reader
 from tests.support.histories import random_histories, with_histories
 from tests.support.managed import bags_of, behind, dealt, mch, trained, zch
 from tests.support.ranker import ranker
+from tests.support.scored import EXACT
 from tests.support.sequences import Mixed
 
 
@@ -231,6 +233,31 @@ def test_a_reader_written_from_the_specification_scores_sequences(output_dtype: 
     for name, answer in Engine.open(bundle).score(bags, dense).items():
         np.testing.assert_allclose(found[name], answer, rtol=2e-3, atol=2e-3)
     assert reader.digest("contract") in (bundle.parent / "config.pbtxt").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_reader_written_from_the_specification_scores_with_numbers_of_ids(tmp_path: Path) -> None:
+    bundle = export_model(candidates.MODULE, tmp_path / "r", "m", EXACT, example=candidates.example())
+    reader = Reader(bundle)
+    for samples in (1, 5):
+        bags, dense = candidates.ask(np.random.default_rng(samples), samples)
+        flat = {
+            name: rows if name == "session.now" else [row for bag in rows for row in bag]
+            for name, rows in dense.items()
+        }
+        flat["session.paid"] = np.reshape(flat["session.paid"], (-1, 2))
+        with torch.no_grad():
+            found = reader.score(bags, flat)
+        candidates.assert_right(found, candidates.expected(bags, dense))
+    config = (bundle.parent / "config.pbtxt").read_text()
+    assert reader.digest("contract") in config
+    names = [
+        "session.times",
+        "session.paid",
+        *(each["name"] for each in reader.manifest["dense_part"]["outputs"][1:]),
+    ]
+    for key, value in (("by_id", ",".join(names)), ("by_id_keys", "seen,seen,target,seen")):  # [9]
+        assert re.search(rf'key: "{key}"\s+value \{{\s+string_value: "{value}"', config)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -18,16 +18,18 @@ Numbers = npt.NDArray[Any]
 
 
 def asked(module: nn.Module, example: Any) -> tuple[dict[str, Any], dict[str, Numbers]]:
-    """The features in an example, and its tensors by their path, whether they are dense inputs or not."""
+    """The features in an example; and its tensors by their path, whether they are dense inputs or not. Values of keys
+    are among both: they may be ids, or numbers of ids.
+    """
     features: dict[str, Any] = {}
     tensors: dict[str, Numbers] = {}
     names = list(inspect.signature(module.forward).parameters)
     for path, leaf in found_in("", example if isinstance(example, dict) else dict(zip(names, example, strict=False))):
         if isinstance(leaf, KeyedJaggedTensor):
             for key in leaf.keys():  # noqa: SIM118  no mapping
-                features[key] = column_of(leaf[key])
+                features[key], tensors[key] = column_of(leaf[key]), leaf[key].values().numpy()
         elif isinstance(leaf, JaggedTensor):
-            features[path.rpartition(".")[2]] = column_of(leaf)
+            features[path.rpartition(".")[2]], tensors[path] = column_of(leaf), leaf.values().numpy()
         else:
             tensors[path] = leaf.numpy()
     return features, tensors
@@ -67,8 +69,8 @@ def answered(module: nn.Module, example: Any) -> dict[str, Numbers]:
 
 
 def outputs_in(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield path or "scores", value
+    if isinstance(value, Tensor | JaggedTensor):
+        yield path or "scores", value if isinstance(value, Tensor) else value.values()
         return
     if isinstance(value, KeyedTensor):
         value = value.to_dict()

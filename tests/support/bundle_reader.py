@@ -99,15 +99,20 @@ class Reader:
         part = self.manifest["dense_part"]
         inputs = [
             [each["name"], *each["shape"]]
-            if len(each["shape"]) == 1 and each.get("dtype", "FP32") == "FP32"
-            else [each["name"], each["shape"], each.get("dtype", "FP32")]
+            if len(each["shape"]) == 1 and each.get("dtype", "FP32") == "FP32" and "key" not in each
+            else [each["name"], each["shape"], each.get("dtype", "FP32"), *([each["key"]] if "key" in each else [])]
             for each in part["inputs"]
         ]
+        outputs = [
+            [each["name"], each["shape"], *([each["key"]] if "key" in each else [])] for each in part["outputs"]
+        ]
         fixed = sorted([key, length] for key, length in part.get("fixed_lengths", {}).items())
-        return [inputs, [[each["name"], each["shape"]] for each in part["outputs"]], *([fixed] if fixed else [])]
+        together = part.get("together", [])
+        rules = [fixed, together] if together else [fixed] if fixed else []
+        return [inputs, outputs, *rules]
 
     def score(self, request: Mapping[str, Bags], dense: Mapping[str, Any]) -> dict[str, Any]:
-        """{output: [B, …]} for {key: bags} of all keys, and {dense input: [B, *shape]} [6]."""
+        """{output: [B, …], or [n, …]} for {key: bags} of all keys, and {dense input: [B, *shape], or [n, *shape]} [6]."""
         part = self.manifest["dense_part"]
         found = self.lookup({key: request[key] for key in self.keys})
         samples = len(next(iter(request.values())))
@@ -117,20 +122,29 @@ class Reader:
             if self.tables[each["table"]]["pooling"] != "NONE"
         ]
         every = np.concatenate([np.empty((samples, 0), FLOATS[self.manifest["output_dtype"]]), *pooled], axis=1)
-        inputs = [np.asarray(dense[each["name"]], DENSE[each.get("dtype", "FP32")]) for each in part["inputs"]]
-        assert [each.shape for each in inputs] == [(len(every), *each["shape"]) for each in part["inputs"]]
+        given = {
+            each["name"]: np.asarray(dense[each["name"]], DENSE[each.get("dtype", "FP32")]) for each in part["inputs"]
+        }
+        ids = {key: sum(map(len, bags)) for key, bags in request.items()}
+        rows = [ids[each["key"]] if "key" in each else samples for each in part["inputs"]]
+        shapes = [[count, *each["shape"]] for count, each in zip(rows, part["inputs"], strict=True)]
+        assert [[*each.shape] for each in given.values()] == shapes
+        inputs = [given[each["name"]] for each in part["inputs"] if "key" not in each]
         program = torch.jit.load(io.BytesIO(self.files["scores.pt"]))  # type: ignore[no-untyped-call]
         jagged = []
         for each in part.get("jagged", []):
             if each["kind"] == "ROWS":
                 jagged.append(np.ascontiguousarray(found[each["name"]]))
                 continue
+            if each["kind"] == "NUMBERS":
+                jagged.append(given[each["name"]])
+                continue
             bags = request[each["name"]]
-            lengths, ids = [len(bag) for bag in bags], [id_ for bag in bags for id_ in bag]
-            jagged.append(np.array(lengths, np.int32) if each["kind"] == "LENGTHS" else np.array(ids, np.int64))
+            lengths, values = [len(bag) for bag in bags], [id_ for bag in bags for id_ in bag]
+            jagged.append(np.array(lengths, np.int32) if each["kind"] == "LENGTHS" else np.array(values, np.int64))
         scores = program.forward(*map(torch.from_numpy, (every, *inputs, *jagged)))
         for each, numbers in zip(part["outputs"], scores, strict=True):
-            assert list(numbers.shape) == [len(every), *each["shape"]]
+            assert list(numbers.shape) == [ids[each["key"]] if "key" in each else samples, *each["shape"]]
         return {each["name"]: numbers.numpy() for each, numbers in zip(part["outputs"], scores, strict=True)}
 
     def lookup(self, request: Mapping[str, Bags], weights: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tests.support.forms_inputs import Example, Form
 from tests.support.forms_of_answers import ANSWERS
 from tests.support.forms_of_attention import ATTENTION
 from tests.support.forms_of_calls import CALLS
+from tests.support.forms_of_events import EVENTS
 from tests.support.forms_of_habits import HABITS
 from tests.support.forms_of_keys import KEYS
 from tests.support.forms_of_numbers import NUMBERS
@@ -23,7 +24,7 @@ from tests.support.forms_of_sequences import SEQUENCES
 def forms() -> dict[str, Form]:
     """All forms by name: what makes the module, and what makes an example of some samples for it."""
     every: dict[str, Form] = {}
-    for group in (CALLS, NUMBERS, ANSWERS, KEYS, HABITS, SEQUENCES, ATTENTION):
+    for group in (CALLS, NUMBERS, ANSWERS, KEYS, HABITS, SEQUENCES, ATTENTION, EVENTS):
         if twice := every.keys() & group.keys():
             raise ValueError(f"forms: two are called {min(twice)!r}")
         every |= group

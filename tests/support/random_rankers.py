@@ -20,17 +20,20 @@ from tests.support.sequences import kjt_of, sequences
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: the ids of each sample by key, numbers and integers."""
+    """What is asked: the ids of each sample by key, numbers and integers; and a time for each id of some keys."""
 
     bags: Mapping[str, list[list[int]]]
     numbers: npt.NDArray[np.float32]
     relation: npt.NDArray[np.int64]
+    times: Mapping[str, list[list[float]]]
 
     def once(self, keys: Collection[str], samples: int) -> "Request":
         """Of `samples` samples, all of which have the first bags of some keys."""
-        return replace(
-            self, bags={key: bags[:1] * samples if key in keys else bags for key, bags in self.bags.items()}
-        )
+
+        def all_have(bags: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+            return {key: each[:1] * samples if key in keys else each for key, each in bags.items()}
+
+        return replace(self, bags=all_have(self.bags), times=all_have(self.times))
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Batch:
     events: KeyedJaggedTensor
     numbers: Tensor
     relation: Tensor
+    times: JaggedTensor | None
 
 
 def mask_of(rows: JaggedTensor, longest: int) -> Tensor:
@@ -173,15 +177,40 @@ class Ranker(nn.Module):
         self.over = nn.Linear(self.width * (1 + len(self.events)), 3)
         self.arguments, self.kind = int(random.integers(4)), int(random.integers(4))
         self.integers = int(random.integers(1, 4))
+        others = np.random.default_rng((seed, 7))
+        self.timed, self.candidates = (str(others.choice(self.events)) if others.random() < 0.5 else "" for _ in "ab")
+        self.together = len(self.events) > 1 and bool(others.random() < 0.3)
+        self.time, self.candidate = nn.Linear(1, dim), nn.Linear(dim, self.width)
 
-    def scores(self, ids: KeyedJaggedTensor, events: KeyedJaggedTensor, numbers: Tensor, relation: Tensor) -> Any:
+    def scores(
+        self,
+        ids: KeyedJaggedTensor,
+        events: KeyedJaggedTensor,
+        numbers: Tensor,
+        relation: Tensor,
+        times: JaggedTensor | None,
+    ) -> Any:
         query = self.tower(self.bags(ids).values()) + self.numbers(numbers) + self.relations(relation).sum(1)
         rows = self.rows(events)
+        if times is not None:
+            at = self.time(times.values().unsqueeze(1)).tanh()
+            rows[self.timed] = JaggedTensor(rows[self.timed].values() + at, lengths=rows[self.timed].lengths())
+        if self.together:  # two ids of one event
+            one, other = (rows[key] for key in self.events[:2])
+            rows[self.events[0]] = JaggedTensor(one.values() * other.values(), lengths=one.lengths())
         parts = [query]
         for number in self.order:
             reader: Any = self.readers[number]
             parts.append(reader(rows[self.events[number]], parts[0] if number % 2 else parts[-1]))
-        logits = self.over(torch.cat(parts, dim=1))
+        answer = self.answer(parts)
+        if not self.candidates:
+            return answer
+        of = rows[self.candidates]
+        users = torch.repeat_interleave(parts[-1], of.lengths(), dim=0)
+        return {"answer": answer, "candidate": users * self.candidate(of.values())}
+
+    def answer(self, parts: list[Tensor]) -> Any:
+        logits, query = self.over(torch.cat(parts, dim=1)), parts[0]
         if self.kind == 0:
             return logits
         if self.kind == 1:
@@ -191,10 +220,16 @@ class Ranker(nn.Module):
         return logits.softmax(dim=1), query
 
     def request(self, random: np.random.Generator, samples: int, longest: int) -> Request:
+        bags = random_bags(random, (*self.pooled, *self.rowed), samples, longest=longest)
+        if self.together:
+            rows = {key: spec.rows for spec in self.rowed for key in spec.features}[self.events[1]]
+            bags[self.events[1]] = [[(7 * id_ + 3) % rows for id_ in bag] for bag in bags[self.events[0]]]
+        times = {self.timed: [[id_ / 9 - 1 for id_ in bag] for bag in bags[self.timed]]} if self.timed else {}
         return Request(
-            random_bags(random, (*self.pooled, *self.rowed), samples, longest=longest),
+            bags,
             random.standard_normal((samples, self.numbers.in_features), np.float32),
             random.integers(0, self.relations.num_embeddings, (samples, self.integers)),
+            times,
         )
 
     def example(self, request: Request) -> tuple[Any, ...]:
@@ -203,38 +238,56 @@ class Ranker(nn.Module):
             {key: request.bags[key] for spec in specs for key in spec.features} for specs in (self.pooled, self.rowed)
         ]
         ids, events = map(kjt_of, bags)
-        batch = Batch(ids, events, torch.from_numpy(request.numbers), torch.from_numpy(request.relation))
+        times = None
+        for bags_of in request.times.values():
+            flat = torch.tensor([time for bag in bags_of for time in bag], dtype=torch.float32)
+            times = JaggedTensor(flat, lengths=torch.tensor([*map(len, bags_of)], dtype=torch.int32))
+        batch = Batch(ids, events, torch.from_numpy(request.numbers), torch.from_numpy(request.relation), times)
         return ARGUMENTS[self.arguments][1](batch)
 
 
 class OfArguments(Ranker):
-    def forward(self, ids: KeyedJaggedTensor, events: KeyedJaggedTensor, numbers: Tensor, relation: Tensor) -> Any:
-        return self.scores(ids, events, numbers, relation)
+    def forward(
+        self,
+        ids: KeyedJaggedTensor,
+        events: KeyedJaggedTensor,
+        numbers: Tensor,
+        relation: Tensor,
+        times: JaggedTensor | None = None,
+    ) -> Any:
+        return self.scores(ids, events, numbers, relation, times)
 
 
 class OfBatch(Ranker):
     def forward(self, batch: Batch) -> Any:
-        return self.scores(batch.ids, batch.events, batch.numbers, batch.relation)
+        return self.scores(batch.ids, batch.events, batch.numbers, batch.relation, batch.times)
 
 
 class OfDict(Ranker):
     def forward(self, features: dict[str, Any]) -> Any:
-        return self.scores(features["ids"], features["events"], features["numbers"], features["relation"])
+        names = ("ids", "events", "numbers", "relation", "times")
+        return self.scores(*(features[name] for name in names))
 
 
 class OfOneKjt(Ranker):
     """All ids in one KJT, whose collections take their keys each."""
 
-    def forward(self, keyed: KeyedJaggedTensor, numbers: Tensor, relation: Tensor) -> Any:
-        return self.scores(keyed, keyed, numbers, relation)
+    def forward(
+        self, keyed: KeyedJaggedTensor, numbers: Tensor, relation: Tensor, times: JaggedTensor | None = None
+    ) -> Any:
+        return self.scores(keyed, keyed, numbers, relation, times)
 
 
 ARGUMENTS: tuple[tuple[type[Ranker], Callable[[Batch], tuple[Any, ...]]], ...] = (
-    (OfArguments, lambda batch: (batch.ids, batch.events, batch.numbers, batch.relation)),
+    (OfArguments, lambda batch: (batch.ids, batch.events, batch.numbers, batch.relation, batch.times)),
     (OfBatch, lambda batch: (batch,)),
     (OfDict, lambda batch: ({**vars(batch)},)),
-    (OfOneKjt, lambda batch: (KeyedJaggedTensor.concat([batch.ids, batch.events]), batch.numbers, batch.relation)),
+    (OfOneKjt, lambda batch: (_joined(batch.ids, batch.events), batch.numbers, batch.relation, batch.times)),
 )
+
+
+def _joined(*parts: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.concat([*parts])
 
 
 def ranker(seed: int) -> Ranker:

@@ -71,5 +71,5 @@ def test_random_forwards_that_are_read_as_apart_are_apart(count: int) -> None:
         assert (found is None) == (not {*module.steps} & MEETING.keys()), (module.steps, found)
         if found is None:
             kept += 1
-            assert shown_to_mix(partial(run, module, ["x"]), given(), DenseDtype.FP32) is None
+            assert shown_to_mix(partial(run, module, ["x"]), given(), DenseDtype.FP32, {}) is None
     assert count // 4 <= kept <= 3 * count // 4

@@ -124,7 +124,7 @@ APART: dict[str, Forward] = {
 def test_what_keeps_samples_apart_is_read_so() -> None:
     module = Parts(APART)
     assert read(module) is None
-    assert shown_to_mix(partial(run, module, list(APART)), given(), DenseDtype.FP32) is None
+    assert shown_to_mix(partial(run, module, list(APART)), given(), DenseDtype.FP32, {}) is None
 
 
 def run(module: nn.Module, names: list[str], given: Given) -> dict[str, Any]:

@@ -110,12 +110,18 @@ def asked(module: Ranker, part: DensePart) -> list[Asked]:
     found = []
     for samples, longest in SIZES:
         request = module.request(random, samples, longest)
-        for once in ([], [key for key in request.bags if random.random() < 0.5]):
+        pair = module.events[:2] if module.together else []
+        chosen = [key for key in request.bags if random.random() < 0.5 and key not in pair]
+        for once in ([], chosen + (pair if random.random() < 0.5 else [])):
             bags = {key: each[:1] if key in once else each for key, each in request.bags.items()}
             right = answered(module, module.example(request.once(once, samples)))
-            found.append((bags, dense_of(request, part), once, right))
+            found.append((bags, dense_of(request, part, once), once, right))
     return found
 
 
-def dense_of(request: Request, part: DensePart) -> dict[str, Any]:
-    return {each.name: getattr(request, each.name.rpartition(".")[2]) for each in part.inputs}
+def dense_of(request: Request, part: DensePart, once: Sequence[str]) -> dict[str, Any]:
+    found = {each.name: getattr(request, each.name.rpartition(".")[2]) for each in part.inputs}
+    for name, key in part.by_id.items():  # of two keys of one event, it may be either
+        (times,) = request.times.values()
+        found[name] = times[:1] if key in once else times
+    return found

@@ -61,7 +61,7 @@ def test_score_answers_a_table(server: Server) -> None:
     done = tbe_serve("score", "ranker", "--url", server.grpc, "--table", stdin=line())
     assert done.returncode == 0, done.stderr
     rows = [row.replace("│", " ").split() for row in done.stdout.splitlines()]
-    assert ["┃", "sample", "┃", "like", "┃", "both", "┃"] in rows
+    assert ["┃", "row", "┃", "like", "┃", "both", "┃"] in rows
     assert [(row[0], len(row)) for row in rows if row and row[0].isdigit()] == [("0", 4), ("1", 4)]
 
 

@@ -154,3 +154,94 @@ def test_integers_that_read_no_row_of_an_embedding_are_refused(outside: int) -> 
     accept_dense([country], {"country": np.empty((0, 2), np.int64)}, 0)
     with pytest.raises(InvalidRequest, match=rf"'country': .*, got {outside} in sample 1, which is outside \[0, 7\)"):
         accept_dense([country], {"country": np.array([[0, 6], [outside, 3]])}, 2)
+
+
+TIMES = DenseInput("times", (), InputDtype.INT64, key="seen")
+PLACES = DenseInput("places", (2,), key="seen")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [[7, 8], [], [9]],
+        [7, 8, 9],
+        np.array([7, 8, 9]),
+        torch.tensor([7, 8, 9]),
+        [np.array([7, 8]), np.zeros(0, np.int64), [9]],
+        [torch.tensor([7, 8]), [], (9,)],
+    ],
+    ids=str,
+)
+def test_a_number_for_each_id_comes_in_bags_or_without(given: Any) -> None:
+    found = encode_dense([TIMES], {"times": given}, {"seen": np.array([2, 0, 1], np.int32)})["times"]
+    assert found.dtype == np.int64
+    assert found.tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [[[1, 2], [3, 4]], [[5, 6]]],
+        [[1, 2], [3, 4], [5, 6]],
+        np.arange(1, 7).reshape(3, 2),
+        [np.array([[1, 2], [3, 4]]), [[5, 6]]],
+    ],
+    ids=str,
+)
+def test_several_numbers_for_each_id_come_in_bags_or_without(given: Any) -> None:
+    found = encode_dense([PLACES], {"places": given}, {"seen": np.array([2, 1], np.int32)})["places"]
+    assert found.dtype == np.float32
+    assert found.tolist() == [[1, 2], [3, 4], [5, 6]]
+
+
+def test_bags_of_one_length_may_be_an_array() -> None:
+    lengths = {"seen": np.array([2, 2], np.int32)}
+    for of, shape in ((TIMES, (2, 2)), (PLACES, (2, 2, 2))):
+        given = np.arange(np.prod(shape)).reshape(shape)
+        for each in (given, given.tolist()):
+            found = encode_dense([of], {of.name: each}, lengths)[of.name]
+            np.testing.assert_array_equal(found, given.reshape(4, *of.shape))
+
+
+@pytest.mark.parametrize("of", [TIMES, PLACES], ids=lambda of: of.name)
+def test_bags_without_ids_have_no_numbers(of: DenseInput) -> None:
+    every: list[Any] = [[], [[], []], np.zeros((0, *of.shape), np.int64)]
+    for given in every:
+        found = encode_dense([of], {of.name: given}, {"seen": np.zeros(len(given), np.int32)})[of.name]
+        assert found.shape == (0, *of.shape)
+        assert found.dtype == of.dtype.numpy
+
+
+@pytest.mark.parametrize("given", [[[7], [8, 9]], [[7, 8, 9]], [[7, 8], [9], []]], ids=str)
+def test_numbers_in_other_bags_than_their_ids_are_refused(given: Any) -> None:
+    """As many in all, but not those of the same samples."""
+    with pytest.raises(InvalidRequest) as refused:
+        encode_dense([TIMES], {"times": given}, {"seen": np.array([2, 1], np.int32)})
+    got = [len(each) for each in given]
+    assert str(refused.value) == (
+        f"dense input 'times': expected bags with a row for each id of 'seen', [2, 1], got {got}"
+    )
+
+
+@pytest.mark.parametrize("given", [[[7, 8], 9], [["a"], ["b"]], [[7, [8]], [9]], {"seen": [7]}, None], ids=str)
+def test_what_is_no_bag_of_numbers_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^dense input 'times': expected "):
+        encode_dense([TIMES], {"times": given}, {"seen": np.array([2, 1], np.int32)})
+
+
+def test_numbers_of_ids_are_accepted_if_there_is_one_for_each() -> None:
+    good = np.array([7, 8, 9])
+    (found,) = accept_dense([TIMES], {"times": good}, 2, ids={"seen": 3})
+    assert found is good
+    for ids, given, why in (
+        (2, good, r"expected int64 \[2\], a row for each id of 'seen', got int64 \[3\]"),
+        (3, good.astype(np.int32), r"expected int64 \[3\], a row for each id of 'seen', got int32 \[3\]"),
+        (3, good[:, np.newaxis], r"expected int64 \[3\], a row for each id of 'seen', got int64 \[3, 1\]"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"^dense input 'times': {why}"):
+            accept_dense([TIMES], {"times": given}, 2, ids={"seen": ids})
+    with pytest.raises(InvalidRequest, match=r"^once: 'times': has a row for each id of 'seen': name that key"):
+        accept_dense([TIMES], {"times": good}, 2, ["times"], {"seen": 3})
+    actions = DenseInput("actions", (), InputDtype.INT64, rows=5, key="seen")
+    with pytest.raises(InvalidRequest, match=r"got 5 in row 2, which is outside \[0, 5\)"):
+        accept_dense([actions], {"actions": np.array([0, 4, 5])}, 2, ids={"seen": 3})
