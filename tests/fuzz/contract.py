@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,10 +20,11 @@ _MODERATE = 1e6
 
 
 class Dense(NamedTuple):
-    """A dense input: its dtype, and the shape of a sample."""
+    """A dense input: its dtype, and the shape of a sample; or of an id of a key."""
 
     datatype: str
     shape: tuple[int, ...]
+    key: str | None = None
 
     @property
     def dtype(self) -> Any:
@@ -40,6 +42,7 @@ class Scores:
         of: the outputs, from embeddings [B, D] in the default order, dense inputs [B, …], and what is looked up.
         jagged: what it takes of ids: (kind, feature) each.
         fixed: features with exactly so many ids in each bag.
+        together: features with as many ids in each sample.
     """
 
     dense: Mapping[str, Dense]
@@ -47,15 +50,37 @@ class Scores:
     of: Callable[[Doubles, Mapping[str, npt.NDArray[Any]], Bags], Answer]
     jagged: tuple[tuple[str, str], ...] = ()
     fixed: Mapping[str, int] = field(default_factory=dict)
+    together: tuple[str, ...] = ()
 
     def jagged_bytes(self, bags: Bags) -> int:
         """Of what it takes of ids, rows as FP32."""
         found = 0
         for kind, name in self.jagged:
-            size = len(bags.lengths[name]) if kind == "LENGTHS" else len(bags.ids[name])
-            each = {"LENGTHS": 4, "IDS": 8, "ROWS": 4 * bags.features[name].numbers.shape[1]}[kind]
-            found += size * each * (bags.samples if name in bags.once else 1)
+            if kind == "NUMBERS":
+                of = self.dense[name]
+                key, each = str(of.key), np.dtype(of.dtype).itemsize * int(np.prod(of.shape))
+            else:
+                key, each = name, {"LENGTHS": 4, "IDS": 8, "ROWS": 4 * bags.features[name].numbers.shape[1]}[kind]
+            size = len(bags.lengths[key]) if kind == "LENGTHS" else len(bags.ids[key])
+            found += size * each * (bags.samples if key in bags.once else 1)
         return found
+
+    def has_right_lengths(self, bags: Bags) -> bool:
+        """Whether the bags have as many ids as scores need."""
+        if any((bags.lengths[name] != length).any() for name, length in self.fixed.items()):
+            return False
+        each = [np.broadcast_to(bags.lengths[name], bags.samples) for name in self.together]
+        return all((one == other).all() for one, other in pairwise(each))
+
+    def has_right_dense(self, dense: Mapping[str, npt.NDArray[Any]], once: Sequence[str], bags: Bags) -> bool:
+        """Whether dense inputs have as many rows as scores need."""
+        for name, each in dense.items():
+            key = self.dense[name].key
+            if key is not None and (name in once or len(each) != len(bags.ids[key])):
+                return False
+            if key is None and len(each) != (1 if name in once else bags.samples):
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -119,7 +144,7 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     once = _once(model, request, asked)
     if once is None:
         return REFUSE
-    rows = [len(each) for name, each in dense.items() if name not in once]
+    rows = [len(each) for name, each in dense.items() if name not in once and model.dense[name].key is None]
     bags = bags_of(asked, values, lengths, once, rows[0] if rows else 1)
     if bags is None or values.size > model.most_ids or bags.samples > model.most_samples:
         return REFUSE
@@ -134,9 +159,7 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
     if model.scores is not None and wanted & {*model.scores.names} and not is_rows:
         if asked.keys() < model.features.keys() or dense.keys() < model.dense.keys():
             return REFUSE
-        if any(len(each) != (1 if name in once else bags.samples) for name, each in dense.items()):
-            return REFUSE
-        if any((bags.lengths[name] != length).any() for name, length in model.scores.fixed.items()):
+        if not model.scores.has_right_dense(dense, once, bags) or not model.scores.has_right_lengths(bags):
             return REFUSE
         if sequence_bytes + model.scores.jagged_bytes(bags) > model.most_sequence_bytes:
             return REFUSE
@@ -146,17 +169,19 @@ def judge(models: Sequence[Model], message: bytes) -> Verdict:
         answer |= answer_lookup(bags, wanted)  # in the default order beside scores
         with np.errstate(invalid="ignore"):  # bytes at random may be a NaN that signals
             doubles = {
-                name: np.broadcast_to(
-                    each.astype(np.float64) if each.dtype == np.float32 else each, (bags.samples, *each.shape[1:])
-                )
-                for name, each in dense.items()
+                name: each.astype(np.float64) if each.dtype == np.float32 else each for name, each in dense.items()
             }
+        doubles = {
+            name: np.broadcast_to(each, (bags.samples, *each.shape[1:])) if model.dense[name].key is None else each
+            for name, each in doubles.items()
+        }
         scores = model.scores.of(embeddings_of(bags), doubles, bags)
         answer |= {name: numbers for name, numbers in scores.items() if name in wanted}
         floats = [each for each in dense.values() if each.dtype == np.float32]
         must &= not any((np.abs(each[np.isfinite(each)]) > _MODERATE).any() for each in floats)
     else:  # dense inputs that nobody needs: whether they are looked at is not said
-        must &= not dense or (not is_rows and not once and all(len(each) == bags.samples for each in dense.values()))
+        is_plain = all(len(each) == bags.samples and not model.dense[name].key for name, each in dense.items())
+        must &= not dense or (not is_rows and not once and is_plain)
     return Verdict(answer, must=must)
 
 

@@ -23,21 +23,23 @@ def good_request(model: Model, random: Random) -> "pb.ModelInferRequest":
     """A lookup; or rows of tables; or, of a model that has them, scores."""
     what = random.random()
     if what < 0.15:
-        request, _ = _asking(model, "tables", random)
+        request, _, _ = _asking(model, "tables", random)
         outputs = ["sequences"]
     elif what < 0.6 and model.scores is not None:
-        request, samples = _asking(model, "features", random, every=True)
+        request, samples, ids = _asking(model, "features", random, every=True)
         once = request.parameters["once"].string_param.split(",") if "once" in request.parameters else []
-        single = [name for name in model.dense if random.random() < 0.2 and len(once) < len(model.features)]
+        by_sample = [name for name, each in model.dense.items() if each.key is None]
+        single = [name for name in by_sample if random.random() < 0.2 and len(once) < len(model.features)]
         for name in random.permutation(list(model.dense)).tolist():
             each = model.dense[name]
-            add_input(request, name, each.datatype, _dense(random, 1 if name in single else samples, each))
+            rows = ids[each.key] if each.key is not None else 1 if name in single else samples
+            add_input(request, name, each.datatype, _dense(random, rows, each))
         if single:
             request.parameters["once"].string_param = ",".join((*once, *single))
         scores = list(model.scores.names)
         outputs = scores[: random.integers(1, len(scores) + 1)] + ["embeddings", "once"] * int(random.integers(2))
     else:
-        request, _ = _asking(model, "features", random)
+        request, _, _ = _asking(model, "features", random)
         outputs = list(random.permutation(("embeddings", "sequences"))[: random.integers(1, 3)])
         outputs += ["once"] if "embeddings" in outputs or random.random() < 0.5 else []
     # Without outputs, all are asked for. So a lookup of a model with scores has to name some.
@@ -50,22 +52,31 @@ def good_request(model: Model, random: Random) -> "pb.ModelInferRequest":
 
 def _asking(
     model: Model, parameter: str, random: Random, *, every: bool = False
-) -> tuple["pb.ModelInferRequest", int]:
-    """A request for some features or tables, in some order, or for all features; and how many samples it has."""
+) -> tuple["pb.ModelInferRequest", int, dict[str, int]]:
+    """A request for some features or tables, in some order, or for all features; and how many samples it has, and how
+    many ids of each.
+    """
     known = model.tables if parameter == "tables" else model.features
     names = list(known)
     count = len(names) if every else random.integers(1, len(names) + 1)
     asked = [names[n] for n in random.permutation(len(names))[:count]] if random.random() < 0.8 else names
     samples = int(random.choice((0, 1, 2, 17)))
     once = [name for name in asked if parameter == "features" and random.random() < 0.5] * int(random.random() < 0.4)
+    fixed, together = (model.scores.fixed, model.scores.together) if every and model.scores is not None else ({}, ())
+    if 0 < len({*together} & {*once}) < len(together):
+        once = [name for name in once if name not in together]
     if len(once) == len(asked):
         samples = 1
-    fixed = model.scores.fixed if every and model.scores is not None else {}
-    lengths = [
-        random.integers(fixed.get(name, 0), fixed.get(name, 4) + 1, 1 if name in once else samples).astype(np.int32)
+    by_name = {
+        name: random.integers(fixed.get(name, 0), fixed.get(name, 4) + 1, 1 if name in once else samples).astype(
+            np.int32
+        )
         for name in asked
-    ]
-    ids = [random.choice(known[name].ids, bags.sum()) for name, bags in zip(asked, lengths, strict=True)]
+    }
+    for name in together[1:]:
+        by_name[name] = by_name[together[0]]
+    lengths = list(by_name.values())
+    ids = [random.choice(known[name].ids, bags.sum()) for name, bags in by_name.items()]
     request = pb.ModelInferRequest(model_name=model.name)
     add_input(request, "values", "INT64", np.concatenate(ids) if ids else np.zeros(0, np.int64))
     add_input(request, "lengths", "INT32", np.concatenate(lengths))
@@ -73,12 +84,12 @@ def _asking(
         request.parameters["once"].string_param = ",".join(once)
     if asked != list(model.features) or random.random() < 0.5:
         request.parameters[parameter].string_param = ",".join(asked)
-    return request, samples
+    return request, samples, {name: int(bags.sum()) for name, bags in by_name.items()}
 
 
-def _dense(random: Random, samples: int, of: Dense) -> "np.ndarray":  # type: ignore[type-arg]
-    """Numbers [B, …], some of which may be none."""
-    shape = (samples, *of.shape)
+def _dense(random: Random, rows: int, of: Dense) -> "np.ndarray":  # type: ignore[type-arg]
+    """Numbers, a row for each sample or id, some of which may be none."""
+    shape = (rows, *of.shape)
     if of.datatype != "FP32":
         last = 1 if of.datatype == "BOOL" else np.iinfo(of.dtype).max
         return random.integers(0 if of.datatype == "BOOL" else -last, last, shape, endpoint=True).astype(of.dtype)

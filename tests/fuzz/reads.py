@@ -17,8 +17,17 @@ TYPED = {
     "relation": Dense("INT64", ()),
     "day": Dense("INT32", (1,)),
     "new": Dense("BOOL", (2,)),
+    "when": Dense("INT64", (), "recent"),
+    "paid": Dense("FP32", (2,), "recent"),
 }
-OUTPUTS: Mapping[str, tuple[int, ...]] = {"like": (), "attended": (32,), "first": (32,), "sent": (3,)}
+# By name, with the shape of a sample; the last is by id of `recent`.
+OUTPUTS: Mapping[str, tuple[int, ...]] = {
+    "like": (),
+    "attended": (32,),
+    "first": (32,),
+    "sent": (3,),
+    "by_event": (2,),
+}
 JAGGED = (
     ("ROWS", "recent"),
     ("LENGTHS", "recent"),
@@ -26,8 +35,11 @@ JAGGED = (
     ("ROWS", "seen"),
     ("LENGTHS", "genres"),
     ("IDS", "genres"),
+    ("NUMBERS", "when"),
+    ("NUMBERS", "paid"),
 )
 FIXED = {"seen": 2}
+TOGETHER = ("words", "genres")
 
 
 class Reads(nn.Module):
@@ -46,12 +58,14 @@ class Reads(nn.Module):
         seen: Tensor,
         genres_lengths: Tensor,
         genres: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        when: Tensor,
+        paid: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         like = embeddings.sum(1) + price.sum([1, 2]) + relation % 11 + day.view(-1) % 13
         attended = sums(recent * (1 + ids % 3).unsqueeze(1), lengths) * torch.where(new[:, :1], 1.0, -1.0)
         first = seen.view(lengths.numel(), 2, 32)[:, 0] * new[:, 1:].float()
         sent = [lengths.float(), genres_lengths.float(), sums(genres % 7, genres_lengths)]
-        return like, attended, first, torch.stack(sent, dim=1)
+        return like, attended, first, torch.stack(sent, dim=1), recent[:, :2] + paid * (when % 5).unsqueeze(1)
 
     @staticmethod
     def behind(embeddings: Doubles, dense: Mapping[str, npt.NDArray[Any]], bags: Bags) -> Answer:
@@ -59,6 +73,11 @@ class Reads(nn.Module):
         with np.errstate(invalid="ignore"):
             like = embeddings.sum(1) + dense["price"].sum((1, 2)) + dense["relation"] % 11 + dense["day"][:, 0] % 13
         found = {name: np.zeros((bags.samples, *shape)) for name, shape in OUTPUTS.items()} | {"like": like}
+        with np.errstate(invalid="ignore"):
+            paid = dense["paid"] * (dense["when"] % 5)[:, np.newaxis]
+        repeated = bags.samples if "recent" in bags.once else 1
+        events = [rows[:, :2] for _, rows in histories(bags, "recent")]
+        found["by_event"] = np.concatenate([np.zeros((0, 2)), *events]) + np.tile(paid, (repeated, 1))
         every = zip(*(histories(bags, name) for name in ("recent", "seen", "genres")), strict=True)
         for sample, ((ids, recent), (_, seen), (genres, _)) in enumerate(every):
             sign, flag = np.where(dense["new"][sample], (1.0, 1.0), (-1.0, 0.0))

@@ -7,16 +7,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 from torch import nn
 
 from export import ExportConfig, IdPolicy, WeightDtype, export_model
-from serving.bundle.scores import DenseInput, InputDtype, JaggedInput, JaggedKind
+from serving.bundle.scores import DenseInput, DensePart, InputDtype, JaggedInput, JaggedKind
 from serving.bundle.tables import DefaultRow
 from serving.model.settings import ServingSettings
 from tests.fuzz.answers import Feature
 from tests.fuzz.contract import Dense, Model, Scores
-from tests.fuzz.reads import FIXED, JAGGED, OUTPUTS, TYPED, Reads
-from tests.support.histories import say
+from tests.fuzz.reads import FIXED, JAGGED, OUTPUTS, TOGETHER, TYPED, Reads
 from tests.support.live import changing_nothing
 from tests.support.models import MIXED, Spec, float_tables
 from tests.support.own_dense_part import with_dense_part
@@ -89,10 +89,17 @@ def _that_reads(repository: Path) -> Model:
     """`reads` has inputs of every dtype, and scores that are made of sequences."""
     model = _of_sequences(repository, "reads")
     jagged = tuple(JaggedInput(JaggedKind(kind), name) for kind, name in JAGGED)
-    inputs = [DenseInput(name, each.shape, InputDtype(each.datatype)) for name, each in TYPED.items()]
-    said = say(jagged=jagged, fixed_lengths=FIXED)
+    inputs = [DenseInput(name, each.shape, InputDtype(each.datatype), key=each.key) for name, each in TYPED.items()]
+
+    def said(part: DensePart) -> DensePart:
+        *others, by_event = part.outputs
+        outputs = (*others, msgspec.structs.replace(by_event, key="recent"))
+        return msgspec.structs.replace(
+            part, outputs=outputs, jagged=jagged, fixed_lengths=FIXED, together=(TOGETHER,)
+        )
+
     with_dense_part(repository / "reads" / model.version, Reads(), inputs, OUTPUTS, said)
-    return replace(model, scores=Scores(TYPED, tuple(OUTPUTS), Reads.behind, JAGGED, FIXED))
+    return replace(model, scores=Scores(TYPED, tuple(OUTPUTS), Reads.behind, JAGGED, FIXED, TOGETHER))
 
 
 def _features(

@@ -123,6 +123,16 @@ FAULTS = {
         "sent = jagged._sent; jagged._sent = lambda kind, *given: "
         "sent(kind, *given) % 20 if kind is JaggedKind.IDS else sent(kind, *given)",
     ),
+    "numbers of ids are those of a neighbour": (
+        "reads",
+        "accept_dense = accept.accept_dense; accept.accept_dense = lambda *given: "
+        "[each[::-1] if of.key else each for of, each in zip(given[0], accept_dense(*given))]",
+    ),
+    "a score by id is answered as if it were by sample": (
+        "reads",
+        "rows_at = program._rows_at; program._rows_at = lambda *given: {}",
+    ),
+    "ids of one event may be as many as they like": ("reads", "jagged._expect_as_many = lambda *_: None"),
     "a bag may have any number of ids": ("reads", "jagged._expect_length = lambda *_: None"),
     "sequences may be of any size": ("rows", "accept.check_sequences = lambda request, limits: None"),
 }
