@@ -20,7 +20,7 @@ from tests.support.relay import Relay
 from tests.support.servers import running
 
 # A host that tells the truth is rarely as late, on a busy machine either; then it is asked once more.
-TIMEOUT_S = 5.0
+TIMEOUT_S = 3.0
 LATE = "no answer within"
 CALLERS = 4
 # On a busy machine a request may wait longer than the default: that it is shed is no harm of a lie.

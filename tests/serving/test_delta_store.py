@@ -368,7 +368,7 @@ def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
             assert server.process.stderr is not None
             while "no new deltas can be brought" not in (first := server.process.stderr.readline()):
                 pass
-            time.sleep(5)
+            time.sleep(2)
             assert (row(3), row(5)) == (2, 3)
             server.process.terminate()
             lines = [first, *server.process.stderr]

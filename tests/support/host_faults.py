@@ -20,7 +20,7 @@ from serving.router.hosts_config import HostsConfig, OnLost
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
 from tests.support.models import Spec, collection, random_bags, table_of
 from tests.support.relay import Relay
-from tests.support.servers import Running, running, tbe_serve
+from tests.support.servers import Running, replace_model_py, running, tbe_serve
 
 # `near` is on the router. Tables of one word are on one host, `cut` and `shade` on both.
 SPECS = (
@@ -117,6 +117,13 @@ def open_plan(version: Version) -> dict[str, set[int]]:
     return {name: {plan.ranks[each.rank].host for each in shards} for name, shards in plan.shards_by_table.items()}
 
 
+# A version that waits for its hosts for 8 s while it is loaded, not for 30 s.
+IMPATIENT = """
+from serving.backend import TritonPythonModel, triton
+triton._HOSTS_PATIENCE_S = 8.0
+"""
+
+
 @contextmanager
 def faulty(folder: Path) -> Iterator[Faulty]:
     """Export two versions, and serve them."""
@@ -147,6 +154,8 @@ def faulty(folder: Path) -> Iterator[Faulty]:
             own, versions[1].bundle, MODEL, {lost: [at["b"]], 1 - lost: [at["a"]]}, *settings, "--instances", "2"
         )
         _add_router(own, versions[1].bundle, PAIRS, {host: [at["a"], at["b"]] for host in (0, 1)}, *settings)
+        for version in (1, 2):
+            replace_model_py(own / PAIRS / str(version), IMPATIENT)
         router = stack.enter_context(running(own))
         yield Faulty(router, servers, {path.name: path for path in everything}, relays, versions, lost)
 

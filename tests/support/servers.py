@@ -259,6 +259,14 @@ def start_tbe_serve(*arguments: str, within: tuple[str, ...] = (), first: str = 
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+def hurried(module: str, times: int = 4) -> str:
+    """What has a module of `serving.server.watch` take a second for `times` seconds, as `first` of `running`."""
+    return (
+        f"import time, types\nfrom serving.server.watch import {module}\nstart = time.monotonic()\n{module}.time = "
+        f"types.SimpleNamespace(monotonic=lambda: start + {times} * (time.monotonic() - start), sleep=time.sleep)"
+    )
+
+
 def read_only(folder: Path) -> tuple[str, ...]:
     """The command within which nobody can write to a folder, not even root."""
     mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && ! touch "$0/x" 2>/dev/null && exec "$@"'

@@ -23,6 +23,7 @@ from tests.support.often import one_in
 from tests.support.servers import (
     FREE_PORTS,
     apart,
+    hurried,
     replace_model_py,
     running,
     stubs,
@@ -129,7 +130,7 @@ def test_a_tritonserver_that_served_is_started_anew_at_once_each_time(repository
 
 
 def test_a_tritonserver_that_cannot_start_again_is_given_up_with_its_reason(repository: Path) -> None:
-    with running(repository) as server:
+    with running(repository, first=hurried("supervisor")) as server:
         shutil.rmtree(repository)
         server.triton.kill()
         code, said = ended(server)
@@ -189,7 +190,10 @@ Engine.answer = answer_or_hang
 def test_a_model_in_an_endless_loop_is_replaced_though_nobody_asks_any_more(repository: Path) -> None:
     loop = repository.with_name("loop")
     replace_model_py(repository / "m" / "1", LOOP.format(loop=str(loop)))
-    with running(repository) as server, LookupClient(server.grpc, "m", 60, retries=Retries(attempts=1)) as client:
+    with (
+        running(repository, first=hurried("hang_check")) as server,
+        LookupClient(server.grpc, "m", 60, retries=Retries(attempts=1)) as client,
+    ):
         client.lookup({"x": [[1]]})
         hung = stubs(server.triton, "m")
         loop.touch()
