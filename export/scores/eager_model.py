@@ -1,7 +1,12 @@
 """The trained model behind its collections: a copy of it is run on embeddings that are given to it."""
 
+import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +16,10 @@ from torchrec.types import CacheMixin
 
 from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.capture.given import Given
-from export.capture.noted import NO_TIME, reading_clocks
+from export.capture.noted import NO_TIME, modules_of, reading_clocks
 from export.errors import ModelError, ParityError, last_line
 from export.scores.cut import WAY_OUT, Cut
+from export.trained.keyed import is_users
 from export.trained.managed import is_sequence, takes_weights
 from export.trained.running import copied, evaluating, quiet
 
@@ -69,13 +75,12 @@ def answers_behind(
     }
     _take_weights(own, weights)
     before = {name: each.clone() for name, each in _buffers(own, columns)}
-    counts = _counts(own)
     watched: AbstractContextManager[list[str]] = nullcontext([]) if found.is_timeless else reading_clocks(own)
     with watched as clocks:
         answers: list[dict[str, Tensor] | None] = [_answer_behind(own, found, columns, probe) for probe in probes]
     if clocks:
         raise ModelError(f"{type(model).__name__}: its forward asks for the time{clocks[0]}: expected {NO_TIME}")
-    _expect_no_count(own, counts, answers[0], lambda: _answer_behind(own, found, columns, probes[0]))
+    _expect_no_count(own, answers[0], lambda: _answer_behind(own, found, columns, probes[0]))
     for other in others:
         try:
             answers.append(_answer_behind(own, found, columns, other))
@@ -90,40 +95,134 @@ def answers_behind(
     return answers
 
 
-# Numbers and lists that a model has beside its tensors, by its part and their name: the number, or the length.
-_Counts = Mapping[tuple[nn.Module, str], float]
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Something that a model keeps beside its parameters and buffers: a number, a tensor, or a container.
 
+    Attributes:
+        owner: what has it: a part of the model, its class or file, an object of the user's own, a dict or a list.
+        key: its name there, or its key or place.
+        value: it.
+        seen: what it was: the number, or a copy of the tensor or container.
+    """
 
-def _counts(model: nn.Module) -> _Counts:
-    every = ((part, name, each) for part in model.modules() for name, each in vars(part).items())
-    return {
-        (part, name): len(each) if isinstance(each, list) else each
-        for part, name, each in every
-        if type(each) in (int, float, list)
-    }
+    owner: Any
+    key: Any
+    value: Any
+    seen: Any
 
+    def is_as(self, other: "_Held | None") -> bool:
+        """Whether it is what it was."""
+        if other is None or type(other.seen) is not type(self.seen):
+            return False
+        if isinstance(self.seen, Tensor):
+            return self.seen.shape == other.seen.shape and torch.equal(self.seen, other.seen)
+        if type(self.seen) in _CONTAINERS:
+            return len(self.seen) == len(other.seen)
+        return bool(self.seen == other.seen)
 
-def _expect_no_count(
-    model: nn.Module, before: _Counts, answer: Mapping[str, Tensor] | None, again: Callable[[], Mapping[str, Tensor]]
-) -> None:
-    """Refuse a model that counts its calls, and answers otherwise after many of them."""
-    changed = [key for key, count in _counts(model).items() if before.get(key) != count]
-    for part, name in changed:
-        held = getattr(part, name)
-        if isinstance(held, list):
-            held.extend(held[-1:] * _MANY)
+    def count_on(self) -> None:
+        """Have it look as after many more calls."""
+        if isinstance(self.value, Tensor):
+            self._set(self.value + _MANY if self.value.dtype is not torch.bool else ~self.value)
+        elif isinstance(self.value, set):
+            self.value.update(object() for _ in range(_MANY))
+        elif isinstance(self.value, dict):
+            self.value.update((object(), None) for _ in range(_MANY))
+        elif isinstance(self.value, list | deque):
+            self.value.extend([*self.value][-1:] * _MANY)
         else:
-            setattr(part, name, held + _MANY)
-    if changed and answer is not None:
-        later = again()
-        if not all(torch.allclose(each, later[name], 0, 0, equal_nan=True) for name, each in answer.items()):
-            raise ModelError(
-                f"{type(model).__name__}: its forward changes {changed[0][1]!r}, and answers by it: requests are "
-                f"scored by what they bring alone: {WAY_OUT}"
-            )
+            self._set(not self.value if isinstance(self.value, bool) else self.value + _MANY)
+
+    def put_back(self) -> None:
+        """Have it be what it was: classes and files are not the copy's alone."""
+        if type(self.value) in _CONTAINERS:
+            self.value.clear()
+            (self.value.update if isinstance(self.value, set | dict) else self.value.extend)(self.seen)
+        self._set(self.value)
+
+    def _set(self, value: Any) -> None:
+        if isinstance(self.owner, dict | list | deque):
+            self.owner[self.key] = value
+        else:
+            setattr(self.owner, self.key, value)
 
 
 _MANY = 1_003
+# So many things that a model keeps are looked at.
+_MOST_HELD = 100_000
+_NUMBERS, _CONTAINERS = (int, float, bool), (list, dict, set, deque)
+# Where a module keeps what is compared otherwise.
+_TENSORS = ("_parameters", "_buffers", "_modules")
+
+
+def _held(model: nn.Module) -> dict[tuple[int, Any], _Held]:
+    """All that a model keeps, its classes and their files, and the objects of the user's own classes that it has."""
+    kinds = dict.fromkeys(kind for part in model.modules() for kind in type(part).__mro__ if _is_own(kind))
+    waiting: list[Any] = [*model.modules(), *kinds, *modules_of(model)]
+    found: dict[tuple[int, Any], _Held] = {}
+    seen = {id(each) for each in waiting}
+    while waiting and len(found) < _MOST_HELD:
+        owner = waiting.pop()
+        for key, value in _items(owner):
+            if type(value) in _NUMBERS or isinstance(value, Tensor) or type(value) in _CONTAINERS:
+                seen_as = value.detach().clone() if isinstance(value, Tensor) else copy(value)
+                found[id(owner), key] = _Held(owner, key, value, seen_as)
+            if id(value) not in seen and (isinstance(value, list | dict | deque | tuple) or _is_own(type(value))):
+                seen.add(id(value))
+                waiting.append(value)
+    return found
+
+
+def _items(owner: Any) -> list[tuple[Any, Any]]:
+    if isinstance(owner, dict):
+        return [*owner.items()]
+    if isinstance(owner, list | deque | tuple):
+        return [*enumerate(owner)]
+    return [(name, each) for name, each in getattr(owner, "__dict__", {}).items() if name not in _TENSORS]
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is the user's own."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return (
+        file is not None and kind.__module__.partition(".")[0] not in sys.stdlib_module_names and is_users(Path(file))
+    )
+
+
+def _expect_no_count(
+    model: nn.Module, answer: Mapping[str, Tensor] | None, again: Callable[[], Mapping[str, Tensor]]
+) -> None:
+    """Refuse a model that counts its calls, and answers otherwise after many of them.
+
+    What it keeps of a call is settled by now. What one more call changes is a count.
+
+    Args:
+        model: a copy, which was called.
+        answer: to a probe.
+        again: calls it with that probe.
+    """
+    before = _held(model)
+    again()
+    changed = [each for key, each in _held(model).items() if not each.is_as(before.get(key))]
+    if not changed or answer is None:
+        return
+    for each in changed:
+        each.count_on()
+    try:
+        later = again()
+        is_same = all(torch.allclose(each, later[name], 0, 0, equal_nan=True) for name, each in answer.items())
+    except ModelError:
+        is_same = False
+    finally:
+        for each in changed:
+            each.put_back()
+    if not is_same:
+        names = [each.key for each in changed if isinstance(each.key, str)] or ["a number that it keeps"]
+        raise ModelError(
+            f"{type(model).__name__}: its forward changes {names[0]!r}, and answers by it: requests are scored by "
+            f"what they bring alone: {WAY_OUT}"
+        )
 
 
 def _answer_behind(model: nn.Module, found: Cut, collections: Collections, given: Given) -> dict[str, Tensor]:

@@ -112,6 +112,11 @@ class Dated(Scored):
         return self.total(ids) + datetime.now().second - kind
 
 
+class OfNumpy(Scored):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        return self.total(ids) + int(np.datetime64("now", "h").astype(int) % 24) - kind
+
+
 class HeldClock(Scored):
     clock = staticmethod(time.time)
 
@@ -168,7 +173,7 @@ WRONG: list[tuple[type[Any], tuple[Any, ...], str]] = [
         (keyed(**A), torch.arange(6)),
         "hangs on the time at .*test_decisions.py, line .*: expected it as a dense ",
     ),
-    *((kind, (keyed(**A), torch.arange(6)), ASKS) for kind in (Dated, HeldClock, Elapsed)),
+    *((kind, (keyed(**A), torch.arange(6)), ASKS) for kind in (Dated, OfNumpy, HeldClock, Elapsed)),
     (Cutoff, (keyed(**A), torch.arange(6)), "hangs on the time at "),
     (PaddedByZeros, (keyed(**A), TOKENS), AT_PADDING),
     (PaddedByMask, (keyed(**A), TOKENS, torch.zeros(6, 3, dtype=torch.bool)), AT_PADDING),
@@ -254,6 +259,57 @@ class Remembering(Scored):
         return self.total(ids) * (1 + len(self.seen) // 300)
 
 
+class Tally:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class OfObject(Scored):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = {"of": [Tally()]}
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        tally = self.tally["of"][0]
+        tally.calls += 1
+        return self.total(ids) * (1 if tally.calls <= 200 else 2)
+
+
+class OfClass(Scored):
+    total_calls = 0
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        OfClass.total_calls += 1
+        return self.total(ids) * (1 if OfClass.total_calls <= 200 else 2)
+
+
+class OfSet(Scored):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: set[object] = set()
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        self.requests.add(object())
+        return self.total(ids) * (1 if len(self.requests) <= 200 else 2)
+
+
+CALLS = {"all": 0}
+
+
+class OfFile(Scored):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        CALLS["all"] += 1
+        return self.total(ids) * (1 if CALLS["all"] <= 200 else 2)
+
+
+class EverySecond(Scored):
+    is_odd = False
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        self.is_odd = not self.is_odd
+        return self.total(ids)
+
+
 class Logging(Scored):
     def __init__(self) -> None:
         super().__init__()
@@ -267,10 +323,22 @@ class Logging(Scored):
 
 @pytest.mark.parametrize("example", [None, (keyed(**A),)], ids=["without an example", "with one"])
 def test_a_model_that_counts_its_calls_is_refused_if_it_answers_by_it(example: Any, tmp_path: Path) -> None:
-    for kind, name in ((Counting, "calls"), (Remembering, "seen")):
+    counts: tuple[tuple[type[Scored], str], ...] = (
+        (Counting, "calls"),
+        (Remembering, "seen"),
+        (OfObject, "calls"),
+        (OfClass, "total_calls"),
+        (OfSet, "requests"),
+        (OfFile, "all"),
+    )
+    for kind, name in counts:
         with pytest.raises(ModelError, match=f"{kind.__name__}: its forward changes '{name}', and answers by it"):
             export_model(kind().eval(), tmp_path / "r", "m", EXACT, example=example)
-    export_model(Logging().eval(), tmp_path / "r", "m", EXACT, example=example)
+    for harmless in (Logging, EverySecond):
+        export_model(harmless().eval(), tmp_path / "r", "m", EXACT, example=example)
+    assert OfClass.total_calls < 1_000, "what others have, too, is as it was"
+    assert [*CALLS] == ["all"]
+    assert CALLS["all"] < 1_000
 
 
 class WithoutExample(Scored):
