@@ -75,7 +75,9 @@ def what_mixes_samples(
                 found = torch.export.export(_Steps(module), tuple(inputs), dynamic_shapes=shapes, strict=False)
             program = found.run_decompositions()
     except Exception as error:  # the model's code, and torch's, may raise anything
-        return f"a step that torch.export cannot follow: {first_line(error)}"
+        if "data-dependent" in (said := first_line(error)):
+            return "a size that hangs on numbers of the request, such as the longest history of a batch"
+        return f"a step that torch.export cannot follow: {said}"
     if changed := program.graph_signature.buffers_to_mutate:
         return f"its buffer {min(changed.values())!r} changes"
     if served is not None:

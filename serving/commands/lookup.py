@@ -163,7 +163,8 @@ def score(
     """Score samples: each line {"features": {...}, "dense": {"input": [[number, ...], ...]}} gives {"output": [...]}.
 
     "features" has ids for all features of the model, as in `tbe-serve lookup`. "dense" has a row of numbers for each
-    sample, by the name of the model's argument. It can be left out if the model has no such arguments.
+    sample, by the name of the model's argument; of what has one for each id of a feature, such as the times of a
+    history, the rows of each bag. It can be left out if the model has no such arguments.
     A line that cannot be answered is reported. The others are answered, and the exit code is 1. If the server or the
     model cannot be reached, or the model has no scores, nothing is scored.
     """
