@@ -25,7 +25,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.measure import Result, ratio, ratio_of
 from export import ExportConfig, WeightDtype, export_model, publish_delta
-from export.trained.generated import generated_checkpoint
+from export.trained.checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.client import LookupClient
 from serving.model.settings import ServingSettings

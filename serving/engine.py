@@ -285,7 +285,7 @@ class Engine(Closing):
         return outputs
 
     def answer(self, requests: Sequence[KjtRequest]) -> GroupAnswer:
-        """Answer requests together, with as few TBE calls as they need. One that fails, fails alone.
+        """Answer requests together, with as few TBE calls as they need. One that is refused, is refused alone.
 
         Args:
             requests: of this engine's schema, as `serving.request.accept.accept` gives them.

@@ -33,13 +33,8 @@ _FOLLOWED = ("torch", "torchrec", "fbgemm_gpu", "_operator", "builtins", "math")
 _ALIKE = ("aten::dim", "prim::dtype", "prim::device", "prim::Constant", "prim::CreateObject", "aten::is_grad_enabled")
 _LOGIC = ("aten::__is__", "aten::__isnot__", "aten::__not__", "aten::eq", "aten::ne", "prim::GetAttr", "prim::If")
 _OF_FIXED_LENGTH = (
-    "aten::size",
-    "aten::items",
-    "aten::keys",
-    "aten::values",
-    "prim::ListConstruct",
-    "prim::DictConstruct",
-)
+    "aten::size", "aten::items", "aten::keys", "aten::values", "prim::ListConstruct", "prim::DictConstruct",
+)  # fmt: skip
 # So many samples that no layer is as wide.
 _COMPARED = 61
 # What TorchScript and torch.export write in their own ways.
@@ -222,14 +217,11 @@ def _first_unknown(
     samples = inputs[0].meta["val"].shape[0].node.expr
     sizes: dict[str | None, set[Any]] = {None: {samples}}
     rows: dict[fx.Node, Rows] = {}
-    fixed: dict[str | None, int] = {}
     for node in inputs:
         size, key = node.meta["val"].shape[0], keys[node.name]
         count = per_sample(size, samples)
         if key is not None and count is None:
             sizes.setdefault(key, set()).add(size.node.expr)
-        elif key is not None and count is not None:
-            fixed[key] = count
         rows[node] = Rows(0, key=key) if count is None else Rows(0, count)
     answer = next(node for node in graph.nodes if node.op == "output")
     needed = _needed(answer)
@@ -247,17 +239,21 @@ def _first_unknown(
             for each in made_of
         ):
             continue  # it is the same for all samples
-        if counts.is_offsets(node) or counts.of_numbering(node) is not None:
+        if isinstance(numbered := counts.of_numbering(node), str):
+            sizes.setdefault(numbered, set()).add(node.meta["val"].shape[0].node.expr)
+        if counts.is_offsets(node) or numbered is not None:
             continue
         found, shape = _rows_of(node, rows, counts, samples), getattr(node.meta["val"], "shape", None)
-        if found is None or (shape is not None and not any(fits(found, shape, size) for size in sizes[found.key])):
+        known = sizes.get(found.key, ()) if found is not None else ()
+        if found is None or (shape is not None and not any(fits(found, shape, size) for size in known)):
             return f"{node.target}{short_line_of(node)}"
         rows[node] = found
     for number, each in enumerate(answer.args[0]):
-        key = by_id.get(number)
-        count = fixed.get(key, 1)
-        expected = Rows(0, count) if count > 1 else Rows(0, key=None if key in fixed else key)
-        has_all = any(per_sample(each.meta["val"].shape[0], size) == count for size in sizes[expected.key])
+        key, size = by_id.get(number), each.meta["val"].shape[0]
+        if key in sizes:
+            expected, has_all = Rows(0, key=key), any(per_sample(size, of) == 1 for of in sizes[key])
+        else:  # it has as many ids in each sample
+            expected, has_all = Rows(0, per_sample(size, samples) or 1), per_sample(size, samples) is not None
         if rows.get(each) != expected or not has_all:
             return f"an answer whose rows are not samples{short_line_of(each)}"
     return None

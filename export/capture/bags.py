@@ -1,8 +1,10 @@
 """The ids of a request by key, as tensors; and KeyedJaggedTensors that know where their ids come from."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from itertools import chain
 from typing import Any
 
 import torch
@@ -71,13 +73,14 @@ def numbers_of_ids(bags: Bags, looked_up: Collection[str], groups: Sequence[Sequ
         bags: of the example.
         looked_up: the keys that are.
         groups: keys that are side by side. Of several keys with as many ids, it is one that is beside the numbers; of
-            those, the one that is called most alike.
+            those, the one that is called most alike. A name in several groups is nobody's.
     """
     beside = {key: group for group in groups for key in group}
+    several = {key for key, count in Counter(chain.from_iterable(groups)).items() if count > 1}
     found = {}
     for name, bag in bags.items():
         alike = [key for key in bags if key in looked_up and have_as_many(bags[key], bag)]
-        if name not in looked_up and alike:
+        if name not in looked_up and name not in several and alike:
             rank = {key: (key in beside.get(name, ()), SequenceMatcher(a=key, b=name).ratio()) for key in alike}
             found[name] = max(alike, key=rank.__getitem__)
     return found

@@ -22,7 +22,8 @@ from export.capture.following import followable
 from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.noted import NO_TIME, Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
 from export.capture.signature import Signature
-from export.capture.steps import Input, attribute_of, inlined
+from export.capture.sizes import Input
+from export.capture.steps import attribute_of, inlined
 from export.errors import ModelError, first_line
 from export.trained.keyed import line_of, line_of_error, line_of_stack
 from export.trained.managed import is_sequence, takes_weights

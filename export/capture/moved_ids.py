@@ -18,7 +18,8 @@ from export.capture.answering import Collections, keys_of_features
 from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.graph import Captured, Made
 from export.capture.signature import Places, Signature
-from export.capture.steps import Input, is_writing, written
+from export.capture.sizes import Input
+from export.capture.steps import is_writing, written
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -42,13 +43,8 @@ _PERMUTING = "fbgemm.permute_2D_sparse_data.default"
 _CASTS = ("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten._to_copy.default", "aten.long.default")
 # What is made in the likeness of a tensor has none of its numbers.
 _ALIKE = (
-    "_like.default",
-    "new_ones.default",
-    "new_full.default",
-    "new_zeros.default",
-    "sym_size.int",
-    "sym_numel.default",
-)
+    "_like.default", "new_ones.default", "new_full.default", "new_zeros.default", "sym_size.int", "sym_numel.default",
+)  # fmt: skip
 # What lengths and weights that a forward makes may be made by, beside _MOVING, _CASTS and _ALIKE: then each differs
 # from the next by a number that stays. So those of a few samples show those of all.
 _MAKING = (

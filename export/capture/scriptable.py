@@ -13,17 +13,8 @@ from export.capture.given import ids_of
 from export.capture.graph import EMBEDDINGS, Captured
 from export.capture.moved_ids import answers_of
 from export.capture.signature import Signature
-from export.capture.steps import (
-    Answer,
-    Input,
-    attribute_of,
-    is_random,
-    is_writing,
-    rows_of_answers,
-    served,
-    shape_of,
-    written,
-)  # fmt: skip
+from export.capture.sizes import Answer, Input, rows_of_answers, served, shape_of
+from export.capture.steps import attribute_of, is_random, is_writing, written
 from export.errors import ModelError
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -67,10 +58,9 @@ def scriptable(
     inputs = dict(zip((node for node in graph.nodes if node.op == "placeholder"), found.inputs, strict=True))
     rows = rows_of_answers(inputs, answers)
     if not rows:
-        shapes = (f"{name!r} {shape_of(each)}" for name, each in answers.items())
-        raise ModelError(
-            f"{type(model).__name__}: expected an answer with a row for each sample, got {', '.join(shapes)}"
-        )
+        samples = next(iter(inputs)).meta["val"].shape[0].node.expr
+        got = ", ".join(f"{name!r} {shape_of(each, samples)}" for name, each in answers.items())
+        raise ModelError(f"{type(model).__name__}: expected an answer with a row for each sample, got {got}")
     converter = _Converter(model, found, signature, collections, inputs)
     module, taken = converter.converted([(answers[name], dim) for name, (_, dim) in rows.items()])
     features = keys_of_features(collections)

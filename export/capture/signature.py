@@ -58,17 +58,16 @@ class Signature:
     """What the arguments of a model are made of.
 
     Attributes:
-        call: the example.
-        samples: of the example.
+        call, samples: the example, and how many samples it has.
         keyed: the KJTs in it, by path.
         jagged: the JaggedTensors in it: the key of each, by path. One that no collection gets has its path for a key.
         parts: the KJTs that the forward makes of their parts.
         by_sample: the tensors with a row for each sample, by path.
         fixed: the keys that the forward makes of such tensors itself, with the number of ids in each of their bags.
         placed: where the ids of each of these are. Empty until it was followed.
-        clocks: the lines of the model's code that read a clock.
+        clocks: the lines of the model's code that read one.
         numbers: keys and JaggedTensors that no collection looks up, but have a number for each id of a key; that key.
-        first: of keys that have as many ids in each sample as another one, that one. Empty until it was followed.
+        first: of keys that have as many ids in each sample as another, that one. Empty until it was followed.
     """
 
     call: Call
@@ -217,7 +216,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
                 f"{type(model).__name__}: gives a collection {each.stride()} bags of each key for {samples} samples "
                 "of the example: expected one for each: pooled embeddings have a row for each sample"
             )
-    jagged = _keys_of_jagged(call, made)
+    jagged = _keys_of_jagged(call, made, {key for each in kjts.values() for key in _keys(each)})
     known = {key for each in kjts.values() for key in _keys(each)} | {key for each in parts for key in each.keys}
     fixed = {
         key: _fixed_length(model, key, bag, samples, lines[id(each)])
@@ -279,7 +278,7 @@ def _samples_of(call: Call, kjt: KeyedJaggedTensor, parts: Collection[str]) -> i
     return max(sizes, default=int(kjt.stride()))
 
 
-def _keys_of_jagged(call: Call, made: Sequence[KeyedJaggedTensor]) -> dict[str, str]:
+def _keys_of_jagged(call: Call, made: Sequence[KeyedJaggedTensor], keys: Collection[str]) -> dict[str, str]:
     """For each JaggedTensor of an example, by path, the key that has its ids; its path where none has."""
     bags = {key: bag for each in made for key, bag in bags_of(each).items()}
     found: dict[str, str] = {}
@@ -287,7 +286,8 @@ def _keys_of_jagged(call: Call, made: Sequence[KeyedJaggedTensor]) -> dict[str, 
         if isinstance(leaf, JaggedTensor):
             same = [key for key, bag in bags.items() if key not in found.values() and are_equal(bag, bag_of(leaf))]
             # Of several keys with these ids, the one that it is called by.
-            found[path] = min(same, key=lambda key: not path.endswith(key), default=path)
+            own = f"{path}.values" if path in keys else path
+            found[path] = min(same, key=lambda key: not path.endswith(key), default=own)
     return found
 
 

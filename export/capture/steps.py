@@ -1,17 +1,11 @@
-"""Steps of a graph of ATen: what some do, which tensors some write to, blocks of them, and what is answered."""
+"""Steps of a graph of ATen: what some do, which tensors some write to, and blocks of them in their own place."""
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
-
-from serving.bundle.scores import JaggedInput, JaggedKind
-
-# Of a graph: the embeddings of all pooled features; a tensor of the example, by its path; or what is made of ids.
-Input = str | JaggedInput
 
 
 def rows_read_by(argument: fx.Node) -> int | None:
@@ -87,70 +81,6 @@ def attribute_of(module: nn.Module, path: str) -> Any:
     for name in path.split("."):
         found = getattr(found, name)
     return found
-
-
-def open_dims(node: fx.Node) -> list[tuple[Any, int]]:
-    """The sizes of a tensor that are no fixed numbers, as expressions, and their dimensions."""
-    shape = enumerate(node.meta["val"].shape)
-    return [(size.node.expr, dim) for dim, size in shape if isinstance(size, torch.SymInt)]
-
-
-def shape_of(node: fx.Node) -> list[int | str]:
-    """The shape of a tensor, for messages."""
-    return [each if isinstance(each, int) else "B" for each in node.meta["val"].shape]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A tensor that a model answers. What is served has its rows first.
-
-    Attributes:
-        key: it has a row for each id of this key. None: it has one for each sample.
-        dim: the dimension of its rows.
-    """
-
-    key: str | None
-    dim: int
-
-
-def rows_of_answers(inputs: Mapping[fx.Node, Input], answers: Mapping[str, fx.Node]) -> dict[str, tuple[Any, int]]:
-    """How many rows answers have, and their dimension: of those that have one for each sample, or each id of a key.
-
-    Args:
-        inputs: of a graph.
-        answers: by name. One that only hands an input on is left out.
-    """
-    sizes = {size for node, each in inputs.items() if not _is_lengths(each) for size, _ in open_dims(node)}
-    found = {name: open_dims(each) for name, each in answers.items() if origin_of(each) not in inputs}
-    return {name: each[0] for name, each in found.items() if len(each) == 1 and each[0][0] in sizes}
-
-
-def served(
-    rows: Mapping[str, tuple[Any, int]],
-    inputs: Mapping[fx.Node, Input],
-    taken: Collection[Input],
-    key_of: Callable[[JaggedInput], str],
-) -> dict[str, Answer]:
-    """What the rows of answers are.
-
-    Args:
-        rows: as `rows_of_answers` gives them.
-        inputs: of the graph. The first has a row for each sample.
-        taken: what the program takes of them. Of several keys with as many ids, the first of those it takes.
-        key_of: the key whose ids an input is made of.
-    """
-    keys: dict[Any, str | None] = {
-        size: key_of(each)
-        for node, each in reversed([*inputs.items()])
-        if isinstance(each, JaggedInput) and each in taken and not _is_lengths(each)
-        for size, _ in open_dims(node)
-    }
-    keys |= {size: None for size, _ in open_dims(next(iter(inputs)))}
-    return {name: Answer(keys[size], dim) for name, (size, dim) in rows.items()}
-
-
-def _is_lengths(given: Input) -> bool:
-    return isinstance(given, JaggedInput) and given.kind is JaggedKind.LENGTHS
 
 
 _HANDED_ON = ("aten.detach.default", "aten.alias.default", "aten.clone.default", "aten.detach_.default")

@@ -92,8 +92,7 @@ def _compared_tables(
 ) -> "ComparedTables":
     from export.commands.settings import read_tables
     from export.compare.baseline import ComparedTables
-    from export.trained.checkpoint import open_weights
-    from export.trained.generated import generated_checkpoint
+    from export.trained.checkpoint import generated_checkpoint, open_weights
     from export.trained.tables import collect_tables
 
     if file is not None:

@@ -2,20 +2,20 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from export.capture.answering import Collections, keys_of_features
-from export.capture.bags import Bag, have_as_many
+from export.capture.bags import Bag
 from export.capture.example import outputs_of
 from export.capture.given import Given, ids_of, lengths_of, numbers_of, rows_of, weights_of
 from export.capture.graph import EMBEDDINGS, Captured, captured
 from export.capture.moved_ids import placed
 from export.capture.scriptable import scriptable
 from export.capture.signature import Signature, read_signature
-from export.capture.steps import Answer, Input, open_dims, rows_read_by
+from export.capture.sizes import Answer, Input, Sizes
+from export.capture.steps import rows_read_by
 from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut
@@ -87,12 +87,19 @@ class FromExample:
         keys = {key for columns in self.collections.values() for key in columns.keys}
         features = {name for columns in self.collections.values() for name in columns.features}
         for each in (each for each in taken if isinstance(each, JaggedInput)):
-            if each.name not in keys | features and each.kind is not JaggedKind.NUMBERS:
-                raise ModelError(
-                    f"{type(model).__name__}: uses {each.name!r}, which no collection looks up: requests bring ids "
-                    "of tables; a number for each id of a key, where the example has as many of both in each sample; "
-                    "and tensors of one shape for each sample: give it as one of these"
+            if each.name in keys | features or each.kind is JaggedKind.NUMBERS:
+                continue
+            if sum(each.name in kjt.keys() for kjt in self.signature.keyed.values()) > 1:  # noqa: SIM118  no mapping
+                why = "of several KeyedJaggedTensors: a request brings it once: expected a key of its own in each"
+            elif each.kind is JaggedKind.WEIGHTS:
+                why = "for its weights, and no collection looks it up: requests bring weights of ids alone"
+            else:
+                why = (
+                    "which no collection looks up: requests bring ids of tables; a number for each id of a key, "
+                    "where the example has as many of both in each sample; and tensors of one shape for each sample: "
+                    "give it as one of these"
                 )
+            raise ModelError(f"{type(model).__name__}: uses {each.name!r}, {why}")
 
     def _said(self, taken: tuple[Input, ...], outputs: Mapping[str, Answer]) -> Iterator[str]:
         signature = self.signature
@@ -144,20 +151,31 @@ def follow_example(model: nn.Module, collections: Collections, example: Example)
                 "expected the module that it was made of"
             )
     signature = read_signature(model, collections, example)
+    inputs, found = _followed(model, collections, signature)
+    features = keys_of_features(collections)
+    sizes = Sizes(found.module.graph, found.inputs, signature, features)
+    if (numbers := sizes.numbers()) != signature.numbers:
+        signature = replace(signature, numbers=numbers)
+        inputs, found = _followed(model, collections, signature)
+        sizes = Sizes(found.module.graph, found.inputs, signature, features)
+    fixed = sizes.fixed()
+    signature = replace(signature, fixed=fixed, first=sizes.first(fixed))
+    signature = placed(model, signature, found, inputs, collections)
+    return FromExample(signature, found, collections)
+
+
+def _followed(
+    model: nn.Module, collections: Collections, signature: Signature
+) -> tuple[dict[Input, Tensor], Captured]:
+    """An example of the inputs of a graph, and the graph."""
     inputs = _inputs(signature, collections)
     errors: list[ModelError] = []
     for counts in _counts(signature, collections):
         try:
-            found = captured(model, collections, signature, inputs, counts)
-            break
+            return inputs, captured(model, collections, signature, inputs, counts)
         except ModelError as error:
             errors.append(error)
-    else:
-        raise errors[0]
-    signature = replace(signature, fixed=_fixed(signature, found, collections))
-    signature = replace(signature, first=_first(signature, found, collections))
-    signature = placed(model, signature, found, inputs, collections)
-    return FromExample(signature, found, collections)
+    raise errors[0]
 
 
 def _counts(signature: Signature, collections: Collections) -> list[dict[str, int]]:
@@ -170,41 +188,14 @@ def _counts(signature: Signature, collections: Collections) -> list[dict[str, in
     return [{}, *(counts for counts in (of_rows, every if every != of_rows else {}) if counts)]
 
 
-def _fixed(signature: Signature, found: Captured, collections: Collections) -> dict[str, int]:
-    """The keys that have as many ids in each sample: the forward makes them so, or can be called with no others."""
-    fixed = dict(signature.fixed)
-    keys = keys_of_features(collections)
-    nodes = [node for node in found.module.graph.nodes if node.op == "placeholder"]
-    samples = nodes[0].meta["val"].shape[0].node.expr
-    for node, each in zip(nodes, found.inputs, strict=True):
-        if isinstance(each, JaggedInput) and each.kind is not JaggedKind.LENGTHS:
-            ratio = node.meta["val"].shape[0].node.expr / samples
-            if ratio.is_Integer:
-                fixed[signature.key_of(each, keys)] = int(ratio)
-    return fixed
-
-
-def _first(signature: Signature, found: Captured, collections: Collections) -> dict[str, str]:
-    """The keys that have as many ids as another one, as the forward can be called with no others, and that one."""
-    features, bags = keys_of_features(collections), signature.bags()
-    nodes = (node for node in found.module.graph.nodes if node.op == "placeholder")
-    by_size: dict[Any, list[str]] = {}
-    for node, each in zip(nodes, found.inputs, strict=True):
-        if isinstance(each, JaggedInput) and each.kind is not JaggedKind.LENGTHS:
-            key = signature.key_of(each, features)
-            if key not in signature.fixed:
-                by_size.setdefault(open_dims(node)[0][0], []).append(key)
-    return {
-        key: keys[0]
-        for keys in by_size.values()
-        for key in keys[1:]
-        if key != keys[0] and have_as_many(bags[keys[0]], bags[key])
-    }
-
-
 def _dense_input(path: str, old: Tensor, argument: fx.Node, key: str | None = None) -> DenseInput:
     if old.is_complex():
         raise ModelError(f"{path}: expected real numbers, which requests bring, got {old.dtype}: give both parts")
+    if old.dtype is torch.float64 and not torch.equal(large := old[old.abs() > 2**24], large.float().double()):
+        raise ModelError(
+            f"{path}: has float64 numbers above 2**24, such as {large[0].item()}: requests bring FP32, which rounds "
+            "them: give integers, such as whole seconds, or the difference from a number that is near"
+        )
     dtype = INPUT_DTYPES.get(torch.zeros((), dtype=_WIRE.get(old.dtype, torch.float32)).numpy().dtype)
     is_integer = dtype in (InputDtype.INT64, InputDtype.INT32)
     rows = rows_read_by(argument) if is_integer else None

@@ -116,7 +116,8 @@ class _Held:
         if other is None or type(other.seen) is not type(self.seen):
             return False
         if isinstance(self.seen, Tensor):
-            return self.seen.shape == other.seen.shape and torch.equal(self.seen, other.seen)
+            is_as_large = self.seen.shape == other.seen.shape and self.seen.dtype == other.seen.dtype
+            return is_as_large and torch.allclose(self.seen, other.seen, 0, 0, equal_nan=True)
         if type(self.seen) in _CONTAINERS:
             return len(self.seen) == len(other.seen)
         return bool(self.seen == other.seen)
@@ -165,7 +166,8 @@ def _held(model: nn.Module) -> dict[tuple[int, Any], _Held]:
     while waiting and len(found) < _MOST_HELD:
         owner = waiting.pop()
         for key, value in _items(owner):
-            if type(value) in _NUMBERS or isinstance(value, Tensor) or type(value) in _CONTAINERS:
+            is_small = isinstance(value, Tensor) and value.numel() < _MANY and not value.is_meta
+            if (is_small or type(value) in (*_NUMBERS, *_CONTAINERS)) and not isinstance(owner, tuple):
                 seen_as = value.detach().clone() if isinstance(value, Tensor) else copy(value)
                 found[id(owner), key] = _Held(owner, key, value, seen_as)
             if id(value) not in seen and (isinstance(value, list | dict | deque | tuple) or _is_own(type(value))):

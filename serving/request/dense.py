@@ -80,7 +80,7 @@ def _rows_of_bags(of: DenseInput, given: Any, lengths: Lengths | None) -> Any:
     elif given and not any(np.ndim(each) > depth or not np.size(each) for each in given):
         return given  # a list of rows
     found = [len(bag) for bag in given]
-    if lengths is not None and found != lengths.tolist():
+    if found and lengths is not None and found != lengths.tolist():
         expected, got = (shortened(str(each)) for each in (lengths.tolist(), found))
         raise InvalidRequest(
             f"dense input {of.name!r}: expected bags with a row for each id of {of.key!r}, {expected}, got {got}",

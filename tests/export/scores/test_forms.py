@@ -34,7 +34,7 @@ REFUSED = {
     "ids_hashed": "by aten.remainder.Scalar at .*line [0-9]+: `return self.scores",
     "ids_of_pairs": "cannot be followed for any number of samples at .*line [0-9]+: `pairs = ",
     "numbers_of_other_lengths": "uses 'session.measured', which no collection looks up",
-    "across_samples": r"expected an answer with a row for each sample, got 'scores' \['B', 'B'\]",
+    "across_samples": r"expected an answer with a row for each sample, got 'scores' \[B, B\]",
 }
 # `.squeeze()` of an answer of one sample leaves out the dimension of samples. What is served keeps it.
 SQUEEZED = ("squeezed_answer", "values_and_lengths")
