@@ -64,7 +64,7 @@ def behind_example(trained: Trained, manifest: Manifest, columns: Collections, e
     """What follows, as torch.export followed the model from a call of it; arguments likewise."""
     followed = follow_example(trained.module, columns, example)
     found, inputs, notes = followed.cut(trained.module)
-    given = followed.given(dense=found.inputs)
+    given = followed.given(found)
     return Behind("", trained.module, found, inputs, request_of(manifest, given.bags), given, tuple(notes))
 
 

@@ -118,14 +118,15 @@ class FromExample:
             key = signature.numbers[each.name]
             yield f"example: {each.name} has a row for each id of {key}, and comes as a dense input"
 
-    def given(self, samples: int = _PROBED, dense: tuple[str, ...] = ()) -> Given:
-        """What the dense part is given for rows of the example, with random embeddings.
+    def given(self, cut: Cut) -> Given:
+        """What the dense part is given for rows of the example, drawn from its samples, with random embeddings.
 
-        Args:
-            samples: how many, drawn from those of the example.
-            dense: paths of its dense inputs.
+        Its keys of fixed length are those that the forward makes itself, and those of which the dense part takes any.
         """
-        return _given(self.signature, self.collections, samples, dense)
+        features = keys_of_features(self.collections)
+        kept = {*self.signature.placed, *(self.signature.key_of(each, features) for each in cut.jagged)}
+        fixed = {key: count for key, count in self.signature.fixed.items() if key in kept}
+        return _given(replace(self.signature, fixed=fixed), self.collections, _PROBED, cut.inputs)
 
 
 def _numbers(taken: Iterable[Input]) -> Iterator[JaggedInput]:

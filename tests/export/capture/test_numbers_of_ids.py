@@ -138,7 +138,7 @@ RIGHT: list[tuple[type[Rows], Call, dict[str, str], Mapping[str, Sequence[int]],
     ),
     (CalledAsIds, lambda bags: (ids(bags), jagged(bags["others"])), {"target.values": "others"}, {}, {}),
     (LengthsAlone, lambda bags: (ids(bags),), {}, {}, {}),
-    (Pairs, lambda bags: (ids(bags),), {}, {"target": (2,) * 5}, {"target": 2}),
+    (Pairs, lambda bags: (ids(bags),), {}, {"target": (2,) * 5, "seen": (1,) * 5}, {"target": 2}),
     (OfOneOfSeveral, lambda bags: (ids(bags), jagged(bags["others"])), {"seen_price": "others"}, TWO, {}),
 ]
 
