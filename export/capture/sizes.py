@@ -52,7 +52,8 @@ class Sizes:
         """What has a number for each id of a key, and that key: where the graph says which one of several, that."""
         bags, found = self._signature.bags(), dict(self._signature.numbers)
         for name, size in self._numbers.items():
-            alike = [key for key in self._keys.get(size, ()) if have_as_many(bags[key], bags[name])]
+            keys = [key for key in self._keys.get(size, ()) if key in bags]
+            alike = [key for key in keys if have_as_many(bags[key], bags[name])]
             if alike and found[name] not in alike:
                 found[name] = alike[0]
         return found
@@ -60,33 +61,45 @@ class Sizes:
     def fixed(self) -> dict[str, int]:
         """The keys with as many ids in each sample: the forward makes them so, or can be called with no others."""
         found = dict(self._signature.fixed)
-        every = [(size, key) for size, keys in self._keys.items() for key in keys]
-        every += [(size, self._signature.numbers[name]) for name, size in self._numbers.items()]
-        for ratio, key in ((size / self._samples, key) for size, key in every):
-            if ratio.is_Integer:
-                found[key] = int(ratio)
+        for size, keys in self._all().items():
+            if (size / self._samples).is_Integer:
+                found |= dict.fromkeys(keys, int(size / self._samples))
+        for group in self._groups():
+            if counts := [found[key] for key in group if key in found]:
+                found |= dict.fromkeys(group, counts[0])
         return found
 
-    def first(self, fixed: Collection[str]) -> dict[str, str]:
-        """The keys that have as many ids in each sample as another one, and that one: the forward can be called with
-        no others, or finds rows of one by the lengths of the other. `fixed`: the keys with as many in each sample.
-        """
-        keys = {size: [*found] for size, found in self._keys.items()}
+    def first(self) -> dict[str, str]:
+        """The keys that have as many ids in each sample as another one, and that one."""
+        found: dict[str, str] = {}
+        for one, *others in self._groups():
+            for other in others:
+                of_one, of_other = found.get(one, one), found.get(other, other)
+                found |= {key: of_one for key in (other, *found) if found.get(key, key) == of_other}
+        fixed = self.fixed()
+        return {key: of for key, of in found.items() if key != of and key not in fixed}
+
+    def _all(self) -> dict[Any, list[str]]:
+        """The keys of so many ids, those of numbers among them."""
+        found = {size: [*keys] for size, keys in self._keys.items()}
         for name, size in self._numbers.items():
-            keys.setdefault(size, []).append(self._signature.numbers[name])
-        groups = [dict.fromkeys(each) for each in keys.values()]
+            found.setdefault(size, []).append(self._signature.numbers[name])
+        return found
+
+    def _groups(self) -> Iterator[list[str]]:
+        """Keys that have as many ids in each sample: the forward can be called with no others, or finds rows of one
+        by the lengths of another.
+        """
+        keys, bags = self._all(), self._signature.bags()
+        groups = [*keys.values()]
         for size, made_of in _rows_and_lengths(self._graph):
             given = (self._inputs[node] for node in made_of)
             of = [each.name for each in given if isinstance(each, JaggedInput) and _is_lengths(each)]
             if size in keys and len(of) == 1:
-                groups.append(dict.fromkeys((*keys[size], *of)))
-        bags, first = self._signature.bags(), dict[str, str]()
-        for group in groups:
-            one, *others = [key for key in group if key not in fixed] or [""]
-            for other in (key for key in others if have_as_many(bags[one], bags[key])):
-                of_one, of_other = first.get(one, one), first.get(other, other)
-                first |= {key: of_one for key in (other, *first) if first.get(key, key) == of_other}
-        return {key: of for key, of in first.items() if key != of}
+                groups.append([*keys[size], *of])
+        for one, *others in groups:
+            alike = (key for key in dict.fromkeys(others) if key != one and {one, key} <= bags.keys())
+            yield [one, *(key for key in alike if have_as_many(bags[one], bags[key]))]
 
 
 def open_dims(node: fx.Node) -> list[tuple[Any, int]]:
