@@ -433,6 +433,7 @@ def test_a_signature_that_may_not_be_removed_stays(
     assert not path.exists()
 
 
+@pytest.mark.long
 def test_deltas_of_a_model_on_hosts_go_through_a_store(
     url: str, machine: Callable[[str], None], tmp_path: Path
 ) -> None:

@@ -61,7 +61,8 @@ def test_served_and_merged(specs: Several[Spec], tmp_path: Path) -> None:
         assert_right(lookup_async(server.grpc, bags, 60), module, bags)
 
 
-@pytest.mark.parametrize("specs", one_in(2, BOTH))
+@pytest.mark.long
+@pytest.mark.parametrize("specs", BOTH)
 def test_over_hosts(specs: Several[Spec], tmp_path: Path) -> None:
     """The router remaps before it splits: hosts get rows of their shards, and have no map."""
     module = managed(specs)

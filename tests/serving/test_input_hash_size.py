@@ -273,7 +273,8 @@ def test_tables_that_take_other_ids_read_one_key(tmp_path: Path) -> None:
         engine.lookup(asked | {"y": [[], [-1]]})
 
 
-@pytest.mark.parametrize("pooling", one_in(2, ["SUM", "NONE"]))
+@pytest.mark.long
+@pytest.mark.parametrize("pooling", ["SUM", "NONE"])
 def test_served_and_merged(pooling: str, tmp_path: Path) -> None:
     """Requests that come together; those with ids outside hurt nobody, and are counted."""
     module = dealt(pooling=pooling)
