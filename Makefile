@@ -46,7 +46,7 @@ demo-hosts: $(DEMO) ## DLRM-v2's tables on four hosts: one killed, a version rol
 quick: $(STAMP) ## The tests that need neither torch nor a server: within a minute
 	@$(PYTEST) -p tests.support.quick -r fE
 
-test: lint ## ruff, mypy --strict, and every promise once, end to end: a quarter of an hour on two cores
+test: lint ## ruff, mypy --strict, and every promise once, end to end: ten minutes on two quiet cores
 	@requirements/test-tools.sh
 	@$(PYTEST)
 

@@ -380,12 +380,18 @@ def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(
     with running(url, *options) as server, LookupClient(server.grpc, "m", PATIENCE_S) as client:
         assert client.lookup({"x": [[3], [5]]})["x"][:, 0].tolist() == [2, 3]
         assert metric(server, "tbe_store_read_timestamp_seconds", store=f"{url}.deltas") < down
-    machine("new")
-    refused = tbe_serve("run", str(bundle.parent.parent), "--deltas", f"{url}.deltas")
-    assert (refused.returncode, "cannot be read or written" in refused.stderr) == (
-        1,
-        True,
-    )  # who knows what there is?
+
+
+def test_who_never_got_the_deltas_of_a_store_does_not_start_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who knows what there is?"""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    with s3_server(tmp_path) as s3:
+        for name, value in s3.environment.items():
+            monkeypatch.setenv(name, value)
+    refused = tbe_serve("run", str(bundle.parent.parent), "--deltas", f"s3://{BUCKET}/models.deltas")
+    assert (refused.returncode, "cannot be read or written" in refused.stderr) == (1, True)
 
 
 def test_a_store_that_hangs_holds_up_neither_a_start_nor_its_end(
@@ -399,6 +405,7 @@ def test_a_store_that_hangs_holds_up_neither_a_start_nor_its_end(
     assert brought(bundle, url) == [1]
     with socket.create_server(("127.0.0.1", 0)) as hangs:  # the kernel takes connections, and nobody reads
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{hangs.getsockname()[1]}")
+        monkeypatch.setenv("AWS_TIMEOUT", "1s")
         with (
             running(repository, "--deltas", deltas) as server,
             LookupClient(server.grpc, "m", PATIENCE_S) as client,

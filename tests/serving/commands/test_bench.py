@@ -19,7 +19,7 @@ from tests.support.servers import FREE, metric, tbe_serve
 def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) -> None:
     right = export_model(collection(SUM), tmp_path / "r", "m")
     other = export_model(collection(SUM, seed=1), tmp_path / "other", "m")
-    brief = ("--seconds", "0.4", "--repeats", "3", "--warm-up", "0.2", "--check", "0.1")
+    brief = ("--seconds", "0.4", "--repeats", "3", "--warm-up", "0.2", "--check", "0.02")
     with run_server(tmp_path / "r", FREE, log=tmp_path / "log") as server:
         bench = ("bench", "m", "--url", server.grpc, *brief)
         sizes = ("--samples", "1", "--samples", "16", "--pooling-factor", "3", "--pooling-factor", "y=0.5")
@@ -28,7 +28,7 @@ def test_a_served_model_is_measured_and_its_answers_are_checked(tmp_path: Path) 
         one, many = map(json.loads, done.stdout.splitlines())
         assert (one["samples"], many["samples"]) == (1, 16)
         for report in (one, many):
-            assert report["checked"] >= max(1, report["answers"] // 10)
+            assert report["checked"] >= max(1, report["answers"] // 50)
             rates = [report[name]["median"] for name in ("answers_per_s", "samples_per_s", "ids_per_s")]
             assert 0 < rates[0] <= rates[1] < rates[2]
             assert report["answers_per_s"]["low"] <= rates[0] <= report["answers_per_s"]["high"]
