@@ -202,11 +202,10 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
     )
     size = size_text(manifest.files[SCORES].size_bytes)
     out.print(f"{SCORES}: {size}, {part.dtype.value} weights, takes {inputs}", soft_wrap=True, markup=False)
-    for key, length in part.fixed_lengths.items():
-        out.print(f"scores need exactly {length} ids of {key} in each sample", soft_wrap=True, markup=False)
-    for first, *others in part.together:
-        names = ", ".join(others)
-        out.print(f"scores need as many ids of {names} as of {first} in each sample", soft_wrap=True, markup=False)
+    rules = [f"exactly {length} ids of {key}" for key, length in part.fixed_lengths.items()]
+    rules += [f"as many ids of {', '.join(others)} as of {first}" for first, *others in part.together]
+    for rule in rules:
+        out.print(f"scores need {rule} in each sample", soft_wrap=True, markup=False)
     if part.mixes_samples:
         why = part.mixed_by or "the scores of a sample depend on the others of its request"
         out.print(f"requests are scored one by one: samples may meet in {why}", soft_wrap=True, markup=False)

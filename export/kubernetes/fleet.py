@@ -17,7 +17,7 @@ from serving.model.config_file import read_config, settings_of
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
 METRICS_FROM = "monitoring"
-# An image by digest, such as registry.example/team/tbe-serving@sha256:…, with a tag or without.
+# By digest, such as registry.example/team/tbe-serving@sha256:…, with a tag or without.
 _IMAGE = re.compile(r"[a-z0-9][A-Za-z0-9._:/-]*@sha256:[0-9a-f]{64}")
 # Names of namespaces are DNS labels, those of claims are labels joined by dots.
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
@@ -29,14 +29,12 @@ class PodOptions:
 
     Attributes:
         image: of the server, by digest.
-        claim: the PersistentVolumeClaim with the repository; or store: its URL in a store. Each pod then first brings
-            its own bundles to the disk of its node.
-        copy: the same of a claim, whose bundles are mounted otherwise.
+        claim: the PersistentVolumeClaim with the repository; or store: its URL in a store, from which each pod brings
+            its own bundles to the disk of its node. copy: they do so from a claim.
         trusted_keys: a file of public keys. One of them must have signed the bundles. None: no signature is needed.
         insecure: no TLS.
         metrics_from: the namespace whose pods may read metrics.
-        deltas_claim: the PersistentVolumeClaim with the deltas of models that are served live. None: there are none,
-            or they are in the store, beside the repository.
+        deltas_claim: the PersistentVolumeClaim with the deltas of live models. None: there are none, or in the store.
 
     Raises:
         ConfigurationError: a name is invalid in Kubernetes, or an image has no digest.
@@ -57,10 +55,8 @@ class PodOptions:
         if self.store is not None and (self.copy or not is_url(self.store)):
             raise ConfigurationError(f"--store: expected s3://… or gs://…, without --copy, got {self.store!r}")
         if not _IMAGE.fullmatch(self.image):
-            raise ConfigurationError(
-                f"--image: expected an image by digest, such as registry.example/tbe-serving@sha256:…, for a tag can "
-                f"be moved, got {self.image!r}"
-            )
+            by_digest = "by digest, such as registry.example/tbe-serving@sha256:…, for a tag can be moved"
+            raise ConfigurationError(f"--image: expected an image {by_digest}, got {self.image!r}")
         for option, claim in (("--claim", self.claim), ("--deltas-claim", self.deltas_claim)):
             if claim is not None and not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", claim):
                 raise ConfigurationError(f"{option}: expected the name of a PersistentVolumeClaim, got {claim!r}")
