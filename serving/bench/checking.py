@@ -14,7 +14,7 @@ from serving.bundle.scores import DensePart
 from serving.bundle.tables import OutputDtype
 from serving.reference import Pooled, pool
 from serving.request.accept import accept
-from serving.request.bags import id_bounds
+from serving.request.bags import lengths_by_key
 from serving.request.jagged import jagged_inputs
 from serving.request.schema import Schema
 from serving.request.tensors import Outputs, Tensors
@@ -55,7 +55,7 @@ class Checker:
         shapes = expected.shapes
         part = bundle.manifest.dense_part
         if part is not None:
-            rows = self._rows_of(part, tensors) | {None: request.samples}
+            rows = {} if tensors.tables is not None else self._rows_of(part, request)
             shapes |= {each.name: [1, rows.get(each.key, 0), *each.shape] for each in part.outputs}
             shapes = {name: shape for name, shape in shapes.items() if name in tensors.outputs}
         found = {output.name: list(output.shape) for output in response.outputs}
@@ -73,17 +73,13 @@ class Checker:
         ]
         return [*misses, *self._missed_scores(expected, tensors, request.samples, outputs)]
 
-    def _rows_of(self, part: DensePart, tensors: Tensors) -> dict[str | None, int]:
-        """How many ids there are of each key that an output has a row for each id of."""
-        keys = {each.key for each in part.outputs if each.key is not None}
-        if not keys or not self._schema.scores & {*tensors.outputs}:
-            return {}
-        request = accept(self._schema, tensors)
-        bounds, once = id_bounds(request.selection.names, request), request.once
-        found: dict[str | None, int] = {}
-        for key in keys:
-            at = self._schema.first_of(key)
-            found[key] = int(bounds[at + 1] - bounds[at]) * (1 if once is None or not once[at] else request.samples)
+    def _rows_of(self, part: DensePart, request: Prepared) -> dict[str | None, int]:
+        """How many rows outputs have: by the key that they have a row for each id of; None: one for each sample."""
+        lengths = lengths_by_key(request.tensors, request.tensors.features or self._schema.every.keys)
+        found: dict[str | None, int] = {None: request.samples}
+        for key in {each.key for each in part.outputs} & lengths.keys():
+            repeated = request.samples if key in request.tensors.once else 1
+            found[key] = int(lengths[str(key)].sum()) * repeated
         return found
 
     @cached_property

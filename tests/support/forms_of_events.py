@@ -9,21 +9,12 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from tests.support.forms_inputs import DIM, ROWS, Example, Form, ids, numbers, of
+from tests.support.forms_of_sequences import LONGEST, Rows
 from tests.support.sequences import sequences
 
-LONGEST = 6
 ACTIONS = 7
 # Seconds since 1970: no float32 has them all.
 NOW = 1_700_000_000
-
-
-class Rows(nn.Module):
-    """What all of these have: tables of rows, and a layer on top."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = sequences(ROWS)
-        self.top = nn.Linear(DIM, 1)
 
 
 class Times(Rows):
