@@ -19,6 +19,7 @@ from export.scores.cut_example import follow_example
 from export.scores.dense_part import Scored, dense_part
 from export.scores.requests import columns_of
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
+from export.trained.running import on_cpu
 from export.trained.tables import Trained, TrainedTable, collect_tables
 from serving.bundle.manifest import SCORES_FORMAT_VERSION, Manifest, format_version_of
 from serving.bundle.plan import IdDtype
@@ -223,6 +224,8 @@ def prepare(
         raise ConfigurationError("dense: expected scores beside it: ExportConfig(scores=True)")
     key = None if signing_key is None else read_signing_key(signing_key)
     labelled = [] if config.labelled is None else read_labelled(config.labelled)
+    if config.scores or example is not None:  # what follows the collections is followed and tried on the CPU
+        module, dense = on_cpu(module), dense if dense is None else on_cpu(dense)
     trained = collect_tables(module, follow=example is None)
     weights = open_weights(module, trained.tables, checkpoint)
     for table in trained.tables:

@@ -61,7 +61,9 @@ class Call:
         return cls(args, kwargs, leaves)
 
     def with_leaves(self, leaves: Mapping[str, Any]) -> "Call":
-        """A copy of the call, with other leaves in the places of those that are named. All else is copied."""
+        """A copy of the call, with other leaves in the places of those that are named. All else is copied, from any
+        device to the CPU.
+        """
         memo = {id(leaf): leaves[path] if path in leaves else _own(leaf) for path, leaf in self.leaves.items()}
         try:
             args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)), memo)
@@ -76,11 +78,11 @@ class Call:
 
 def _own(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf.detach().clone()
+        return leaf.detach().clone().cpu()
     own = copy.copy(leaf)
     for name, each in vars(leaf).items():
         if isinstance(each, Tensor):
-            setattr(own, name, each.detach().clone())
+            setattr(own, name, each.detach().clone().cpu())
     if isinstance(own, KeyedJaggedTensor):
         own._jt_dict = None  # made of the tensors of the other
     return own

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -40,7 +40,36 @@ def quiet() -> Iterator[None]:
 _PARTS = ("_modules", "_parameters", "_buffers")
 
 
-def copied(model: nn.Module, collections: Iterable[nn.Module]) -> nn.Module:
+def on_cpu(model: nn.Module) -> nn.Module:
+    """`model`; where it has tensors on another device, such as a GPU, a copy of it whose tensors are on the CPU.
+
+    Its tables are copied to the memory of the host, too. What is on the meta device stays there. A module that says
+    in a `torch.device` where it makes tensors makes them on the CPU.
+
+    Raises:
+        ModelError: it cannot be copied.
+    """
+    own = [each for part in model.modules() for each in vars(part).values()]
+    held = [*model.parameters(), *model.buffers(), *own]
+    moved = {id(each): brought for each in held if (brought := _brought(each)) is not each}
+    return copied(model, (), moved) if moved else model
+
+
+def _brought(value: object) -> object:
+    """A tensor on the CPU, or the CPU, in place of one that is elsewhere; of anything else itself."""
+    device = value if isinstance(value, torch.device) else getattr(value, "device", None)
+    if not isinstance(device, torch.device) or device.type in ("cpu", "meta"):
+        return value
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().cpu(), value.requires_grad)
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def copied(
+    model: nn.Module, collections: Iterable[nn.Module], instead: Mapping[int, object] = MappingProxyType({})
+) -> nn.Module:
     """A copy of `model`: modules, weights, buffers, hooks, and whatever else its modules hold.
 
     Args:
@@ -48,6 +77,7 @@ def copied(model: nn.Module, collections: Iterable[nn.Module]) -> nn.Module:
         collections: parts of it. Their parameters and buffers are shared, not copied, because tables are large. Those
             that a layer has, too, are copied: the layer may write to them. Objects that cannot be copied are shared,
             such as a lock.
+        instead: what takes the place of an object, by its id.
 
     Raises:
         ModelError: it cannot be copied.
@@ -57,10 +87,11 @@ def copied(model: nn.Module, collections: Iterable[nn.Module]) -> nn.Module:
     tied = {id(each) for part in others for each in (*part._parameters.values(), *part._buffers.values())}
     of_tables = [each for part in inside for each in (*part._parameters.values(), *part._buffers.values())]
     shared: dict[int, object] = {id(each): each for each in of_tables if each is not None and id(each) not in tied}
+    shared |= instead
     with suppress(Exception):  # its code may raise anything
         return copy.deepcopy(model, {**shared})
     held = [each for part in model.modules() for name, each in vars(part).items() if name not in _PARTS]
-    shared |= {id(each): _alike(each) for each in held if not _copies(each, shared)}
+    shared |= {id(each): _alike(each) for each in held if id(each) not in shared and not _copies(each, shared)}
     try:
         return copy.deepcopy(model, {**shared})
     except Exception as error:  # its code may raise anything

@@ -22,6 +22,7 @@ from tests.support.asked import Numbers, answered, asked, assert_close, column_o
 from tests.support.forms import call, example_of, forms, module_of
 from tests.support.forms_of_keys import ORDER
 from tests.support.often import one_in
+from tests.support.on_gpu import GPU, sent, to_gpu
 from tests.support.oracle import exported_table
 from tests.support.scored import EXACT
 
@@ -99,6 +100,22 @@ def test_a_form_is_served_by_its_rows_as_they_are_stored(tmp_path: Path, name: s
     with_rows_of(bundle, module)
     with Engine.open(bundle) as engine:
         compare(engine, name, module, (1, 5))
+
+
+@pytest.mark.parametrize("name", ["relation_ids", "expert_by_task", "not_finite", "history_of_dense_part"])
+def test_a_model_on_a_gpu_is_served_and_stays_there(tmp_path: Path, name: str) -> None:
+    module, example = to_gpu(module_of(name)), example_of(name, 6)
+    on_gpu = tuple(map(sent, example))
+    with pytest.raises(RuntimeError, match="same device"):
+        call(module, example)
+    before = {key: id(each) for key, each in module.named_parameters()}
+    for number, given in enumerate((on_gpu, example)):
+        bundle = export_model(module, tmp_path / "r", f"m{number}", EXACT, example=given)
+        with Engine.open(bundle) as engine:
+            compare(engine, name, module_of(name), (1, 5))
+    assert {key: id(each) for key, each in module.named_parameters()} == before
+    assert all(each.device == GPU for each in module.parameters())
+    assert all(each.device == GPU for each in on_gpu if isinstance(each, Tensor))
 
 
 def with_rows_of(bundle: Path, module: nn.Module) -> None:
