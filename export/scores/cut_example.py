@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
@@ -196,21 +198,17 @@ def _dense_input(path: str, old: Tensor, argument: fx.Node, key: str | None = No
             f"{path}: has float64 numbers above 2**24, such as {large[0].item()}: requests bring FP32, which rounds "
             "them: give integers, such as whole seconds, or the difference from a number that is near"
         )
-    dtype = INPUT_DTYPES.get(torch.zeros((), dtype=_WIRE.get(old.dtype, torch.float32)).numpy().dtype)
-    is_integer = dtype in (InputDtype.INT64, InputDtype.INT32)
-    rows = rows_read_by(argument) if is_integer else None
-    return DenseInput(path, tuple(old.shape[1:]), dtype or InputDtype.FP32, rows, key)
+    dtype = InputDtype.FP32 if old.is_floating_point() else INPUT_DTYPES.get(_numpy_of(old.dtype))
+    if dtype is None:
+        takes = ", ".join(str(each) for each in INPUT_DTYPES if each != np.float32)
+        raise ModelError(f"{path}: expected floats, or one of {takes}, got {old.dtype}: give another")
+    rows = rows_read_by(argument) if dtype.is_integer else None
+    return DenseInput(path, tuple(old.shape[1:]), dtype, rows, key)
 
 
-# What travels where the model takes another dtype.
-_WIRE = {
-    torch.int64: torch.int64,
-    torch.int32: torch.int32,
-    torch.int16: torch.int32,
-    torch.int8: torch.int32,
-    torch.uint8: torch.int32,
-    torch.bool: torch.bool,
-}
+def _numpy_of(dtype: torch.dtype) -> np.dtype[Any]:
+    numpy: np.dtype[Any] = torch.zeros((), dtype=dtype).numpy().dtype
+    return numpy
 
 
 def _inputs(signature: Signature, collections: Collections) -> dict[Input, Tensor]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from serving.bundle.manifest import SEQUENCES_FORMAT_VERSION, Manifest
-from serving.bundle.scores import DensePart, InputDtype, JaggedKind, wrong_names
+from serving.bundle.scores import DensePart, JaggedKind, wrong_names
 
 # numpy has arrays of at most 32 dimensions. An input has two more than a sample: [1, B, *shape].
 _MOST_SIZES = 30
@@ -62,7 +62,7 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
     ):
         yield from _in_shape(f"dense {kind} {name!r}", shape)
     for each in part.inputs:
-        if each.rows is not None and (each.rows < 1 or each.dtype not in (InputDtype.INT64, InputDtype.INT32)):
+        if each.rows is not None and (each.rows < 1 or not each.dtype.is_integer):
             yield f"dense input {each.name!r}: rows: expected a number > 0, of integers alone, got {each.rows}"
     yield from _by_id(manifest, part)
     yield from _in_jagged(manifest, part)

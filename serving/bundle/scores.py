@@ -31,6 +31,9 @@ class InputDtype(enum.Enum):
     FP32 = "FP32"
     INT64 = "INT64"
     INT32 = "INT32"
+    INT16 = "INT16"
+    INT8 = "INT8"
+    UINT8 = "UINT8"
     BOOL = "BOOL"
 
     @cached_property  # an enum's hash takes as long as a comparison of arrays
@@ -38,11 +41,19 @@ class InputDtype(enum.Enum):
         """The same of numpy."""
         return _NUMPY[self]
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether it has integers alone, and more than two."""
+        return self.numpy.kind in "iu"
+
 
 _NUMPY: dict[InputDtype, np.dtype[Any]] = {
     InputDtype.FP32: np.dtype(np.float32),
     InputDtype.INT64: np.dtype(np.int64),
     InputDtype.INT32: np.dtype(np.int32),
+    InputDtype.INT16: np.dtype(np.int16),
+    InputDtype.INT8: np.dtype(np.int8),
+    InputDtype.UINT8: np.dtype(np.uint8),
     InputDtype.BOOL: np.dtype(np.bool_),
 }
 # Of each dtype that a dense input may have.

@@ -25,6 +25,9 @@ _CAPTURED: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "int64": np.dtype("<i8"),
     "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
     "bool_": np.dtype(np.bool_),
 }
 
@@ -44,13 +47,17 @@ class CapturedDense(
 
     Attributes:
         shape: as it was sent, [B, …].
-        float32, int64, int32, bool_: its numbers, little-endian, under the name of their dtype; base64 in the file.
+        float32, int64, int32, int16, int8, uint8, bool_: its numbers, little-endian, under the name of their dtype;
+            base64 in the file.
     """
 
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(min_length=1, max_length=31)]
     float32: bytes | None = None
     int64: bytes | None = None
     int32: bytes | None = None
+    int16: bytes | None = None
+    int8: bytes | None = None
+    uint8: bytes | None = None
     bool_: bytes | None = None
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ def _encoded(of: DenseInput, given: npt.ArrayLike, lengths: Lengths | None) -> A
         if array.dtype != np.float32:
             _check_fits(of.name, array, given)
     else:
-        _check_exact(of, array)
+        _check_exact(of, array, given)
     return np.ascontiguousarray(array, of.dtype.numpy)
 
 
@@ -90,7 +90,7 @@ def _rows_of_bags(of: DenseInput, given: Any, lengths: Lengths | None) -> Any:
     return rows or np.zeros((0, *of.shape), of.dtype.numpy)
 
 
-def _check_exact(of: DenseInput, array: Array) -> None:
+def _check_exact(of: DenseInput, array: Array, given: npt.ArrayLike) -> None:
     """Refuse what is no integer for an integer, what is no boolean for a boolean, and an integer out of range."""
     if not array.size:
         return  # numpy says of [] that it is float64
@@ -102,6 +102,11 @@ def _check_exact(of: DenseInput, array: Array) -> None:
         )
     if of.dtype is InputDtype.BOOL:
         return
+    if isinstance(given, Sequence) and any(isinstance(each, bool) for each in np.asarray(given, object).flat):
+        raise InvalidRequest(
+            f"dense input {of.name!r}: expected integers, which travel as {of.dtype.value}, got a boolean among them",
+            Reason.DENSE,
+        )
     limits = np.iinfo(of.dtype.numpy)
     for each in (int(array.min()), int(array.max())):
         if not limits.min <= each <= limits.max:

@@ -18,6 +18,16 @@ _IDS = {"values": ("INT64", np.int64), "lengths": ("INT32", np.int32)}
 # Dense numbers beyond this may leave the range of FP32 on their way.
 _MODERATE = 1e6
 
+_DTYPES: dict[str, Any] = {
+    "FP32": np.float32,
+    "INT64": np.int64,
+    "INT32": np.int32,
+    "INT16": np.int16,
+    "INT8": np.int8,
+    "UINT8": np.uint8,
+    "BOOL": np.bool_,
+}
+
 
 class Dense(NamedTuple):
     """A dense input: its dtype, and the shape of a sample; or of an id of a key."""
@@ -29,7 +39,7 @@ class Dense(NamedTuple):
     @property
     def dtype(self) -> Any:
         """The same of numpy."""
-        return {"FP32": np.float32, "INT64": np.int64, "INT32": np.int32, "BOOL": np.bool_}[self.datatype]
+        return _DTYPES[self.datatype]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ TYPED = {
     "relation": Dense("INT64", ()),
     "day": Dense("INT32", (1,)),
     "new": Dense("BOOL", (2,)),
+    "year": Dense("INT16", ()),
+    "zone": Dense("INT8", ()),
+    "stars": Dense("UINT8", ()),
     "when": Dense("INT64", (), "recent"),
     "paid": Dense("FP32", (2,), "recent"),
 }
@@ -52,6 +55,9 @@ class Reads(nn.Module):
         relation: Tensor,
         day: Tensor,
         new: Tensor,
+        year: Tensor,
+        zone: Tensor,
+        stars: Tensor,
         recent: Tensor,
         lengths: Tensor,
         ids: Tensor,
@@ -62,6 +68,7 @@ class Reads(nn.Module):
         paid: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         like = embeddings.sum(1) + price.sum([1, 2]) + relation % 11 + day.view(-1) % 13
+        like = like + year % 17 + zone % 7 + stars % 5
         attended = sums(recent * (1 + ids % 3).unsqueeze(1), lengths) * torch.where(new[:, :1], 1.0, -1.0)
         first = seen.view(lengths.numel(), 2, 32)[:, 0] * new[:, 1:].float()
         sent = [lengths.float(), genres_lengths.float(), sums(genres % 7, genres_lengths)]
@@ -72,6 +79,7 @@ class Reads(nn.Module):
         """The same in numpy."""
         with np.errstate(invalid="ignore"):
             like = embeddings.sum(1) + dense["price"].sum((1, 2)) + dense["relation"] % 11 + dense["day"][:, 0] % 13
+            like = like + dense["year"] % 17 + dense["zone"] % 7 + dense["stars"] % 5
         found = {name: np.zeros((bags.samples, *shape)) for name, shape in OUTPUTS.items()} | {"like": like}
         with np.errstate(invalid="ignore"):
             paid = dense["paid"] * (dense["when"] % 5)[:, np.newaxis]

@@ -34,6 +34,9 @@ INPUTS = (
     DenseInput("relation", (), InputDtype.INT64),
     DenseInput("day", (1,), InputDtype.INT32),
     DenseInput("new", (2,), InputDtype.BOOL),
+    DenseInput("year", (), InputDtype.INT16),
+    DenseInput("zone", (), InputDtype.INT8),
+    DenseInput("stars", (), InputDtype.UINT8),
 )
 OUTPUTS = {"like": (), "relation": (2,), "all": (3, 2)}
 
@@ -47,9 +50,18 @@ class Program(nn.Module):
         self.of_relation = nn.Embedding(50, 28)
 
     def forward(
-        self, embeddings: Tensor, price: Tensor, relation: Tensor, day: Tensor, new: Tensor
+        self,
+        embeddings: Tensor,
+        price: Tensor,
+        relation: Tensor,
+        day: Tensor,
+        new: Tensor,
+        year: Tensor,
+        zone: Tensor,
+        stars: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         like = (embeddings.float() * self.of_relation(relation % 50)).sum(1) + day.view(-1).float()
+        like = like + year.float() + zone.float() + stars.float()
         halves = torch.stack([(relation >> 24).float(), (relation & 0xFFFFFF).float()], dim=1)
         every = price.transpose(1, 2) * torch.where(new, 1.0, -1.0).unsqueeze(1)
         return torch.where(new[:, 0], like, -like), halves, every
@@ -82,6 +94,9 @@ def request(seed: int, samples: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "relation": random.integers(0, 2**40, samples),
         "day": random.integers(-5, 5, (samples, 1), np.int32),
         "new": random.random((samples, 2)) < 0.5,
+        "year": random.integers(-(2**15), 2**15, samples, np.int16),
+        "zone": random.integers(-128, 128, samples, np.int8),
+        "stars": random.integers(0, 256, samples, np.uint8),
     }
 
 
@@ -160,10 +175,12 @@ def test_both_clients_send_them(served: Served) -> None:
     [
         ({"relation": [0.5, 1]}, "dense input 'relation': expected integers, which travel as INT64, got float64"),
         ({"day": [[1], [2**31]]}, "dense input 'day': expected integers that fit INT32, got 2147483648"),
+        ({"zone": [1, 300]}, "dense input 'zone': expected integers that fit INT8, got 300"),
+        ({"stars": [1, -1]}, "dense input 'stars': expected integers that fit UINT8, got -1"),
         ({"new": [[0, 1], [1, 0]]}, "dense input 'new': expected booleans, which travel as BOOL, got int64"),
         ({"relation": [[1], [2]]}, r"dense input 'relation': expected int64 \[2\], a row for each sample, got int64 \[2, 1\]"),
         ({"batch.price": np.ones((2, 6), np.float32)}, r"'batch.price': expected float32 \[2, 2, 3\], .* got float32 \[2, 6\]"),
-        ({"price": 1}, "dense input 'price': expected one of 'batch.price', 'relation', 'day', 'new'"),
+        ({"price": 1}, "dense input 'price': expected one of 'batch.price', 'relation', 'day', 'new', 'year', 'zone', 'stars'"),
     ],
 )  # fmt: skip
 def test_others_are_refused_by_name(served: Served, change: dict[str, Any], why: str) -> None:
@@ -208,7 +225,10 @@ def test_captured_requests_keep_them(served: Served) -> None:
 
 def test_inspect_shows_their_dtypes_and_shapes(served: Served) -> None:
     shown = tbe_export("inspect", str(served.bundle)).stdout
-    assert "takes embeddings, batch.price [B, 2, 3], relation INT64 [B], day INT32 [B, 1], new BOOL [B, 2]" in shown
+    assert (
+        "takes embeddings, batch.price [B, 2, 3], relation INT64 [B], day INT32 [B, 1], new BOOL [B, 2], year INT16 [B]"
+        in shown
+    )
 
 
 @pytest.mark.long

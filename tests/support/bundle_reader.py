@@ -18,6 +18,7 @@ DTYPES = list(BITS)
 POOLINGS = ["SUM", "MEAN"]
 FLOATS = {"FP32": "<f4", "FP16": "<f2"}
 DENSE = {"FP32": np.float32, "INT64": np.int64, "INT32": np.int32, "BOOL": np.bool_}
+DENSE |= {"INT16": np.int16, "INT8": np.int8, "UINT8": np.uint8}
 
 
 WORD = 2**64 - 1

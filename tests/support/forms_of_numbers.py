@@ -96,6 +96,18 @@ class OneHot(Pooled):
         return self.pooled(keyed) + hours
 
 
+class Narrow(Pooled):
+    """Loaders that keep integers narrow: a weekday as int8, a year as int16, stars as uint8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weekday = nn.Embedding(7, DIM)
+
+    def forward(self, keyed: KeyedJaggedTensor, weekday: Tensor, year: Tensor, stars: Tensor) -> Tensor:
+        weekdays: Tensor = self.weekday(weekday.long())
+        return self.pooled(keyed) * weekdays + (year - 2000).unsqueeze(1) + stars.float() / 255
+
+
 class Expert(Pooled):
     """The integer task of a sample chooses its expert: `experts[arange(B), task]`."""
 
@@ -164,6 +176,15 @@ NUMBERS: dict[str, Form] = {
         ),
     ),
     "one_hot": (OneHot, positional(pooled_ids, lambda random, n: of(random, 24, n))),
+    "narrow_integers": (
+        Narrow,
+        positional(
+            pooled_ids,
+            lambda random, n: of(random, 7, n).to(torch.int8),
+            lambda random, n: (of(random, 100, n) + 1950).to(torch.int16),
+            lambda random, n: of(random, 256, n, 1).to(torch.uint8),
+        ),
+    ),
     "expert_by_task": (Expert, positional(pooled_ids, lambda random, n: of(random, 3, n))),
     "one_number": (OneNumber, positional(pooled_ids, lambda random, n: numbers(random, n).abs())),
     "scalar": (Scalar, positional(pooled_ids, lambda *_: torch.tensor(2, dtype=torch.int32))),

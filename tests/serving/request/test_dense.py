@@ -62,7 +62,7 @@ def test_other_numbers_are_taken_as_numpy_casts_them(given: Any) -> None:
     np.testing.assert_array_equal(found, np.asarray(given).astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", [InputDtype.INT64, InputDtype.INT32])
+@pytest.mark.parametrize("dtype", [InputDtype.INT64, InputDtype.INT32, InputDtype.INT16])
 @pytest.mark.parametrize(
     "given",
     [[3, -1], np.array([3, -1], np.int8), np.array([3, 200], np.uint8), torch.tensor([3, -1]), [], np.zeros(0)],
@@ -89,6 +89,15 @@ def test_booleans_travel_as_they_are() -> None:
         (InputDtype.INT64, np.ones(1, np.float32), "expected integers, which travel as INT64, got float32"),
         (InputDtype.INT32, torch.ones(1), "expected integers, which travel as INT32, got float32"),
         (InputDtype.INT32, [True], "expected integers, which travel as INT32, got bool"),
+        (InputDtype.INT32, [2, True], "expected integers, which travel as INT32, got a boolean among them"),
+        (
+            InputDtype.INT64,
+            [[2, 3], [False, 1]],
+            "expected integers, which travel as INT64, got a boolean among them",
+        ),
+        (InputDtype.INT16, [2**15], "expected integers that fit INT16, got 32768"),
+        (InputDtype.INT8, [-129], "expected integers that fit INT8, got -129"),
+        (InputDtype.UINT8, torch.tensor([256]), "expected integers that fit UINT8, got 256"),
         (InputDtype.INT32, [2**31], "expected integers that fit INT32, got 2147483648"),
         (InputDtype.INT32, [-(2**31) - 1], "expected integers that fit INT32, got -2147483649"),
         (InputDtype.INT64, [2**63], "expected integers that fit INT64, got 9223372036854775808"),
