@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from serving.errors import InvalidRequest, Reason
-from serving.request.bags import bag_bounds, bounds_of, joined, offsets_of, ranges
+from serving.request.bags import bag_bounds, bounds_of, joined, offsets_of, place
 from serving.request.kjt import merge, split
 from serving.request.schema import Schema
 from serving.request.sequences import row_batches, rows_of
@@ -201,12 +201,12 @@ def _once(request: KjtRequest) -> Mask:
 def _part(schema: Schema, checked: Checked, parts: Sequence[Mask], is_once: bool) -> Checked:
     """The requests with only the features of `parts`: bool [F] each. One that has none of them has no samples."""
     requests = checked.requests
-    keep = np.concatenate(parts)
-    ids, bags = np.diff(checked.id_bounds), np.diff(checked.bag_bounds)
-    source = ranges(checked.id_bounds[:-1][keep], ids[keep])
-    lengths = checked.lengths.take(ranges(checked.bag_bounds[:-1][keep], bags[keep]))
-    values = checked.values.take(source)
-    id_bounds, bag_bounds = bounds_of(ids[keep]), bounds_of(bags[keep])
+    keep = np.flatnonzero(joined(parts))
+    starts, first_bags = checked.id_bounds[keep], checked.bag_bounds[keep]
+    ids, bags = checked.id_bounds[keep + 1] - starts, checked.bag_bounds[keep + 1] - first_bags
+    source = place(starts, ids)
+    values, lengths = checked.values[source], checked.lengths[place(first_bags, bags)]
+    id_bounds, bag_bounds = bounds_of(ids), bounds_of(bags)
     left, segment = [], 0
     for request, part in zip(requests, parts, strict=True):
         first, segment = segment, segment + int(np.count_nonzero(part))
@@ -221,5 +221,5 @@ def _part(schema: Schema, checked: Checked, parts: Sequence[Mask], is_once: bool
                 once=None if request.once is None or request.dense is None else request.once[part],
             )
         )
-    weights = None if checked.weights is None else checked.weights.take(source)
+    weights = None if checked.weights is None else checked.weights[source]
     return Checked(left, values, weights, lengths, offsets_of(lengths), bag_bounds, id_bounds)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from serving.request.bags import bounds_of, joined, offsets_of, ranges
+from serving.request.bags import bounds_of, joined, offsets_of, place
 from serving.request.schema import Schema
 from serving.request.tensors import (
     SEQUENCES,
@@ -136,13 +136,14 @@ def _asked(schema: Schema, checked: Checked) -> _Asked | None:
     segments, features = segments[order], features[order]
     starts = checked.id_bounds[segments]
     sizes = checked.id_bounds[segments + 1] - starts
-    is_first = np.diff(features, prepend=-1) > 0
+    is_first = np.ones(features.size, np.bool_)
+    np.not_equal(features[1:], features[:-1], out=is_first[1:])
     positions = features[is_first]
     bounds = np.zeros((positions.size, len(requests) + 1), np.int64)
     request_of = np.arange(len(requests)).repeat([each.size for each in wanted])[segments]
     bounds[is_first.cumsum() - 1, request_of + 1] = sizes
-    bounds.cumsum(axis=1, out=bounds)
-    here = _place(starts, sizes)
+    np.add.accumulate(bounds, axis=1, out=bounds)
+    here = place(starts, sizes)
     return _Asked(
         positions,
         schema.every.dims[positions],
@@ -158,13 +159,6 @@ def _wanted(schema: Schema, request: KjtRequest) -> Mask:
     if SEQUENCES in request.outputs or request.dense is None:
         return request.selection.sequence & (SEQUENCES in request.outputs)
     return schema.scored_rows  # it has all features, in the schema's order
-
-
-def _place(starts: Ids, sizes: Ids) -> slice | Ids:
-    """Where the ranges [start, start + size) are, one behind the other: an index."""
-    if (starts[1:] == (starts + sizes)[:-1]).all():
-        return slice(int(starts[0]), int(starts[-1] + sizes[-1]))
-    return ranges(starts, sizes)
 
 
 def _has_row(requests: Sequence[KjtRequest], here: slice | Ids) -> npt.NDArray[np.bool_] | None:
@@ -190,11 +184,10 @@ def _of_one(schema: Schema, checked: Checked, asked: _Asked, feature: int, here:
 def _of_several(schema: Schema, checked: Checked, asked: _Asked, group: Sequence[int]) -> Batch:
     """Rows of several features. Those with fewer ids than others get empty bags behind theirs."""
     bounds = asked.bounds[group]
-    here = np.concatenate([np.arange(asked.first[each], asked.first[each + 1]) for each in group])
+    here = place(asked.first[group], bounds[:, -1])
     values = asked.ids[here]
-    lengths = np.zeros((len(group), int(bounds[:, -1].max())), np.int32)
-    has_bag = np.arange(lengths.shape[1]) < bounds[:, -1:]
-    lengths[has_bag] = 1
+    has_bag = np.arange(bounds[:, -1].max()) < bounds[:, -1:]
+    lengths = has_bag.astype(np.int32)
     if asked.has_row is not None:
         lengths[has_bag] = has_row = asked.has_row[here]
         values = values[has_row]
