@@ -57,14 +57,15 @@ def on_cpu(model: nn.Module) -> nn.Module:
 
 def _brought(value: object) -> object:
     """A tensor on the CPU, or the CPU, in place of one that is elsewhere; of anything else itself."""
-    device = value if isinstance(value, torch.device) else getattr(value, "device", None)
-    if not isinstance(device, torch.device) or device.type in ("cpu", "meta"):
+    if not isinstance(value, Tensor | torch.device):
         return value
-    if isinstance(value, nn.Parameter):
-        return nn.Parameter(value.detach().cpu(), value.requires_grad)
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    return torch.device("cpu") if isinstance(value, torch.device) else value
+    device = value if isinstance(value, torch.device) else value.device
+    if device.type in ("cpu", "meta"):
+        return value
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    own = value.detach().cpu()
+    return nn.Parameter(own, value.requires_grad) if isinstance(value, nn.Parameter) else own
 
 
 def copied(

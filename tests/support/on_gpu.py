@@ -33,7 +33,7 @@ def to_gpu(module: nn.Module) -> nn.Module:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(parameter.detach().as_subclass(OnGpu))
+                part._parameters[name] = nn.Parameter(parameter.detach().as_subclass(OnGpu), parameter.requires_grad)
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.as_subclass(OnGpu)
     return module

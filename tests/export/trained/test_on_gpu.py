@@ -1,0 +1,47 @@
+"""Modules that are on a GPU are copied to the CPU, with what they keep there."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from export.trained.running import on_cpu
+from tests.support.on_gpu import GPU, OnGpu, to_gpu
+
+
+class Keeps(nn.Module):
+    """It has a layer twice, a buffer, a tensor and a device of its own, and what cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad = False
+        self.register_buffer("mean", torch.ones(2))
+        self.register_buffer("absent", None)
+        self.scale = torch.full((2,), 3.0)
+        self.at = torch.device("cpu")
+        self.lock = threading.Lock()
+
+
+def test_what_a_module_keeps_on_a_gpu_is_on_the_cpu_in_a_copy() -> None:
+    module: Any = to_gpu(Keeps())
+    module.second.weight = module.first.weight
+    module.scale, module.at = module.scale.as_subclass(OnGpu), GPU
+    found: Any = on_cpu(module)
+    assert {each.device.type for each in (*found.parameters(), *found.buffers(), found.scale)} == {"cpu"}
+    assert found.second.weight is found.first.weight
+    assert [each.requires_grad for each in (found.first.weight, found.first.bias)] == [True, False]
+    assert (found.at, found.lock) == (torch.device("cpu"), module.lock)
+    assert found.scale.tolist() == [3.0, 3.0]
+    assert {each.device for each in (*module.parameters(), *module.buffers(), module.scale)} == {GPU}
+    assert module.at == GPU
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_that_is_on_no_gpu_is_itself(device: str) -> None:
+    module = nn.Linear(2, 2, device=device)
+    assert on_cpu(module) is module
