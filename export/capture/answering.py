@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-from export.capture.bags import GivenKeys, bag_of, kjt_of_bags
+from export.capture.bags import GivenKeys, bag_of, bags_of, kjt_of_bags
 from export.capture.noted import changed
-from export.trained.managed import inner_of
+from export.trained.managed import inner_of, is_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +127,14 @@ def dtype_of(collection: Any) -> torch.dtype:
     """The dtype of what a collection answers with."""
     found: torch.dtype = next(inner_of(collection)[1].parameters()).dtype
     return found
+
+
+def zeros_of(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:
+    """What a collection would answer, if its rows were zeros."""
+    dtype = dtype_of(collection)
+    if not is_sequence(collection):
+        width = max((last for _, last in columns.spans), default=0)
+        return keyed_tensor(columns, torch.zeros(given.stride(), width, dtype=dtype))
+    sizes = {key: len(each.ids) for key, each in bags_of(given).items()}
+    features = zip(columns.features, columns.keys, columns.dims, strict=True)
+    return jagged_tensors(columns, given, {name: torch.zeros(sizes[k], d) for name, k, d in features}, dtype)

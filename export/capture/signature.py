@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
+from export.capture.answering import Collections, Columns, answering, zeros_of
 from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, kjt_of_bags, numbers_of_ids
 from export.capture.example import Call
 from export.capture.noted import reading_clocks
 from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of_error, line_of_stack
-from export.trained.managed import is_sequence
 from export.trained.running import evaluating, quiet
 from serving.bundle.scores import JaggedInput, JaggedKind
 
@@ -185,13 +184,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
             raise ModelError(f"a collection gets a {type(given).__name__}, expected a KeyedJaggedTensor")
         heard.append((columns, given))
         lines[id(given)] = line_of_stack()
-        dtype, samples = dtype_of(collection), given.stride()
-        if not is_sequence(collection):
-            width = max((last for _, last in columns.spans), default=0)
-            return keyed_tensor(columns, torch.zeros(samples, width, dtype=dtype))
-        sizes = {key: len(each.ids) for key, each in bags_of(given).items()}
-        features = zip(columns.features, columns.keys, columns.dims, strict=True)
-        return jagged_tensors(columns, given, {name: torch.zeros(sizes[k], d) for name, k, d in features}, dtype)
+        return zeros_of(collection, columns, given)
 
     leaves = {path: GivenKeys(bags_of(each)) for path, each in kjts.items()}
     given = call.with_leaves(leaves)
