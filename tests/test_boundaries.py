@@ -1,4 +1,4 @@
-"""Who may import whom: the rooms of the design, as rules."""
+"""Who may import whom, and how large a file may be: the rooms of the design, as rules."""
 
 import ast
 import subprocess
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -121,6 +122,22 @@ def graph_of(name_of: Callable[[str], str]) -> dict[str, set[str]]:
 def room(module: str) -> str:
     """export.rows of export.rows.quantize."""
     return ".".join(module.split(".")[:2])
+
+
+def test_files_are_few_and_no_file_or_function_is_long() -> None:
+    """What a reader can hold in mind; functions without their docstrings."""
+    files = modules().values()
+    assert len(files) <= 240
+    assert [path for path in files if len(path.read_text().splitlines()) > 320] == []
+    functions = [
+        (path.name, node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (body := node.body[int(ast.get_docstring(node) is not None) :])
+    ]
+    assert [each for each in functions if each[2] > 60] == []
+    assert median(lines for *_, lines in functions) <= 5
 
 
 @pytest.mark.parametrize("name_of", [str, room], ids=["files", "rooms"])
