@@ -1,8 +1,8 @@
 """Cut a model behind its collections, as it was followed from one call of it."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -198,17 +198,25 @@ def _dense_input(path: str, old: Tensor, argument: fx.Node, key: str | None = No
             f"{path}: has float64 numbers above 2**24, such as {large[0].item()}: requests bring FP32, which rounds "
             "them: give integers, such as whole seconds, or the difference from a number that is near"
         )
-    dtype = InputDtype.FP32 if old.is_floating_point() else INPUT_DTYPES.get(_numpy_of(old.dtype))
+    dtype = InputDtype.FP32 if old.dtype in _FLOATS else _integers_of(old.dtype)
     if dtype is None:
-        takes = ", ".join(str(each) for each in INPUT_DTYPES if each != np.float32)
-        raise ModelError(f"{path}: expected floats, or one of {takes}, got {old.dtype}: give another")
+        takes = ", ".join(
+            str(each).removeprefix("torch.") for each in (*_FLOATS, *INPUT_DTYPES) if each != np.float32
+        )
+        raise ModelError(f"{path}: expected one of {takes}, got {old.dtype}: give another")
     rows = rows_read_by(argument) if dtype.is_integer else None
     return DenseInput(path, tuple(old.shape[1:]), dtype, rows, key)
 
 
-def _numpy_of(dtype: torch.dtype) -> np.dtype[Any]:
-    numpy: np.dtype[Any] = torch.zeros((), dtype=dtype).numpy().dtype
-    return numpy
+# What travels as FP32.
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _integers_of(dtype: torch.dtype) -> InputDtype | None:
+    """None: there is none, or numpy has no such dtype."""
+    with suppress(TypeError):
+        return INPUT_DTYPES.get(torch.zeros((), dtype=dtype).numpy().dtype)
+    return None
 
 
 def _inputs(signature: Signature, collections: Collections) -> dict[Input, Tensor]:

@@ -102,7 +102,7 @@ def _check_exact(of: DenseInput, array: Array, given: npt.ArrayLike) -> None:
         )
     if of.dtype is InputDtype.BOOL:
         return
-    if isinstance(given, Sequence) and any(isinstance(each, bool) for each in np.asarray(given, object).flat):
+    if isinstance(given, Sequence) and any(map(_is_boolean, np.asarray(given, object).flat)):
         raise InvalidRequest(
             f"dense input {of.name!r}: expected integers, which travel as {of.dtype.value}, got a boolean among them",
             Reason.DENSE,
@@ -113,6 +113,11 @@ def _check_exact(of: DenseInput, array: Array, given: npt.ArrayLike) -> None:
             raise InvalidRequest(
                 f"dense input {of.name!r}: expected integers that fit {of.dtype.value}, got {each}", Reason.DENSE
             )
+
+
+def _is_boolean(number: Any) -> bool:
+    """Of Python, numpy or torch."""
+    return isinstance(number, bool) or str(getattr(number, "dtype", "")).endswith("bool")
 
 
 def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:

@@ -263,6 +263,11 @@ class Scripted(_Model):
         return scores
 
 
+class TakesNumbers(_Model):
+    def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
+        return self.logits(ids) + kind.float()
+
+
 class TakesComplex(_Model):
     def forward(self, ids: KeyedJaggedTensor, kind: Tensor) -> Tensor:
         return self.logits(ids) + kind.real
@@ -277,6 +282,16 @@ class TakesComplex(_Model):
             TakesComplex,
             torch.rand(6, 1).to(torch.complex64),
             "kind: expected real numbers, which requests bring, got",
+        ),
+        (
+            TakesNumbers,
+            torch.ones(6, 1).to(torch.uint16),
+            "kind: expected one of float32, .* bool, got torch.uint16: give",
+        ),
+        (
+            TakesNumbers,
+            torch.ones(6, 1).to(torch.float8_e4m3fn),
+            "kind: expected one of float32, .*, got torch.float8_e4m3fn",
         ),
     ],
 )

@@ -95,6 +95,16 @@ def test_booleans_travel_as_they_are() -> None:
             [[2, 3], [False, 1]],
             "expected integers, which travel as INT64, got a boolean among them",
         ),
+        (
+            InputDtype.INT8,
+            [np.int16(3), np.True_],
+            "expected integers, which travel as INT8, got a boolean among them",
+        ),
+        (
+            InputDtype.INT8,
+            [torch.tensor(3), torch.tensor(True)],
+            "expected integers, which travel as INT8, got a bool",
+        ),
         (InputDtype.INT16, [2**15], "expected integers that fit INT16, got 32768"),
         (InputDtype.INT8, [-129], "expected integers that fit INT8, got -129"),
         (InputDtype.UINT8, torch.tensor([256]), "expected integers that fit UINT8, got 256"),
