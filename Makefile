@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 # What an environment has already: enough for the demo, and for development.
 DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.development
-# Three processes for each core: most of them wait, for a server or a disk. A file's tests stay together: they share what it sets up.
-PYTEST := $(BIN)/python -m pytest --numprocesses $(shell echo $$(( 3 * $$(nproc) ))) --dist loadfile --no-loadscope-reorder
+# Two processes for each core: half of them wait for a server. A file's tests stay together: they share what it sets up.
+PYTEST := $(BIN)/python -m pytest --numprocesses $(shell echo $$(( 2 * $$(nproc) ))) --dist loadfile --no-loadscope-reorder
 
 # One thread per process: a TBE call on CPU runs on one, and the machine is shared.
 export OMP_NUM_THREADS ?= 1
