@@ -18,6 +18,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from serving.errors import ConfigurationError
+
 # What a record may have beside its message. `event` names what happened in one word, or the line of Triton's code.
 _ABOUT = ("event", "host", "model", "version")
 _CONTROL = re.compile(r"\s*[\x00-\x1f\x7f-\x9f\u2028\u2029]+\s*")
@@ -38,6 +40,9 @@ def server_log(path: Path | None = None, form: LogFormat = LogFormat.TEXT, host:
         form: text, `TIME LEVEL SOURCE EVENT: MESSAGE`, or a JSON object with these, and `model`, `version` and `host`
             where the event is about one. Time is UTC, as in RFC 3339.
         host: the number of the host of a router whose server it is.
+
+    Raises:
+        ConfigurationError: the file cannot be made or written to.
     """
     log = logging.Logger("tbe-serve")
     handler = _Handler(_sink(path))
@@ -59,7 +64,10 @@ def _sink(path: Path | None) -> BinaryIO:
         except (AttributeError, OSError):  # another object is in its place, as in a notebook
             number = 2
         return open(number, "wb", buffering=0, closefd=False)
-    return open(path, "wb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
+    try:
+        return open(path, "wb", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: expected a file that a log can be written to: {error.strerror}") from error
 
 
 def one_line(text: str) -> str:

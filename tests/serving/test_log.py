@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from serving import log as module
+from serving.errors import ConfigurationError
 from serving.log import LogFormat, Sampled, about_model, close_log, server_log, triton_record
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
@@ -91,6 +92,13 @@ def test_what_happens_often_is_logged_now_and_then(monkeypatch: pytest.MonkeyPat
         f"500 since the last line, such as: 500 {'x' * 2}",
     ]
     assert max(map(len, said)) < 1100
+
+
+def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"absent/x\.log: expected a file that a log can be written to: No such"
+    ):
+        server_log(tmp_path / "absent" / "x.log")
 
 
 def test_a_reader_that_is_gone_harms_nobody(tmp_path: Path) -> None:
