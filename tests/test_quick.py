@@ -8,6 +8,7 @@ ROOT = Path(__file__).parent.parent
 FILES = {
     "test_plain.py": "def test_plain(): pass",
     "test_torch.py": "import torch\n\ndef test_with_torch(): pass",
+    "test_program.py": "import subprocess\n\nsubprocess.run(['python3', '--version'])\n\ndef test_behind(): pass",
     "test_within.py": """
 import subprocess, sys
 import pytest
@@ -36,7 +37,7 @@ def test_what_needs_torch_or_a_server_is_left_out(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     passed = {line.rpartition("::")[2] for line in done.stdout.splitlines() if line.startswith("PASSED")}
     assert passed == {"test_plain", "test_it_starts_another_program"}, done.stdout
-    assert " 2 passed, 6 skipped in " in done.stdout
+    assert " 2 passed, 7 skipped in " in done.stdout
 
 
 def test_no_conftest_imports_torch() -> None:
