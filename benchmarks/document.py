@@ -9,7 +9,7 @@ from typing import Any
 import jinja2
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from benchmarks import (
     beyond_memory,
@@ -132,13 +132,15 @@ def draw(got: dict[str, float]) -> Figure:
     figure.suptitle("p50 of a lookup in process, as one of four things grows", x=0.01, ha="left")
     for axes, (name, shown) in zip(figure.subplots(1, len(CURVES), sharey=True), CURVES.items(), strict=True):
         values, seconds = zip(*_points(got, name), strict=True)
-        axes.loglog(values, [1e3 * each for each in seconds], marker="o", color="#0072B2")
+        axes.loglog(values, [1e6 * each for each in seconds], marker="o", color="#0072B2")
         axes.set_xlabel(shown)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("p50 in ms")
-    figure.axes[0].yaxis.set_major_formatter("{x:g}")
+    figure.axes[0].set_ylabel("p50 in µs")
     return figure
 
 

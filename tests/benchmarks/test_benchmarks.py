@@ -86,8 +86,9 @@ def test_curves_are_labelled_once_and_in_plain_numbers() -> None:
     figure.canvas.draw()
     panels = figure.axes
     assert [axes.get_xlabel() for axes in panels] == list(document.CURVES.values())
-    assert [axes.get_ylabel() for axes in panels] == ["p50 in ms", "", "", ""]
+    assert [axes.get_ylabel() for axes in panels] == ["p50 in µs", "", "", ""]
     for axes in panels:
-        ticks = [label.get_text() for label in (*axes.get_xticklabels(), *panels[0].get_yticklabels())]
+        sides = [labels for which in ("major", "minor") for labels in panels[0].get_yticklabels(which=which)]
+        ticks = [label.get_text() for label in (*axes.get_xticklabels(), *sides)]
         assert any(ticks)
         assert not any("mathdefault" in tick for tick in ticks), ticks  # as powers of ten are
