@@ -1,6 +1,7 @@
 """The files of deltas: how one is written under a number that nobody else has, and what a host gets of it."""
 
 import fcntl
+import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.numpy import save
 
 from export.errors import PublishError
-from serving.bundle.delta import FORMAT, IDS, MOST_DELTAS, ROWS, Rows, delta_path, delta_signature, listed
+from serving.bundle.delta import (
+    FORMAT,
+    IDS,
+    MOST_DELTAS,
+    NO_SHA256,
+    ROWS,
+    Rows,
+    delta_path,
+    delta_signature,
+    listed,
+    sha256_text,
+)
 from serving.bundle.manifest import Manifest
 from serving.bundle.segments import segments_by_rank
 from serving.bundle.signature import delta_signature_of
@@ -78,10 +90,7 @@ class LineageFolder(NamedTuple):
             OSError: it cannot be written.
             ServerUnavailable: the store cannot be reached, or lets nobody write.
         """
-        tensors: dict[str, npt.NDArray[np.generic]] = {name + IDS: each.ids for name, each in stored.items()}
-        tensors |= {name + ROWS: each.rows for name, each in stored.items()}
-        metadata = {"format": FORMAT, "lineage": self.lineage, "sequence": f"{sequence}"}
-        content = save(tensors, metadata | {"written_at": f"{time.time()!r}"})
+        content = _content(stored, self.lineage, sequence)
         path = delta_path(self.path, sequence)
         signature = None if key is None else delta_signature(path, content)
         signed = b"" if key is None else delta_signature_of(path.name, content, key, self.model, self.lineage)
@@ -114,6 +123,16 @@ class LineageFolder(NamedTuple):
             yield
         finally:
             os.close(descriptor)
+
+
+def _content(stored: Mapping[str, Rows], lineage: str, sequence: int) -> bytes:
+    """The file of a delta, see `serving.bundle.delta`."""
+    tensors: dict[str, npt.NDArray[np.generic]] = {name + IDS: each.ids for name, each in stored.items()}
+    tensors |= {name + ROWS: each.rows for name, each in stored.items()}
+    said = {"format": FORMAT, "lineage": lineage, "sequence": f"{sequence}", "written_at": f"{time.time():.6f}"}
+    content = save(tensors, said | {"sha256": NO_SHA256})
+    digest = hashlib.sha256(content).hexdigest()
+    return content.replace(sha256_text(NO_SHA256), sha256_text(digest), 1)
 
 
 def own_rows(router: Manifest, stored: Mapping[str, Rows]) -> dict[str, Rows]:

@@ -11,7 +11,8 @@ repository `r` it is::
 A delta is a safetensors file (https://github.com/huggingface/safetensors, "Format"). For each table that changes it
 has two tensors: `TABLE/ids`, int64 [n], the row numbers, sorted, each once; and `TABLE/rows`, uint8 [n, row bytes],
 the whole rows as they are stored, see `serving.bundle.tables`. Its metadata are `format` ("1"), `lineage`, `sequence`
-(its number) and `written_at` (Unix time in seconds), all as text.
+(its number), `written_at` (Unix time in seconds) and `sha256`, all as text. `sha256` is the SHA-256 of the file as it
+is with 64 zeros in place of these hex digits: one bit that is another by now, and the delta is refused.
 
 Of a model on several hosts, the router and each host have deltas of their own, under the same numbers, with the rows
 and columns that they have. A delta may have no row at all.
@@ -39,6 +40,8 @@ from serving.errors import BundleError, shown
 from serving.files import UNREADABLE, Strict, json_tree, read_file
 
 FORMAT = "1"
+# Stands in a delta for its SHA-256 while that is computed.
+NO_SHA256 = "0" * 64
 # The names of the two tensors of a table.
 IDS, ROWS = "/ids", "/rows"
 _NAME = re.compile(r"[0-9]{12}\.safetensors")
@@ -105,6 +108,11 @@ def tables_in(tensors: Collection[str]) -> set[str] | None:
     return names if {*tensors} == {f"{name}{what}" for name in names for what in (IDS, ROWS)} else None
 
 
+def sha256_text(digest: str) -> bytes:
+    """How the SHA-256 of a delta stands in its header. Names hold no such text: their quotes are escaped."""
+    return f'"sha256":"{digest}"'.encode()
+
+
 def read_delta(path: Path, manifest: Manifest) -> bytes:
     """The bytes of a delta, no more than one of these tables can have.
 
@@ -131,7 +139,7 @@ class Rows(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """A delta: its number, when it was written in Unix time, changed rows by table, and the file's SHA-256 in hex."""
+    """A delta: its number, when it was written in Unix time, changed rows by table, and its `sha256`."""
 
     sequence: int
     written_at: float
@@ -143,7 +151,8 @@ class _Metadata(Strict, frozen=True):
     format: Literal["1"]
     lineage: str
     sequence: Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,11}$")]
-    written_at: str
+    written_at: Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,12}(\.[0-9]{1,9})?$")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Tensor(Strict, frozen=True):
@@ -163,24 +172,14 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
         sequence: the number that it has to have.
 
     Raises:
-        BundleError: it is no delta, or not that one; or a row does not fit its table. The message says what.
+        BundleError: it is no delta, or not that one; its bytes are others than those that were written; or a row does
+            not fit its table. The message says what.
     """
-    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
-    if len(content) < _LENGTH_BYTES or length > min(_MOST_HEADER_BYTES, len(content) - _LENGTH_BYTES):
-        raise BundleError(f"{path}: expected a delta, got {len(content)} bytes that are no safetensors: {_AGAIN}")
-    header, data = content[_LENGTH_BYTES : _LENGTH_BYTES + length], memoryview(content)[_LENGTH_BYTES + length :]
-    try:
-        json_tree(header)  # refuses a key that is there twice
-        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=_Metadata)
-        tensors = {name: msgspec.json.decode(each, type=_Tensor) for name, each in raw.items()}
-        written_at = float(metadata.written_at)
-    except (*UNREADABLE, ValueError) as error:
-        raise BundleError(f"{path}: expected the header of a delta: {error}: {_AGAIN}") from error
-    if (metadata.lineage, int(metadata.sequence)) != (lineage, sequence) or not math.isfinite(written_at):
+    metadata, tensors, data = _unpacked(path, content)
+    if (metadata.lineage, int(metadata.sequence)) != (lineage, sequence):
         raise BundleError(
             f"{path}: expected delta {sequence} of lineage {lineage}, got {metadata.sequence} of "
-            f"{metadata.lineage[:64]!r}, written at {metadata.written_at[:32]!r}: {_AGAIN}"
+            f"{metadata.lineage[:64]!r}: {_AGAIN}"
         )
     arrays = _arrays(path, tensors, data)
     tables = {table.name: table for table in manifest.tables}
@@ -195,7 +194,43 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
     for name, rows in found.items():
         if problem := _problem_of(rows, tables[name]):
             raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")
-    return Delta(sequence, written_at, found, hashlib.sha256(content).hexdigest())
+    return Delta(sequence, float(metadata.written_at), found, metadata.sha256)
+
+
+def delta_digest(path: Path, manifest: Manifest) -> str | None:
+    """`Delta.digest` of a file. None: it cannot be read, or its bytes are others than those that were written."""
+    try:
+        return _unpacked(path, read_delta(path, manifest))[0].sha256
+    except BundleError:
+        return None
+
+
+def _unpacked(path: Path, content: bytes) -> tuple[_Metadata, dict[str, _Tensor], memoryview]:
+    """What the header of a delta says, and the bytes behind it.
+
+    Raises:
+        BundleError: it is none, or its bytes are others than those that were written.
+    """
+    length = int.from_bytes(content[:_LENGTH_BYTES], "little")
+    if len(content) < _LENGTH_BYTES or length > min(_MOST_HEADER_BYTES, len(content) - _LENGTH_BYTES):
+        raise BundleError(f"{path}: expected a delta, got {len(content)} bytes that are no safetensors: {_AGAIN}")
+    header, data = content[_LENGTH_BYTES : _LENGTH_BYTES + length], memoryview(content)[_LENGTH_BYTES + length :]
+    try:
+        json_tree(header)  # refuses a key that is there twice
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=_Metadata)
+        tensors = {name: msgspec.json.decode(each, type=_Tensor) for name, each in raw.items()}
+    except (*UNREADABLE, ValueError) as error:
+        raise BundleError(f"{path}: expected the header of a delta: {error}: {_AGAIN}") from error
+    as_hashed = header.replace(sha256_text(metadata.sha256), sha256_text(NO_SHA256))
+    hashed = hashlib.sha256(content[:_LENGTH_BYTES] + as_hashed)
+    hashed.update(data)
+    if hashed.hexdigest() != metadata.sha256:
+        raise BundleError(
+            f"{path}: expected bytes of SHA-256 {metadata.sha256}, as it says, got {hashed.hexdigest()}: they were "
+            f"changed: bring it again, or {_AGAIN}"
+        )
+    return metadata, tensors, data
 
 
 _AGAIN = "remove it and all behind it, and publish what changed"

@@ -18,9 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from serving.bundle.delta import Delta, delta_path, delta_signature, listed, parse_delta, read_delta
+from serving.bundle.delta import Delta, delta_digest, delta_path, delta_signature, listed, parse_delta, read_delta
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import digest_file
 from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ServingError
@@ -212,7 +211,7 @@ class AppliedCopy:
         path = delta_path(self._folder, self._state.sequence)
         found = _identity(path)
         if found is not None and found != self._applied:
-            self._is_other = self._is_other or _digest_of(path) != digest
+            self._is_other = self._is_other or delta_digest(path, self._manifest) != digest
             self._applied = found
         if self._is_other or found is None:
             raise BundleError(f"{path}: was applied, and is gone or another by now: {_START_AGAIN}")
@@ -262,14 +261,6 @@ class AppliedCopy:
         """Make the next slice as long as `_SLICE_S`, at most twice as long as the last."""
         if rows >= self._rows:  # else it was the rest of a table
             self._rows = max(1, int(rows * min(2.0, _SLICE_S / max(took_s, 1e-9))))
-
-
-def _digest_of(path: Path) -> str:
-    """SHA-256, in hex, of a delta. Empty if it cannot be read."""
-    try:
-        return digest_file(path).sha256
-    except OSError:
-        return ""
 
 
 def _identity(path: Path) -> object:

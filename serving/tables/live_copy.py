@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.delta import delta_path, lineage_of
+from serving.bundle.delta import delta_digest, delta_path, lineage_of
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import digest_file
 from serving.bundle.plan import Shard
@@ -98,7 +98,7 @@ class LiveCopy:
         problems = []
         for folder, lacking in folders:
             path = folder / f"{LIVE_PREFIX}{server}-{digest[:32]}"
-            fill, find = partial(_fill, directory, manifest, about), partial(_find_left, path, about, end)
+            fill, find = partial(_fill, directory, manifest, about), partial(_find_left, path, about, manifest)
             try:
                 return cls(path, taken(path, end, fill, lacking, find))
             except OSError as error:
@@ -222,7 +222,7 @@ def _fill(directory: Path, manifest: Manifest, about: About, pages: mmap.mmap) -
     state.close()
 
 
-def _find_left(path: Path, about: About, size_bytes: int) -> bool:
+def _find_left(path: Path, about: About, manifest: Manifest) -> bool:
     """Put a copy that a killed server left in the place of one that is to be made. Others that nobody uses go.
 
     Only processes of the same user could write to it. It is taken if the deltas whose rows it has are those that are
@@ -238,7 +238,7 @@ def _find_left(path: Path, about: About, size_bytes: int) -> bool:
         with suppress(OSError):  # it is used, belongs to another user, or was just removed
             file = _locked_left(left)
             try:
-                if os.fstat(file).st_size == size_bytes and _goes_on(file, about):
+                if os.fstat(file).st_size == offsets_of(manifest)[""] and _goes_on(file, about, manifest):
                     left.rename(path)
                     return True
                 left.unlink()
@@ -265,7 +265,7 @@ def _left(folder: Path, digest: str) -> list[Path]:
     return [*folder.glob(f"{LIVE_PREFIX}*-{digest[:32]}")]
 
 
-def _goes_on(file: int, about: About) -> bool:
+def _goes_on(file: int, about: About, manifest: Manifest) -> bool:
     """Begin again with a copy that a killed server left, if it can be taken."""
     with mmap.mmap(file, HUGE_PAGE) as pages, closing(State(pages, file)) as state:
         try:
@@ -273,9 +273,9 @@ def _goes_on(file: int, about: About) -> bool:
             if state.about.deltas != about.deltas or (written and TrustedKeys.of_environment() is not None):
                 return False
             for sequence, digest in written.items():
-                if digest_file(delta_path(Path(about.deltas), sequence)).sha256 != digest:
+                if delta_digest(delta_path(Path(about.deltas), sequence), manifest) != digest:
                     return False
-        except (*UNREADABLE, ServingError, OSError):  # another version of this package wrote it; a delta is gone
+        except (*UNREADABLE, ServingError, OSError):  # another version of this package wrote it
             return False
         state.begin_again(about)
         return True

@@ -1,5 +1,6 @@
 """What is no delta is refused by name, whoever wrote it; safetensors' own library writes what is right."""
 
+import hashlib
 import json
 import os
 import struct
@@ -40,8 +41,14 @@ def tensors(**changed: Any) -> dict[str, Any]:
 
 
 def metadata(bundle: Bundle, **changed: str) -> dict[str, str]:
-    right = {"format": "1", "lineage": lineage_of(bundle.digest), "sequence": "7", "written_at": "1795600000.5"}
-    return right | changed
+    right = {"format": "1", "lineage": lineage_of(bundle.digest), "sequence": "7"}
+    return right | {"written_at": "1795600000.5", "sha256": "0" * 64} | changed
+
+
+def sealed(content: bytes, zeros: bytes = b"0" * 64) -> bytes:
+    """A file with the SHA-256 that its header says. It was written with zeros there."""
+    digest = hashlib.sha256(content).hexdigest().encode()
+    return content.replace(b'"sha256":"' + zeros, b'"sha256":"' + digest)
 
 
 def parse(bundle: Bundle, content: bytes) -> Any:
@@ -50,7 +57,7 @@ def parse(bundle: Bundle, content: bytes) -> Any:
 
 def test_what_safetensors_writes_is_read(bundle: Bundle) -> None:
     rows = np.arange(3 * (DIM + 4), dtype=np.uint8).reshape(3, DIM + 4)
-    delta = parse(bundle, save(tensors(**{"t/rows": rows}), metadata(bundle)))
+    delta = parse(bundle, sealed(save(tensors(**{"t/rows": rows}), metadata(bundle))))
     assert (delta.sequence, delta.written_at, [*delta.tables]) == (7, 1795600000.5, ["t"])
     np.testing.assert_array_equal(delta.tables["t"].ids, [1, 5, 99])
     np.testing.assert_array_equal(delta.tables["t"].rows, rows)
@@ -58,7 +65,7 @@ def test_what_safetensors_writes_is_read(bundle: Bundle) -> None:
 
 def test_a_delta_may_have_no_row(bundle: Bundle) -> None:
     """Of a host, in place of one that a killed writer left out."""
-    assert parse(bundle, save({}, metadata(bundle))).tables == {}
+    assert parse(bundle, sealed(save({}, metadata(bundle)))).tables == {}
 
 
 _NAN = np.zeros((3, DIM + 4), np.uint8)
@@ -104,7 +111,7 @@ def test_tensors_that_do_not_fit_are_named(what: str, bundle: Bundle) -> None:
     changed, said = WRONG_TENSORS[what]
     wrong = {name: each for name, each in tensors(**changed).items() if each is not None}
     with pytest.raises(BundleError, match=said):
-        parse(bundle, save(wrong, metadata(bundle)))
+        parse(bundle, sealed(save(wrong, metadata(bundle))))
 
 
 @pytest.mark.parametrize(
@@ -118,12 +125,14 @@ def test_tensors_that_do_not_fit_are_named(what: str, bundle: Bundle) -> None:
         {"sequence": "seven"},
         {"written_at": "nan"},
         {"written_at": "yesterday"},
+        {"written_at": "9" * 400},
+        {"sha256": "A" * 64},
         {"more": "x"},
     ],
 )
 def test_another_delta_or_format_is_named(changed: dict[str, str], bundle: Bundle) -> None:
     with pytest.raises(BundleError, match=r"expected (the header of a delta|delta 7 of lineage)"):
-        parse(bundle, save(tensors(), metadata(bundle, **changed)))
+        parse(bundle, sealed(save(tensors(), metadata(bundle, **changed))))
 
 
 def _edited(edit: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
@@ -133,8 +142,8 @@ def _edited(edit: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
         length = struct.unpack("<Q", content[:8])[0]
         header = json.loads(content[8 : 8 + length])
         edit(header)
-        text = json.dumps(header).encode()
-        return struct.pack("<Q", len(text)) + text + content[8 + length :]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        return sealed(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
     return change
 
@@ -144,8 +153,8 @@ WRONG_BYTES: dict[str, Callable[[bytes], bytes]] = {
     "half a length": lambda content: content[:4],
     "a length beyond the file": lambda content: struct.pack("<Q", 1 << 40) + content[8:],
     "no JSON": lambda content: content[:8] + b"}" + content[9:],
-    "a byte less": lambda content: content[:-1],
-    "a byte more": lambda content: content + b"\0",
+    "a byte less": lambda content: sealed(content[:-1]),
+    "a byte more": lambda content: sealed(content + b"\0"),
     "both at one place": _edited(
         lambda header: header["t/ids"].update(data_offsets=header["t/rows"]["data_offsets"])
     ),
@@ -154,8 +163,9 @@ WRONG_BYTES: dict[str, Callable[[bytes], bytes]] = {
     "negative offsets": _edited(lambda header: header["t/rows"].update(data_offsets=[-12, 24])),
     "a huge shape": _edited(lambda header: header["t/rows"].update(shape=[2**62, 4])),
     "no metadata": _edited(lambda header: header.pop("__metadata__")),
+    "no SHA-256": _edited(lambda header: header["__metadata__"].pop("sha256")),
     "an unknown key": _edited(lambda header: header["t/rows"].update(device="cpu")),
-    "a key twice": lambda content: content.replace(b'"t/ids":', b'"t/rows":'),
+    "a key twice": lambda content: sealed(content.replace(b'"t/ids":', b'"t/rows":')),
 }
 
 
@@ -168,14 +178,25 @@ def test_bytes_that_are_no_delta_are_named(what: str, bundle: Bundle) -> None:
         parse(bundle, changed)
 
 
+def test_every_bit_of_a_delta_is_checked(bundle: Bundle) -> None:
+    """A bit that a disk or a copy changed: in rows, it would be another number, which nobody could tell."""
+    content = sealed(save(tensors(), metadata(bundle)))
+    assert parse(bundle, content).digest.encode() in content
+    for at in range(len(content) * 8):
+        changed = bytearray(content)
+        changed[at // 8] ^= 1 << at % 8
+        with pytest.raises(BundleError, match=r"^d: expected"):
+            parse(bundle, bytes(changed))
+
+
 @given(data=st.data())
 def test_a_changed_byte_is_read_as_a_delta_or_refused(data: st.DataObject, bundle: Bundle) -> None:
-    """Nothing else is raised, and what is read fits the table."""
+    """Whoever makes its SHA-256 anew. Nothing else is raised, and what is read fits the table."""
     content = bytearray(save(tensors(), metadata(bundle)))
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
         content[at] = data.draw(st.integers(0, 255))
     try:
-        delta = parse(bundle, bytes(content))
+        delta = parse(bundle, sealed(bytes(content)))
     except BundleError:
         return
     for ids, rows in delta.tables.values():
