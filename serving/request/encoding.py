@@ -44,6 +44,8 @@ _ARRAYS = ("values", "lengths", "weights")
 # What has a length and can be gone through, but has no order of its own, or is no list of ids.
 _NO_LISTS = (str, bytes, Mapping, Set)
 _NUMBERS = (int, float, np.generic)
+# numpy makes 1 of one that is among integers.
+_BOOLEANS = frozenset((bool, np.bool_))
 
 
 def encode(features: Features, weighted: Collection[str] = (), once: Collection[str] = (), **options: Any) -> Tensors:
@@ -287,6 +289,8 @@ def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]], what: s
         raise InvalidRequest(
             f"{what} {name!r}: expected integers in 1 dimension, got {array.dtype} {list(array.shape)}"
         )
+    if isinstance(given, (list, tuple)) and not _BOOLEANS.isdisjoint(map(type, given)):
+        raise InvalidRequest(f"{what} {name!r}: expected integers, got a boolean among them")
     limits = np.iinfo(dtype)
     if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
         raise InvalidRequest(f"{what} {name!r}: expected numbers that fit {np.dtype(dtype)}")
