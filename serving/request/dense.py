@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason
+from serving.request.encoding import array_of
 from serving.request.schema import shortened
 from serving.request.tensors import Array, Dense, Lengths
 
@@ -55,7 +56,7 @@ def _encoded(of: DenseInput, given: npt.ArrayLike, lengths: Lengths | None) -> A
     try:
         if of.key is not None:
             given = _rows_of_bags(of, given, lengths)
-        array = np.asarray(given)
+        array = array_of(given)
     except (TypeError, ValueError, RuntimeError) as error:  # torch's are RuntimeErrors
         raise InvalidRequest(f"dense input {of.name!r}: expected numbers: {error}", Reason.DENSE) from error
     if array.dtype.kind not in "fiub":
@@ -74,7 +75,7 @@ def _rows_of_bags(of: DenseInput, given: Any, lengths: Lengths | None) -> Any:
     """What was given of an input with a row for each id, without its bags: [n, *shape]."""
     depth = len(of.shape)
     if not isinstance(given, Sequence):
-        given = np.asarray(given)
+        given = array_of(given)
         if given.ndim != 2 + depth:
             return given
     elif given and not any(np.ndim(each) > depth or not np.size(each) for each in given):

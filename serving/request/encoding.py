@@ -41,8 +41,8 @@ _FORMS = (
     '(values, lengths) or (values, lengths, weights), or {"values": …, "lengths": …, "weights": …}'
 )
 _ARRAYS = ("values", "lengths", "weights")
-# What has a length and can be gone through, but has no order of its own, or is no list of ids.
-_NO_LISTS = (str, bytes, Mapping, Set)
+# What has a length and can be gone through, but has no order of its own, is no list of ids, or has a mask.
+_NO_LISTS = (str, bytes, Mapping, Set, np.ma.MaskedArray)
 _NUMBERS = (int, float, np.generic)
 # numpy makes 1 of one that is among integers.
 _BOOLEANS = frozenset((bool, np.bool_))
@@ -115,6 +115,18 @@ def encode_rows(table: str, ids: npt.ArrayLike, *, weighted: bool) -> Tensors:
     values = _integers(table, ids, np.int64, "table")
     weights = np.ones(values.size, np.float32) if weighted else None
     return Tensors(None, values, np.array([values.size], np.int32), weights, outputs=(SEQUENCES,), tables=(table,))
+
+
+def array_of(given: Any) -> npt.NDArray[Any]:
+    """`given` as an array.
+
+    Raises:
+        TypeError: it is a masked array, of which numpy would give what is masked; or it is no array.
+        ValueError: its rows have different lengths.
+    """
+    if isinstance(given, np.ma.MaskedArray):
+        raise TypeError("a masked array: a request has no mask; fill it, or leave out what is masked")
+    return np.asarray(given)
 
 
 def decode(embeddings: Embeddings, dims: Mapping[str, int]) -> dict[str, Embeddings]:
@@ -268,7 +280,7 @@ def _of_arrays(name: str, values: Any, lengths: Any, *weights: Any) -> tuple[Ids
 def _floats(name: str, given: Any) -> Weights:
     """`given` as float32, of the same shape."""
     try:
-        return np.asarray(given, np.float32)
+        return array_of(given).astype(np.float32, copy=False)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"feature {name!r}: expected numbers as weights: {error}") from error
 
@@ -280,7 +292,7 @@ def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]], what: s
         InvalidRequest: the cast would change a number, because it is a fraction or does not fit.
     """
     try:
-        array = np.asarray(given)
+        array = array_of(given)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{what} {name!r}: expected integers: {error}") from error
     if array.size == 0:

@@ -12,6 +12,7 @@ from serving.request.dense import accept_dense, encode_dense
 
 LAST = 2**24
 PRICE = DenseInput("price", (1,))
+MASKED: Any = np.ma.masked_array([3, 5], [False, True])  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_booleans_travel_as_they_are() -> None:
         (InputDtype.INT64, np.ones(1, np.float32), "expected integers, which travel as INT64, got float32"),
         (InputDtype.INT32, torch.ones(1), "expected integers, which travel as INT32, got float32"),
         (InputDtype.INT32, [True], "expected integers, which travel as INT32, got bool"),
+        (InputDtype.INT32, MASKED, "expected numbers: a masked array"),
         (InputDtype.INT32, [2, True], "expected integers, which travel as INT32, got a boolean among them"),
         (
             InputDtype.INT64,

@@ -10,6 +10,7 @@ from torchrec import KeyedJaggedTensor
 from serving.errors import InvalidRequest
 from serving.request.encoding import decode, encode
 
+MASKED: Any = np.ma.masked_array([3, 5], [False, True])  # type: ignore[no-untyped-call]
 LISTS = {"a": [[3, 5], [], [1]], "b": [[2], [0], []]}
 VALUES, LENGTHS = [3, 5, 1, 2, 0], [2, 0, 1, 1, 1, 0]
 
@@ -142,6 +143,14 @@ FORMS = r"feature 'a': expected a list of bags, .* or arrays: the tuple \(values
         pytest.param({"a": [3, None]}, FORMS + "; got a list that mixes ids and bags", id="an id, then nothing"),
         pytest.param({"a": (3, 5)}, FORMS + "; got a tuple of 2", id="a tuple of ids"),
         pytest.param({"a": [1.5, 2]}, "feature 'a': expected integers", id="one-hot fractions"),
+        pytest.param({"a": MASKED}, "feature 'a': expected integers: a masked array", id="masked ids"),
+        pytest.param({"a": (MASKED, [1, 1])}, "feature 'a': expected integers: a masked array", id="masked values"),
+        pytest.param({"a": [MASKED]}, FORMS + "; got MaskedArray for a list", id="a masked bag"),
+        pytest.param(
+            {"a": ([1, 2], [1, 1], MASKED)},
+            "feature 'a': expected numbers as weights: a masked array",
+            id="masked weights",
+        ),
         pytest.param({"a": [1, True]}, "feature 'a': expected integers, got a boolean among them", id="a truth"),
         pytest.param({"a": [[2], [1, True]]}, "feature 'a': expected integers, got a boolean", id="a truth in a bag"),
         pytest.param({"a": [[2, np.False_]]}, "feature 'a': expected integers, got a boolean", id="a truth of numpy"),
