@@ -278,15 +278,15 @@ def _of_arrays(name: str, values: Any, lengths: Any, *weights: Any) -> tuple[Ids
 
 
 def _floats(name: str, given: Any) -> Weights:
-    """`given` as float32, of the same shape."""
+    """`given` as float32, of the same shape, without gaps."""
     try:
-        return array_of(given).astype(np.float32, copy=False)
+        return np.asarray(array_of(given), np.float32, order="C")
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"feature {name!r}: expected numbers as weights: {error}") from error
 
 
 def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]], what: str = "feature") -> Any:
-    """`given` as `dtype` [n]. `what` has the `name`, for errors.
+    """`given` as `dtype` [n], without gaps: FBGEMM reads on from the first. `what` has the `name`, for errors.
 
     Raises:
         InvalidRequest: the cast would change a number, because it is a fraction or does not fit.
@@ -306,4 +306,4 @@ def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]], what: s
     limits = np.iinfo(dtype)
     if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
         raise InvalidRequest(f"{what} {name!r}: expected numbers that fit {np.dtype(dtype)}")
-    return array.astype(dtype, copy=False)
+    return np.asarray(array, dtype, order="C")

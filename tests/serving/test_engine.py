@@ -145,6 +145,21 @@ def test_torchrec_s_own_quantized_module_answers_the_same(tmp_path: Path, dtype:
             np.testing.assert_array_equal(rows, expected)
 
 
+def test_arrays_with_gaps_are_read_as_they_are(repository: Path) -> None:
+    """FBGEMM reads ids and weights one behind the other, whatever lies between those that were given."""
+    engine = Engine.open(repository / "weighted" / "1")
+    keys = [feature for spec in SUM for feature in spec.features]
+    ids = torch.arange(4 * len(keys)) % 3
+    lengths = torch.full((2 * len(keys),), 2, dtype=torch.int32)
+    weights = torch.linspace(0.5, 2.0, len(ids))
+    expected = engine.lookup(KeyedJaggedTensor(keys, ids, weights=weights, lengths=lengths))
+    gaps = [torch.stack([each, each + 1], dim=1)[:, 0] for each in (ids, weights, lengths)]
+    assert not any(each.is_contiguous() for each in gaps)
+    found = engine.lookup(KeyedJaggedTensor(keys, gaps[0], weights=gaps[1], lengths=gaps[2]))
+    for feature, rows in expected.items():
+        np.testing.assert_array_equal(found[feature], rows)
+
+
 def test_weights_multiply_rows(repository: Path) -> None:
     bundle = repository / "weighted" / "1"
     random = np.random.default_rng(4)

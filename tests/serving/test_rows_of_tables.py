@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from export import export_model
 from serving.engine import Engine
@@ -27,6 +28,9 @@ def test_rows_are_those_of_the_table_however_it_is_pooled(kind: str, tmp_path: P
     (table,) = [each for name, each in module.state_dict().items() if name.endswith("item.weight")]
     for ids in ([], [5], np.arange(299, -1, -1), [7] * 40):
         np.testing.assert_array_equal(engine.rows("item", ids), table.numpy()[np.array(ids, np.int64)])
+    every = np.arange(300)
+    for gaps in (every[::3], every[::-1], np.repeat(every, 2).reshape(-1, 2).T[1], torch.from_numpy(every)[::3]):
+        np.testing.assert_array_equal(engine.rows("item", gaps), table.numpy()[np.asarray(gaps)])
     with pytest.raises(InvalidRequest, match="table 'recent': expected one of 'item'"):
         engine.rows("recent", [1])
     with pytest.raises(InvalidRequest, match="table 'item': expected integers in 1 dimension"):
