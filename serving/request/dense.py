@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.errors import InvalidRequest, Reason
-from serving.request.encoding import array_of
+from serving.request.encoding import array_of, has_boolean
 from serving.request.schema import shortened
 from serving.request.tensors import Array, Dense, Lengths
 
@@ -103,7 +103,7 @@ def _check_exact(of: DenseInput, array: Array, given: npt.ArrayLike) -> None:
         )
     if of.dtype is InputDtype.BOOL:
         return
-    if isinstance(given, Sequence) and any(map(_is_boolean, np.asarray(given, object).flat)):
+    if isinstance(given, Sequence) and has_boolean(np.asarray(given, object).ravel().tolist()):
         raise InvalidRequest(
             f"dense input {of.name!r}: expected integers, which travel as {of.dtype.value}, got a boolean among them",
             Reason.DENSE,
@@ -114,11 +114,6 @@ def _check_exact(of: DenseInput, array: Array, given: npt.ArrayLike) -> None:
             raise InvalidRequest(
                 f"dense input {of.name!r}: expected integers that fit {of.dtype.value}, got {each}", Reason.DENSE
             )
-
-
-def _is_boolean(number: Any) -> bool:
-    """Of Python, numpy or torch."""
-    return isinstance(number, bool) or str(getattr(number, "dtype", "")).endswith("bool")
 
 
 def _check_fits(name: str, array: Array, given: npt.ArrayLike) -> None:

@@ -44,8 +44,7 @@ _ARRAYS = ("values", "lengths", "weights")
 # What has a length and can be gone through, but has no order of its own, is no list of ids, or has a mask.
 _NO_LISTS = (str, bytes, Mapping, Set, np.ma.MaskedArray)
 _NUMBERS = (int, float, np.generic)
-# numpy makes 1 of one that is among integers.
-_BOOLEANS = frozenset((bool, np.bool_))
+_INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 
 
 def encode(features: Features, weighted: Collection[str] = (), once: Collection[str] = (), **options: Any) -> Tensors:
@@ -127,6 +126,13 @@ def array_of(given: Any) -> npt.NDArray[Any]:
     if isinstance(given, np.ma.MaskedArray):
         raise TypeError("a masked array: a request has no mask; fill it, or leave out what is masked")
     return np.asarray(given)
+
+
+def has_boolean(numbers: Sequence[Any]) -> bool:
+    """Whether one of them is a boolean of Python, numpy or torch. Among integers, numpy makes 1 of it."""
+    if {*map(type, numbers)} <= _INTEGERS:
+        return False
+    return any(isinstance(each, bool) or str(getattr(each, "dtype", "")).endswith("bool") for each in numbers)
 
 
 def decode(embeddings: Embeddings, dims: Mapping[str, int]) -> dict[str, Embeddings]:
@@ -293,15 +299,15 @@ def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]], what: s
     """
     try:
         array = array_of(given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, np.ma.MAError) as error:
         raise InvalidRequest(f"{what} {name!r}: expected integers: {error}") from error
     if array.size == 0:
         return np.zeros(0, dtype)
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InvalidRequest(
             f"{what} {name!r}: expected integers in 1 dimension, got {array.dtype} {list(array.shape)}"
         )
-    if isinstance(given, (list, tuple)) and not _BOOLEANS.isdisjoint(map(type, given)):
+    if isinstance(given, (list, tuple)) and has_boolean(given):
         raise InvalidRequest(f"{what} {name!r}: expected integers, got a boolean among them")
     limits = np.iinfo(dtype)
     if array.dtype != dtype and (int(array.min()) < limits.min or int(array.max()) > limits.max):
