@@ -12,10 +12,10 @@ from serving.bundle.opening import check_published
 from serving.bundle.plan import MOST_VERSION
 from serving.commands.connection import DEFAULT_URL, UrlOption
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
+from serving.model.config_file import Pins
 from serving.server import Control
 from serving.server.launch.private import Trust
 from serving.server.launch.run_file import RunFile, find_run_file
-from serving.server.models import Pins
 from serving.server.versions import switch
 from serving.terminal.app import out
 from serving.terminal.options import EVERY, as_given, by_name, shared_options

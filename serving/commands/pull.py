@@ -19,9 +19,8 @@ from serving.delta_store import DeltaStore, cache_of, store_of
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable, ServingError
 from serving.files import is_url, read_file, replacing
 from serving.log import server_log
-from serving.model.config_file import CONFIG, read_config
+from serving.model.config_file import CONFIG, Pins, read_config
 from serving.server.launch.operations import Condition
-from serving.server.models import Pins
 from serving.server.versions import said_versions
 from serving.store import Progress, Store, versions_in
 from serving.terminal.app import bytes_bar, out

@@ -21,6 +21,7 @@ from serving.commands.pull import mirror_of
 from serving.errors import ConfigurationError
 from serving.files import is_url, read_file
 from serving.log import LogFormat, server_log
+from serving.model.config_file import Pins
 from serving.server import (
     LOOPBACK,
     Access,
@@ -35,7 +36,6 @@ from serving.server import (
 )
 from serving.server.launch.private import Trust
 from serving.server.launch.process import SHM_BYTES
-from serving.server.models import Pins
 from serving.server.versions import ReleaseFile, read_releases, released_versions
 from serving.server.watch.release_follower import ReleaseFollower
 from serving.server.watch.supervisor import FleetSupervisor

@@ -1,7 +1,7 @@
-"""config.pbtxt of a served model: read, change and write it, through Triton's own protobuf."""
+"""The models of a repository; and config.pbtxt of one: read, change and write it, through Triton's own protobuf."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +11,8 @@ from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict, ParseDict
 from tritonclient.grpc import model_config_pb2
 
-from serving.bundle.manifest import Manifest
+from serving.bundle.manifest import MANIFEST, Manifest
+from serving.bundle.opening import check_published
 from serving.bundle.plan import IdDtype
 from serving.bundle.tables import OutputDtype
 from serving.errors import ConfigurationError
@@ -25,6 +26,34 @@ if TYPE_CHECKING:  # clients have no use for cryptography
 CONFIG = "config.pbtxt"
 # A parameter in the config of every model that tbe-export made.
 OURS = "contract"
+# The versions to serve, by model, whatever config.pbtxt says.
+Pins = Mapping[str, tuple[int, ...]]
+
+
+def find_models(repository: Path) -> tuple[str, ...]:
+    """The models of a repository that tbe-export made.
+
+    Raises:
+        ConfigurationError: there is no repository, or no exported model in it.
+    """
+    if not repository.is_dir():
+        raise ConfigurationError(f"{repository}: expected a model repository, found no folder: tbe-export makes one")
+    models = sorted({path.parent.parent.name for path in repository.glob(f"*/*/{MANIFEST}")})
+    if not models:
+        raise ConfigurationError(f"{repository}: expected models made by tbe-export, found none")
+    return tuple(models)
+
+
+def check_pins(repository: Path, models: Sequence[str], pins: Pins) -> None:
+    """Refuse pins that name a missing model or version.
+
+    Raises:
+        ConfigurationError: naming what is missing, and the models or versions that exist.
+    """
+    for model, pinned in pins.items():
+        if model not in models:
+            raise ConfigurationError(f"{repository}: expected one of the models {', '.join(models)}, got {model!r}")
+        check_published(repository / model, pinned)
 
 
 def read_config(model: Path, trusted: "TrustedKeys | None" = None) -> Any:

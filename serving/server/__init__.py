@@ -1,11 +1,11 @@
 """Run a tritonserver, switch the versions that it serves, and load models again when their processes die."""
 
+from serving.model.config_file import find_models
 from serving.server.launch.access import LOOPBACK, Access, ServerTls
 from serving.server.launch.ports import Ports
 from serving.server.launch.process import run_server
-from serving.server.launch.server import Server
+from serving.server.launch.server import ServedModel, Server
 from serving.server.local_hosts import LocalFleet, run_local_hosts
-from serving.server.models import ServedModel, find_models
 from serving.server.watch.supervisor import Supervisor
 from serving.triton.control import Control
 

@@ -13,13 +13,12 @@ from serving.bundle.plan import HostBundle, is_host_model, path_of
 from serving.bundle.signature import TrustedKeys
 from serving.errors import ConfigurationError
 from serving.log import LogFormat, close_log, server_log
-from serving.model.config_file import read_config
+from serving.model.config_file import Pins, check_pins, find_models, read_config
 from serving.server.launch.access import Access
 from serving.server.launch.ports import Ports
 from serving.server.launch.private import Trust
 from serving.server.launch.process import SHM_BYTES, run_server
 from serving.server.launch.server import Server
-from serving.server.models import Pins, check_pins, find_models
 from serving.server.versions import said_versions
 
 _FREE = Ports(grpc=0, http=0, operations=0)

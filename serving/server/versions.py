@@ -13,11 +13,10 @@ from serving.bundle.opening import open_bundle, versions
 from serving.bundle.release import Release, read_release, release_path
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError
-from serving.model.config_file import OURS, as_json, point_at, read_config, settings_of
+from serving.model.config_file import OURS, Pins, as_json, point_at, read_config, settings_of
 from serving.request.captured import WARM_UP, read_captured
 from serving.router.hosts_config import hosts_of
 from serving.server.launch.private import PrivateFolder
-from serving.server.models import Pins
 from serving.triton.control import Control
 
 # Seconds until a refused release is read again. It is two files, itself and its signature, and they may be changing.

@@ -12,9 +12,9 @@ import numpy as np
 
 from export import ExportConfig, WeightDtype, export_model
 from serving.client import LookupClient
+from serving.model.config_file import Pins
 from serving.server import find_models
 from serving.server.launch.private import Trust, private_folder
-from serving.server.models import Pins
 from tests.support.models import SUM, collection, float_tables
 
 EXACT = ExportConfig(dtype={"*": WeightDtype.FP32})

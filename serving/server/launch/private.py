@@ -24,10 +24,9 @@ from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TRUSTED_KEYS, TrustedKeys, signature_of
 from serving.errors import BundleError, ConfigurationError, TritonserverFailed
 from serving.files import Strict, locked_file, make_content, open_file, read_file, temporary_folder
-from serving.model.config_file import CONFIG, model_config, model_py, read_config, settings_of
+from serving.model.config_file import CONFIG, Pins, model_config, model_py, read_config, settings_of
 from serving.model.settings import ServingSettings
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP
-from serving.server.models import Pins
 
 _PREFIX = "tbe-serve-private-"
 _BLOCK_BYTES = 1 << 20

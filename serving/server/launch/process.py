@@ -14,6 +14,7 @@ from serving.bundle.delta import deltas_folder
 from serving.delta_store import store_of
 from serving.errors import ConfigurationError
 from serving.log import close_log, server_log
+from serving.model.config_file import Pins, check_pins, find_models
 from serving.server.launch.access import Access
 from serving.server.launch.child import Launch, signals_deferred
 from serving.server.launch.live import LiveCopies
@@ -24,7 +25,6 @@ from serving.server.launch.ready import CONTROL_TIMEOUT_S, make_ready
 from serving.server.launch.run_file import KeptRunFile, RunFile
 from serving.server.launch.server import Server
 from serving.server.launch.shared_memory import region_prefix
-from serving.server.models import Pins, check_pins, find_models
 from serving.tables.shared_copy import remove_unused_copies
 from serving.triton.command_line import erase_from_command_line, exit_timeout_of, model_options, serving_options
 from serving.triton.control import metrics_page

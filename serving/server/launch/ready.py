@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from serving.errors import ServingError, TritonserverFailed
-from serving.server.launch.server import Server
+from serving.model.config_file import Pins
+from serving.server.launch.server import ServedModel, Server
 from serving.server.launch.shared_memory import is_open
-from serving.server.models import Pins, ServedModel
 from serving.server.versions import switch
 from serving.triton.command_line import erase_from_command_line, model_options
 from serving.triton.control import UNIX

@@ -14,8 +14,15 @@ from serving.server.launch.operations import Condition
 from serving.server.launch.private import PrivateFolder
 from serving.server.launch.run_file import KeptRunFile, Recovery, RunFile
 from serving.server.launch.shared_memory import remove_regions
-from serving.server.models import ServedModel
 from serving.triton.control import UNIX, Control
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is ready, and its ready versions."""
+
+    name: str
+    versions: tuple[int, ...]
 
 
 @dataclass(kw_only=True, slots=True)

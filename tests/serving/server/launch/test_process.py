@@ -27,7 +27,7 @@ from serving.errors import (
 from serving.server import Ports, Server, run_server
 from serving.server.launch import ready
 from serving.server.launch.process import expect_not_hidden
-from serving.server.models import ServedModel
+from serving.server.launch.server import ServedModel
 from tests.support.models import SUM, collection
 from tests.support.often import one_in
 from tests.support.servers import (
