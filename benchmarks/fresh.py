@@ -24,9 +24,10 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.measure import Result, ratio, ratio_of
-from export import ExportConfig, WeightDtype, export_model, publish_delta
+from export import ExportConfig, WeightDtype, export_model, publish_delta, squash
 from export.trained.checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
+from serving.bundle.lineage import deltas_folder
 from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
@@ -63,9 +64,20 @@ def run(folder: Path) -> Iterator[Result]:
         yield from _memory(server, before)
     for _ in range(FILES):
         deltas.publish(CHANGED)
-    started = time.monotonic()
+    yield Result(f"delta_start_beside_{FILES}_files_s", _start_s(repository, folder))
+    began = time.monotonic()
+    squash(repository, NAME)
+    yield Result(f"delta_squash_of_{FILES}_files_s", time.monotonic() - began)
+    yield Result("delta_start_squashed_s", _start_s(repository, folder))
+    for path in deltas_folder(repository).rglob("*.safetensors"):
+        path.unlink()
+    yield Result("delta_start_without_s", _start_s(repository, folder))
+
+
+def _start_s(repository: Path, folder: Path) -> float:
+    began = time.monotonic()
     with run_server(repository, _FREE, log=folder / "log"):
-        yield Result(f"delta_start_beside_{FILES}_files_s", time.monotonic() - started)
+        return time.monotonic() - began
 
 
 def _through_a_store(repository: Path, folder: Path) -> Iterator[Result]:

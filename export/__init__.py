@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from export.next_version import compact, export_next
     from export.pipeline import export_model
     from export.plan.sharding import Sharding
-    from export.publish.changes import publish_changes
+    from export.publish.changes import publish_changes, squash
     from export.publish.delta import publish_delta
     from export.publish.push import staged
     from export.publish.trainer import follow
@@ -38,6 +38,7 @@ __all__ = [
     "follow",
     "publish_changes",
     "publish_delta",
+    "squash",
     "staged",
 ]
 
@@ -61,6 +62,7 @@ _HOMES = {
     "follow": "export.publish.trainer",
     "publish_changes": "export.publish.changes",
     "publish_delta": "export.publish.delta",
+    "squash": "export.publish.changes",
     "staged": "export.publish.push",
 }
 

@@ -1,7 +1,7 @@
 """The command `tbe-export`."""
 
 from export.commands.compare import compare
-from export.commands.delta import compact, delta
+from export.commands.delta import compact, delta, squash
 from export.commands.manifests import manifests
 from export.commands.model import complete, model, plan
 from export.commands.versions import inspect, prune, push, release, verify
@@ -14,7 +14,21 @@ class _Command(Command):
 
 
 app = new_app("tbe-export", "Export the embedding tables of a trained TorchRec model as a bundle that Triton serves.")
-for command in (model, complete, plan, inspect, verify, compare, push, release, prune, delta, compact, manifests):
+for command in (
+    model,
+    complete,
+    plan,
+    inspect,
+    verify,
+    compare,
+    push,
+    release,
+    prune,
+    delta,
+    squash,
+    compact,
+    manifests,
+):
     app.command(cls=_Command)(command)
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from export.errors import PublishError
 from export.parity.verify import verify
 from export.pipeline import export_model
 from export.publish.changes import deltas_of, difference
-from export.publish.delta import Lineage
 from export.publish.draft import Draft, draft, next_version
+from export.publish.lineage import Lineage
 from export.trained.checkpoint import WeightSource
 from serving.bundle.delta import Delta
 from serving.bundle.manifest import (
@@ -31,7 +31,7 @@ from serving.bundle.manifest import (
 )
 from serving.bundle.opening import Bundle, check_digest, digest_file, open_bundle, weights_path
 from serving.bundle.plan import HostBundle
-from serving.bundle.signature import TrustedKeys, read_signing_key
+from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
 from serving.errors import ConfigurationError
 from serving.files import temporary_folder
 
@@ -80,11 +80,7 @@ def compact(
         PublishError: there is no delta, one is missing, or the disk is full.
         ParityError: what was written does not answer as it should.
     """
-    key = None if signing_key is None else read_signing_key(signing_key)
-    # Else a signature would make good what nobody signed.
-    trusted = None if key is None or signing_key is None else TrustedKeys(signing_key, (key.public_key(),))
-    if trusted_keys is not None:
-        trusted = TrustedKeys.read(trusted_keys)
+    key, trusted = keys_of(signing_key, trusted_keys)
     lineage = Lineage.of(Path(repository), model, version, deltas, trusted)
     bundle, folder = lineage.bundle, lineage.folder
     newest = folder.newest

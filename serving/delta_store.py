@@ -8,7 +8,7 @@ the store, or replaced there, is removed or replaced here, too: one is known by 
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.pool import ThreadPool
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from serving.bundle.delta import delta_path, lineage_of, listed
+from serving.bundle.lineage import Step, delta_path, lineage_of, next_step, reached, step_of, steps_in
 from serving.bundle.opening import open_bundle, versions
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
 from serving.files import is_url, replacing
 from serving.model.config_file import OURS, read_config, settings_of
 from serving.store import Store
 
-_NAME = re.compile(r"([0-9]{12})\.([0-9a-f]{16}\.sig|safetensors)")
+_NAME = re.compile(r"([0-9]{12})(\.since-[0-9]{1,12})?\.([0-9a-f]{16}\.sig|safetensors)")
 # Its time is when all was here last that the store had of a lineage.
 _READ = ".read"
 # Files that are brought at once, and bytes of one that are written at once.
@@ -72,8 +72,12 @@ class DeltaStore(Store):
                 Path(url.removeprefix("file://")).mkdir(exist_ok=True)
         super().__init__(url)
 
-    def bring(self, model: str, lineage: str, after: int) -> set[str]:
+    def bring(self, model: str, lineage: str, after: int, *, each: bool = False) -> set[str]:
         """Make the deltas of a lineage behind the number `after` what they are in the store.
+
+        Args:
+            model, lineage, after: which.
+            each: bring those, too, in whose place squashed ones can be applied.
 
         Returns:
             The names of the files that were brought or removed.
@@ -90,7 +94,8 @@ class DeltaStore(Store):
             there = self._listed(model, lineage, after)
             for name in here.keys() - there.keys():
                 (folder / name).unlink(missing_ok=True)
-            new = sorted(name for name, seen in there.items() if here.get(name) != seen)
+            needed = there if each else _needed(there, after)
+            new = sorted(name for name in needed if here.get(name) != there[name])
             folder.mkdir(parents=True, exist_ok=True)
             for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
                 self._fetch(folder, {name: there[name] for name in new if name.endswith(end)})
@@ -113,18 +118,23 @@ class DeltaStore(Store):
             return (self.folder / lineage.model / lineage.name / _READ).stat().st_mtime
         return None
 
-    def refresh(self, lineage: LiveLineage) -> None:
+    def refresh(self, lineage: LiveLineage, *, each: bool = False) -> None:
         """Bring what is missing of a lineage. Nothing is asked of deltas that are here but the last.
+
+        Args:
+            lineage: which.
+            each: as for `bring`.
 
         Raises:
             As `bring`.
         """
         folder = self.folder / lineage.model / lineage.name
         with _writing(folder):
-            last = _last_without_gap(folder, lineage.since)
-        changed = self.bring(lineage.model, lineage.name, max(last - 1, lineage.since))
-        if last > lineage.since and delta_path(folder, last).name in changed:  # then those before it may be others
-            self.bring(lineage.model, lineage.name, lineage.since)
+            last = reached(steps_in(folder), lineage.since)
+        changed = self.bring(lineage.model, lineage.name, max(last - 1, lineage.since), each=each)
+        # Is the last another, those before it may be, too.
+        if last > lineage.since and any(int(name[:12]) == last for name in changed):
+            self.bring(lineage.model, lineage.name, lineage.since, each=each)
 
     def refresh_all(self, model: Path) -> None:
         """Bring what is missing of the lineages of a model, by its folder in a repository.
@@ -164,11 +174,34 @@ class DeltaStore(Store):
                             self._obstore.delete(self._store, f"{model}/{lineage}/{each.name}")
                     return False
         with suppress(ServerUnavailable):  # it is published. What is not here will be brought
-            there = self._listed(model, lineage, int(path.stem) - 1)
+            there = self._listed(model, lineage, int(path.name[:12]) - 1)
             for each, found in files:
                 if each.name in there:  # else somebody has just removed it
                     _put(each, [found], there[each.name])
         return True
+
+    def steps(self, model: str, lineage: str) -> list[Step]:
+        """The deltas of a lineage that the store has, in order.
+
+        Raises:
+            ServerUnavailable: the store cannot be reached, or lets nobody read.
+        """
+        return sorted(filter(None, map(step_of, self._listed(model, lineage, 0))))
+
+    def remove(self, model: str, lineage: str, steps: Collection[Step]) -> None:
+        """Remove deltas and their signatures, here and in the store.
+
+        Raises:
+            ServerUnavailable: the store cannot be reached, or lets nobody remove.
+            ConfigurationError: the folder cannot be written to.
+        """
+        stems = {delta_path(Path(), *step).stem for step in steps}
+        names = [name for name in self._listed(model, lineage, 0) if _NAME.sub(r"\1\2", name) in stems]
+        for name in sorted(names, key=lambda each: each.endswith(".sig")):  # signatures last
+            with self._asking(f"{model}/{lineage}/{name}"):
+                self._obstore.delete(self._store, f"{model}/{lineage}/{name}")
+            with _writing(self.folder):
+                (self.folder / model / lineage / name).unlink(missing_ok=True)
 
     def _listed(self, model: str, lineage: str, after: int) -> dict[str, _Seen]:
         """The files of the deltas of a lineage behind a number, by name."""
@@ -178,7 +211,7 @@ class DeltaStore(Store):
             last = delta_path(Path(prefix), after).as_posix()
             for each in (each for part in self._obstore.list(self._small, prefix, offset=last) for each in part):
                 name = each["path"].rpartition("/")[2]
-                if each["path"] == f"{prefix}/{name}" and _NAME.fullmatch(name):
+                if each["path"] == f"{prefix}/{name}" and _NAME.fullmatch(name) and int(name[:12]) > after:
                     tag = zlib.crc32(str(each["e_tag"]).encode()) % 1_000_000
                     seconds = int(each["last_modified"].timestamp())
                     found[name] = _Seen(each["size"], seconds * 1_000_000 + tag)
@@ -252,12 +285,18 @@ def _lineage(version: Path) -> tuple[str, int]:
     return lineage_of(bundle.digest, bundle.manifest.compacted), bundle.manifest.sequence
 
 
-def _last_without_gap(folder: Path, since: int) -> int:
-    numbers = {number for number in listed(folder) if number > since}
-    last = since
-    while last + 1 in numbers:
-        last += 1
-    return last
+def _needed(there: Collection[str], after: int) -> list[str]:
+    """The files of a lineage that bring rows from the delta `after`, or the next, as far as all do.
+
+    Of squashed deltas that is the one file which goes furthest. What a running server has applied, it does not need.
+    """
+    first = next_step(filter(None, map(step_of, there)), after).sequence
+    applied = delta_path(Path(), after + 1).name
+    return [
+        name
+        for name in there
+        if int(name[:12]) >= first and not (".since-" in name and int(name[:12]) == after + 1 and applied in there)
+    ]
 
 
 def _names(folder: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`tbe-export delta` and `compact`: rows that changed since a version was exported, and a version that has them."""
+"""`tbe-export delta`, `squash` and `compact`: rows that changed since an export, in one file, and in a version."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,14 @@ from serving.terminal.options import real
 ModelArgument = Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")]
 VersionOption = Annotated[
     int | None, typer.Option(min=1, max=2**63 - 1, help="The version whose rows change. Default: the newest.")
+]
+
+TrustedKeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="PEM file with Ed25519 public keys: one must have signed the version and each delta. Default: that of "
+        "--signing-key."
+    ),
 ]
 
 
@@ -69,12 +77,39 @@ def delta(
             out.print(f"{model}: no row differs: nothing is published", soft_wrap=True)
             return
         found = changes
-    path = (
-        found.path if deltas is None or not is_url(deltas) else "/".join((deltas.rstrip("/"), *found.path.parts[-3:]))
+    out.print(
+        f"{_shown(found.path, deltas)}: {found.rows:,} rows, delta {found.sequence} of version {found.version}",
+        soft_wrap=True,
     )
-    out.print(f"{path}: {found.rows:,} rows, delta {found.sequence} of version {found.version}", soft_wrap=True)
     if settings_of(read_config(model)).weights_memory != "live":
         out.print(f"no server applies it: `tbe-serve configure {model} --weights-memory live`", soft_wrap=True)
+
+
+def squash(
+    model: ModelArgument,
+    version: VersionOption = None,
+    until: Annotated[
+        int | None, typer.Option(min=1, help="The last delta that is squashed. Default: the newest.")
+    ] = None,
+    deltas: DeltasOption = None,
+    signing_key: SigningKeyOption = None,
+    trusted_keys: TrustedKeysOption = None,
+) -> None:
+    """Publish the deltas of a version as one, which a server that starts applies in their place."""
+    check_pins()
+    from export.publish.changes import squash as publish
+
+    found = publish(
+        model.absolute().parent,
+        model.absolute().name,
+        version=version,
+        until=until,
+        deltas=deltas,
+        signing_key=signing_key,
+        trusted_keys=trusted_keys,
+    )
+    said = f"deltas up to {found.sequence} of version {found.version}, as one"
+    out.print(f"{_shown(found.path, deltas)}: {found.rows:,} rows, {said}", soft_wrap=True)
 
 
 def compact(
@@ -88,13 +123,7 @@ def compact(
     ] = None,
     deltas: DeltasOption = None,
     signing_key: SigningKeyOption = None,
-    trusted_keys: Annotated[
-        Path | None,
-        typer.Option(
-            help="PEM file with Ed25519 public keys: one must have signed the version and each delta. Default: that "
-            "of --signing-key."
-        ),
-    ] = None,
+    trusted_keys: TrustedKeysOption = None,
 ) -> None:
     """Publish a version and its deltas as the next version: a server that starts has less to apply."""
     check_pins()
@@ -115,6 +144,11 @@ def compact(
     goes_on = found.manifest.compacted
     then = f"delta {goes_on.sequence + 1} is next" if goes_on else "it begins a lineage of its own"
     out.print(f"{found.path}: {found.manifest.notes[-1]}; {then}", soft_wrap=True)
+
+
+def _shown(path: Path, deltas: str | None) -> str:
+    """Where a delta is, as a reader can find it: in the store, if that has it."""
+    return str(path) if deltas is None or not is_url(deltas) else "/".join((deltas.rstrip("/"), *path.parts[-3:]))
 
 
 def _limit(text: str) -> tuple[str, float]:

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from export.plan.report import PlanReport, Transfer
 from export.values import size_text
-from serving.bundle.delta import delta_path, deltas_folder, lineage_of, listed
 from serving.bundle.id_maps import IdMap
+from serving.bundle.lineage import delta_path, deltas_folder, lineage_of, steps_in
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.opening import Bundle
 from serving.bundle.plan import ROUTER
@@ -234,9 +234,9 @@ def show_deltas(bundle: Bundle) -> None:
     folder = deltas_folder(model.parent) / model.name / lineage_of(bundle.digest, manifest.compacted)
     if manifest.compacted is not None:
         out.print(f"compacted: has deltas up to {manifest.sequence} of lineage {folder.name}")
-    if numbers := [number for number in listed(folder) if number > manifest.sequence]:
-        size = sum(delta_path(folder, number).stat().st_size for number in numbers)
-        out.print(f"deltas: {len(numbers)}, up to {numbers[-1]}, {size_text(size)}, in {folder}", soft_wrap=True)
+    if steps := [step for step in steps_in(folder) if step.sequence > manifest.sequence]:
+        size = size_text(sum(delta_path(folder, *step).stat().st_size for step in steps))
+        out.print(f"deltas: {len(steps)}, up to {steps[-1].sequence}, {size}, in {folder}", soft_wrap=True)
 
 
 def show_verification(verification: "Verification") -> None:

@@ -23,10 +23,11 @@ from export.plan.report import report_plan
 from export.plan.sharding import Sharding
 from export.publish.published import bundle_of
 from export.publish.published import prune as prune_versions
+from export.publish.published import prune_squashed as prune_squashed_deltas
 from export.publish.published import release as write_release
 from export.publish.push import push as push_model
 from export.publish.push import repository_at
-from serving.bundle.delta import deltas_folder
+from serving.bundle.lineage import deltas_folder
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import open_bundle
 from serving.bundle.release import release_path
@@ -165,6 +166,9 @@ def prune(
     keep: Annotated[int, typer.Option(help="How many of the newest versions stay, whatever happens.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     deltas: DeltasOption = None,
+    squashed: Annotated[
+        bool, typer.Option("--squashed", help="Also remove deltas that every version can take squashed.")
+    ] = False,
 ) -> None:
     """Remove old versions of a model, and their deltas.
 
@@ -172,9 +176,13 @@ def prune(
     """
     takes_deltas = settings_of(read_config(model)).weights_memory == "live"
     if takes_deltas and deltas is None and not (deltas_folder(model.parent) / model.name).exists():
-        complain("tbe-export", f"{model}: its deltas are not beside the repository, and stay: --deltas FOLDER")
+        complain("tbe-export", f"{model}: its deltas are not beside the repository, and stay: --deltas")
     for fate in prune_versions(model, keep, dry_run=dry_run, deltas=deltas):
         removed = "would be removed" if dry_run else "removed"
         if fate.deltas:
             removed += f", and {fate.deltas:,} {'delta' if fate.deltas == 1 else 'deltas'} that no version needs"
         out.print(f"{model / str(fate.version)}: {fate.kept or removed}", soft_wrap=True)
+    if squashed:
+        count = prune_squashed_deltas(model, dry_run=dry_run, deltas=deltas)
+        removed = "would be removed" if dry_run else "removed"
+        out.print(f"{model}: {count:,} deltas that are squashed: {removed}", soft_wrap=True)

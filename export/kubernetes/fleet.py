@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from export.kubernetes.names import check_names, host_name, kubernetes_name
-from serving.bundle.delta import deltas_url
+from serving.bundle.lineage import deltas_url
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, open_bundle, open_host
 from serving.bundle.signature import TrustedKeys

@@ -1,4 +1,4 @@
-"""Publish the rows of a trained module that are stored otherwise by now: what changed since the last delta."""
+"""Publish the rows of a trained module that are stored otherwise by now; and several deltas as one."""
 
 import math
 from collections import Counter
@@ -10,14 +10,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.publish.delta import Lineage, PublishedDelta, check_limits, check_takes, quantized
+from export.errors import PublishError
+from export.publish.delta import check_limits, check_takes, quantized
+from export.publish.lineage import Lineage, PublishedDelta
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.delta import Delta, Rows, delta_path, delta_signature, parse_delta, read_delta
+from serving.bundle.delta import Delta, Rows, parse_delta, read_delta
+from serving.bundle.lineage import Step, delta_path, delta_signature, next_step, reached, steps_in
 from serving.bundle.opening import Bundle, weights_path
 from serving.bundle.plan import Shard
 from serving.bundle.segments import segments_by_rank
-from serving.bundle.signature import TrustedKeys, read_signing_key
+from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
 
@@ -95,28 +98,91 @@ def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys |
         PublishError: one is missing.
     """
     manifest, folder = lineage.bundle.manifest, lineage.folder
-    for sequence in range(folder.since + 1, (folder.newest if until is None else until) + 1):
-        path = delta_path(folder.path, sequence)
+    last = folder.newest if until is None else until
+    steps, at = steps_in(folder.path), folder.since
+    if (whole := reached([step for step in steps if step.sequence <= last], at)) < last:
+        others = "".join(f", or {step.sequence}" for step in steps if step.since <= whole < last < step.sequence)
+        raise PublishError(
+            f"{delta_path(folder.path, whole + 1)}: is missing: bring it back. Without it, rows are known as they "
+            f"are after delta {whole}{others}"
+        )
+    squashed = [step for step in steps if step.is_squashed]
+    while at < last:
+        step = next_step(squashed, at, last)
+        path = delta_path(folder.path, *step)
         content = read_delta(path, manifest)
         if trusted is not None:
             trusted.check_delta(path, content, delta_signature(path, content), folder.model, lineage.name)
-        yield parse_delta(path, content, manifest, lineage.name, sequence)
+        yield parse_delta(path, content, manifest, lineage.name, step)
+        at = step.sequence
 
 
-def changed_rows(lineage: Lineage, until: int | None = None) -> dict[str, Rows]:
-    """The rows that `deltas_of` a lineage change, by table: each as it is in the last that has it.
+def squashed_deltas(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Delta | None:
+    """What `deltas_of` a lineage come to: each row as it is in the last that has it. None: there is no delta.
 
     No more than about twice as many rows are in memory.
     """
     changed: dict[str, list[Rows]] = {}
     more: Counter[str] = Counter()  # rows behind the first part of a table
-    for delta in deltas_of(lineage, until):
+    delta = None
+    for delta in deltas_of(lineage, until, trusted):
         for name, rows in delta.tables.items():
             changed.setdefault(name, []).append(rows)
             more[name] += len(rows.ids)
             if more[name] > max(_LEAST_ROWS, len(changed[name][0].ids)):
                 changed[name], more[name] = [_last_of_each(changed[name])], 0
-    return {name: _last_of_each(each) for name, each in changed.items()}
+    return delta and delta._replace(tables={name: _last_of_each(each) for name, each in changed.items()})
+
+
+def squash(
+    repository: Path | str,
+    model: str,
+    *,
+    version: int | None = None,
+    until: int | None = None,
+    deltas: Path | str | None = None,
+    signing_key: Path | None = None,
+    trusted_keys: Path | None = None,
+) -> PublishedDelta:
+    """Publish the deltas of a version as one, with each row as it is in the last that has it.
+
+    A server that starts applies it in their place. They stay, for rows to be rolled back, until they are pruned.
+
+    Args:
+        until: the last delta that is squashed; the newest where None.
+        trusted_keys: as `compact` takes it.
+        repository, model, version, deltas, signing_key: as `publish_delta`.
+
+    Returns:
+        What was published, or is there already. Of a model on hosts, `rows` are those of all files.
+
+    Raises:
+        BundleError: the version, or a delta, cannot be read, or is not signed.
+        ConfigurationError: there is no such delta, or a key cannot be read.
+        PublishError: there are no two deltas, one is missing, or the folder cannot be written to.
+        ServerUnavailable: the store cannot be reached, or lets nobody write.
+    """
+    key, trusted = keys_of(signing_key, trusted_keys)
+    lineage = Lineage.of(Path(repository), model, version, deltas, trusted)
+    since, newest = lineage.folder.since, lineage.folder.newest
+    step = Step(newest if until is None else until, since)
+    if not since <= step.sequence <= newest:
+        raise ConfigurationError(
+            f"until: expected a delta of {lineage.bundle.path}, {since + 1} to {newest}, got {until}"
+        )
+    if not step.is_squashed:
+        raise PublishError(
+            f"{lineage.folder.path}: expected two deltas or more behind {since}, got {step.sequence - since}"
+        )
+    rows = 0
+    for part in (lineage, *(lineage.of_host(host, trusted) for host in lineage.bundle.manifest.hosts)):
+        squashed = squashed_deltas(part, step.sequence, trusted)
+        assert squashed is not None  # noqa: S101  there are two
+        with part.writing():
+            part.folder.write_squashed(step, squashed, key)
+        rows += sum(len(each.ids) for each in squashed.tables.values())
+    path = delta_path(lineage.folder.path, *step)
+    return PublishedDelta(path, step.sequence, int(lineage.bundle.path.name), rows)
 
 
 class StoredRows:
@@ -124,7 +190,7 @@ class StoredRows:
 
     Args:
         bundle: the bundle.
-        changed: as `changed_rows`.
+        changed: these rows, by table.
     """
 
     def __init__(self, bundle: Bundle, changed: Mapping[str, Rows] = MappingProxyType({})) -> None:
@@ -162,7 +228,7 @@ class _RouterRows(StoredRows):
     """The rows of a router's tables: those of its own rank, and those of its hosts, with the deltas of each."""
 
     def __init__(self, lineage: Lineage, until: int | None) -> None:
-        super().__init__(lineage.bundle, changed_rows(lineage, until))
+        super().__init__(lineage.bundle, _changed_rows(lineage, until))
         router = lineage.bundle.manifest
         segments = segments_by_rank(router)
         self._of_hosts: dict[Shard, tuple[StoredRows, Table]] = {}
@@ -188,7 +254,12 @@ def stored_rows(lineage: Lineage, until: int | None = None) -> StoredRows:
         PublishError: a delta is missing.
     """
     bundle = lineage.bundle
-    return _RouterRows(lineage, until) if bundle.manifest.hosts else StoredRows(bundle, changed_rows(lineage, until))
+    return _RouterRows(lineage, until) if bundle.manifest.hosts else StoredRows(bundle, _changed_rows(lineage, until))
+
+
+def _changed_rows(lineage: Lineage, until: int | None) -> Mapping[str, Rows]:
+    changed = squashed_deltas(lineage, until)
+    return {} if changed is None else changed.tables
 
 
 def difference(lineage: Lineage, exported: Lineage, until: int) -> dict[str, Rows]:

@@ -2,51 +2,29 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from export.errors import ParityError, PublishError, QuantizeError
-from export.publish.delta_files import LineageFolder, host_rows, own_rows
+from export.publish.lineage import Lineage, PublishedDelta
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError
-from serving.bundle.delta import IDS, ROWS, Rows, delta_path, deltas_folder, lineage_of, lineage_of_host, tables_in
+from serving.bundle.delta import IDS, ROWS, Rows, tables_in
 from serving.bundle.manifest import Manifest
-from serving.bundle.opening import Bundle, newest, open_bundle, open_host
-from serving.bundle.plan import HostBundle
-from serving.bundle.signature import TrustedKeys, read_signing_key
+from serving.bundle.signature import read_signing_key
 from serving.bundle.tables import Bytes, Table
-from serving.delta_store import DeltaStore, store_of
-from serving.errors import BundleError, ConfigurationError
+from serving.errors import ConfigurationError
 
 # Row numbers, integers [n], and float rows [n, dim].
 Changed = tuple[npt.ArrayLike | torch.Tensor, npt.ArrayLike | torch.Tensor]
 # Rows that are quantized at once.
 _BLOCK_ROWS = 1 << 16
-
-
-class PublishedDelta(NamedTuple):
-    """A delta that is published.
-
-    Attributes:
-        path: its file.
-        sequence: its number in its lineage.
-        version: the version whose lineage it is.
-        rows: how many it has, in all.
-    """
-
-    path: Path
-    sequence: int
-    version: int
-    rows: int
 
 
 def publish_delta(
@@ -109,117 +87,6 @@ def read_changed(path: Path) -> dict[str, Changed]:
     if names is None:
         raise ConfigurationError(f"{path}: expected TABLE{IDS} and TABLE{ROWS} of each table, got {sorted(tensors)}")
     return {name: (tensors[name + IDS], tensors[name + ROWS]) for name in sorted(names)}
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """The lineage of a version, to which deltas are published.
-
-    Attributes:
-        bundle: of the version.
-        name: of the lineage.
-        deltas: the folder of all deltas.
-        store: has them, see `LineageFolder`.
-    """
-
-    bundle: Bundle
-    name: str
-    deltas: Path
-    store: DeltaStore | None = None
-
-    @classmethod
-    def of(
-        cls,
-        repository: Path,
-        model: str,
-        version: int | None,
-        deltas: Path | str | None,
-        trusted: TrustedKeys | None = None,
-    ) -> "Lineage":
-        """That of a version; of the newest where it is None. `deltas` is as for `publish_delta`.
-
-        Raises:
-            BundleError: the version cannot be opened, or none of the keys signed it.
-            PublishError: it is a host's: deltas of its router are its own, too.
-        """
-        number = newest(repository / model) if version is None else version
-        bundle = open_bundle(repository / model / str(number), trusted)
-        if (part_of := bundle.manifest.part_of) is not None:
-            raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
-        name = lineage_of(bundle.digest, bundle.manifest.compacted)
-        if (store := store_of(deltas)) is not None:
-            return cls(bundle, name, store.folder, store)
-        return cls(bundle, name, deltas_folder(repository) if deltas is None else Path(deltas))
-
-    def of_host(self, host: HostBundle, trusted: TrustedKeys | None = None) -> "Lineage":
-        """That of a host's bundle, which is in the same repository. Its deltas have the same numbers.
-
-        Raises:
-            BundleError: it is not there, is another one, or none of the keys signed it.
-        """
-        bundle, named = open_host(self.bundle, host, trusted), lineage_of_host(host)
-        if (own := lineage_of(bundle.digest, bundle.manifest.compacted)) != named:
-            raise BundleError(
-                f"{bundle.path}: expected the lineage {named}, which {self.bundle.path} names, got {own}"
-            )
-        return Lineage(bundle, named, self.deltas, self.store)
-
-    @property
-    def folder(self) -> LineageFolder:
-        """The folder of its deltas."""
-        model, since = self.bundle.path.parent.name, self.bundle.manifest.sequence
-        return LineageFolder(self.deltas, model, self.name, since, self.store)
-
-    def publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> PublishedDelta:
-        """Write stored rows as the next delta: of a router, one for each host, and then its own.
-
-        Raises:
-            PublishError: a folder cannot be written to.
-        """
-        try:
-            self.folder.path.mkdir(parents=True, exist_ok=True)
-            path = self._publish_parts(stored, key) if self.bundle.manifest.hosts else self._publish(stored, key)
-        except OSError as error:
-            other = "folder, --deltas, here and for servers" if self.store is None else "cache, XDG_CACHE_HOME"
-            raise PublishError(
-                f"{self.folder.path}: cannot be written: {error.strerror}: name another {other}"
-            ) from error
-        rows = sum(len(each.ids) for each in stored.values())
-        return PublishedDelta(path, int(path.stem), int(self.bundle.path.name), rows)
-
-    def _publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path:
-        sequence = self.folder.newest + 1
-        while (path := self.folder.write(sequence, stored, key)) is None:
-            sequence += 1
-        return path
-
-    def _publish_parts(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path:
-        """Write a delta for each host and one for the router, under one number. Returns the path of the router's.
-
-        One that lacks a number before, because a writer was killed, gets an empty delta in its place.
-        """
-        router = self.bundle.manifest
-        parts = {
-            LineageFolder(self.deltas, each.model, lineage_of_host(each), router.sequence, self.store): host_rows(
-                router, each.host, stored
-            )
-            for each in router.hosts
-        }
-        parts[self.folder] = own_rows(router, stored)
-        with self.folder.locked():
-            for folder in parts:
-                folder.path.mkdir(parents=True, exist_ok=True)
-            newest = {folder: folder.newest for folder in parts}
-            sequence = 1 + max(newest.values())
-            for folder, rows in parts.items():
-                for missing in range(newest[folder] + 1, sequence):
-                    folder.write(missing, {}, key)
-                if folder.write(sequence, rows, key) is None:
-                    raise PublishError(
-                        f"{folder.path}: another writer took number {sequence}: of a model on hosts, all who publish "
-                        "have to share a file system with locks; those who publish in a store, a machine"
-                    )
-        return delta_path(self.folder.path, sequence)
 
 
 def _stored(manifest: Manifest, changed: Mapping[str, Changed], max_error: Mapping[str, float]) -> dict[str, Rows]:

@@ -1,7 +1,8 @@
 """Versions that are published: which one a path names, which are released, and which old ones are removed."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +11,15 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
-from serving.bundle.delta import MOST_DELTAS, delta_path, deltas_folder, lineage_of, listed
+from serving.bundle.lineage import MOST_DELTAS, Step, delta_path, deltas_folder, lineage_of, next_step, steps_in
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, check_published, in_use, newest, open_bundle, remove_version, versions
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign
+from serving.delta_store import store_of
 from serving.errors import BundleError, ConfigurationError
-from serving.files import is_url, replacing
+from serving.files import replacing
 from serving.model.config_file import CONFIG, read_config, settings_of
 
 
@@ -86,7 +88,7 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
         model: `<repository>/<name>`.
         keep: how many of the newest always stay, 1 or more.
         dry_run: only tell what would be removed.
-        deltas: the folder of all deltas; REPOSITORY.deltas where None.
+        deltas: the folder of all deltas, or its URL in a store; REPOSITORY.deltas where None.
 
     Yields:
         The fate of each version, newest first. A version is renamed away at once; then its files are removed, and the
@@ -96,6 +98,7 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
         PublishError: a version cannot be removed.
         ConfigurationError: `keep` is less than 1, or there is no such model.
         BundleError: the model's release cannot be read.
+        ServerUnavailable: the store of the deltas cannot be reached, or lets nobody remove.
     """
     if keep < 1:
         raise ConfigurationError(f"keep: expected 1 or more, got {keep}")
@@ -103,11 +106,7 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
     configured = settings_of(read_config(model)).version
     routed, unread = _named_by_routers(model)
     released = read_release(model)
-    if deltas is not None and is_url(deltas):
-        raise ConfigurationError(
-            f"--deltas {deltas}: expected a folder: a store removes what is old by its own rules"
-        )
-    all_deltas = deltas_folder(model.parent) if deltas is None else Path(deltas)
+    all_deltas = _Deltas(model, deltas)
     left = versions(model)
     for position, version in enumerate(reversed(versions(model))):
         path = model / str(version)
@@ -127,10 +126,70 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
                 yield Fate(version, "in use")
                 continue
             left.remove(version)
-            unneeded = [] if removed is None else _unneeded_deltas(all_deltas, removed, left)
+            unneeded = 0
+            if removed is not None:
+                lineage = lineage_of(removed.digest, removed.manifest.compacted)
+                old = _unneeded_deltas(all_deltas, lineage, [model / str(each) for each in left])
+                unneeded = len(old)
+                if not dry_run:
+                    all_deltas.remove(lineage, old)
+            yield Fate(version, None, unneeded)
+
+
+def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | None = None) -> int:
+    """Remove the deltas in whose place each version of a model can take squashed ones. The last of these stays.
+
+    Rows can no longer be rolled back to what they were in between.
+
+    Args:
+        model, dry_run, deltas: as for `prune`.
+
+    Returns:
+        How many were removed, or would be.
+
+    Raises:
+        BundleError: a version cannot be read, so nobody knows which deltas it needs.
+        ServerUnavailable: the store of the deltas cannot be reached, or lets nobody remove.
+    """
+    model = Path(os.path.abspath(model))
+    all_deltas, needed = _Deltas(model, deltas), defaultdict(list)
+    for bundle in [open_bundle(model / str(version)) for version in versions(model)]:
+        needed[lineage_of(bundle.digest, bundle.manifest.compacted)].append(bundle.manifest.sequence)
+    removed = 0
+    for lineage, since in needed.items():
+        steps = all_deltas.steps(lineage)
+        if any(step.is_squashed for step in steps):
+            first = min(next_step(steps, at).sequence for at in since)
+            old = [step for step in steps if step.sequence < first]
+            removed += len(old)
             if not dry_run:
-                _remove_deltas(unneeded)
-            yield Fate(version, None, len(unneeded))
+                all_deltas.remove(lineage, old)
+    return removed
+
+
+class _Deltas:
+    """The deltas of a model, in a folder or a store. `deltas` is as for `prune`."""
+
+    def __init__(self, model: Path, deltas: Path | str | None) -> None:
+        self._model, self._store = model.name, store_of(deltas)
+        self._folder = deltas_folder(model.parent) if deltas is None else Path(deltas)
+
+    def steps(self, lineage: str) -> list[Step]:
+        if self._store is not None:
+            return self._store.steps(self._model, lineage)
+        return steps_in(self._folder / self._model / lineage)
+
+    def remove(self, lineage: str, steps: Sequence[Step]) -> None:
+        """Remove deltas and their signatures; their folder, too, if nothing else is there."""
+        if self._store is not None:
+            self._store.remove(self._model, lineage, steps)
+            return
+        folder = self._folder / self._model / lineage
+        for delta in [delta_path(folder, *step) for step in steps]:
+            for file in (delta, *folder.glob(f"{delta.stem}.{'[0-9a-f]' * 16}.sig")):
+                file.unlink(missing_ok=True)
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _named_by_routers(model: Path) -> tuple[dict[int, str], str | None]:
@@ -176,23 +235,12 @@ def _bundle(version: Path) -> Bundle | None:
     return None
 
 
-def _remove_deltas(deltas: Sequence[Path]) -> None:
-    """Remove deltas and their signatures; their folder, too, if nothing else is there."""
-    for delta in deltas:
-        for file in delta.parent.glob(f"{delta.stem}.*"):
-            file.unlink(missing_ok=True)
-        with suppress(OSError):
-            delta.parent.rmdir()
-
-
-def _unneeded_deltas(deltas: Path, removed: Bundle, left: Sequence[int]) -> list[Path]:
+def _unneeded_deltas(deltas: _Deltas, lineage: str, left: Iterable[Path]) -> list[Step]:
     """The deltas of a removed version's lineage that none of the versions needs that are left."""
-    model = removed.path.parent
-    others = [_bundle(model / str(each)) for each in left]
-    lineage = lineage_of(removed.digest, removed.manifest.compacted)
+    others = [_bundle(each) for each in left]
     known = [each for each in others if each is not None]
     if len(known) < len(others):  # one that cannot be read may need them
         return []
     since = [each.manifest.sequence for each in known if lineage_of(each.digest, each.manifest.compacted) == lineage]
-    folder = deltas / model.name / lineage
-    return [delta_path(folder, number) for number in listed(folder) if number <= min(since, default=MOST_DELTAS)]
+    last = min(since, default=MOST_DELTAS)
+    return [step for step in deltas.steps(lineage) if step.sequence <= last]

@@ -29,7 +29,8 @@ from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from export.publish.delta import Changed, Lineage, PublishedDelta, check_takes, publish_delta
+from export.publish.delta import Changed, check_takes, publish_delta
+from export.publish.lineage import Lineage, PublishedDelta
 from serving.errors import ConfigurationError
 
 # Kernels in which TorchRec trains tables. Those of the first kind update rows themselves, by one of these optimizers

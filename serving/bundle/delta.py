@@ -1,31 +1,28 @@
 """Deltas: files of changed rows, which a running server applies to the tables that it serves.
 
-A *lineage* is one training. A full export starts it, and its deltas are numbered 1, 2, 3 and so on. A version that
-is made of another and its deltas goes on with its lineage (`Manifest.compacted`). A delta lies beside the repository,
-never inside it: Triton takes each folder there for a model, and reloads a model when one of its files changes. Of the
-repository `r` it is::
+`serving.bundle.lineage` says where they lie, and how they are named. A delta is a safetensors file
+(https://github.com/huggingface/safetensors, "Format"). For each table that changes it has two tensors: `TABLE/ids`,
+int64 [n], the row numbers, sorted, each once; and `TABLE/rows`, uint8 [n, row bytes], the whole rows as they are
+stored, see `serving.bundle.tables`. Its metadata are `format` ("1"), `lineage`, `sequence` (its number), `written_at`
+(Unix time in seconds) and `sha256`, all as text. `sha256` is the SHA-256 of the file as it is with 64 zeros in place
+of these hex digits: one bit that is another by now, and the delta is refused.
 
-    r.deltas/MODEL/LINEAGE/000000000001.safetensors
-    r.deltas/MODEL/LINEAGE/000000000001.0f3c….sig     its signature, if there is one
-
-A delta is a safetensors file (https://github.com/huggingface/safetensors, "Format"). For each table that changes it
-has two tensors: `TABLE/ids`, int64 [n], the row numbers, sorted, each once; and `TABLE/rows`, uint8 [n, row bytes],
-the whole rows as they are stored, see `serving.bundle.tables`. Its metadata are `format` ("1"), `lineage`, `sequence`
-(its number), `written_at` (Unix time in seconds) and `sha256`, all as text. `sha256` is the SHA-256 of the file as it
-is with 64 zeros in place of these hex digits: one bit that is another by now, and the delta is refused.
+Several deltas may be *squashed* to one file, with each row as it is in the last of them that has it. Its `sequence`
+is that of the last. It has two metadata more: `since`, the number before the first, and `last_sha256`, the `sha256`
+of the last. It may be applied to rows as they are after any delta from `since` on: what it says again is as it was,
+or newer.
 
 Of a model on several hosts, the router and each host have deltas of their own, under the same numbers, with the rows
 and columns that they have. A delta may have no row at all.
 
 A signature signs the line `tbe-serving/1 000000000001.safetensors "MODEL" "LINEAGE"`, a newline, and the file, see
-`serving.bundle.signature`. Its name has the first 16 hex digits of the file's SHA-256, so that of two who write one
-number at once none replaces the signature of the other.
+`serving.bundle.signature`.
 """
 
 import hashlib
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -33,8 +30,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.manifest import Compacted, Manifest
-from serving.bundle.plan import HostBundle
+from serving.bundle.lineage import Step, delta_path, steps_in
+from serving.bundle.manifest import Manifest
 from serving.bundle.tables import Bytes, Table, dequantize
 from serving.errors import BundleError, shown
 from serving.files import UNREADABLE, Strict, json_tree, read_file
@@ -44,62 +41,12 @@ FORMAT = "1"
 NO_SHA256 = "0" * 64
 # The names of the two tensors of a table.
 IDS, ROWS = "/ids", "/rows"
-_NAME = re.compile(r"[0-9]{12}\.safetensors")
 # Most bytes of the header, as in safetensors itself.
 _MOST_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _MOST_ROWS = 2**48
 # Most bytes of a file beside those of its rows, and those of a row's number.
 _NAMES_BYTES, _ID_BYTES = 1 << 20, 8
-# The largest number that a file name holds.
-MOST_DELTAS = 10**12 - 1
-
-
-def lineage_of(digest: str, compacted: Compacted | None = None) -> str:
-    """The name of the lineage of a bundle.
-
-    It is that of the deltas in its rows, or one that it begins: the first 32 hex digits of its manifest's SHA-256.
-    """
-    return digest[:32] if compacted is None else compacted.lineage
-
-
-def lineage_of_host(host: HostBundle) -> str:
-    """The name of the lineage of a host's bundle, as its router's manifest says it."""
-    return lineage_of(host.manifest) if host.lineage is None else host.lineage
-
-
-def deltas_folder(repository: Path) -> Path:
-    """The folder of a repository's deltas, beside it."""
-    whole = repository.absolute()
-    return whole.with_name(f"{whole.name}.deltas")
-
-
-def deltas_url(repository: str) -> str:
-    """The URL of the deltas of a repository in a store, beside it."""
-    return f"{repository.rstrip('/')}.deltas"
-
-
-def delta_path(folder: Path, sequence: int) -> Path:
-    """The path of a delta.
-
-    Args:
-        folder: of its lineage, <deltas>/<model>/<lineage>.
-        sequence: its number.
-    """
-    return folder / f"{sequence:012d}.safetensors"
-
-
-def delta_signature(path: Path, content: bytes) -> Path:
-    """The path of the signature of a delta with that content."""
-    return path.with_suffix(f".{hashlib.sha256(content).hexdigest()[:16]}.sig")
-
-
-def listed(folder: Path) -> list[int]:
-    """The numbers of the deltas in a lineage's folder, in order. Empty if there is no such folder."""
-    try:
-        return sorted(int(each.name[:12]) for each in folder.iterdir() if _NAME.fullmatch(each.name))
-    except FileNotFoundError:
-        return []
 
 
 def tables_in(tensors: Collection[str]) -> set[str] | None:
@@ -139,12 +86,24 @@ class Rows(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """A delta: its number, when it was written in Unix time, changed rows by table, and its `sha256`."""
+    """A delta, or several that were squashed.
+
+    Attributes:
+        sequence: its number; that of the last.
+        written_at: when it was written, in Unix time.
+        tables: changed rows by table.
+        digest: its `sha256`.
+        last_digest: that of the last, `last_sha256`; its own if it is one.
+    """
 
     sequence: int
     written_at: float
     tables: Mapping[str, Rows]
     digest: str
+    last_digest: str
+
+
+_Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Metadata(Strict, frozen=True):
@@ -152,7 +111,18 @@ class _Metadata(Strict, frozen=True):
     lineage: str
     sequence: Annotated[str, msgspec.Meta(pattern=r"^[1-9][0-9]{0,11}$")]
     written_at: Annotated[str, msgspec.Meta(pattern=r"^-?[0-9]{1,12}(\.[0-9]{1,9})?$")]
-    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+    sha256: _Sha256
+    since: Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,11})$")] | None = None
+    last_sha256: _Sha256 | None = None
+
+    def __post_init__(self) -> None:
+        if (self.since is None) != (self.last_sha256 is None) or self.step.is_squashed != (self.since is not None):
+            raise ValueError("expected `since` and `last_sha256` where several deltas are squashed, and only there")
+
+    @property
+    def step(self) -> Step:
+        sequence = int(self.sequence)
+        return Step(sequence, sequence - 1 if self.since is None else int(self.since))
 
 
 class _Tensor(Strict, frozen=True):
@@ -161,7 +131,7 @@ class _Tensor(Strict, frozen=True):
     data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
 
 
-def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, sequence: int) -> Delta:
+def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, step: Step) -> Delta:
     """A delta from the bytes of its file. Nothing is copied.
 
     Args:
@@ -169,16 +139,16 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
         content: its bytes.
         manifest: of a bundle of the lineage.
         lineage: the lineage that it has to be of.
-        sequence: the number that it has to have.
+        step: what it has to be.
 
     Raises:
         BundleError: it is no delta, or not that one; its bytes are others than those that were written; or a row does
             not fit its table. The message says what.
     """
     metadata, tensors, data = _unpacked(path, content)
-    if (metadata.lineage, int(metadata.sequence)) != (lineage, sequence):
+    if (metadata.lineage, metadata.step) != (lineage, step):
         raise BundleError(
-            f"{path}: expected delta {sequence} of lineage {lineage}, got {metadata.sequence} of "
+            f"{path}: expected {step} of lineage {lineage}, got {metadata.step} of "
             f"{metadata.lineage[:64]!r}: {_AGAIN}"
         )
     arrays = _arrays(path, tensors, data)
@@ -194,15 +164,28 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, se
     for name, rows in found.items():
         if problem := _problem_of(rows, tables[name]):
             raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")
-    return Delta(sequence, float(metadata.written_at), found, metadata.sha256)
+    last = metadata.last_sha256 or metadata.sha256
+    return Delta(step.sequence, float(metadata.written_at), found, metadata.sha256, last)
 
 
-def delta_digest(path: Path, manifest: Manifest) -> str | None:
-    """`Delta.digest` of a file. None: it cannot be read, or its bytes are others than those that were written."""
-    try:
-        return _unpacked(path, read_delta(path, manifest))[0].sha256
-    except BundleError:
-        return None
+def find_step(folder: Path, sequence: int, digest: str, manifest: Manifest, *, as_last: bool) -> Step | None:
+    """The step in a lineage's folder that brings rows to the delta `sequence`, by its digest.
+
+    Args:
+        as_last: squashed deltas will do, too, if the digest is that of their last.
+
+    Returns:
+        The step. None: there is no such file, or its bytes are others than those that were written.
+    """
+    for step in steps_in(folder):
+        if step.sequence == sequence:
+            path = delta_path(folder, *step)
+            with suppress(BundleError):
+                metadata, *_ = _unpacked(path, read_delta(path, manifest))
+                found = (metadata.sha256, metadata.last_sha256) if as_last else (metadata.sha256,)
+                if metadata.step == step and digest in found:
+                    return step
+    return None
 
 
 def _unpacked(path: Path, content: bytes) -> tuple[_Metadata, dict[str, _Tensor], memoryview]:
@@ -228,12 +211,12 @@ def _unpacked(path: Path, content: bytes) -> tuple[_Metadata, dict[str, _Tensor]
     if hashed.hexdigest() != metadata.sha256:
         raise BundleError(
             f"{path}: expected bytes of SHA-256 {metadata.sha256}, as it says, got {hashed.hexdigest()}: they were "
-            f"changed: bring it again, or {_AGAIN}"
+            f"changed: {_AGAIN}"
         )
     return metadata, tensors, data
 
 
-_AGAIN = "remove it and all behind it, and publish what changed"
+_AGAIN = "bring it again, or remove it and all behind it, and publish what changed"
 _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "U8": np.dtype("u1")}
 
 

@@ -182,6 +182,26 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
     return key
 
 
+def keys_of(
+    signing_key: Path | None, trusted_keys: Path | None
+) -> tuple[Ed25519PrivateKey | None, TrustedKeys | None]:
+    """The key that signs what is made of signed files, and those of which one must have signed these.
+
+    Where only the first is named, it must have: else its signature would make good what nobody signed.
+
+    Args:
+        signing_key: a PEM file with an Ed25519 private key. None: nothing is signed.
+        trusted_keys: a PEM file with Ed25519 public keys.
+
+    Raises:
+        ConfigurationError: one of them cannot be read.
+    """
+    key = None if signing_key is None else read_signing_key(signing_key)
+    if trusted_keys is not None:
+        return key, TrustedKeys.read(trusted_keys)
+    return key, None if key is None or signing_key is None else TrustedKeys(signing_key, (key.public_key(),))
+
+
 def sign(path: Path, content: bytes, key: Ed25519PrivateKey, model: str, version: int | None = None) -> None:
     """Write the signature of a file.
 

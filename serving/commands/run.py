@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from serving.bundle.delta import deltas_url
+from serving.bundle.lineage import deltas_url
 from serving.commands.load import FollowOf, PinsOf, TrustOf, takes_follow, takes_pins, takes_trust
 from serving.commands.pull import mirror_of
 from serving.errors import ConfigurationError

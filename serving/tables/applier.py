@@ -6,7 +6,8 @@ slices of at most `_SLICE_S`. In between it sleeps, so that lookups are held up 
 it if a delta is large, or a copy is behind.
 
 A number that is missing is waited for. A delta that cannot be read, is not signed by a trusted key, or does not fit
-stops those behind it, until another takes its place. The model serves on.
+stops those behind it, until another takes its place. The model serves on. Where several deltas are squashed to one
+file, that is applied in their place.
 """
 
 import gc
@@ -18,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from serving.bundle.delta import Delta, delta_digest, delta_path, delta_signature, listed, parse_delta, read_delta
+from serving.bundle.delta import Delta, find_step, parse_delta, read_delta
+from serving.bundle.lineage import Step, delta_path, delta_signature, next_step, squashed_in, steps_in
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TrustedKeys
@@ -28,6 +30,9 @@ from serving.tables.live_copy import LiveCopy, live_copies, shard_rows
 
 # Seconds between looks at the folders.
 _LOOKS_S = 0.2
+# Seconds between lists of a folder, which may have thousands of deltas, for squashed ones. The next delta is looked
+# for by its name.
+_LISTS_S = 1.0
 # The longest slice, in seconds, and the rows of the first one.
 _SLICE_S, _FIRST_ROWS = 0.0005, 1000
 # The share of the time that rows are written: so much that a delta is written within _WITHIN_S, but between the two.
@@ -109,15 +114,17 @@ class AppliedCopy:
         self._written_at = 0.0
         self._refused: object = None
         self._retry_at = 0.0  # when what was refused is tried again, by time.monotonic
-        # What tells the file that was applied last from another, and the one that is being applied.
-        self._applied: object = None
-        self._reading: object = None
+        # The file that was applied last, and the one that is being applied; and what tells each from another.
+        self._applied: tuple[Path, object] = Path(), None
+        self._reading: tuple[Path, object] = Path(), None
         self._is_other = False
         self._used_at = time.monotonic()
+        self._squashed: list[Step] = []
+        self._lists_at = 0.0  # by time.monotonic
         # The newest delta that was there when the copy was taken: a model that is loaded waits for it.
         self._awaited = 0
         with suppress(OSError):  # the folder cannot be read: the first step says so
-            self._awaited = max(listed(self._folder), default=0)
+            self._awaited = max((each.sequence for each in steps_in(self._folder)), default=0)
         self.next_at = 0.0
 
     def close(self) -> None:
@@ -155,7 +162,7 @@ class AppliedCopy:
     def _begin(self) -> Iterator[float] | None:
         """The slices of the next delta. None: it is not there, or cannot be applied."""
         delta = self._next()
-        if delta is None or delta.sequence > self._awaited:
+        if delta is None or self._state.sequence >= self._awaited:
             self._state.note_caught_up()
         if delta is None:
             self._map_more()
@@ -174,20 +181,20 @@ class AppliedCopy:
 
     def _next(self) -> Delta | None:
         """The next delta. None: it is not there, or cannot be applied, which the state says."""
-        sequence = self._state.sequence + 1
-        path = delta_path(self._folder, sequence)
-        seen = None
+        path, seen = self._folder, None
         try:
             self._check_applied()
+            step = self._next_step()
+            path = delta_path(self._folder, *step)
             seen = _identity(path)
-            if seen is not None and seen == self._refused and time.monotonic() < self._retry_at:
+            if seen is not None and (path, seen) == self._refused and time.monotonic() < self._retry_at:
                 return None
-            delta = None if seen is None else self._read(path, sequence)
+            delta = None if seen is None else self._read(path, step)
         except Exception as error:
             why = str(error) if isinstance(error, ServingError) else f"{path}: cannot be read: {error!r}"
-            self._refuse(seen, why)
+            self._refuse((path, seen), why)
             return None
-        self._refused, self._reading = None, seen
+        self._refused, self._reading = None, (path, seen)
         self._state.note_stopped("")
         return delta
 
@@ -196,27 +203,52 @@ class AppliedCopy:
         self._refused, self._retry_at = seen, time.monotonic() + _RETRY_S
         self._state.note_stopped(why)
 
+    def _next_step(self) -> Step:
+        """What comes next: squashed deltas if they can be taken, else the next one, which may not be there yet.
+
+        If a killed applier wrote rows of something, that comes first.
+
+        Raises:
+            BundleError: that is gone, or another has its place.
+        """
+        at, begun = self._state.sequence, self._state.begun
+        if begun != at:
+            step = find_step(self._folder, begun, self._state.written[begun], self._manifest, as_last=False)
+            if step is None:
+                path = delta_path(self._folder, begun)
+                raise BundleError(f"{path}: was applied in part, and is gone or another by now: {_START_AGAIN}")
+            return step
+        if time.monotonic() >= self._lists_at:
+            self._lists_at = time.monotonic() + _LISTS_S
+            self._squashed = squashed_in(self._folder)
+        return next_step(self._squashed, at)
+
     def _check_applied(self) -> None:
         """Refuse to go on if the newest delta that was applied is gone, or another has its number now.
 
         If another has it, the rows here are those of another history, and stay so. A copy of the same bytes in its
-        place is no other: what brings deltas from elsewhere may bring them again. What is gone may come back.
+        place is no other: what brings deltas from elsewhere may bring them again. Nor are squashed ones of which it
+        was the last. What is gone may come back.
 
         Raises:
             BundleError: naming it.
         """
-        digest = self._state.written.get(self._state.sequence)
+        sequence = self._state.sequence
+        digest = self._state.written.get(sequence)
         if digest is None:
             return
-        path = delta_path(self._folder, self._state.sequence)
-        found = _identity(path)
-        if found is not None and found != self._applied:
-            self._is_other = self._is_other or delta_digest(path, self._manifest) != digest
-            self._applied = found
-        if self._is_other or found is None:
+        path, seen = self._applied
+        if seen is not None and seen == _identity(path):
+            return
+        path = delta_path(self._folder, sequence)
+        found = None if self._is_other else find_step(self._folder, sequence, digest, self._manifest, as_last=True)
+        if found is None:
+            self._is_other = self._is_other or _identity(path) is not None
             raise BundleError(f"{path}: was applied, and is gone or another by now: {_START_AGAIN}")
+        path = delta_path(self._folder, *found)
+        self._applied = path, _identity(path)
 
-    def _read(self, path: Path, sequence: int) -> Delta:
+    def _read(self, path: Path, step: Step) -> Delta:
         """A delta whose bytes were checked.
 
         Raises:
@@ -226,8 +258,8 @@ class AppliedCopy:
         content = read_delta(path, self._manifest)
         if (keys := TrustedKeys.of_environment()) is not None:  # read each time: keys are changed while servers run
             keys.check_delta(path, content, delta_signature(path, content), self._model, self._lineage)
-        delta = parse_delta(path, content, self._manifest, self._lineage, sequence)
-        if self._state.written.get(sequence, delta.digest) != delta.digest:
+        delta = parse_delta(path, content, self._manifest, self._lineage, step)
+        if self._state.written.get(step.sequence, delta.digest) != delta.digest:
             raise BundleError(f"{path}: was applied in part, and is another by now: {_START_AGAIN}")
         return delta
 
@@ -255,7 +287,7 @@ class AppliedCopy:
                 start = stop
             place += len(ids)
         self._applied = self._reading
-        self._state.note_applied(delta.sequence)
+        self._state.note_applied()
 
     def _adapt(self, took_s: float, rows: int) -> None:
         """Make the next slice as long as `_SLICE_S`, at most twice as long as the last."""

@@ -25,7 +25,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.delta import delta_digest, delta_path, lineage_of
+from serving.bundle.delta import find_step
+from serving.bundle.lineage import lineage_of
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import digest_file
 from serving.bundle.plan import Shard
@@ -272,8 +273,9 @@ def _goes_on(file: int, about: About, manifest: Manifest) -> bool:
             written = state.written
             if state.about.deltas != about.deltas or (written and TrustedKeys.of_environment() is not None):
                 return False
+            folder = Path(about.deltas)
             for sequence, digest in written.items():
-                if delta_digest(delta_path(Path(about.deltas), sequence), manifest) != digest:
+                if find_step(folder, sequence, digest, manifest, as_last=sequence == state.sequence) is None:
                     return False
         except (*UNREADABLE, ServingError, OSError):  # another version of this package wrote it
             return False

@@ -62,8 +62,9 @@ class State:
         file: the copy, for locks.
     """
 
-    _FENCE, _SEQUENCE, _CAUGHT_UP, _ROWS, _REFUSED, _PLACE, _STOP, _BEGUN = range(8)
-    # Two digests of four numbers each. That of a delta has one place or the other, as its number is even or odd.
+    _FENCE, _APPLIED, _CAUGHT_UP, _ROWS, _REFUSED, _PLACE, _STOP, _BEGUN = range(8)
+    # Two digests of four numbers each: of the delta that is applied, and of that which is being written. Which is
+    # which is the last bit of `_APPLIED`; the others are the number of the delta. So both change at once.
     _DIGESTS = 8
 
     def __init__(self, pages: mmap.mmap, file: int) -> None:
@@ -84,7 +85,12 @@ class State:
     @property
     def sequence(self) -> int:
         """The number of the newest delta that is applied as a whole. All before it are."""
-        return self._numbers[self._SEQUENCE]
+        return self._numbers[self._APPLIED] >> 1
+
+    @property
+    def begun(self) -> int:
+        """The number of a delta of which rows may be written by now; `sequence` if there is none."""
+        return self._numbers[self._BEGUN]
 
     @property
     def is_caught_up(self) -> bool:
@@ -129,7 +135,8 @@ class State:
 
     def begin(self, about: About, sequence: int) -> None:
         """Write the first state: of a version whose rows have the deltas up to `sequence`."""
-        self._numbers[self._SEQUENCE] = self._numbers[self._BEGUN] = sequence
+        self._numbers[self._APPLIED] = sequence << 1
+        self._numbers[self._BEGUN] = sequence
         self._write_text(_ABOUT, msgspec.json.encode(about))
 
     def begin_again(self, about: About) -> None:
@@ -194,25 +201,26 @@ class State:
 
     @property
     def written(self) -> Mapping[int, str]:
-        """The SHA-256, in hex, of the newest delta that is applied, and of one of which rows may be written by now.
+        """The SHA-256, in hex, of what brought the rows to `sequence`, and of what is `begun`, by these numbers.
 
-        They are named by their numbers. Empty: no delta was written to this copy.
+        Empty: no delta was written to this copy.
         """
-        found = {each: self._digest_at(each).hex() for each in (self.sequence, self._numbers[self._BEGUN])}
-        return {sequence: digest for sequence, digest in found.items() if digest.strip("0")}
+        digests = {self.begun: self._digest(is_applied=False), self.sequence: self._digest(is_applied=True)}
+        return {sequence: found.hex() for sequence, found in digests.items() if any(found)}
 
-    def _digest_at(self, sequence: int) -> memoryview:
-        start = 8 * (self._DIGESTS + 4 * (sequence & 1))
+    def _digest(self, *, is_applied: bool) -> memoryview:
+        place = self._numbers[self._APPLIED] & 1 ^ (not is_applied)
+        start = 8 * (self._DIGESTS + 4 * place)
         return self._pages[start : start + 32]
 
     def note_begun(self, sequence: int, digest: str) -> None:
         """From now on, rows of a delta may be written."""
-        self._digest_at(sequence)[:] = bytes.fromhex(digest)
+        self._digest(is_applied=False)[:] = bytes.fromhex(digest)
         self._numbers[self._BEGUN] = sequence
 
-    def note_applied(self, sequence: int) -> None:
-        """All rows of a delta are written."""
-        self._numbers[self._SEQUENCE] = sequence
+    def note_applied(self) -> None:
+        """All rows of what was begun are written."""
+        self._numbers[self._APPLIED] = self.begun << 1 | (self._numbers[self._APPLIED] & 1 ^ 1)
 
 
 @contextmanager

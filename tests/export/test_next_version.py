@@ -25,15 +25,16 @@ from export import (
     export_next,
     publish_changes,
     publish_delta,
+    squash,
 )
 from export.config import Progress
 from export.errors import PublishError
 from export.parity.verify import verify
 from export.publish import changes
-from export.publish.delta import Lineage, PublishedDelta
+from export.publish.lineage import Lineage, PublishedDelta
 from export.publish.published import prune
 from serving.bundle import Bundle, open_bundle
-from serving.bundle.delta import deltas_folder, lineage_of, listed
+from serving.bundle.lineage import delta_path, deltas_folder, lineage_of, listed
 from serving.bundle.scores import SCORES
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
@@ -218,7 +219,11 @@ def test_a_version_on_hosts_and_its_deltas_are_byte_for_byte_an_export_of_the_ch
     assert (fourth.sequence, fourth.version) == (4, 2)
     for name, path in bundles(r, 2).items():
         assert listed(deltas_folder(r) / name / names(open_bundle(path))) == [1, 2, 3, 4]
-    compact(r, MODEL)  # of what was compacted, and of version 1 with all deltas
+    compact(r, MODEL)  # of what was compacted, and of version 1 with all deltas, which are squashed
+    squash(r, MODEL, version=1)
+    for name, path in bundles(r, 2).items():
+        for number in range(1, 5):
+            delta_path(deltas_folder(r) / name / names(open_bundle(path)), number).unlink()
     compact(r, MODEL, version=1)
     for name, path in bundles(r, 3).items():
         assert weights_of(path) == weights_of(r / name / "4")
@@ -254,7 +259,7 @@ def test_what_a_host_lacks_leaves_nothing_of_any(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=re.escape(str(delta))):
         compact(r, MODEL)
     delta.unlink()
-    with pytest.raises(BundleError, match=re.escape(str(delta))):
+    with pytest.raises(PublishError, match=re.escape(f"{delta}: is missing: bring it back")):
         compact(r, MODEL)
     delta.write_bytes(content)
     host = (r / name).rename(tmp_path / "elsewhere")

@@ -34,7 +34,7 @@ with tempfile.TemporaryDirectory(prefix="tbe-faults-") as name:
         lambda: whole.damaged_rolled_out(folder / "damaged", whole.DAMAGES).line(),
         lambda: whole.shed(folder / "shed", 200).line(),
         lambda: "scores of sequences: " + servers.stub_killed(folder / "histories", 10, histories.published).line(),
-        lambda: histories.host_lost(folder / "lost", 10).line(),
+        lambda: histories.host_lost(folder / "lost", 5).line(),
         lambda: lying.lied(folder / "lying", 20).line(),
         lambda: fresh.changed(folder / "fresh", 60).line(),
         lambda: fresh.hammered(folder / "hammered", 10_000, on_hosts=False).line(),

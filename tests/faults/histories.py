@@ -178,17 +178,17 @@ def host_lost(folder: Path, times: int) -> Lost:
             return found
 
         until(lambda: all(each is True for each in all_at_once()), "all are right")
+        stack.enter_context(supervised(served.servers[lost]))
         for _ in range(times):
             seen.times += 1
-            with supervised(served.servers[lost]):
-                served.servers[lost].process.kill()
-                found = all_at_once()
-                seen.refused += sum(isinstance(each, str) for each in found[: len(needing)])
-                seen.nameless += sum(isinstance(each, str) and name not in each for each in found[: len(needing)])
-                seen.others_right += sum(each is True for each in found[len(needing) :])
-                seen.others_failed += sum(isinstance(each, str) for each in found[len(needing) :])
-                back = time.monotonic()
-                until(lambda: ask(0) is True, "the host is back")
-                seen.back_s = max(seen.back_s, time.monotonic() - back)
-                seen.right_again += sum(each is True for each in all_at_once()[: len(needing)])
+            served.servers[lost].process.kill()
+            found = all_at_once()
+            seen.refused += sum(isinstance(each, str) for each in found[: len(needing)])
+            seen.nameless += sum(isinstance(each, str) and name not in each for each in found[: len(needing)])
+            seen.others_right += sum(each is True for each in found[len(needing) :])
+            seen.others_failed += sum(isinstance(each, str) for each in found[len(needing) :])
+            back = time.monotonic()
+            until(lambda: ask(0) is True, "the host is back")
+            seen.back_s = max(seen.back_s, time.monotonic() - back)
+            seen.right_again += sum(each is True for each in all_at_once()[: len(needing)])
     return seen

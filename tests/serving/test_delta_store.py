@@ -28,11 +28,14 @@ from export import (
     export_next,
     publish_changes,
     publish_delta,
+    squash,
 )
 from export.errors import PublishError
-from export.publish.delta import Lineage
+from export.publish.lineage import Lineage
+from export.publish.published import prune_squashed
 from export.publish.push import push
-from serving.bundle.delta import Rows, delta_path, lineage_of, listed
+from serving.bundle.delta import Rows
+from serving.bundle.lineage import Step, delta_path, lineage_of, listed, steps_in
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.delta_store import DeltaStore, LiveLineage, lineages
@@ -260,6 +263,72 @@ def test_what_a_store_has_is_brought_and_what_it_has_no_longer_goes(
     )
 
 
+def test_a_machine_brings_squashed_deltas_in_place_of_each(
+    url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
+) -> None:
+    """And one that has them all brings nothing again. Who publishes has each, for rows to be rolled back."""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    paths = [publish(bundle, url, number, [3]) for number in range(1, 8)]
+    machine("up to date")
+    brought(bundle, url)
+    machine("first")
+    for last in (4, 6):
+        squash(tmp_path / "r", "m", until=last, deltas=f"{url}.deltas")
+    found = lineage(bundle)
+
+    def gotten() -> list[str]:
+        """What is brought now, and no more when it is asked for again."""
+        asked, store = len(s3.asked()), DeltaStore(f"{url}.deltas")
+        store.refresh(found)
+        seen = [
+            key.rpartition("/")[2] for method, key in s3.asked()[asked:] if method == "GET" and "safetensors" in key
+        ]
+        asked = len(s3.asked())
+        store.refresh(found)
+        assert [key for method, key in s3.asked()[asked:] if "safetensors" in key] == []
+        return sorted(seen)
+
+    machine("up to date")
+    assert gotten() == []
+    machine("new")
+    needed = ["000000000006.safetensors", "000000000006.since-0.safetensors", "000000000007.safetensors"]
+    assert gotten() == needed
+    for path in paths[:6]:  # by a rule of the store, as they grow old
+        s3.delete(key_of(url, path))
+    machine("newer")
+    assert gotten() == [needed[1], needed[2]]
+    machine("first")
+    assert publish(bundle, url, 8, [3]).name == "000000000008.safetensors"
+    squashed = squash(tmp_path / "r", "m", deltas=f"{url}.deltas").path
+    machine("newer")
+    assert gotten() == ["000000000008.safetensors", squashed.name]
+    assert steps_in(DeltaStore(f"{url}.deltas").folder / "m" / found.name) == [
+        Step(6, 0),
+        Step(7, 6),
+        Step(8, 0),
+        Step(8, 7),
+    ]
+
+
+def test_squashed_deltas_are_pruned_in_the_store_and_here(url: str, signed_repository: Path, tmp_path: Path) -> None:
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32, signing_key=signed_repository / "key.pem")
+    deltas = f"{url}.deltas"
+    paths = [publish(bundle, url, number, [3], signing_key=signed_repository / "key.pem") for number in range(1, 6)]
+    squash(tmp_path / "r", "m", until=4, deltas=deltas, signing_key=signed_repository / "key.pem")
+    squash(tmp_path / "r", "m", until=3, deltas=deltas, signing_key=signed_repository / "key.pem")
+    before = {each.name for each in paths[0].parent.glob("[0-9]*")}
+    assert len(before) == 14  # each with its signature
+    assert prune_squashed(bundle.parent, deltas=deltas, dry_run=True) == 4
+    assert len({*paths[0].parent.glob("[0-9]*")}) == 14
+    assert prune_squashed(bundle.parent, deltas=deltas) == 4
+    left = {name for name in before if int(name[:12]) >= 4}
+    assert len(left) == 6
+    assert {each.name for each in paths[0].parent.glob("[0-9]*")} == left
+    shutil.rmtree(paths[0].parent)
+    DeltaStore(deltas).bring("m", paths[0].parent.name, 0, each=True)
+    assert {each.name for each in paths[0].parent.glob("[0-9]*")} == left
+
+
 def test_names_that_are_none_and_gaps_are_left_alone(
     url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
 ) -> None:
@@ -319,8 +388,9 @@ def test_what_reads_deltas_reads_those_of_a_store(url: str, machine: Callable[[s
     export_next(model, tmp_path / "r", "m", config, deltas=deltas)
     assert brought(tmp_path / "r" / "m" / "1", url) == [1, 2, 3]  # what changed is a delta first
     said = tbe_export("prune", str(tmp_path / "r" / "m"), "--keep", "1", "--deltas", deltas)
-    assert (said.exit_code, "a store removes what is old by its own rules" in said.output) == (1, True)
-    assert (tmp_path / "r" / "m" / "1").exists()
+    assert "removed, and 3 deltas that no version needs" in said.output
+    machine("fifth")
+    assert brought(tmp_path / "r" / "m" / "3", url) == []
 
 
 def test_a_server_of_a_store_serves_its_deltas_and_outlives_it(

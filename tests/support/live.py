@@ -19,8 +19,9 @@ from torchrec import EmbeddingBagCollection
 
 from export import ExportConfig, Sharding, WeightDtype, export_model, publish_delta
 from export.publish.changes import StoredRows
-from export.publish.delta import Lineage
-from serving.bundle.delta import Rows, deltas_folder
+from export.publish.lineage import Lineage
+from serving.bundle.delta import Rows
+from serving.bundle.lineage import deltas_folder
 from serving.log import close_log, server_log
 from serving.model.settings import ServingSettings
 from serving.server.launch.live import Applied, LiveCopies
@@ -31,14 +32,22 @@ PATIENCE_S = 60.0
 _PERIOD_S, _MOST_ROWS = 0.05, 1000
 
 
-def published(folder: Path, rows: int, dim: int, dtype: WeightDtype, sharding: Sharding | None = None) -> Path:
+def published(
+    folder: Path,
+    rows: int,
+    dim: int,
+    dtype: WeightDtype,
+    sharding: Sharding | None = None,
+    signing_key: Path | None = None,
+) -> Path:
     """The bundle of a model with the table `t`, to be served live by two instances."""
     config = ExportConfig(
         dtype={"t": dtype},
         sharding=sharding or Sharding(),
         serving=ServingSettings(weights_memory="live", instances=2),
     )
-    return export_model(collection((Spec("t", rows, dim, "SUM", ("x",)),)), folder / "r", "m", config)
+    model = collection((Spec("t", rows, dim, "SUM", ("x",)),))
+    return export_model(model, folder / "r", "m", config, signing_key=signing_key)
 
 
 def publish_number(bundle: Path, number: int, ids: Sequence[int], dim: int) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from serving.bundle.delta import delta_path, listed
+from serving.bundle.lineage import Step, delta_path, reached, steps_in
 from serving.delta_store import DeltaStore, lineages
 from serving.errors import ServerUnavailable, ServingError
 from serving.log import Output
@@ -93,8 +93,8 @@ class LiveCopies:
         self._variables = {**os.environ, **environment, **_ONE_THREAD}
         self._log = log
         self._said: dict[tuple[str, str], str] = {}
-        # The numbers of the deltas that are there, by folder, as they were when they were last listed.
-        self._numbers: dict[Path, list[int]] = {}
+        # The deltas that are there, by folder, as they were when they were last listed.
+        self._steps: dict[Path, list[Step]] = {}
         self._next_listing = 0.0
         # When each number that is not applied was seen first, by folder.
         self._seen: dict[Path, dict[int, float]] = {}
@@ -205,7 +205,7 @@ class LiveCopies:
     def _look(self, copies: Iterable[Path]) -> list[Applied]:
         if time.monotonic() >= self._next_listing:
             self._next_listing = time.monotonic() + _LISTS_S
-            self._numbers.clear()
+            self._steps.clear()
         found = []
         for path in copies:
             with suppress(OSError), state_of(path) as state:  # it was just removed
@@ -215,11 +215,11 @@ class LiveCopies:
     def _applied(self, state: State) -> Applied:
         about, sequence = state.about, state.sequence
         folder = Path(about.deltas)
-        waiting: list[int] = []
         with suppress(OSError):  # the applier says so; or it was removed
-            if folder not in self._numbers:
-                self._numbers[folder] = listed(folder)
-            waiting = [number for number in self._numbers[folder] if number > sequence]
+            if folder not in self._steps:
+                self._steps[folder] = steps_in(folder)
+        steps = self._steps.get(folder, [])
+        waiting = [step.sequence for step in steps if step.sequence > sequence]
         # By our own clock: a file's time may be that of another machine, or of what was copied.
         seen = self._seen.get(folder, {})
         self._seen[folder] = seen = {number: seen.get(number, time.monotonic()) for number in waiting}
@@ -227,7 +227,7 @@ class LiveCopies:
         newest = max(waiting, default=sequence)
         stopped = state.stopped.replace(*self._shown)
         found = Applied(about, sequence, newest, since, state.rows, state.refused, stopped)
-        if not found.stopped and found.lag_s > _MISSING_S and waiting[0] > sequence + 1:
+        if not found.stopped and found.lag_s > _MISSING_S and reached(steps, sequence) == sequence:
             missing = str(delta_path(folder, sequence + 1)).replace(*self._shown)
             return found._replace(stopped=f"{missing} is missing, and {waiting[0]} is there")
         return found

@@ -10,7 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import serving
-from serving.bundle.delta import deltas_folder
+from serving.bundle.lineage import deltas_folder
 from serving.delta_store import store_of
 from serving.errors import ConfigurationError
 from serving.log import close_log, server_log

@@ -100,6 +100,7 @@ _NEEDS_TORCH: dict[str, tuple[str, ...]] = {
     "plan": ("--model", "no.such:module"),
     "verify": ("MODEL/1",),
     "delta": ("MODEL", "--model", "no.such:module"),
+    "squash": ("MODEL",),
     "compact": ("MODEL",),
     "compare": ("--out", "out", "--model", "no.such:module"),
     "manifests": ("MODEL", *_MANIFESTS, _IMAGE),

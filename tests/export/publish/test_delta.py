@@ -18,9 +18,9 @@ from safetensors.numpy import load, save_file
 from export import ExportConfig, ExportError, Sharding, WeightDtype, export_model, publish_changes, publish_delta
 from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.changes import StoredRows, stored_rows
-from export.publish.delta import Lineage
+from export.publish.lineage import Lineage
 from serving.bundle import open_bundle
-from serving.bundle.delta import delta_signature, lineage_of, listed
+from serving.bundle.lineage import delta_signature, lineage_of, listed
 from serving.errors import BundleError, ConfigurationError
 from tests.support.commands import tbe_export
 from tests.support.hosts import export_hosts

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
-from export.publish import delta_files
+from export.publish import lineage
 from serving.bundle import WeightDtype, open_bundle
-from serving.bundle.delta import lineage_of, parse_delta
+from serving.bundle.delta import parse_delta
+from serving.bundle.lineage import Step, lineage_of
 from serving.bundle.opening import Bundle
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
@@ -52,7 +53,7 @@ def sealed(content: bytes, zeros: bytes = b"0" * 64) -> bytes:
 
 
 def parse(bundle: Bundle, content: bytes) -> Any:
-    return parse_delta(Path("d"), content, bundle.manifest, lineage_of(bundle.digest), 7)
+    return parse_delta(Path("d"), content, bundle.manifest, lineage_of(bundle.digest), Step(7, 6))
 
 
 def test_what_safetensors_writes_is_read(bundle: Bundle) -> None:
@@ -222,8 +223,8 @@ def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
         time.sleep(0.5)
     why, then = (tmp_path / "applier.log").read_text().splitlines()
     assert why.partition(" ")[2] == (
-        f"ERROR tbe-serve deltas_stopped: m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: remove "
-        "it and all behind it, and publish what changed"
+        f"ERROR tbe-serve deltas_stopped: m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: bring "
+        "it again, or remove it and all behind it, and publish what changed"
     )
     assert (
         " INFO tbe-serve deltas_go_on: m 1: deltas are applied up to " in then
@@ -280,7 +281,7 @@ def test_a_clock_that_is_wrong_keeps_no_delta_back(
     with applying(path, monkeypatch) as copies, Engine.open(path, memory=WeightsMemory.LIVE) as engine:
         for number, shift in ((1, years), (2, 0), (3, -years)):
             now = time.time() + shift * 365 * 86400
-            monkeypatch.setattr(delta_files, "time", SimpleNamespace(time=lambda now=now: now))
+            monkeypatch.setattr(lineage, "time", SimpleNamespace(time=lambda now=now: now))
             publish_number(path, number, [3], DIM)
             assert wait_until_applied(copies, number).stopped == ""
             assert engine.rows("t", [3]).tolist() == [[float(number)] * DIM]

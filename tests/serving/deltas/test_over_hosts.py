@@ -19,6 +19,7 @@ from export import (
     export_next,
     publish_changes,
     publish_delta,
+    squash,
 )
 from serving.client import LookupClient
 from serving.engine import Engine
@@ -45,8 +46,12 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
     rows = changed_rows(model, random, lambda rows: rows // 2)
     publish_delta(tmp_path / "r", router.parent.name, rows)
     compact(tmp_path / "r", router.parent.name)  # version 2 has it, and goes on
-    first, second = (changed_rows(model, random, lambda rows: rows // 2) for _ in range(2))
-    publish_delta(tmp_path / "r", router.parent.name, first)  # before the fleet is there
+    *before, last = (changed_rows(model, random, lambda rows: rows // 2) for _ in range(3))
+    for rows in before:  # the fleet is there
+        publish_delta(tmp_path / "r", router.parent.name, rows)
+    squash(tmp_path / "r", router.parent.name)
+    for path in (tmp_path / "r.deltas").rglob("000000000002.safetensors"):
+        path.unlink()
     requests = [dict(random_bags(random, SUM, 10)) for _ in range(5)]
     memory = replace(config, serving=None)
     with Engine.open(in_one_process(tmp_path, model, memory, router)) as engine:
@@ -55,8 +60,8 @@ def test_a_router_answers_as_the_changed_model_exported_anew(dtype: WeightDtype,
         running(tmp_path / "r", "--local-hosts") as server,
         LookupClient(server.grpc, router.parent.name, 60) as client,
     ):
-        assert metric(server, "tbe_delta_sequence", model=router.parent.name) == 2
-        publish_delta(tmp_path / "r", router.parent.name, second)
+        assert metric(server, "tbe_delta_sequence", model=router.parent.name) == 3
+        publish_delta(tmp_path / "r", router.parent.name, last)
         deadline = time.monotonic() + PATIENCE_S
         while not all(_same(client.lookup(each), answer) for each, answer in zip(requests, answers, strict=True)):
             assert time.monotonic() < deadline

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from export import Sharding, WeightDtype
-from serving.bundle.delta import deltas_folder
+from serving.bundle.lineage import deltas_folder
 from serving.bundle.opening import open_bundle
 from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine

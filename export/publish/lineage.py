@@ -1,0 +1,316 @@
+"""The lineage of a version, and how a delta gets into its folder: under a number that nobody else has."""
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.numpy import save
+
+from export.errors import PublishError
+from serving.bundle.delta import FORMAT, IDS, NO_SHA256, ROWS, Delta, Rows, sha256_text
+from serving.bundle.lineage import (
+    MOST_DELTAS,
+    Step,
+    delta_path,
+    delta_signature,
+    deltas_folder,
+    lineage_of,
+    lineage_of_host,
+    reached,
+    steps_in,
+)
+from serving.bundle.manifest import Manifest
+from serving.bundle.opening import Bundle, newest, open_bundle, open_host
+from serving.bundle.plan import HostBundle
+from serving.bundle.segments import segments_by_rank
+from serving.bundle.signature import TrustedKeys, delta_signature_of
+from serving.delta_store import DeltaStore, LiveLineage, store_of
+from serving.errors import BundleError
+from serving.files import replacing, sync_folder
+
+
+class PublishedDelta(NamedTuple):
+    """A delta that is published.
+
+    Attributes:
+        path: its file.
+        sequence: its number in its lineage.
+        version: the version whose lineage it is.
+        rows: how many it has, in all.
+    """
+
+    path: Path
+    sequence: int
+    version: int
+    rows: int
+
+
+class LineageFolder(NamedTuple):
+    """The folder of the deltas of a lineage, <deltas>/<model>/<lineage>.
+
+    Attributes:
+        since: deltas up to this number need not be there.
+        store: has the deltas, of which the folder has those that are needed here. None: there is the folder alone.
+    """
+
+    deltas: Path
+    model: str
+    lineage: str
+    since: int = 0
+    store: DeltaStore | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self.deltas / self.model / self.lineage
+
+    @property
+    def newest(self) -> int:
+        """The number of its newest delta; `since` if there is none behind that.
+
+        Raises:
+            PublishError: one is missing before it, which servers wait for; or no number is left.
+            ServerUnavailable: the store cannot be reached.
+        """
+        if self.store is not None:
+            self.store.refresh(LiveLineage(self.model, self.lineage, self.since), each=True)
+        steps = [step for step in steps_in(self.path) if step.sequence > self.since]
+        newest = reached(steps, self.since)
+        if steps and steps[-1].sequence > newest:
+            raise PublishError(
+                f"{delta_path(self.path, newest + 1)}: is missing, and {steps[-1].sequence} is there: servers wait "
+                "for it: bring it back, or remove all behind it and publish what changed"
+            )
+        if newest == MOST_DELTAS:
+            raise PublishError(f"{self.path}: no number is left: export a new version")
+        return newest
+
+    def write(self, sequence: int, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path | None:
+        """Write a delta, as a whole or not at all.
+
+        Args:
+            sequence: its number.
+            stored: rows as they are stored, by table.
+            key: signs it.
+
+        Returns:
+            Its path. None: another delta has the number.
+
+        Raises:
+            OSError: it cannot be written.
+            ServerUnavailable: the store cannot be reached, or lets nobody write.
+        """
+        said = {"sequence": f"{sequence}", "written_at": f"{time.time():.6f}"}
+        return self._write(delta_path(self.path, sequence), said, stored, key)
+
+    def write_squashed(self, step: Step, squashed: Delta, key: Ed25519PrivateKey | None) -> Path | None:
+        """Write several deltas as one; otherwise as `write`. None: they are squashed already."""
+        said = {
+            "sequence": f"{step.sequence}",
+            "since": f"{step.since}",
+            "written_at": f"{squashed.written_at:.6f}",
+            "last_sha256": squashed.last_digest,
+        }
+        return self._write(delta_path(self.path, *step), said, squashed.tables, key)
+
+    def _write(
+        self, path: Path, said: dict[str, str], stored: Mapping[str, Rows], key: Ed25519PrivateKey | None
+    ) -> Path | None:
+        content = _content(stored, {"format": FORMAT, "lineage": self.lineage} | said)
+        signature = None if key is None else delta_signature(path, content)
+        signed = b"" if key is None else delta_signature_of(path.name, content, key, self.model, self.lineage)
+        if self.store is not None:
+            files = [(path, content)] if signature is None else [(signature, signed), (path, content)]
+            return path if self.store.add(files) else None
+        if signature is not None:
+            with replacing(signature) as file:
+                file.write(signed)
+        try:
+            with replacing(path, is_new=True) as file:
+                file.write(content)
+        except FileExistsError:
+            if signature is not None:
+                signature.unlink()
+            return None
+        sync_folder(self.path)
+        return path
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """In the block, no other process of machines that share the folder is in such a block.
+
+        Raises:
+            OSError: the folder is not there, or its file system has no locks.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _content(stored: Mapping[str, Rows], said: Mapping[str, str]) -> bytes:
+    """The file of a delta, see `serving.bundle.delta`; `said` are its metadata but `sha256`."""
+    tensors: dict[str, npt.NDArray[np.generic]] = {name + IDS: each.ids for name, each in stored.items()}
+    tensors |= {name + ROWS: each.rows for name, each in stored.items()}
+    content = save(tensors, {**said, "sha256": NO_SHA256})
+    digest = hashlib.sha256(content).hexdigest()
+    return content.replace(sha256_text(NO_SHA256), sha256_text(digest), 1)
+
+
+def own_rows(router: Manifest, stored: Mapping[str, Rows]) -> dict[str, Rows]:
+    """What the router's own rank has of some rows: whole rows of the tables that it has a shard of."""
+    own = {shard.table for shard in router.plan.shards if router.plan.ranks[shard.rank].weights_file is not None}
+    return {table: rows for table, rows in stored.items() if table in own}
+
+
+def host_rows(router: Manifest, host: int, stored: Mapping[str, Rows]) -> dict[str, Rows]:
+    """What a host has of some rows, by the tables of its bundle: each is a shard of one of the router's.
+
+    Args:
+        router: the router's manifest.
+        host: its number.
+        stored: whole rows by the router's tables.
+    """
+    tables = {table.name: table for table in router.tables}
+    found = {}
+    for segment in segments_by_rank(router)[router.plan.rank_of_host[host]]:
+        shard = segment.shard
+        if (rows := stored.get(shard.table)) is None:
+            continue
+        low, high = np.searchsorted(rows.ids, shard.rows)
+        if low < high:
+            columns = tables[shard.table].shard_columns(rows.rows[low:high], shard)
+            found[segment.table] = Rows(rows.ids[low:high] - shard.rows[0], columns)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The lineage of a version, to which deltas are published.
+
+    Attributes:
+        bundle: of the version.
+        name: of the lineage.
+        deltas: the folder of all deltas.
+        store: has them, see `LineageFolder`.
+    """
+
+    bundle: Bundle
+    name: str
+    deltas: Path
+    store: DeltaStore | None = None
+
+    @classmethod
+    def of(
+        cls,
+        repository: Path,
+        model: str,
+        version: int | None,
+        deltas: Path | str | None,
+        trusted: TrustedKeys | None = None,
+    ) -> "Lineage":
+        """That of a version; of the newest where it is None. `deltas` is as for `publish_delta`.
+
+        Raises:
+            BundleError: the version cannot be opened, or none of the keys signed it.
+            PublishError: it is a host's: deltas of its router are its own, too.
+        """
+        number = newest(repository / model) if version is None else version
+        bundle = open_bundle(repository / model / str(number), trusted)
+        if (part_of := bundle.manifest.part_of) is not None:
+            raise PublishError(f"{bundle.path}: is a host of {part_of.model!r}: publish deltas of that")
+        name = lineage_of(bundle.digest, bundle.manifest.compacted)
+        if (store := store_of(deltas)) is not None:
+            return cls(bundle, name, store.folder, store)
+        return cls(bundle, name, deltas_folder(repository) if deltas is None else Path(deltas))
+
+    def of_host(self, host: HostBundle, trusted: TrustedKeys | None = None) -> "Lineage":
+        """That of a host's bundle, which is in the same repository. Its deltas have the same numbers.
+
+        Raises:
+            BundleError: it is not there, is another one, or none of the keys signed it.
+        """
+        bundle, named = open_host(self.bundle, host, trusted), lineage_of_host(host)
+        if (own := lineage_of(bundle.digest, bundle.manifest.compacted)) != named:
+            raise BundleError(
+                f"{bundle.path}: expected the lineage {named}, which {self.bundle.path} names, got {own}"
+            )
+        return Lineage(bundle, named, self.deltas, self.store)
+
+    @property
+    def folder(self) -> LineageFolder:
+        """The folder of its deltas."""
+        model, since = self.bundle.path.parent.name, self.bundle.manifest.sequence
+        return LineageFolder(self.deltas, model, self.name, since, self.store)
+
+    def publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> PublishedDelta:
+        """Write stored rows as the next delta: of a router, one for each host, and then its own.
+
+        Raises:
+            PublishError: a folder cannot be written to.
+        """
+        with self.writing():
+            path = self._publish_parts(stored, key) if self.bundle.manifest.hosts else self._publish(stored, key)
+        rows = sum(len(each.ids) for each in stored.values())
+        return PublishedDelta(path, int(path.stem), int(self.bundle.path.name), rows)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """In the block, write to the folder, which is made if it is not there.
+
+        Raises:
+            PublishError: it cannot be written to.
+        """
+        try:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            yield
+        except OSError as error:
+            other = "folder, --deltas, here and for servers" if self.store is None else "cache, XDG_CACHE_HOME"
+            raise PublishError(
+                f"{self.folder.path}: cannot be written: {error.strerror}: name another {other}"
+            ) from error
+
+    def _publish(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path:
+        sequence = self.folder.newest + 1
+        while (path := self.folder.write(sequence, stored, key)) is None:
+            sequence += 1
+        return path
+
+    def _publish_parts(self, stored: Mapping[str, Rows], key: Ed25519PrivateKey | None) -> Path:
+        """Write a delta for each host and one for the router, under one number. Returns the path of the router's.
+
+        One that lacks a number before, because a writer was killed, gets an empty delta in its place.
+        """
+        router = self.bundle.manifest
+        parts = {
+            LineageFolder(self.deltas, each.model, lineage_of_host(each), router.sequence, self.store): host_rows(
+                router, each.host, stored
+            )
+            for each in router.hosts
+        }
+        parts[self.folder] = own_rows(router, stored)
+        with self.folder.locked():
+            for folder in parts:
+                folder.path.mkdir(parents=True, exist_ok=True)
+            newest = {folder: folder.newest for folder in parts}
+            sequence = 1 + max(newest.values())
+            for folder, rows in parts.items():
+                for missing in range(newest[folder] + 1, sequence):
+                    folder.write(missing, {}, key)
+                if folder.write(sequence, rows, key) is None:
+                    raise PublishError(
+                        f"{folder.path}: another writer took number {sequence}: of a model on hosts, all who publish "
+                        "have to share a file system with locks; those who publish in a store, a machine"
+                    )
+        return delta_path(self.folder.path, sequence)

@@ -1,0 +1,137 @@
+"""The lineage of a version, and the folder that has its deltas: files of changed rows, see `serving.bundle.delta`.
+
+A *lineage* is one training. A full export starts it, and its deltas are numbered 1, 2, 3 and so on. A version that
+is made of another and its deltas goes on with its lineage (`Manifest.compacted`). A delta lies beside the repository,
+never inside it: Triton takes each folder there for a model, and reloads a model when one of its files changes. Of the
+repository `r` it is::
+
+    r.deltas/MODEL/LINEAGE/000000000001.safetensors
+    r.deltas/MODEL/LINEAGE/000000000001.0f3c….sig             its signature, if there is one
+    r.deltas/MODEL/LINEAGE/000000000100.since-0.safetensors   what deltas 1 to 100 come to, squashed
+
+The name of a signature has the first 16 hex digits of the SHA-256 of what it signs, so that of two who write one
+number at once none replaces the signature of the other.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from serving.bundle.manifest import Compacted
+from serving.bundle.plan import HostBundle
+
+_NAME = re.compile(r"([0-9]{12})(?:\.since-(0|[1-9][0-9]{0,11}))?\.safetensors")
+# The largest number that a file name holds.
+MOST_DELTAS = 10**12 - 1
+
+
+class Step(NamedTuple):
+    """What a file of deltas does to rows: it brings them from what they were after delta `since` to `sequence`.
+
+    That is one delta, or several that were squashed.
+    """
+
+    sequence: int
+    since: int
+
+    @property
+    def is_squashed(self) -> bool:
+        """Whether it stands for several deltas."""
+        return self.sequence > self.since + 1
+
+    def __str__(self) -> str:
+        return f"deltas {self.since + 1} to {self.sequence}" if self.is_squashed else f"delta {self.sequence}"
+
+
+def lineage_of(digest: str, compacted: Compacted | None = None) -> str:
+    """The name of the lineage of a bundle.
+
+    It is that of the deltas in its rows, or one that it begins: the first 32 hex digits of its manifest's SHA-256.
+    """
+    return digest[:32] if compacted is None else compacted.lineage
+
+
+def lineage_of_host(host: HostBundle) -> str:
+    """The name of the lineage of a host's bundle, as its router's manifest says it."""
+    return lineage_of(host.manifest) if host.lineage is None else host.lineage
+
+
+def deltas_folder(repository: Path) -> Path:
+    """The folder of a repository's deltas, beside it."""
+    whole = repository.absolute()
+    return whole.with_name(f"{whole.name}.deltas")
+
+
+def deltas_url(repository: str) -> str:
+    """The URL of the deltas of a repository in a store, beside it."""
+    return f"{repository.rstrip('/')}.deltas"
+
+
+def delta_path(folder: Path, sequence: int, since: int | None = None) -> Path:
+    """The path of a delta.
+
+    Args:
+        folder: of its lineage, <deltas>/<model>/<lineage>.
+        sequence: its number; of squashed ones, that of the last.
+        since: of squashed ones, the number before the first.
+    """
+    return folder / _name(sequence, sequence - 1 if since is None else since)
+
+
+def _name(sequence: int, since: int) -> str:
+    return f"{sequence:012d}{f'.since-{since}' if since != sequence - 1 else ''}.safetensors"
+
+
+def delta_signature(path: Path, content: bytes) -> Path:
+    """The path of the signature of a delta with that content."""
+    return path.with_suffix(f".{hashlib.sha256(content).hexdigest()[:16]}.sig")
+
+
+def step_of(name: str) -> Step | None:
+    """What the file of that name does. None: it is no delta."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    sequence = int(found[1])
+    step = Step(sequence, sequence - 1 if found[2] is None else int(found[2]))
+    return step if step.since < step.sequence and _name(*step) == name else None
+
+
+def steps_in(folder: Path) -> list[Step]:
+    """The deltas in a lineage's folder, squashed ones among them, in order. Empty if there is no such folder."""
+    try:
+        return sorted(filter(None, (step_of(each.name) for each in folder.iterdir())))
+    except FileNotFoundError:
+        return []
+
+
+def squashed_in(folder: Path) -> list[Step]:
+    """Those of them that are squashed."""
+    return sorted(filter(None, (step_of(each.name) for each in folder.glob("*.since-*"))))
+
+
+def listed(folder: Path) -> list[int]:
+    """The numbers of the deltas in a lineage's folder that are not squashed, in order."""
+    return [step.sequence for step in steps_in(folder) if not step.is_squashed]
+
+
+def next_step(steps: Iterable[Step], at: int, until: int = MOST_DELTAS) -> Step:
+    """The step that brings rows furthest: of squashed deltas if they can be taken, else the next delta, there or not.
+
+    Args:
+        steps: that there are; of those that are not squashed, none is needed.
+        at: the delta after which the rows are as they are.
+        until: the last delta that counts.
+    """
+    squashed = (each for each in steps if each.is_squashed and each.since <= at < each.sequence <= until)
+    return max(squashed, default=Step(at + 1, at))
+
+
+def reached(steps: Iterable[Step], at: int) -> int:
+    """The last delta before a gap: how far steps, in order, bring rows that are as they are after delta `at`."""
+    for step in steps:
+        if step.since <= at < step.sequence:
+            at = step.sequence
+    return at

@@ -1,0 +1,71 @@
+"""Which file of a lineage comes next, squashed or not, and which names are none."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.bundle.lineage import MOST_DELTAS, Step, delta_path, listed, next_step, reached, step_of, steps_in
+
+MOST = 8
+# Some of all the steps that there can be between so many deltas.
+STEPS = st.sets(st.sampled_from([Step(last, since) for last in range(1, MOST + 1) for since in range(last)]))
+
+
+def furthest(steps: set[Step], at: int, until: int = MOST) -> int:
+    """The delta that can be reached by any of some steps, found by trying each way."""
+    ways = [furthest(steps, each.sequence, until) for each in steps if each.since <= at < each.sequence <= until]
+    return max(ways, default=at)
+
+
+@given(STEPS, st.integers(0, MOST))
+def test_steps_in_order_reach_as_far_as_any_way(steps: set[Step], at: int) -> None:
+    assert reached(sorted(steps), at) == furthest(steps, at)
+
+
+@given(STEPS, st.integers(0, MOST), st.integers(0, MOST))
+def test_the_next_step_again_and_again_reaches_as_far_as_any_way(steps: set[Step], at: int, until: int) -> None:
+    """And takes no more steps than there are: each goes on."""
+    expected = furthest(steps, at, until)
+    taken = 0
+    while (step := next_step(steps, at, until)) in steps and step.sequence <= until:
+        at, taken = step.sequence, taken + 1
+    assert at == expected
+    assert taken <= MOST
+
+
+@given(st.integers(1, MOST_DELTAS), st.integers(0, MOST_DELTAS - 1))
+def test_a_name_says_its_step(sequence: int, since: int) -> None:
+    step = Step(sequence, min(since, sequence - 1))
+    assert step_of(delta_path(Path("f"), *step).name) == step
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "000000000007.since-6.safetensors",
+        "000000000007.since-7.safetensors",
+        "000000000007.since-9.safetensors",
+        "000000000007.since-00.safetensors",
+        "000000000007.since-01.safetensors",
+        "000000000007.since-.safetensors",
+        "000000000007.since--1.safetensors",
+        "000000000007.since-0.0123456789abcdef.sig",
+        "000000000007.since-0.safetensors.tmp",
+        "7.since-0.safetensors",
+        "000000000007.Since-0.safetensors",
+        "٠٠٠٠٠٠٠٠٠٠٠٧.safetensors",
+    ],
+)
+def test_what_is_no_name_is_left_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    (tmp_path / "000000000003.safetensors").touch()
+    (tmp_path / "000000000009.since-3.safetensors").touch()
+    assert step_of(name) is None
+    assert steps_in(tmp_path) == [Step(3, 2), Step(9, 3)]
+    assert listed(tmp_path) == [3]
+
+
+def test_a_step_says_what_it_is() -> None:
+    assert [str(Step(7, 6)), str(Step(7, 2))] == ["delta 7", "deltas 3 to 7"]

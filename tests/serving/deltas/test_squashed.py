@@ -1,0 +1,409 @@
+"""Deltas that are squashed come to what they came to one after another, wherever a server is, and whoever is killed."""
+
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load
+
+from export import Sharding, WeightDtype, compact, publish_delta, squash
+from export.errors import PublishError
+from export.publish.published import prune, prune_squashed
+from serving.bundle.delta import parse_delta
+from serving.bundle.lineage import Step, delta_path, deltas_folder, lineage_of, listed, steps_in
+from serving.bundle.opening import open_bundle
+from serving.bundle.signature import TRUSTED_KEYS
+from serving.engine import Engine
+from serving.errors import BundleError, ConfigurationError
+from serving.server.launch.live import LiveCopies
+from serving.tables import applier
+from serving.tables.live_copy import LiveCopy, remove_unused_live_copies
+from serving.tables.table_files import WeightsMemory
+from tests.support.commands import tbe_export
+from tests.support.live import (
+    applying,
+    publish_number,
+    published,
+    readers,
+    seen_by,
+    wait_until,
+    wait_until_applied,
+)
+from tests.support.often import one_in
+
+ROWS, DIM, LAST = 200, 16, 12
+KINDS = [
+    pytest.param(WeightDtype.INT8, Sharding(), id="int8"),
+    pytest.param(WeightDtype.FP16, Sharding(ranks=2, types={"t": "column_wise"}), id="columns"),
+    pytest.param(WeightDtype.FP32, Sharding(ranks=2, types={"t": "row_wise"}), id="rows"),
+    pytest.param(WeightDtype.INT4, Sharding(ranks=2, types={"t": "data_parallel"}), id="copies"),
+]
+
+
+def folder_of(bundle: Path) -> Path:
+    opened = open_bundle(bundle)
+    name = lineage_of(opened.digest, opened.manifest.compacted)
+    return deltas_folder(bundle.parent.parent) / bundle.parent.name / name
+
+
+def some_deltas(bundle: Path, first: int = 1, last: int = LAST) -> None:
+    """Deltas whose rows have their number in every element."""
+    for number in range(first, last + 1):
+        changed = np.random.default_rng(number).choice(ROWS, 1 + number * 5, replace=False)
+        publish_number(bundle, number, changed.tolist(), DIM)
+
+
+def numbers(last: int = LAST) -> npt.NDArray[np.float64]:
+    """What is in the rows after them, by row; 0 in those that none of them has."""
+    found = np.zeros(ROWS)
+    for number in range(1, last + 1):
+        found[np.random.default_rng(number).choice(ROWS, 1 + number * 5, replace=False)] = number
+    return found
+
+
+def check(engine: Engine, before: npt.NDArray[np.floating[Any]], last: int = LAST) -> None:
+    expected = numbers(last)[:, None]
+    np.testing.assert_array_equal(engine.rows("t", np.arange(ROWS)), np.where(expected, expected, before))
+
+
+@contextmanager
+def without_applier(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCopy]:
+    """The live copy of a bundle, to which nobody writes but the block."""
+    server = LiveCopies(deltas_folder(bundle.parent.parent), {}, logging.getLogger())
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    live = LiveCopy.take(bundle, open_bundle(bundle).manifest, "")
+    try:
+        yield live
+    finally:
+        live.close()
+        remove_unused_live_copies()
+
+
+def rows_before(bundle: Path) -> npt.NDArray[np.floating[Any]]:
+    with Engine.open(bundle) as engine:
+        return engine.rows("t", np.arange(ROWS))
+
+
+def remove(bundle: Path, sequences: range) -> None:
+    for number in sequences:
+        delta_path(folder_of(bundle), number).unlink()
+
+
+@pytest.mark.parametrize(("dtype", "sharding"), one_in(2, KINDS))
+@pytest.mark.parametrize("at", [0, 5], ids=["from the start", "in between"])
+def test_a_server_takes_squashed_deltas_for_those_that_are_gone(
+    at: int, dtype: WeightDtype, sharding: Sharding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = published(tmp_path, ROWS, DIM, dtype, sharding)
+    before = rows_before(bundle)
+    some_deltas(bundle, last=at)
+    elsewhere = shutil.copytree(bundle.parent.parent, tmp_path / "elsewhere" / "r") / "m" / "1"
+    if at:
+        shutil.copytree(deltas_folder(bundle.parent.parent), deltas_folder(elsewhere.parent.parent))
+    some_deltas(elsewhere, at + 1)
+    found = squash(elsewhere.parent.parent, "m")
+    assert (found.sequence, found.path.name) == (LAST, f"{LAST:012d}.since-0.safetensors")
+    with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+        check(engine, before, at)
+        folder_of(bundle).mkdir(parents=True, exist_ok=True)
+        shutil.copy(found.path, folder_of(bundle))
+        wait_until_applied(copies, LAST)
+        check(engine, before)
+        publish_number(bundle, LAST + 1, [7], DIM)
+        wait_until_applied(copies, LAST + 1)
+        assert (engine.rows("t", [7]) == LAST + 1).all()
+
+
+def test_a_server_that_starts_reads_one_file_and_what_is_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the deltas lie beside it; it is ready with all that there is."""
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    before = rows_before(bundle)
+    some_deltas(bundle)
+    squashed = squash(bundle.parent.parent, "m", until=LAST - 2)
+    for number in range(1, LAST - 1):  # is none of them read, then nobody notices
+        delta_path(folder_of(bundle), number).write_bytes(b"nothing")
+    with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+        check(engine, before)
+        found = wait_until_applied(copies, LAST)
+        behind = sum(1 + number * 5 for number in (LAST - 1, LAST))
+        assert (found.rows, found.stopped) == (squashed.rows + behind, "")
+        assert squashed.rows == np.count_nonzero(numbers(LAST - 2))
+
+
+def test_no_model_is_ready_before_what_was_squashed_later_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file may go beyond the delta that a model waits for, which was the newest when it was loaded."""
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    some_deltas(bundle, last=4)
+    with without_applier(bundle, monkeypatch) as live:
+        copy = applier.AppliedCopy(LiveCopy.attach(live.path))
+        some_deltas(bundle, 5)
+        squash(bundle.parent.parent, "m")
+        for _ in range(100):
+            copy.step()
+            assert live.state.is_caught_up <= (live.state.sequence >= 4)
+        assert (live.state.sequence, live.state.is_caught_up) == (LAST, True)
+        copy.close()
+
+
+def test_no_row_is_torn_and_none_becomes_older_while_deltas_are_squashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server takes squashed deltas in which there is much that it has."""
+    dim, last = 256, 18
+    bundle = published(tmp_path, ROWS, dim, WeightDtype.INT8)
+    publish_number(bundle, 1, range(ROWS), dim)
+    with applying(bundle, monkeypatch) as copies:
+        reading = readers(bundle, ROWS, last, 2)
+        for number in range(2, last, 4):
+            wait_until_applied(copies, number - 1)
+            elsewhere = tmp_path / f"deltas-{number}"
+            shutil.copytree(deltas_folder(bundle.parent.parent), elsewhere)
+            for each in range(number, number + 4):
+                rows = np.full((ROWS, dim), each, np.float32)
+                publish_delta(bundle.parent.parent, "m", {"t": (range(ROWS), rows)}, deltas=elsewhere)
+            found = squash(bundle.parent.parent, "m", deltas=elsewhere)
+            shutil.copy(found.path, tmp_path / "whole")
+            (tmp_path / "whole").rename(folder_of(bundle) / found.path.name)
+        for reader in reading:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "reading\n"
+        publish_number(bundle, last, range(ROWS), dim)
+        seen = [seen_by(each) for each in reading]
+    assert [(each["torn"], each["backwards"]) for each in seen] == [(0, 0)] * 2
+
+
+# An applier that is killed in the middle of rows: of the slice that is named.
+_KILLED = """
+import os, sys
+from pathlib import Path
+from serving.tables import applier
+from serving.tables.live_copy import LiveCopy
+applier._SLICE_S, applier._FIRST_ROWS = 1e-9, 1
+copy = applier.AppliedCopy(LiveCopy.attach(Path(sys.argv[1])))
+for _ in range(1 + int(sys.argv[3])):
+    copy.step()
+assert copy._state.sequence < copy._state.begun == int(sys.argv[2])
+place, stop = copy._state._numbers[5], copy._state._numbers[6]
+with copy._state.writing(stop, 1):
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("slices", one_in(2, [0, 1, 20]))
+@pytest.mark.parametrize("is_squashed", [True, False])
+def test_a_killed_applier_s_successor_goes_on_with_the_same_file(
+    is_squashed: bool, slices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else could be taken by then; and if it is gone, with none."""
+    half = LAST // 2
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    before = rows_before(bundle)
+    some_deltas(bundle, 1, half)
+    begun = squash(bundle.parent.parent, "m").path if is_squashed else delta_path(folder_of(bundle), half)
+    since = 0 if is_squashed else half - 1
+    with without_applier(bundle, monkeypatch) as live:
+        first = applier.AppliedCopy(LiveCopy.attach(live.path))
+        while live.state.sequence < since:
+            first.step()
+        first.close()
+        subprocess.run([sys.executable, "-c", _KILLED, live.path, str(half), str(slices)], check=True)
+        assert live.state.half_written is not None
+        assert (live.state.sequence, live.state.begun) == (since, half)
+        squash(bundle.parent.parent, "m")
+        some_deltas(bundle, half + 1)
+        squash(bundle.parent.parent, "m")  # which goes further
+        gone = begun.rename(begun.with_name("gone"))
+        successor = applier.AppliedCopy(LiveCopy.attach(live.path))
+        successor.step()
+        said = f"{delta_path(folder_of(bundle), half)}: was applied in part, and is gone or another by now"
+        assert live.state.stopped.startswith(said)
+        gone.rename(begun)
+        for _ in range(1000):
+            if live.state.sequence == LAST:
+                break
+            assert live.state.begun in (half, LAST)
+            successor.step()
+        with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+            check(engine, before)
+        successor.close()
+
+
+def test_the_last_of_squashed_deltas_and_they_stand_for_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it was applied, and is removed; squashed deltas of another history do not."""
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    some_deltas(bundle)
+    with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE):
+        wait_until_applied(copies, LAST)
+        squashed = squash(bundle.parent.parent, "m").path
+        remove(bundle, range(1, LAST + 1))
+        publish_number(bundle, LAST + 1, [7], DIM)
+        assert wait_until_applied(copies, LAST + 1).stopped == ""
+        # Another history: the same numbers, other rows.
+        remove(bundle, range(LAST + 1, LAST + 2))
+        squashed.unlink()
+        for number in range(LAST + 1):
+            publish_number(bundle, 100 + number, [3], DIM)
+        squash(bundle.parent.parent, "m")
+        delta_path(folder_of(bundle), LAST + 1).unlink()
+        publish_number(bundle, 200, [3], DIM)
+        assert "is gone or another by now" in wait_until(copies, lambda found: bool(found.stopped)).stopped
+
+
+def test_a_version_is_made_of_squashed_deltas_as_of_each(tmp_path: Path) -> None:
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    repository = bundle.parent.parent
+    some_deltas(bundle)
+    expected = [
+        (compact(repository, "m", version=1, until=each) / "weights.0.bin").read_bytes() for each in (8, LAST)
+    ]
+    for until in (5, 8):
+        squash(repository, "m", version=1, until=until)
+    squash(repository, "m", version=1)
+    squash(repository, "m", version=1)  # is there already
+    remove(bundle, range(1, LAST))
+    found = [(compact(repository, "m", version=1, until=each) / "weights.0.bin").read_bytes() for each in (8, LAST)]
+    assert found == expected
+    said = r"000000000009.safetensors: is missing: bring it back. Without it, rows .* after delta 8, or 12$"
+    with pytest.raises(PublishError, match=said):
+        compact(repository, "m", version=1, until=10)
+
+
+def test_what_cannot_be_squashed_is_named(tmp_path: Path) -> None:
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    repository = bundle.parent.parent
+    for count in (0, 1):
+        with pytest.raises(PublishError, match=f"expected two deltas or more behind 0, got {count}"):
+            squash(repository, "m")
+        publish_number(bundle, 1, [count], DIM)
+    with pytest.raises(ConfigurationError, match=r"until: expected a delta of .*, 1 to 2, got 3"):
+        squash(repository, "m", until=3)
+    with pytest.raises(PublishError, match="expected two deltas or more behind 0, got 1"):
+        squash(repository, "m", until=1)
+    delta_path(folder_of(bundle), 1).unlink()
+    with pytest.raises(PublishError, match=r"000000000001.safetensors: is missing, and 2 is there"):
+        squash(repository, "m")
+    assert steps_in(folder_of(bundle)) == [Step(2, 1)]
+
+
+def test_another_file_under_the_name_of_squashed_deltas_is_refused(tmp_path: Path) -> None:
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    some_deltas(bundle)
+    squashed = squash(bundle.parent.parent, "m", until=5).path
+    opened = open_bundle(bundle)
+
+    def parse(path: Path, step: Step) -> object:
+        return parse_delta(path, path.read_bytes(), opened.manifest, lineage_of(opened.digest), step)
+
+    assert parse(squashed, Step(5, 0))
+    for other in (Step(5, 1), Step(6, 0), Step(5, 4)):
+        with pytest.raises(BundleError, match=f"expected {other} of lineage .*, got deltas 1 to 5 of"):
+            parse(squashed, other)
+    with pytest.raises(BundleError, match=r"expected deltas 1 to 5 of lineage .*, got delta 5 of"):
+        parse(delta_path(folder_of(bundle), 5), Step(5, 0))
+
+
+@pytest.mark.parametrize("byte", [3, 100, -1])
+def test_a_changed_bit_in_squashed_deltas_stops_until_they_are_right_or_gone(
+    byte: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    before = rows_before(bundle)
+    some_deltas(bundle)
+    squashed = squash(bundle.parent.parent, "m").path
+    content = bytearray(squashed.read_bytes())
+    content[byte] ^= 1
+    squashed.write_bytes(content)
+    with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+        stopped = wait_until(copies, lambda found: bool(found.stopped))
+        assert (stopped.sequence, stopped.stopped.startswith(f"{squashed}: ")) == (0, True)
+        squashed.unlink()
+        wait_until_applied(copies, LAST)
+        check(engine, before)
+
+
+def test_squashed_deltas_are_signed_and_make_good_nothing_that_was_not(
+    signed_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, trusted = signed_repository / "key.pem", signed_repository / "trusted.pem"
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8, signing_key=key)
+    repository = bundle.parent.parent
+
+    def publish(number: int, signing_key: Path | None) -> Path:
+        rows = np.full((1, DIM), number, np.float32)
+        return publish_delta(repository, "m", {"t": ([number], rows)}, signing_key=signing_key).path
+
+    for number in (1, 2):
+        publish(number, key)
+    unsigned = publish(3, None)
+    with pytest.raises(BundleError, match=rf"{unsigned.stem}.*\.sig: .*only what a key of .* signed is served"):
+        squash(repository, "m", signing_key=key)
+    assert listed(folder_of(bundle)) == [1, 2, 3] == [step.sequence for step in steps_in(folder_of(bundle))]
+    unsigned.unlink()
+    monkeypatch.setenv(TRUSTED_KEYS, str(trusted))
+    squashed = squash(repository, "m").path
+    with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
+        stopped = wait_until(copies, lambda each: bool(each.stopped))
+        assert (stopped.sequence, squashed.stem in stopped.stopped) == (0, True)
+        squashed.unlink()
+        assert squash(repository, "m", signing_key=key).path == squashed
+        remove(bundle, range(1, 2))
+        wait_until_applied(copies, 2)
+        assert engine.rows("t", [1, 2])[:, 0].tolist() == [1, 2]
+
+
+def test_deltas_that_every_version_can_take_squashed_are_pruned(tmp_path: Path) -> None:
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    repository, folder = bundle.parent.parent, folder_of(bundle)
+    some_deltas(bundle, last=4)
+    compact(repository, "m")  # goes on behind 4
+    some_deltas(bundle, 5, 9)
+    assert prune_squashed(bundle.parent) == 0
+    squash(repository, "m", version=1, until=3)
+    squash(repository, "m", version=1, until=6)
+    squash(repository, "m", version=2, until=8)
+    sign = folder / f"000000000003.{'a' * 16}.sig"
+    kept = folder / f"000000000006.since-0.{'b' * 16}.sig"
+    for each in (sign, kept):
+        each.touch()
+    assert prune_squashed(bundle.parent, dry_run=True) == 6
+    assert listed(folder) == [*range(1, 10)]
+    said = tbe_export("prune", str(bundle.parent), "--keep", "2", "--squashed").stdout
+    assert said.splitlines()[-1] == f"{bundle.parent}: 6 deltas that are squashed: removed"
+    assert steps_in(folder) == [Step(6, 0), Step(6, 5), Step(7, 6), Step(8, 4), Step(8, 7), Step(9, 8)]
+    assert (sign.exists(), kept.exists()) == (False, True)
+    expected = [hashlib.sha256((each / "weights.0.bin").read_bytes()).hexdigest() for each in _both(repository)]
+    assert expected[0] == expected[1]
+    # A version that goes on in the middle needs what is behind it.
+    [*prune(bundle.parent, 1)]
+    assert [step for step in steps_in(folder) if step.is_squashed] == []
+
+
+def _both(repository: Path) -> list[Path]:
+    """What versions 1 and 2 come to with all deltas."""
+    return [compact(repository, "m", version=version) for version in (1, 2)]
+
+
+def test_the_command_says_what_it_did(tmp_path: Path) -> None:
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    some_deltas(bundle)
+    path = delta_path(folder_of(bundle), LAST, 0)
+    rows = np.count_nonzero(numbers())
+    said = tbe_export("squash", str(bundle.parent))
+    assert said.stdout == f"{path}: {rows} rows, deltas up to {LAST} of version 1, as one\n"
+    assert load(path.read_bytes())["t/ids"].tolist() == np.flatnonzero(numbers()).tolist()
