@@ -22,7 +22,7 @@ from export.parity.limits import check_parity, overflow_notes
 from export.prepare import Prepared, describe, prepare
 from export.program.compile import compile_program, write_program
 from export.publish.draft import Draft, draft, next_version
-from export.rows.store import DigestsBehind, store_rows
+from export.rows.rank_files import DigestsBehind, store_rows
 from export.rows.table_error import TableError
 from export.scores.auc import measured
 from export.scores.dense_part import Scored, compare_scores, save_scores

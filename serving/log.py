@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from serving.errors import ConfigurationError
 
 # What a record may have beside its message. `event` names what happened in one word, or the line of Triton's code.
-_ABOUT = ("event", "host", "model", "version")
+_ABOUT = ("event", "host", "model", "version", "lineage", "sequence", "sha256")
 _CONTROL = re.compile(r"\s*[\x00-\x1f\x7f-\x9f\u2028\u2029]+\s*")
 
 

@@ -15,14 +15,14 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-from export.capture.answering import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.bags import Bag, GivenKeys
+from export.capture.call_signature import Signature
 from export.capture.example import outputs_of
 from export.capture.following import followable
 from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.noted import NO_TIME, Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
-from export.capture.signature import Signature
 from export.capture.sizes import Input
+from export.capture.stand_ins import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.steps import attribute_of, inlined
 from export.errors import ModelError, first_line
 from export.trained.keyed import line_of, line_of_error, line_of_stack

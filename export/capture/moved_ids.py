@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from export.capture.answering import Collections, keys_of_features
+from export.capture.call_signature import Places, Signature
 from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.graph import Captured, Made
-from export.capture.signature import Places, Signature
 from export.capture.sizes import Input
+from export.capture.stand_ins import Collections, keys_of_features
 from export.capture.steps import is_writing, written
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from export.capture.bags import have_as_many
-from export.capture.signature import Signature
+from export.capture.call_signature import Signature
 from export.capture.steps import origin_of
 from serving.bundle.scores import JaggedInput, JaggedKind
 

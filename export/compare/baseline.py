@@ -23,7 +23,7 @@ from export.plan.report import report_plan
 from export.plan.sharding import Sharding
 from export.prepare import describe
 from export.program.compile import compile_program
-from export.rows.store import store_rows, write_rows
+from export.rows.rank_files import store_rows, write_rows
 from export.trained.checkpoint import Checkpoint
 from export.trained.probe import make_probe
 from export.trained.tables import TrainedTable

@@ -15,7 +15,7 @@ from export.compare.measure import CONFIDENCE
 from export.compare.study import DtypeReport, Placement, Recommendation, Study, StudyOptions, TableStudy, judge
 from export.plan.sharding import Sharding
 from export.rows.quantize import packs
-from export.rows.store import store_rows
+from export.rows.rank_files import store_rows
 from export.trained.tables import TrainedTable
 from serving.bundle.manifest import Agreement
 from serving.bundle.opening import weights_paths

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from export.capture.answering import Collections
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS
+from export.capture.stand_ins import Collections
 from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut, cut, finished, not_tensors, tensors_of

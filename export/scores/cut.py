@@ -14,10 +14,10 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-from export.capture.answering import Columns, joined
 from export.capture.bags import kjt_of_bags
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS
+from export.capture.stand_ins import Columns, joined
 from export.errors import ModelError, first_line
 from export.trained.follow import selects
 from export.trained.keyed import KeyedTracer, line_of, line_of_error

@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from export.capture.answering import Collections, keys_of_features
 from export.capture.bags import Bag
+from export.capture.call_signature import Signature, read_signature
 from export.capture.example import outputs_of
 from export.capture.given import Given, ids_of, lengths_of, numbers_of, rows_of, weights_of
 from export.capture.graph import EMBEDDINGS, Captured, captured
 from export.capture.moved_ids import placed
 from export.capture.scriptable import scriptable
-from export.capture.signature import Signature, read_signature
 from export.capture.sizes import Answer, Input, Sizes
+from export.capture.stand_ins import Collections, keys_of_features
 from export.capture.steps import rows_read_by
 from export.config import Example
 from export.errors import ModelError

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
 from export.apart.probes import Numbers, Run, allowed, answered, largest, pieces_of, scale_of, scaled, shown_to_mix
-from export.capture.answering import Collections
 from export.capture.given import Given
+from export.capture.stand_ins import Collections
 from export.config import Example
 from export.errors import ModelError, ParityError, compiler_line
 from export.rows.table_error import finite

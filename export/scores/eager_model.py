@@ -9,9 +9,9 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
-from export.capture.answering import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.capture.given import Given
 from export.capture.noted import NO_TIME, reading_clocks
+from export.capture.stand_ins import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
 from export.errors import ModelError, ParityError, last_line
 from export.scores.cut import WAY_OUT, Cut
 from export.trained.managed import is_sequence, takes_weights

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
-from export.capture.answering import Collections, Columns
 from export.capture.bags import Bag, Bags, bags_of
 from export.capture.given import Given
+from export.capture.stand_ins import Collections, Columns
 from export.trained.managed import inner_of, is_sequence
 from export.trained.probe import kjt_of, make_probe
 from export.trained.tables import Trained

@@ -22,7 +22,7 @@ from export.publish.changes import StoredRows
 from export.publish.lineage import Lineage
 from serving.bundle.delta import Rows
 from serving.bundle.lineage import deltas_folder
-from serving.log import close_log, server_log
+from serving.log import LogFormat, close_log, server_log
 from serving.model.settings import ServingSettings
 from serving.server.launch.live import Applied, LiveCopies
 from tests.support.models import Spec, collection
@@ -103,9 +103,9 @@ def changing_nothing(bundle: Path) -> Iterator[None]:
 
 
 @contextmanager
-def applying(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCopies]:
+def applying(bundle: Path, monkeypatch: pytest.MonkeyPatch, form: LogFormat = LogFormat.TEXT) -> Iterator[LiveCopies]:
     """Keep an applier for the engines of this process and its children, as a server does."""
-    log = server_log(bundle.parent.parent.parent / "applier.log")
+    log = server_log(bundle.parent.parent.parent / "applier.log", form)
     copies = LiveCopies(deltas_folder(bundle.parent.parent), {}, log)
     for name, value in copies.environment.items():
         monkeypatch.setenv(name, value)

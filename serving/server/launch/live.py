@@ -33,6 +33,8 @@ _ASKS_S = 0.5
 _STARTS_S = 1.0
 # One thread: it multiplies nothing.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# Least seconds between two lines of the log that say up to which delta a copy is.
+_SAYS_S = 10.0
 # A number that is missing for so many seconds is told of. Whoever copies deltas may bring them in any order.
 _MISSING_S = 5.0
 
@@ -43,6 +45,7 @@ class Applied(NamedTuple):
     Attributes:
         about: the version.
         sequence: the number of the newest delta that is applied.
+        sha256: that of its file, in hex. Empty: the rows are those of the version.
         newest: the number of the newest delta that is there.
         waits_since: since when the oldest delta that is not applied is seen here, by time.monotonic. None: all are.
         rows: that were written, in all.
@@ -52,6 +55,7 @@ class Applied(NamedTuple):
 
     about: About
     sequence: int
+    sha256: str
     newest: int
     waits_since: float | None
     rows: int
@@ -92,7 +96,9 @@ class LiveCopies:
         self._name = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._variables = {**os.environ, **environment, **_ONE_THREAD}
         self._log = log
+        # What was said of each copy: why it stopped; and up to which delta it was, and when that may be said again.
         self._said: dict[tuple[str, str], str] = {}
+        self._said_applied: dict[tuple[str, str], tuple[int, float]] = {}
         # The deltas that are there, by folder, as they were when they were last listed.
         self._steps: dict[Path, list[Step]] = {}
         self._next_listing = 0.0
@@ -226,7 +232,8 @@ class LiveCopies:
         since = seen[waiting[0]] if waiting else None
         newest = max(waiting, default=sequence)
         stopped = state.stopped.replace(*self._shown)
-        found = Applied(about, sequence, newest, since, state.rows, state.refused, stopped)
+        sha256 = state.written.get(sequence, "")
+        found = Applied(about, sequence, sha256, newest, since, state.rows, state.refused, stopped)
         if not found.stopped and found.lag_s > _MISSING_S and reached(steps, sequence) == sequence:
             missing = str(delta_path(folder, sequence + 1)).replace(*self._shown)
             return found._replace(stopped=f"{missing} is missing, and {waiting[0]} is there")
@@ -288,17 +295,20 @@ class LiveCopies:
         return process
 
     def _say_changes(self) -> None:
-        """Say which copies stopped, and which go on, once."""
+        """Say which copies stopped, and which go on, once; and at times up to which delta each is."""
         for each in self.applied:
-            key = each.about.model, each.about.version
+            about = each.about
+            key = about.model, about.version
+            where = f"{' '.join(key)}: deltas are applied up to {each.sequence}"
+            fields = {"model": key[0], "version": int(key[1]), "lineage": Path(about.deltas).name}
+            fields |= {"sequence": each.sequence, "sha256": each.sha256 or None}
             if each.stopped != self._said.get(key, ""):
                 self._said[key] = each.stopped
-                about = {"model": each.about.model, "version": int(each.about.version)}
-                self._log.log(
-                    logging.ERROR if each.stopped else logging.INFO,
-                    "%s: deltas are applied up to %d: %s",
-                    " ".join(key),
-                    each.sequence,
-                    each.stopped or "they go on",
-                    extra={"event": "deltas_stopped" if each.stopped else "deltas_go_on", **about},
-                )
+                if each.stopped:
+                    self._log.error("%s: %s", where, each.stopped, extra={"event": "deltas_stopped", **fields})
+                else:
+                    self._log.info("%s: they go on", where, extra={"event": "deltas_go_on", **fields})
+            at, next_at = self._said_applied.get(key, (None, 0.0))
+            if each.sequence != at and time.monotonic() >= next_at:
+                self._said_applied[key] = each.sequence, time.monotonic() + _SAYS_S
+                self._log.info("%s", where, extra={"event": "deltas_applied", **fields})

@@ -11,7 +11,7 @@ from export import ExportConfig, WeightDtype, export_model, pipeline
 from export.errors import ParityError
 from export.program import compile as compile_
 from export.program.compile import compile_program, save_program
-from export.rows import store
+from export.rows import rank_files
 from export.rows.quantize import quantize
 from serving.bundle.opening import open_bundle
 from tests.support.models import collection
@@ -44,7 +44,7 @@ def test_a_limit_with_a_dtype_is_a_gate_and_without_one_a_choice(tmp_path: Path)
 def test_a_quantizer_that_is_wrong_in_one_code_fails_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "quantize", corrupt_codes)
+    monkeypatch.setattr(rank_files, "quantize", corrupt_codes)
     with pytest.raises(ParityError, match="table 'genre': row 7 moved further than rounding explains"):
         export_model(collection(), tmp_path / "r", "m")
 

@@ -10,8 +10,8 @@ import torch
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import QuantizeError
 from export.plan.sharding import CHOICES
-from export.rows import store
-from export.rows.store import DigestsBehind
+from export.rows import rank_files
+from export.rows.rank_files import DigestsBehind
 from export.trained import checkpoint
 from serving.bundle.opening import open_bundle
 from serving.bundle.plan import path_of
@@ -34,7 +34,7 @@ def assert_digests_are_of_the_files(bundle: Path) -> None:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of every table but the smallest, and several reads of a block."""
     monkeypatch.setattr(checkpoint, "_BLOCK_BYTES", 3000)
-    monkeypatch.setattr(store, "_READ_BYTES", 1000)
+    monkeypatch.setattr(rank_files, "_READ_BYTES", 1000)
 
 
 @pytest.mark.parametrize("sharding_type", CHOICES)

@@ -10,7 +10,7 @@ import torch
 
 from export import ExportConfig, WeightDtype, export_model
 from export.errors import ParityError
-from export.rows import store
+from export.rows import rank_files
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError, rounding_bounds
 from export.trained import checkpoint
@@ -79,7 +79,7 @@ def test_an_export_that_stores_one_row_wrongly_is_refused(
             _SPOILED[how](stored, dtype, wrong - start)
         return stored
 
-    monkeypatch.setattr(store, "quantize", wrongly)
+    monkeypatch.setattr(rank_files, "quantize", wrongly)
     module = collection((Spec("t", 500, 16, "SUM", ("x",)),))
     with pytest.raises(ParityError) as refused:
         export_model(module, tmp_path / "r", "m", ExportConfig(dtype={"*": WeightDtype.FP16}, max_error={"*": 1e9}))

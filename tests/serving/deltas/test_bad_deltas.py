@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from serving.bundle.lineage import Step, lineage_of
 from serving.bundle.opening import Bundle
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
+from serving.log import LogFormat
+from serving.server.launch import live
 from serving.tables import memory_budget
 from serving.tables.live_copy import LIVE_SERVER, live_copies
 from serving.tables.table_files import WeightsMemory
@@ -206,6 +209,32 @@ def test_a_changed_byte_is_read_as_a_delta_or_refused(data: st.DataObject, bundl
         assert ids.max() < ROWS
 
 
+def test_the_log_says_which_delta_was_applied_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its lineage, its number and its SHA-256: of the file, with zeros in place of the digits that it holds."""
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    name = lineage_of(open_bundle(path).digest)
+    file = tmp_path / "r.deltas" / "m" / name / "000000000002.safetensors"
+    monkeypatch.setattr(live, "_SAYS_S", 0.0)
+    with applying(path, monkeypatch, LogFormat.JSON) as copies, Engine.open(path, memory=WeightsMemory.LIVE):
+        wait_until(copies, lambda found: found.sequence == 0)
+        for number in (1, 2):
+            publish_number(path, number, [3], DIM)
+            wait_until_applied(copies, number)
+        time.sleep(0.5)
+    content = file.read_bytes()
+    says = re.search(rb'"sha256":"([0-9a-f]{64})"', content)
+    assert says is not None
+    assert hashlib.sha256(content.replace(says[1], b"0" * 64)).hexdigest() == says[1].decode()
+    lines = [json.loads(line) for line in (tmp_path / "applier.log").read_text().splitlines()]
+    assert [(each["event"], each["level"], each["lineage"]) for each in lines] == [
+        ("deltas_applied", "INFO", name)
+    ] * len(lines)
+    assert [each["sequence"] for each in lines] == [0, 1, 2]
+    assert "sha256" not in lines[0]
+    assert (lines[2]["sha256"], lines[2]["model"], lines[2]["version"]) == (says[1].decode(), "m", 1)
+    assert lines[2]["message"] == "m 1: deltas are applied up to 2"
+
+
 def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +250,8 @@ def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
         wait_until_applied(copies, 1)
         assert engine.rows("t", [3]).tolist() == [[5.0] * DIM]
         time.sleep(0.5)
-    why, then = (tmp_path / "applier.log").read_text().splitlines()
+    lines = (tmp_path / "applier.log").read_text().splitlines()
+    why, then = [line for line in lines if " deltas_applied: " not in line]
     assert why.partition(" ")[2] == (
         f"ERROR tbe-serve deltas_stopped: m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: bring "
         "it again, or remove it and all behind it, and publish what changed"

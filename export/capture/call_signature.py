@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from export.capture.answering import Collections, Columns, answering, zeros_of
 from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, kjt_of_bags, numbers_of_ids
 from export.capture.example import Call
 from export.capture.noted import reading_clocks
+from export.capture.stand_ins import Collections, Columns, answering, zeros_of
 from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of_error, line_of_stack

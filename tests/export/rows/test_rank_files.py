@@ -12,9 +12,9 @@ import torch
 
 from export import ExportConfig, Sharding, export_model
 from export.errors import PublishError, QuantizeError
-from export.rows import store
+from export.rows import rank_files
 from export.rows.quantize import quantize
-from export.rows.store import write_rows
+from export.rows.rank_files import write_rows
 from export.trained import checkpoint
 from serving.bundle.opening import open_bundle
 from serving.bundle.plan import Shard
@@ -72,7 +72,7 @@ def test_the_first_row_that_does_not_fit_is_named_whichever_thread_is_first(
             time.sleep(0.02)
         return quantize(table, start, *arguments)
 
-    monkeypatch.setattr(store, "quantize", slowly)
+    monkeypatch.setattr(rank_files, "quantize", slowly)
     with pytest.raises(QuantizeError, match="table 'user': row 490 holds NaN"):
         export_model(module, tmp_path / "r", "m")
 
