@@ -41,8 +41,10 @@ _FORMS = (
     '(values, lengths) or (values, lengths, weights), or {"values": …, "lengths": …, "weights": …}'
 )
 _ARRAYS = ("values", "lengths", "weights")
+# What has such arrays for all features at once, in messages.
+_KJT = "KeyedJaggedTensor"
 # What has a length and can be gone through, but has no order of its own, is no list of ids, or has a mask.
-_NO_LISTS = (str, bytes, Mapping, Set, np.ma.MaskedArray)
+_NO_LISTS = (str, bytes, bytearray, Mapping, Set, np.ma.MaskedArray)
 _NUMBERS = (int, float, np.generic)
 _INTEGERS = {int, *(np.dtype(code).type for code in np.typecodes["AllInteger"])}
 
@@ -168,10 +170,10 @@ def decode_rows(numbers: Embeddings, shapes: Mapping[str, tuple[int, int]]) -> d
 
 def _of_kjt(kjt: Kjt, weighted: Collection[str]) -> Tensors:
     names = tuple(kjt.keys())
-    values = _integers("values", kjt.values(), np.int64)
-    lengths = _integers("lengths", kjt.lengths(), np.int32)
+    values = _integers("values", kjt.values(), np.int64, _KJT)
+    lengths = _integers("lengths", kjt.lengths(), np.int32, _KJT)
     given = kjt.weights_or_none()
-    weights = None if given is None else _floats("weights", given)
+    weights = None if given is None else _floats("weights", given, _KJT)
     if all(_sends_weights(name, weights is not None, weighted) for name in names) and weights is None:
         weights = np.ones(values.size, np.float32)
     return Tensors(names, values, lengths, weights)
@@ -256,8 +258,10 @@ def _is_flat(given: Any) -> bool:
 
 
 def _of_bags(name: str, bags: Any) -> tuple[Ids, Lengths]:
+    if isinstance(bags, _NO_LISTS):
+        raise InvalidRequest(f"feature {name!r}: {_FORMS}; got {type(bags).__name__} for a list")
     try:
-        kinds = {type(bags), *map(type, bags)}
+        kinds = {*map(type, bags)}
         if any(issubclass(kind, _NUMBERS) for kind in kinds):
             raise InvalidRequest(f"feature {name!r}: {_FORMS}; got a list that mixes ids and bags")
         lengths = np.fromiter((len(bag) for bag in bags), np.int32, len(bags))
@@ -283,12 +287,15 @@ def _of_arrays(name: str, values: Any, lengths: Any, *weights: Any) -> tuple[Ids
     return ids, sizes, numbers
 
 
-def _floats(name: str, given: Any) -> Weights:
-    """`given` as float32, of the same shape, without gaps."""
+def _floats(name: str, given: Any, what: str = "feature") -> Weights:
+    """`given` as float32, of the same shape, without gaps. `what` has the `name`, for errors."""
     try:
-        return np.asarray(array_of(given), np.float32, order="C")
+        array = array_of(given)
+        if array.dtype.kind == "b" or (isinstance(given, (list, tuple)) and has_boolean(given)):
+            raise TypeError("got booleans")
+        return np.asarray(array, np.float32, order="C")
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"feature {name!r}: expected numbers as weights: {error}") from error
+        raise InvalidRequest(f"{what} {name!r}: expected numbers as weights: {error}") from error
 
 
 def _integers(name: str, given: Any, dtype: type[np.signedinteger[Any]], what: str = "feature") -> Any:
