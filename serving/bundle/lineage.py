@@ -14,6 +14,7 @@ number at once none replaces the signature of the other.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -95,21 +96,27 @@ def step_of(name: str) -> Step | None:
     if found is None:
         return None
     sequence = int(found[1])
-    step = Step(sequence, sequence - 1 if found[2] is None else int(found[2]))
-    return step if step.since < step.sequence and _name(*step) == name else None
+    if found[2] is None:
+        return Step(sequence, sequence - 1)
+    step = Step(sequence, int(found[2]))
+    return step if step.is_squashed else None
 
 
 def steps_in(folder: Path) -> list[Step]:
     """The deltas in a lineage's folder, squashed ones among them, in order. Empty if there is no such folder."""
-    try:
-        return sorted(filter(None, (step_of(each.name) for each in folder.iterdir())))
-    except FileNotFoundError:
-        return []
+    return sorted(filter(None, map(step_of, _files(folder))))
 
 
 def squashed_in(folder: Path) -> list[Step]:
     """Those of them that are squashed."""
-    return sorted(filter(None, (step_of(each.name) for each in folder.glob("*.since-*"))))
+    return sorted(filter(None, (step_of(name) for name in _files(folder) if ".since-" in name)))
+
+
+def _files(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # three times as fast as by Path
+    except FileNotFoundError:
+        return []
 
 
 def listed(folder: Path) -> list[int]:

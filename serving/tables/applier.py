@@ -287,7 +287,7 @@ class AppliedCopy:
                 start = stop
             place += len(ids)
         self._applied = self._reading
-        self._state.note_applied()
+        self._state.note_applied(delta.last_digest)
 
     def _adapt(self, took_s: float, rows: int) -> None:
         """Make the next slice as long as `_SLICE_S`, at most twice as long as the last."""

@@ -201,7 +201,7 @@ class State:
 
     @property
     def written(self) -> Mapping[int, str]:
-        """The SHA-256, in hex, of what brought the rows to `sequence`, and of what is `begun`, by these numbers.
+        """The SHA-256, in hex, of the delta `sequence`, and of the file that is `begun`, by these numbers.
 
         Empty: no delta was written to this copy.
         """
@@ -218,9 +218,10 @@ class State:
         self._digest(is_applied=False)[:] = bytes.fromhex(digest)
         self._numbers[self._BEGUN] = sequence
 
-    def note_applied(self) -> None:
-        """All rows of what was begun are written."""
+    def note_applied(self, digest: str) -> None:
+        """All rows of what was begun are written. The digest is from now on that of the delta with its number."""
         self._numbers[self._APPLIED] = self.begun << 1 | (self._numbers[self._APPLIED] & 1 ^ 1)
+        self._digest(is_applied=True)[:] = bytes.fromhex(digest)  # another only where deltas are squashed
 
 
 @contextmanager

@@ -265,6 +265,20 @@ def test_the_last_of_squashed_deltas_and_they_stand_for_one_another(
         assert "is gone or another by now" in wait_until(copies, lambda found: bool(found.stopped)).stopped
 
 
+def test_a_server_that_took_squashed_deltas_goes_on_when_they_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last that they stand for is there, and says the same."""
+    bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    some_deltas(bundle)
+    squashed = squash(bundle.parent.parent, "m").path
+    with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE):
+        assert wait_until_applied(copies, LAST).rows == np.count_nonzero(numbers())
+        squashed.unlink()
+        publish_number(bundle, LAST + 1, [7], DIM)
+        assert wait_until_applied(copies, LAST + 1).stopped == ""
+
+
 def test_a_version_is_made_of_squashed_deltas_as_of_each(tmp_path: Path) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     repository = bundle.parent.parent
