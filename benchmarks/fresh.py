@@ -24,7 +24,8 @@ import torch
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from benchmarks.measure import Result, ratio, ratio_of
-from export import ExportConfig, WeightDtype, export_model, publish_delta, squash
+from benchmarks.scores_model import dlrm_dcn
+from export import ExportConfig, WeightDtype, export_model, export_next, publish_delta, squash
 from export.trained.checkpoint import generated_checkpoint
 from export.trained.tables import collect_tables
 from serving.bundle.lineage import deltas_folder
@@ -72,6 +73,30 @@ def run(folder: Path) -> Iterator[Result]:
     for path in deltas_folder(repository).rglob("*.safetensors"):
         path.unlink()
     yield Result("delta_start_without_s", _start_s(repository, folder))
+    yield from _same_lineage(folder / "same lineage")
+
+
+def _same_lineage(repository: Path) -> Iterator[Result]:
+    """A dense part that was trained further, beside the rows of the version before: its export, and its bytes."""
+    tables = [EmbeddingBagConfig(name=TABLE, num_embeddings=ROWS, embedding_dim=DIM, feature_names=["item_id"])]
+    model = dlrm_dcn(EmbeddingBagCollection(tables=tables)).eval()
+    config = ExportConfig(scores=True, serving=ServingSettings(weights_memory="live"))
+    began = time.monotonic()
+    first = export_model(model, repository, NAME, config)
+    yield Result("delta_first_export_s", time.monotonic() - began)
+    with torch.no_grad():
+        for each in model.over_arch.parameters():
+            each += 0.01
+    began = time.monotonic()
+    second = export_next(model, repository, NAME, config)
+    yield Result("delta_same_lineage_export_s", time.monotonic() - began)
+    yield Result("delta_version_bytes", _own_bytes(first) + _own_bytes(second, links=2))
+    yield Result("delta_same_lineage_version_bytes", _own_bytes(second))
+
+
+def _own_bytes(bundle: Path, links: int = 1) -> int:
+    """The bytes of a version's files that have so many names on this disk."""
+    return sum(each.st_size for each in map(Path.stat, bundle.iterdir()) if each.st_nlink == links)
 
 
 def _start_s(repository: Path, folder: Path) -> float:

@@ -41,8 +41,6 @@ _FORMS = (
     '(values, lengths) or (values, lengths, weights), or {"values": …, "lengths": …, "weights": …}'
 )
 _ARRAYS = ("values", "lengths", "weights")
-# What has such arrays for all features at once, in messages.
-_KJT = "KeyedJaggedTensor"
 # What has a length and can be gone through, but has no order of its own, is no list of ids, or has a mask.
 _NO_LISTS = (str, bytes, bytearray, Mapping, Set, np.ma.MaskedArray)
 _NUMBERS = (int, float, np.generic)
@@ -170,10 +168,10 @@ def decode_rows(numbers: Embeddings, shapes: Mapping[str, tuple[int, int]]) -> d
 
 def _of_kjt(kjt: Kjt, weighted: Collection[str]) -> Tensors:
     names = tuple(kjt.keys())
-    values = _integers("values", kjt.values(), np.int64, _KJT)
-    lengths = _integers("lengths", kjt.lengths(), np.int32, _KJT)
+    values = _integers("values", kjt.values(), np.int64, "KeyedJaggedTensor")
+    lengths = _integers("lengths", kjt.lengths(), np.int32, "KeyedJaggedTensor")
     given = kjt.weights_or_none()
-    weights = None if given is None else _floats("weights", given, _KJT)
+    weights = None if given is None else _floats("weights", given, "KeyedJaggedTensor")
     if all(_sends_weights(name, weights is not None, weighted) for name in names) and weights is None:
         weights = np.ones(values.size, np.float32)
     return Tensors(names, values, lengths, weights)
