@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from export.next_version import compact, export_next
     from export.pipeline import export_model
     from export.plan.sharding import Sharding
-    from export.publish.changes import publish_changes, squash
-    from export.publish.delta import publish_delta
+    from export.publish.changes import publish_changes
+    from export.publish.delta import publish_delta, squash
     from export.publish.push import staged
     from export.publish.trainer import follow
     from serving.bundle.plan import IdDtype
@@ -62,7 +62,7 @@ _HOMES = {
     "follow": "export.publish.trainer",
     "publish_changes": "export.publish.changes",
     "publish_delta": "export.publish.delta",
-    "squash": "export.publish.changes",
+    "squash": "export.publish.delta",
     "staged": "export.publish.push",
 }
 

@@ -16,7 +16,8 @@ from export.config import Example, ExportConfig, Progress
 from export.errors import PublishError
 from export.parity.verify import verify
 from export.pipeline import export_model
-from export.publish.changes import deltas_of, difference
+from export.publish.changes import difference
+from export.publish.delta import deltas_of
 from export.publish.draft import Draft, draft, next_version
 from export.publish.lineage import Lineage
 from export.trained.checkpoint import WeightSource

@@ -6,7 +6,6 @@ the store, or replaced there, is removed or replaced here, too: one is known by 
 """
 
 import os
-import re
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -16,14 +15,24 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-from serving.bundle.lineage import Step, delta_path, lineage_of, next_step, reached, step_of, steps_in
+from serving.bundle.lineage import (
+    Step,
+    delta_path,
+    files_in,
+    files_of,
+    lineage_of,
+    needed_files,
+    owner_of,
+    reached,
+    step_of,
+    steps_in,
+)
 from serving.bundle.opening import open_bundle, versions
 from serving.errors import BundleError, ConfigurationError, ServerUnavailable
 from serving.files import is_url, replacing
 from serving.model.config_file import OURS, read_config, settings_of
 from serving.store import Store
 
-_NAME = re.compile(r"([0-9]{12})(\.since-[0-9]{1,12})?\.([0-9a-f]{16}\.sig|safetensors)")
 # Its time is when all was here last that the store had of a lineage.
 _READ = ".read"
 # Files that are brought at once, and bytes of one that are written at once.
@@ -90,11 +99,11 @@ class DeltaStore(Store):
         folder = self.folder / model / lineage
         with _writing(folder):
             # Before the store is asked: another process may publish meanwhile, and have that here at once.
-            here = {name: _seen(folder / name) for name in _names(folder) if int(name[:12]) > after}
+            here = {name: _seen(folder / name) for name in files_in(folder) if _is_behind(name, after)}
             there = self._listed(model, lineage, after)
             for name in here.keys() - there.keys():
                 (folder / name).unlink(missing_ok=True)
-            needed = there if each else _needed(there, after)
+            needed = there if each else needed_files(there, after)
             new = sorted(name for name in needed if here.get(name) != there[name])
             folder.mkdir(parents=True, exist_ok=True)
             for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
@@ -195,9 +204,7 @@ class DeltaStore(Store):
             ServerUnavailable: the store cannot be reached, or lets nobody remove.
             ConfigurationError: the folder cannot be written to.
         """
-        stems = {delta_path(Path(), *step).stem for step in steps}
-        names = [name for name in self._listed(model, lineage, 0) if _NAME.sub(r"\1\2", name) in stems]
-        for name in sorted(names, key=lambda each: each.endswith(".sig")):  # signatures last
+        for name in files_of(self._listed(model, lineage, 0), steps):
             with self._asking(f"{model}/{lineage}/{name}"):
                 self._obstore.delete(self._store, f"{model}/{lineage}/{name}")
             with _writing(self.folder):
@@ -211,7 +218,7 @@ class DeltaStore(Store):
             last = delta_path(Path(prefix), after).as_posix()
             for each in (each for part in self._obstore.list(self._small, prefix, offset=last) for each in part):
                 name = each["path"].rpartition("/")[2]
-                if each["path"] == f"{prefix}/{name}" and _NAME.fullmatch(name) and int(name[:12]) > after:
+                if each["path"] == f"{prefix}/{name}" and _is_behind(name, after):
                     tag = zlib.crc32(str(each["e_tag"]).encode()) % 1_000_000
                     seconds = int(each["last_modified"].timestamp())
                     found[name] = _Seen(each["size"], seconds * 1_000_000 + tag)
@@ -285,23 +292,10 @@ def _lineage(version: Path) -> tuple[str, int]:
     return lineage_of(bundle.digest, bundle.manifest.compacted), bundle.manifest.sequence
 
 
-def _needed(there: Collection[str], after: int) -> list[str]:
-    """The files of a lineage that bring rows from the delta `after`, or the next, as far as all do.
-
-    Of squashed deltas that is the one file which goes furthest. What a running server has applied, it does not need.
-    """
-    first = next_step(filter(None, map(step_of, there)), after).sequence
-    applied = delta_path(Path(), after + 1).name
-    return [
-        name
-        for name in there
-        if int(name[:12]) >= first and not (".since-" in name and int(name[:12]) == after + 1 and applied in there)
-    ]
-
-
-def _names(folder: Path) -> Iterator[str]:
-    if folder.is_dir():
-        yield from (each.name for each in folder.iterdir() if _NAME.fullmatch(each.name))
+def _is_behind(name: str, after: int) -> bool:
+    """Whether that is the name of a delta behind a number, or of the signature of one."""
+    step = owner_of(name)
+    return step is not None and step.sequence > after
 
 
 def _seen(path: Path) -> _Seen:

@@ -97,7 +97,7 @@ def squash(
 ) -> None:
     """Publish the deltas of a version as one, which a server that starts applies in their place."""
     check_pins()
-    from export.publish.changes import squash as publish
+    from export.publish.delta import squash as publish
 
     found = publish(
         model.absolute().parent,

@@ -1,8 +1,7 @@
-"""Publish the rows of a trained module that are stored otherwise by now; and several deltas as one."""
+"""Publish the rows of a trained module that are stored otherwise by now: what changed since the last delta."""
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,22 +9,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.errors import PublishError
-from export.publish.delta import check_limits, check_takes, quantized
+from export.publish.delta import check_limits, check_takes, quantized, squashed_deltas
 from export.publish.lineage import Lineage, PublishedDelta
 from export.trained.checkpoint import WeightSource, blocks, open_weights
 from export.trained.tables import collect_tables
-from serving.bundle.delta import Delta, Rows, parse_delta, read_delta
-from serving.bundle.lineage import Step, delta_path, delta_signature, next_step, reached, steps_in
+from serving.bundle.delta import Rows
 from serving.bundle.opening import Bundle, weights_path
 from serving.bundle.plan import Shard
 from serving.bundle.segments import segments_by_rank
-from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
+from serving.bundle.signature import read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
 
-# Rows of deltas that are held before those that a later one has, too, are dropped; rows that are compared at once.
-_LEAST_ROWS, _BLOCK_ROWS = 1 << 20, 1 << 16
+# Rows that are compared at once.
+_BLOCK_ROWS = 1 << 16
 
 
 def publish_changes(
@@ -83,106 +80,6 @@ def publish_changes(
             check_takes(tables[table.name])
             stored[table.name] = differing
     return lineage.publish(stored, key) if stored else None
-
-
-def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Iterator[Delta]:
-    """The deltas of a lineage behind those that are in its version, in order.
-
-    Args:
-        lineage: a version, and the deltas since.
-        until: the last one; the newest where None.
-        trusted: one of these keys must have signed each. None: no signature is needed.
-
-    Raises:
-        BundleError: one cannot be read, or none of the keys signed it.
-        PublishError: one is missing.
-    """
-    manifest, folder = lineage.bundle.manifest, lineage.folder
-    last = folder.newest if until is None else until
-    steps, at = steps_in(folder.path), folder.since
-    if (whole := reached([step for step in steps if step.sequence <= last], at)) < last:
-        others = "".join(f", or {step.sequence}" for step in steps if step.since <= whole < last < step.sequence)
-        raise PublishError(
-            f"{delta_path(folder.path, whole + 1)}: is missing: bring it back. Without it, rows are known as they "
-            f"are after delta {whole}{others}"
-        )
-    squashed = [step for step in steps if step.is_squashed]
-    while at < last:
-        step = next_step(squashed, at, last)
-        path = delta_path(folder.path, *step)
-        content = read_delta(path, manifest)
-        if trusted is not None:
-            trusted.check_delta(path, content, delta_signature(path, content), folder.model, lineage.name)
-        yield parse_delta(path, content, manifest, lineage.name, step)
-        at = step.sequence
-
-
-def squashed_deltas(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Delta | None:
-    """What `deltas_of` a lineage come to: each row as it is in the last that has it. None: there is no delta.
-
-    No more than about twice as many rows are in memory.
-    """
-    changed: dict[str, list[Rows]] = {}
-    more: Counter[str] = Counter()  # rows behind the first part of a table
-    delta = None
-    for delta in deltas_of(lineage, until, trusted):
-        for name, rows in delta.tables.items():
-            changed.setdefault(name, []).append(rows)
-            more[name] += len(rows.ids)
-            if more[name] > max(_LEAST_ROWS, len(changed[name][0].ids)):
-                changed[name], more[name] = [_last_of_each(changed[name])], 0
-    return delta and delta._replace(tables={name: _last_of_each(each) for name, each in changed.items()})
-
-
-def squash(
-    repository: Path | str,
-    model: str,
-    *,
-    version: int | None = None,
-    until: int | None = None,
-    deltas: Path | str | None = None,
-    signing_key: Path | None = None,
-    trusted_keys: Path | None = None,
-) -> PublishedDelta:
-    """Publish the deltas of a version as one, with each row as it is in the last that has it.
-
-    A server that starts applies it in their place. They stay, for rows to be rolled back, until they are pruned.
-
-    Args:
-        until: the last delta that is squashed; the newest where None.
-        trusted_keys: as `compact` takes it.
-        repository, model, version, deltas, signing_key: as `publish_delta`.
-
-    Returns:
-        What was published, or is there already. Of a model on hosts, `rows` are those of all files.
-
-    Raises:
-        BundleError: the version, or a delta, cannot be read, or is not signed.
-        ConfigurationError: there is no such delta, or a key cannot be read.
-        PublishError: there are no two deltas, one is missing, or the folder cannot be written to.
-        ServerUnavailable: the store cannot be reached, or lets nobody write.
-    """
-    key, trusted = keys_of(signing_key, trusted_keys)
-    lineage = Lineage.of(Path(repository), model, version, deltas, trusted)
-    since, newest = lineage.folder.since, lineage.folder.newest
-    step = Step(newest if until is None else until, since)
-    if not since <= step.sequence <= newest:
-        raise ConfigurationError(
-            f"until: expected a delta of {lineage.bundle.path}, {since + 1} to {newest}, got {until}"
-        )
-    if not step.is_squashed:
-        raise PublishError(
-            f"{lineage.folder.path}: expected two deltas or more behind {since}, got {step.sequence - since}"
-        )
-    rows = 0
-    for part in (lineage, *(lineage.of_host(host, trusted) for host in lineage.bundle.manifest.hosts)):
-        squashed = squashed_deltas(part, step.sequence, trusted)
-        assert squashed is not None  # noqa: S101  there are two
-        with part.writing():
-            part.folder.write_squashed(step, squashed, key)
-        rows += sum(len(each.ids) for each in squashed.tables.values())
-    path = delta_path(lineage.folder.path, *step)
-    return PublishedDelta(path, step.sequence, int(lineage.bundle.path.name), rows)
 
 
 class StoredRows:
@@ -300,13 +197,6 @@ def difference(lineage: Lineage, exported: Lineage, until: int) -> dict[str, Row
         if differing.ids.size:
             found[name] = differing
     return found
-
-
-def _last_of_each(changed: Sequence[Rows]) -> Rows:
-    """Each row once, as it is in the last of some deltas that has it."""
-    ids, rows = Rows.joined(changed)
-    each_once, first = np.unique(ids[::-1], return_index=True)
-    return Rows(each_once, rows[::-1][first])
 
 
 def _differing(current: StoredRows, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:

@@ -1,7 +1,8 @@
-"""Publish a delta: changed rows of a model that is served. `serving.bundle.delta` has its format."""
+"""Publish a delta: changed rows of a model that is served, see `serving.bundle.delta`; or several deltas as one."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,9 +16,10 @@ from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.lineage import Lineage, PublishedDelta
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError
-from serving.bundle.delta import IDS, ROWS, Rows, tables_in
+from serving.bundle.delta import IDS, ROWS, Delta, Rows, parse_delta, read_delta, tables_in
+from serving.bundle.lineage import Step, delta_path, delta_signature, files_in, next_step, reached, steps_in
 from serving.bundle.manifest import Manifest
-from serving.bundle.signature import read_signing_key
+from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError
 
@@ -25,6 +27,8 @@ from serving.errors import ConfigurationError
 Changed = tuple[npt.ArrayLike | torch.Tensor, npt.ArrayLike | torch.Tensor]
 # Rows that are quantized at once.
 _BLOCK_ROWS = 1 << 16
+# Rows of deltas that are held before those that a later one has, too, are dropped.
+_LEAST_ROWS = 1 << 20
 
 
 def publish_delta(
@@ -87,6 +91,111 @@ def read_changed(path: Path) -> dict[str, Changed]:
     if names is None:
         raise ConfigurationError(f"{path}: expected TABLE{IDS} and TABLE{ROWS} of each table, got {sorted(tensors)}")
     return {name: (tensors[name + IDS], tensors[name + ROWS]) for name in sorted(names)}
+
+
+def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Iterator[Delta]:
+    """The deltas of a lineage behind those that are in its version, in order.
+
+    Args:
+        lineage: a version, and the deltas since.
+        until: the last one; the newest where None.
+        trusted: one of these keys must have signed each. None: no signature is needed.
+
+    Raises:
+        BundleError: one cannot be read, or none of the keys signed it.
+        PublishError: one is missing.
+    """
+    manifest, folder = lineage.bundle.manifest, lineage.folder
+    last = folder.newest if until is None else until
+    steps, at = steps_in(folder.path), folder.since
+    if (whole := reached([step for step in steps if step.sequence <= last], at)) < last:
+        others = "".join(f", or {step.sequence}" for step in steps if step.since <= whole < last < step.sequence)
+        raise PublishError(
+            f"{delta_path(folder.path, whole + 1)}: is missing: bring it back. Without it, rows are known as they "
+            f"are after delta {whole}{others}"
+        )
+    squashed = [step for step in steps if step.is_squashed]
+    while at < last:
+        step = next_step(squashed, at, last)
+        path = delta_path(folder.path, *step)
+        content = read_delta(path, manifest)
+        if trusted is not None:
+            trusted.check_delta(path, content, delta_signature(path, content), folder.model, lineage.name)
+        yield parse_delta(path, content, manifest, lineage.name, step)
+        at = step.sequence
+
+
+def squashed_deltas(lineage: Lineage, until: int | None = None, trusted: TrustedKeys | None = None) -> Delta | None:
+    """What `deltas_of` a lineage come to: each row as it is in the last that has it. None: there is no delta.
+
+    No more than about twice as many rows are in memory.
+    """
+    changed: dict[str, list[Rows]] = {}
+    more: Counter[str] = Counter()  # rows behind the first part of a table
+    delta = None
+    for delta in deltas_of(lineage, until, trusted):
+        for name, rows in delta.tables.items():
+            changed.setdefault(name, []).append(rows)
+            more[name] += len(rows.ids)
+            if more[name] > max(_LEAST_ROWS, len(changed[name][0].ids)):
+                changed[name], more[name] = [_last_of_each(changed[name])], 0
+    return delta and delta._replace(tables={name: _last_of_each(each) for name, each in changed.items()})
+
+
+def squash(
+    repository: Path | str,
+    model: str,
+    *,
+    version: int | None = None,
+    until: int | None = None,
+    deltas: Path | str | None = None,
+    signing_key: Path | None = None,
+    trusted_keys: Path | None = None,
+) -> PublishedDelta:
+    """Publish the deltas of a version as one, with each row as it is in the last that has it.
+
+    A server that starts applies it in their place. They stay, for rows to be rolled back, until they are pruned.
+
+    Args:
+        until: the last delta that is squashed; the newest where None.
+        trusted_keys: as `compact` takes it.
+        repository, model, version, deltas, signing_key: as `publish_delta`.
+
+    Returns:
+        What was published, or is there already. Of a model on hosts, `rows` are those of all files.
+
+    Raises:
+        BundleError: the version, or a delta, cannot be read, or is not signed.
+        ConfigurationError: there is no such delta, a key cannot be read, or there is none and deltas are signed.
+        PublishError: there are no two deltas, one is missing, or the folder cannot be written to.
+        ServerUnavailable: the store cannot be reached, or lets nobody write.
+    """
+    key, trusted = keys_of(signing_key, trusted_keys)
+    lineage = Lineage.of(Path(repository), model, version, deltas, trusted)
+    since, newest = lineage.folder.since, lineage.folder.newest
+    step = Step(newest if until is None else until, since)
+    if not since <= step.sequence <= newest:
+        raise ConfigurationError(
+            f"until: expected a delta of {lineage.bundle.path}, {since + 1} to {newest}, got {until}"
+        )
+    if not step.is_squashed:
+        raise PublishError(
+            f"{lineage.folder.path}: expected two deltas or more behind {since}, got {step.sequence - since}"
+        )
+    if key is None and any(name.endswith(".sig") for name in files_in(lineage.folder.path)):
+        raise ConfigurationError(
+            f"{lineage.folder.path}: expected a signing key, since deltas there are signed: servers that trust keys "
+            "would stop at one that is not"
+        )
+    rows = 0
+    for part in (lineage, *(lineage.of_host(host, trusted) for host in lineage.bundle.manifest.hosts)):
+        squashed = squashed_deltas(part, step.sequence, trusted)
+        assert squashed is not None  # noqa: S101  there are two
+        with part.writing():
+            part.folder.write_squashed(step, squashed, key)
+        rows += sum(len(each.ids) for each in squashed.tables.values())
+    path = delta_path(lineage.folder.path, *step)
+    return PublishedDelta(path, step.sequence, int(lineage.bundle.path.name), rows)
 
 
 def _stored(manifest: Manifest, changed: Mapping[str, Changed], max_error: Mapping[str, float]) -> dict[str, Rows]:
@@ -176,3 +285,10 @@ def quantized(table: Table, ids: npt.NDArray[np.int64], rows: torch.Tensor, limi
             f"{agreement.largest:.3g}, expected at most {limit:.3g}: export the model again with a wider dtype"
         )
     return stored
+
+
+def _last_of_each(changed: Sequence[Rows]) -> Rows:
+    """Each row once, as it is in the last of some deltas that has it."""
+    ids, rows = Rows.joined(changed)
+    each_once, first = np.unique(ids[::-1], return_index=True)
+    return Rows(each_once, rows[::-1][first])

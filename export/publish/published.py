@@ -11,8 +11,19 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
-from serving.bundle.lineage import MOST_DELTAS, Step, delta_path, deltas_folder, lineage_of, next_step, steps_in
-from serving.bundle.manifest import MANIFEST
+from serving.bundle.delta import parse_delta, read_delta
+from serving.bundle.lineage import (
+    MOST_DELTAS,
+    Step,
+    delta_path,
+    deltas_folder,
+    files_in,
+    files_of,
+    lineage_of,
+    next_step,
+    steps_in,
+)
+from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import Bundle, check_published, in_use, newest, open_bundle, remove_version, versions
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
@@ -137,7 +148,9 @@ def prune(model: Path, keep: int, *, dry_run: bool = False, deltas: Path | str |
 
 
 def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | None = None) -> int:
-    """Remove the deltas in whose place each version of a model can take squashed ones. The last of these stays.
+    """Remove the deltas in whose place each version of a model can take squashed ones, which are read and checked.
+
+    The last of these stays.
 
     Rows can no longer be rolled back to what they were in between.
 
@@ -148,19 +161,23 @@ def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | N
         How many were removed, or would be.
 
     Raises:
-        BundleError: a version cannot be read, so nobody knows which deltas it needs.
+        BundleError: a version cannot be read, so nobody knows which deltas it needs; or squashed ones cannot, or
+            are damaged.
         ServerUnavailable: the store of the deltas cannot be reached, or lets nobody remove.
     """
     model = Path(os.path.abspath(model))
     all_deltas, needed = _Deltas(model, deltas), defaultdict(list)
-    for bundle in [open_bundle(model / str(version)) for version in versions(model)]:
-        needed[lineage_of(bundle.digest, bundle.manifest.compacted)].append(bundle.manifest.sequence)
+    for version in versions(model):
+        manifest = (bundle := open_bundle(model / str(version))).manifest
+        needed[lineage_of(bundle.digest, manifest.compacted)].append(manifest)
     removed = 0
-    for lineage, since in needed.items():
+    for lineage, manifests in needed.items():
         steps = all_deltas.steps(lineage)
         if any(step.is_squashed for step in steps):
-            first = min(next_step(steps, at).sequence for at in since)
-            old = [step for step in steps if step.sequence < first]
+            taken = [next_step(steps, manifest.sequence) for manifest in manifests]
+            old = [step for step in steps if step.sequence < min(taken).sequence]
+            for step in {step for step in taken if step.is_squashed and old}:
+                all_deltas.check(lineage, step, manifests[0])
             removed += len(old)
             if not dry_run:
                 all_deltas.remove(lineage, old)
@@ -179,15 +196,27 @@ class _Deltas:
             return self._store.steps(self._model, lineage)
         return steps_in(self._folder / self._model / lineage)
 
+    def check(self, lineage: str, step: Step, manifest: Manifest) -> None:
+        """Read a delta, and see that it is what was written.
+
+        Raises:
+            BundleError: it is not.
+        """
+        folder = self._folder / self._model / lineage
+        if self._store is not None:
+            folder = self._store.folder / self._model / lineage
+            self._store.bring(self._model, lineage, step.sequence - 1, each=True)
+        path = delta_path(folder, *step)
+        parse_delta(path, read_delta(path, manifest), manifest, lineage, step)
+
     def remove(self, lineage: str, steps: Sequence[Step]) -> None:
         """Remove deltas and their signatures; their folder, too, if nothing else is there."""
         if self._store is not None:
             self._store.remove(self._model, lineage, steps)
             return
         folder = self._folder / self._model / lineage
-        for delta in [delta_path(folder, *step) for step in steps]:
-            for file in (delta, *folder.glob(f"{delta.stem}.{'[0-9a-f]' * 16}.sig")):
-                file.unlink(missing_ok=True)
+        for name in files_of(files_in(folder), steps):
+            (folder / name).unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
 

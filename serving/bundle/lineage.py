@@ -16,7 +16,7 @@ number at once none replaces the signature of the other.
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from serving.bundle.manifest import Compacted
 from serving.bundle.plan import HostBundle
 
 _NAME = re.compile(r"([0-9]{12})(?:\.since-(0|[1-9][0-9]{0,11}))?\.safetensors")
+_SIGNATURE = re.compile(r"(.+)\.[0-9a-f]{16}\.sig")
 # The largest number that a file name holds.
 MOST_DELTAS = 10**12 - 1
 
@@ -102,17 +103,30 @@ def step_of(name: str) -> Step | None:
     return step if step.is_squashed else None
 
 
+def owner_of(name: str) -> Step | None:
+    """What the file does of which that is the name, or whose signature has it. None: it is neither."""
+    signature = _SIGNATURE.fullmatch(name)
+    return step_of(name if signature is None else f"{signature[1]}.safetensors")
+
+
+def files_of(names: Iterable[str], steps: Collection[Step]) -> list[str]:
+    """Those of some names of files that are these deltas, and behind them those that are their signatures."""
+    wanted = {*steps}
+    return sorted((name for name in names if owner_of(name) in wanted), key=lambda name: name.endswith(".sig"))
+
+
 def steps_in(folder: Path) -> list[Step]:
     """The deltas in a lineage's folder, squashed ones among them, in order. Empty if there is no such folder."""
-    return sorted(filter(None, map(step_of, _files(folder))))
+    return sorted(filter(None, map(step_of, files_in(folder))))
 
 
 def squashed_in(folder: Path) -> list[Step]:
     """Those of them that are squashed."""
-    return sorted(filter(None, (step_of(name) for name in _files(folder) if ".since-" in name)))
+    return sorted(filter(None, (step_of(name) for name in files_in(folder) if ".since-" in name)))
 
 
-def _files(folder: Path) -> list[str]:
+def files_in(folder: Path) -> list[str]:
+    """The names of all files in a folder. Empty if there is no such folder."""
     try:
         return os.listdir(folder)  # three times as fast as by Path
     except FileNotFoundError:
@@ -142,3 +156,17 @@ def reached(steps: Iterable[Step], at: int) -> int:
         if step.since <= at < step.sequence:
             at = step.sequence
     return at
+
+
+def needed_files(there: Collection[str], after: int) -> list[str]:
+    """The files of a lineage that bring rows from the delta `after`, or the next, as far as all do.
+
+    Of squashed deltas that is the one file which goes furthest. What a running server has applied, it does not need.
+    """
+    first = next_step(filter(None, map(step_of, there)), after).sequence
+    applied = delta_path(Path(), after + 1).name
+    return [
+        name
+        for name in there
+        if int(name[:12]) >= first and not (".since-" in name and int(name[:12]) == after + 1 and applied in there)
+    ]

@@ -30,7 +30,7 @@ from export import (
 from export.config import Progress
 from export.errors import PublishError
 from export.parity.verify import verify
-from export.publish import changes
+from export.publish import delta
 from export.publish.lineage import Lineage, PublishedDelta
 from export.publish.published import prune
 from serving.bundle import Bundle, open_bundle
@@ -298,7 +298,7 @@ def test_nothing_is_signed_that_was_not(tmp_path: Path) -> None:
 
 def test_rows_that_many_deltas_change_are_as_in_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where what came before is let go of meanwhile."""
-    monkeypatch.setattr(changes, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(delta, "_LEAST_ROWS", 4)
     model = collection(SUM)
     export_model(model, tmp_path / "r", "m")
     for seed in range(8):

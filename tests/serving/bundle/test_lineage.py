@@ -6,7 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.bundle.lineage import MOST_DELTAS, Step, delta_path, listed, next_step, reached, step_of, steps_in
+from serving.bundle.lineage import (
+    MOST_DELTAS,
+    Step,
+    delta_path,
+    files_of,
+    listed,
+    needed_files,
+    next_step,
+    owner_of,
+    reached,
+    step_of,
+    steps_in,
+)
 
 MOST = 8
 # Some of all the steps that there can be between so many deltas.
@@ -69,3 +81,35 @@ def test_what_is_no_name_is_left_alone(name: str, tmp_path: Path) -> None:
 
 def test_a_step_says_what_it_is() -> None:
     assert [str(Step(7, 6)), str(Step(7, 2))] == ["delta 7", "deltas 3 to 7"]
+
+
+def test_files_of_deltas_come_before_their_signatures() -> None:
+    sign = "0123456789abcdef.sig"
+    names = [
+        f"000000000007.{sign}",
+        "000000000007.safetensors",
+        f"000000000007.since-2.{sign}",
+        "000000000008.safetensors",
+    ]
+    names += ["000000000007.since-2.safetensors", ".read", f"7.{sign}", f"000000000007.since-9.{sign}"]
+    assert files_of(names, [Step(7, 6)]) == ["000000000007.safetensors", f"000000000007.{sign}"]
+    assert files_of(names, {Step(7, 2), Step(8, 7)}) == [names[3], names[4], names[2]]
+    assert [owner_of(name) for name in names[-3:]] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        pytest.param(0, ["6 since 0", "6", "7"], id="all"),
+        pytest.param(5, ["6", "7"], id="has applied the last that is squashed"),
+        pytest.param(6, ["7"], id="is behind it"),
+    ],
+)
+def test_what_squashed_deltas_stand_for_is_not_needed(after: int, expected: list[str]) -> None:
+    steps = {
+        "4 since 0": Step(4, 0),
+        "6 since 0": Step(6, 0),
+        **{f"{each}": Step(each, each - 1) for each in range(1, 8)},
+    }
+    there = [delta_path(Path(), *step).name for step in steps.values() if step.sequence > after]
+    assert {*needed_files(there, after)} == {delta_path(Path(), *steps[each]).name for each in expected}

@@ -370,7 +370,14 @@ def test_squashed_deltas_are_signed_and_make_good_nothing_that_was_not(
     assert listed(folder_of(bundle)) == [1, 2, 3] == [step.sequence for step in steps_in(folder_of(bundle))]
     unsigned.unlink()
     monkeypatch.setenv(TRUSTED_KEYS, str(trusted))
+    with pytest.raises(ConfigurationError, match="expected a signing key, since deltas there are signed"):
+        squash(repository, "m")
+    signatures = [*folder_of(bundle).glob("*.sig")]
+    for each in signatures:
+        each.rename(tmp_path / each.name)
     squashed = squash(repository, "m").path
+    for each in signatures:
+        (tmp_path / each.name).rename(each)
     with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
         stopped = wait_until(copies, lambda each: bool(each.stopped))
         assert (stopped.sequence, squashed.stem in stopped.stopped) == (0, True)
@@ -395,6 +402,13 @@ def test_deltas_that_every_version_can_take_squashed_are_pruned(tmp_path: Path) 
     kept = folder / f"000000000006.since-0.{'b' * 16}.sig"
     for each in (sign, kept):
         each.touch()
+    whole = delta_path(folder, 6, 0)
+    content = whole.read_bytes()
+    whole.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(BundleError, match=rf"{whole.name}: .*they were changed"):
+        prune_squashed(bundle.parent)
+    assert listed(folder) == [*range(1, 10)]
+    whole.write_bytes(content)
     assert prune_squashed(bundle.parent, dry_run=True) == 6
     assert listed(folder) == [*range(1, 10)]
     said = tbe_export("prune", str(bundle.parent), "--keep", "2", "--squashed").stdout
