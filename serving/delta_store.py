@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from serving.bundle.lineage import (
     Step,
+    are_squashed,
     delta_path,
     files_in,
     files_of,
@@ -84,6 +85,8 @@ class DeltaStore(Store):
     def bring(self, model: str, lineage: str, after: int, *, each: bool = False) -> set[str]:
         """Make the deltas of a lineage behind the number `after` what they are in the store.
 
+        Those that were removed there because they are squashed stay here: a copy of the rows may be at one of them.
+
         Args:
             model, lineage, after: which.
             each: bring those, too, in whose place squashed ones can be applied.
@@ -101,15 +104,17 @@ class DeltaStore(Store):
             # Before the store is asked: another process may publish meanwhile, and have that here at once.
             here = {name: _seen(folder / name) for name in files_in(folder) if _is_behind(name, after)}
             there = self._listed(model, lineage, after)
-            for name in here.keys() - there.keys():
-                (folder / name).unlink(missing_ok=True)
-            needed = there if each else needed_files(there, after)
+            needed = {*there} if each else {*needed_files(there, after)}
             new = sorted(name for name in needed if here.get(name) != there[name])
+            removed = here.keys() - there.keys() - are_squashed(here, there)
+            others = {name for name in here.keys() & there.keys() if here[name] != there[name]}
+            for name in removed | (others - {*new}):
+                (folder / name).unlink(missing_ok=True)
             folder.mkdir(parents=True, exist_ok=True)
             for end in (".sig", ".safetensors"):  # a delta without its signature would be refused for a while
                 self._fetch(folder, {name: there[name] for name in new if name.endswith(end)})
             (folder / _READ).touch()
-        return {*new, *(here.keys() - there.keys())}
+        return {*new} | removed
 
     def _fetch(self, folder: Path, files: Mapping[str, _Seen]) -> None:
         """Bring some files of a lineage, several at once."""
@@ -127,12 +132,8 @@ class DeltaStore(Store):
             return (self.folder / lineage.model / lineage.name / _READ).stat().st_mtime
         return None
 
-    def refresh(self, lineage: LiveLineage, *, each: bool = False) -> None:
+    def refresh(self, lineage: LiveLineage) -> None:
         """Bring what is missing of a lineage. Nothing is asked of deltas that are here but the last.
-
-        Args:
-            lineage: which.
-            each: as for `bring`.
 
         Raises:
             As `bring`.
@@ -140,19 +141,19 @@ class DeltaStore(Store):
         folder = self.folder / lineage.model / lineage.name
         with _writing(folder):
             last = reached(steps_in(folder), lineage.since)
-        changed = self.bring(lineage.model, lineage.name, max(last - 1, lineage.since), each=each)
+        changed = self.bring(lineage.model, lineage.name, max(last - 1, lineage.since))
         # Is the last another, those before it may be, too.
         if last > lineage.since and any(int(name[:12]) == last for name in changed):
-            self.bring(lineage.model, lineage.name, lineage.since, each=each)
+            self.bring(lineage.model, lineage.name, lineage.since)
 
     def refresh_all(self, model: Path) -> None:
-        """Bring what is missing of the lineages of a model, by its folder in a repository.
+        """Bring what is missing or other of the lineages of a model, by its folder in a repository.
 
         Raises:
             As `bring` and `lineages`.
         """
         for lineage in lineages(model):
-            self.refresh(lineage)
+            self.bring(lineage.model, lineage.name, lineage.since)
 
     def add(self, files: Sequence[tuple[Path, bytes]]) -> bool:
         """Publish a delta: its signature if there is one, then itself. They are here, too, then.

@@ -107,7 +107,10 @@ def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys |
     """
     manifest, folder = lineage.bundle.manifest, lineage.folder
     last = folder.newest if until is None else until
-    steps, at = steps_in(folder.path), folder.since
+    if (store := folder.store) is not None:  # which may have more than what servers of this machine needed
+        store.bring(folder.model, folder.lineage, folder.since, each=True)
+    steps = steps_in(folder.path) if store is None else store.steps(folder.model, folder.lineage)
+    at = folder.since
     if (whole := reached([step for step in steps if step.sequence <= last], at)) < last:
         others = "".join(f", or {step.sequence}" for step in steps if step.since <= whole < last < step.sequence)
         raise PublishError(
@@ -174,13 +177,13 @@ def squash(
     lineage = Lineage.of(Path(repository), model, version, deltas, trusted)
     since, newest = lineage.folder.since, lineage.folder.newest
     step = Step(newest if until is None else until, since)
-    if not since <= step.sequence <= newest:
-        raise ConfigurationError(
-            f"until: expected a delta of {lineage.bundle.path}, {since + 1} to {newest}, got {until}"
-        )
-    if not step.is_squashed:
+    if newest < since + 2:
         raise PublishError(
-            f"{lineage.folder.path}: expected two deltas or more behind {since}, got {step.sequence - since}"
+            f"{lineage.folder.path}: expected two deltas or more behind {since}, found {newest - since}"
+        )
+    if not since + 2 <= step.sequence <= newest:
+        raise ConfigurationError(
+            f"until: expected a delta of {lineage.bundle.path}, {since + 2} to {newest}, got {until}"
         )
     if key is None and any(name.endswith(".sig") for name in files_in(lineage.folder.path)):
         raise ConfigurationError(

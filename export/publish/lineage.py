@@ -82,7 +82,7 @@ class LineageFolder(NamedTuple):
             ServerUnavailable: the store cannot be reached.
         """
         if self.store is not None:
-            self.store.refresh(LiveLineage(self.model, self.lineage, self.since), each=True)
+            self.store.refresh(LiveLineage(self.model, self.lineage, self.since))
         steps = [step for step in steps_in(self.path) if step.sequence > self.since]
         newest = reached(steps, self.since)
         if steps and steps[-1].sequence > newest:
@@ -138,7 +138,7 @@ class LineageFolder(NamedTuple):
             with replacing(path, is_new=True) as file:
                 file.write(content)
         except FileExistsError:
-            if signature is not None:
+            if signature is not None and path.read_bytes() != content:  # else it signs what is there
                 signature.unlink()
             return None
         sync_folder(self.path)

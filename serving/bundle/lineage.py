@@ -158,6 +158,17 @@ def reached(steps: Iterable[Step], at: int) -> int:
     return at
 
 
+def are_squashed(names: Iterable[str], there: Iterable[str]) -> set[str]:
+    """Those of some names of files that are of deltas for which squashed ones stand that are there."""
+    squashed = [step for name in there if ".since-" in name and (step := step_of(name)) is not None]
+    owners = ((name, owner_of(name)) for name in names)
+    return {
+        name
+        for name, own in owners
+        if own is not None and any(each.since <= own.since and own.sequence <= each.sequence for each in squashed)
+    }
+
+
 def needed_files(there: Collection[str], after: int) -> list[str]:
     """The files of a lineage that bring rows from the delta `after`, or the next, as far as all do.
 

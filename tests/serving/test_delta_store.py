@@ -41,12 +41,15 @@ from serving.client import LookupClient
 from serving.delta_store import DeltaStore, LiveLineage, lineages
 from serving.engine import Engine
 from serving.errors import ConfigurationError, ServerUnavailable
+from serving.log import server_log
 from serving.model.settings import ServingSettings
+from serving.server.launch.live import LiveCopies
 from serving.store import Store
+from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
 from tests.support.host_faults import until
 from tests.support.hosts import export_hosts, in_one_process
-from tests.support.live import PATIENCE_S, changed_rows, published
+from tests.support.live import PATIENCE_S, changed_rows, published, wait_until_applied
 from tests.support.models import SUM, collection, random_bags
 from tests.support.s3 import BUCKET, S3, s3_server
 from tests.support.servers import FREE_PORTS, metric, page, running, scrape, start_tbe_serve, tbe_serve
@@ -308,6 +311,82 @@ def test_a_machine_brings_squashed_deltas_in_place_of_each(
         Step(8, 0),
         Step(8, 7),
     ]
+
+
+def test_deltas_that_were_pruned_in_the_store_stay_where_a_server_may_be_at_one(
+    url: str, machine: Callable[[str], None], s3: S3, tmp_path: Path
+) -> None:
+    """Those that were removed there otherwise, or replaced, do not."""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    paths = [publish(bundle, url, number, [3]) for number in range(1, 8)]
+    machine("server")
+    assert brought(bundle, url) == [*range(1, 8)]
+    machine("first")
+    squash(tmp_path / "r", "m", until=5, deltas=f"{url}.deltas")
+    assert prune_squashed(bundle.parent, deltas=f"{url}.deltas") == 4
+    machine("server")
+    store, found = DeltaStore(f"{url}.deltas"), lineage(bundle)
+    folder = store.folder / "m" / found.name
+    store.bring("m", found.name, 2)  # of a server that is at 3
+    assert listed(folder) == [*range(1, 8)]
+    store.refresh_all(bundle.parent)  # as before a server starts
+    assert Step(5, 0) in steps_in(folder)
+    assert listed(folder) == [*range(1, 8)]
+    content = paths[5].read_bytes()
+    s3.put(key_of(url, paths[2]), content)  # another history, of which 3 is squashed, and 6 and 7 are no more
+    for path in paths[5:]:
+        s3.delete(key_of(url, path))
+    store.refresh_all(bundle.parent)
+    assert listed(folder) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("until", [2, 4])
+def test_a_machine_that_has_squashed_deltas_rolls_back_to_what_is_in_between(
+    until: int, url: str, machine: Callable[[str], None], tmp_path: Path
+) -> None:
+    """The store has each."""
+    bundle = published(tmp_path, 100, DIM, WeightDtype.FP32)
+    for number in range(1, 7):
+        publish(bundle, url, number, [number])
+    squash(tmp_path / "r", "m", deltas=f"{url}.deltas")
+    machine("server")
+    assert brought(bundle, url) == [6]
+    squash(tmp_path / "r", "m", until=until, deltas=f"{url}.deltas")
+    version = compact(tmp_path / "r", "m", until=until, deltas=f"{url}.deltas")
+    with Engine.open(version) as engine, Engine.open(bundle) as before:
+        ids = [*range(1, 7)]
+        expected = [number if number <= until else before.rows("t", [number])[0, 0] for number in ids]
+        assert engine.rows("t", ids)[:, 0].tolist() == expected
+
+
+def test_a_server_that_starts_beside_a_pruned_store_has_all(
+    url: str, machine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its cache has each delta, of which the store has no more than what they come to."""
+    bundle = published(tmp_path, 1000, DIM, WeightDtype.FP32)
+    for number in range(1, 13):
+        publish(bundle, url, number, [*range(1000)])
+    machine("server")
+    brought(bundle, url)
+    machine("first")
+    squash(tmp_path / "r", "m", until=10, deltas=f"{url}.deltas")
+    prune_squashed(bundle.parent, deltas=f"{url}.deltas")
+    machine("server")
+    store = DeltaStore(f"{url}.deltas")
+    (folder,) = (store.folder / "m").iterdir()
+    for number in range(1, 10):  # is one of these read, the server stops
+        delta_path(folder, number).write_bytes(b"nothing")
+    copies = LiveCopies(store.folder, {}, server_log(tmp_path / "log"))
+    for name, value in copies.environment.items():
+        monkeypatch.setenv(name, value)
+    with (
+        copies.kept(),
+        copies.brought(store, [bundle.parent], lambda *_: None),
+        Engine.open(bundle, memory=WeightsMemory.LIVE) as engine,
+    ):
+        assert (engine.rows("t", range(1000)) == 12).all()
+        found = wait_until_applied(copies, 12)
+        assert (found.rows, found.stopped) == (3000, "")
 
 
 def test_squashed_deltas_are_pruned_in_the_store_and_here(url: str, signed_repository: Path, tmp_path: Path) -> None:

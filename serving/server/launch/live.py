@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from serving.bundle.lineage import Step, delta_path, reached, steps_in
-from serving.delta_store import DeltaStore, lineages
+from serving.delta_store import DeltaStore, LiveLineage, lineages
 from serving.errors import ServerUnavailable, ServingError
 from serving.log import Output
 from serving.tables.live_copy import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
@@ -102,6 +102,8 @@ class LiveCopies:
         # The deltas that are there, by folder, as they were when they were last listed.
         self._steps: dict[Path, list[Step]] = {}
         self._next_listing = 0.0
+        # The lineages of which all was brought from the store.
+        self._brought: set[LiveLineage] = set()
         # When each number that is not applied was seen first, by folder.
         self._seen: dict[Path, dict[int, float]] = {}
         self._stopping = threading.Event()
@@ -192,7 +194,10 @@ class LiveCopies:
                 for lineage in lineages(model):
                     is_asked = True
                     applied = at.get(store.folder / lineage.model / lineage.name)
-                    if applied is None:
+                    if lineage not in self._brought:  # all of it: some may have been squashed since it was here
+                        store.bring(lineage.model, lineage.name, lineage.since)
+                        self._brought.add(lineage)
+                    elif applied is None:
                         store.refresh(lineage)
                     else:
                         store.bring(lineage.model, lineage.name, max(applied - 1, lineage.since))

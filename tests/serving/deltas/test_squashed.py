@@ -302,12 +302,12 @@ def test_what_cannot_be_squashed_is_named(tmp_path: Path) -> None:
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     repository = bundle.parent.parent
     for count in (0, 1):
-        with pytest.raises(PublishError, match=f"expected two deltas or more behind 0, got {count}"):
+        with pytest.raises(PublishError, match=f"expected two deltas or more behind 0, found {count}"):
             squash(repository, "m")
         publish_number(bundle, 1, [count], DIM)
-    with pytest.raises(ConfigurationError, match=r"until: expected a delta of .*, 1 to 2, got 3"):
+    with pytest.raises(ConfigurationError, match=r"until: expected a delta of .*, 2 to 2, got 3"):
         squash(repository, "m", until=3)
-    with pytest.raises(PublishError, match="expected two deltas or more behind 0, got 1"):
+    with pytest.raises(ConfigurationError, match="2 to 2, got 1"):
         squash(repository, "m", until=1)
     delta_path(folder_of(bundle), 1).unlink()
     with pytest.raises(PublishError, match=r"000000000001.safetensors: is missing, and 2 is there"):
