@@ -21,7 +21,7 @@ from export.commands.show import (
 )
 from export.plan.report import report_plan
 from export.plan.sharding import Sharding
-from export.publish.published import bundle_of
+from export.publish.published import bundle_of, read_deltas
 from export.publish.published import prune as prune_versions
 from export.publish.published import prune_squashed as prune_squashed_deltas
 from export.publish.published import release as write_release
@@ -79,9 +79,10 @@ def verify(
     trusted_keys: Annotated[
         Path | None, typer.Option(help="PEM file with Ed25519 public keys. One of them must have signed the bundle.")
     ] = None,
+    deltas: DeltasOption = None,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Read every byte of a bundle and check what it answers, at every step; exits with 1 if anything differs."""
+    """Read every byte of a bundle and its deltas, and check its answers at each step; exits with 1 if one differs."""
     if checkpoint is not None and model is None:
         raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
     if example is not None and model is None:
@@ -99,6 +100,7 @@ def verify(
         trained = collect_tables(module, follow=call is None)
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     verification = verify_any(bundle_of(bundle, trusted), trained, checkpoint, trusted, call)
+    count, problems = read_deltas(verification.bundle, deltas)
     if json_:
         print(as_json(verification))
     else:
@@ -107,13 +109,16 @@ def verify(
         show_scores(manifest, verification.dense_part)
         size = sum(file.size_bytes for file in manifest.files.values())
         out.print(f"{len(manifest.files)} files ({size:,} bytes) have their digests", soft_wrap=True)
+        if count:
+            out.print(f"{count:,} deltas were read")
         for path in verification.absent:
             out.print(f"{path}: not here: its rows were not read, and no answers were compared", soft_wrap=True)
         if not verification.measured:
             out.print("float ↔ quantized: as recorded at export; measure it anew with --model and --checkpoint")
-    for failure in verification.failures:
+    failures = *verification.failures, *problems
+    for failure in failures:
         complain("tbe-export", failure)
-    raise typer.Exit(bool(verification.failures))
+    raise typer.Exit(bool(failures))
 
 
 def push(

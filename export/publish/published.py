@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from serving.bundle.lineage import (
     files_of,
     lineage_of,
     next_step,
+    reached,
     steps_in,
 )
 from serving.bundle.manifest import MANIFEST, Manifest
@@ -176,12 +177,36 @@ def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | N
         if any(step.is_squashed for step in steps):
             taken = [next_step(steps, manifest.sequence) for manifest in manifests]
             old = [step for step in steps if step.sequence < min(taken).sequence]
-            for step in {step for step in taken if step.is_squashed and old}:
-                all_deltas.check(lineage, step, manifests[0])
+            squashed = {step for step in taken if step.is_squashed and old}
+            for problem in all_deltas.problems(lineage, squashed, manifests[0]):
+                raise BundleError(problem)
             removed += len(old)
             if not dry_run:
                 all_deltas.remove(lineage, old)
     return removed
+
+
+def read_deltas(bundle: Bundle, deltas: Path | str | None = None) -> tuple[int, list[str]]:
+    """Read the deltas behind those that are in a version.
+
+    Args:
+        bundle: of the version.
+        deltas: as for `prune`.
+
+    Returns:
+        How many there are, squashed ones among them; and what is wrong: one is damaged, does not fit, or is missing.
+
+    Raises:
+        ServerUnavailable: the store of the deltas cannot be reached.
+    """
+    manifest = bundle.manifest
+    found = _Deltas(Path(os.path.abspath(bundle.path)).parent, deltas)
+    lineage = lineage_of(bundle.digest, manifest.compacted)
+    steps = [step for step in found.steps(lineage) if step.sequence > manifest.sequence]
+    problems = [*found.problems(lineage, steps, manifest)]
+    if steps and (last := reached(steps, manifest.sequence)) < steps[-1].sequence:
+        problems.append(f"{bundle.path}: delta {last + 1} is missing, and {steps[-1].sequence} is there")
+    return len(steps), problems
 
 
 class _Deltas:
@@ -196,18 +221,18 @@ class _Deltas:
             return self._store.steps(self._model, lineage)
         return steps_in(self._folder / self._model / lineage)
 
-    def check(self, lineage: str, step: Step, manifest: Manifest) -> None:
-        """Read a delta, and see that it is what was written.
-
-        Raises:
-            BundleError: it is not.
-        """
+    def problems(self, lineage: str, steps: Collection[Step], manifest: Manifest) -> Iterator[str]:
+        """What is wrong with some deltas, which are read for that: those that are damaged, or do not fit."""
         folder = self._folder / self._model / lineage
-        if self._store is not None:
+        if self._store is not None and steps:
             folder = self._store.folder / self._model / lineage
-            self._store.bring(self._model, lineage, step.sequence - 1, each=True)
-        path = delta_path(folder, *step)
-        parse_delta(path, read_delta(path, manifest), manifest, lineage, step)
+            self._store.bring(self._model, lineage, min(steps).sequence - 1, each=True)
+        for step in sorted(steps):
+            path = delta_path(folder, *step)
+            try:
+                parse_delta(path, read_delta(path, manifest), manifest, lineage, step)
+            except BundleError as error:
+                yield str(error)
 
     def remove(self, lineage: str, steps: Sequence[Step]) -> None:
         """Remove deltas and their signatures; their folder, too, if nothing else is there."""

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
 
+from export import squash
 from export.publish import lineage
 from serving.bundle import WeightDtype, open_bundle
 from serving.bundle.delta import parse_delta
@@ -29,6 +30,7 @@ from serving.server.launch import live
 from serving.tables import memory_budget
 from serving.tables.live_copy import LIVE_SERVER, live_copies
 from serving.tables.table_files import WeightsMemory
+from tests.support.commands import tbe_export
 from tests.support.live import applying, publish_number, published, wait_until, wait_until_applied
 
 ROWS, DIM = 100, 8
@@ -207,6 +209,27 @@ def test_a_changed_byte_is_read_as_a_delta_or_refused(data: st.DataObject, bundl
         assert rows.shape == (len(ids), DIM + 4)
         assert ids.min() >= 0
         assert ids.max() < ROWS
+
+
+def test_verify_reads_deltas_and_names_what_is_damaged_or_missing(tmp_path: Path) -> None:
+    path = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
+    folder = tmp_path / "r.deltas" / "m" / lineage_of(open_bundle(path).digest)
+    for number in range(1, 6):
+        publish_number(path, number, [number], DIM)
+    squash(tmp_path / "r", "m", until=2)
+    right = tbe_export("verify", str(path))
+    assert (right.exit_code, "6 deltas were read\n" in right.stdout) == (0, True)
+    bad, missing = folder / "000000000002.since-0.safetensors", folder / "000000000004.safetensors"
+    content = bytearray(bad.read_bytes())
+    content[-1] ^= 1
+    bad.write_bytes(content)
+    missing.unlink()
+    wrong = tbe_export("verify", str(path))
+    assert (wrong.exit_code, "5 deltas were read\n" in wrong.stdout) == (1, True)
+    assert wrong.stderr.splitlines()[0].startswith(f"tbe-export: {bad}: expected bytes of SHA-256 ")
+    assert wrong.stderr.splitlines()[1:] == [f"tbe-export: {path}: delta 4 is missing, and 5 is there"]
+    elsewhere = tbe_export("verify", str(path), "--deltas", str(tmp_path / "none"))
+    assert (elsewhere.exit_code, "were read" in elsewhere.stdout) == (0, False)
 
 
 def test_the_log_says_which_delta_was_applied_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
