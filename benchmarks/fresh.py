@@ -51,8 +51,7 @@ _FREE = Ports(grpc=0, http=0, operations=0)
 def run(folder: Path) -> Iterator[Result]:
     """All of it, against one server; then a start beside many deltas."""
     repository = folder / "repository"
-    tables = [EmbeddingBagConfig(name=TABLE, num_embeddings=ROWS, embedding_dim=DIM, feature_names=["item_id"])]
-    module = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    module = _collection("meta")
     weights = generated_checkpoint(collect_tables(module).tables)
     config = ExportConfig(serving=ServingSettings(weights_memory="live"))
     export_model(module, repository, NAME, config, checkpoint=weights)
@@ -78,8 +77,7 @@ def run(folder: Path) -> Iterator[Result]:
 
 def _same_lineage(repository: Path) -> Iterator[Result]:
     """A dense part that was trained further, beside the rows of the version before: its export, and its bytes."""
-    tables = [EmbeddingBagConfig(name=TABLE, num_embeddings=ROWS, embedding_dim=DIM, feature_names=["item_id"])]
-    model = dlrm_dcn(EmbeddingBagCollection(tables=tables)).eval()
+    model = dlrm_dcn(_collection("cpu")).eval()
     config = ExportConfig(scores=True, serving=ServingSettings(weights_memory="live"))
     began = time.monotonic()
     first = export_model(model, repository, NAME, config)
@@ -97,6 +95,11 @@ def _same_lineage(repository: Path) -> Iterator[Result]:
 def _own_bytes(bundle: Path, links: int = 1) -> int:
     """The bytes of a version's files that have so many names on this disk."""
     return sum(each.st_size for each in map(Path.stat, bundle.iterdir()) if each.st_nlink == links)
+
+
+def _collection(device: str) -> EmbeddingBagCollection:
+    tables = [EmbeddingBagConfig(name=TABLE, num_embeddings=ROWS, embedding_dim=DIM, feature_names=["item_id"])]
+    return EmbeddingBagCollection(tables=tables, device=torch.device(device))
 
 
 def _start_s(repository: Path, folder: Path) -> float:

@@ -16,8 +16,8 @@ from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.lineage import Lineage, PublishedDelta
 from export.rows.quantize import quantize
 from export.rows.table_error import TableError
-from serving.bundle.delta import IDS, ROWS, Delta, Rows, parse_delta, read_delta, tables_in
-from serving.bundle.lineage import Step, delta_path, delta_signature, files_in, next_step, reached, steps_in
+from serving.bundle.delta import IDS, ROWS, Delta, Rows, open_delta, tables_in
+from serving.bundle.lineage import Step, delta_path, files_in, next_step, reached, steps_in
 from serving.bundle.manifest import Manifest
 from serving.bundle.signature import TrustedKeys, keys_of, read_signing_key
 from serving.bundle.tables import Bytes, Table
@@ -105,7 +105,7 @@ def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys |
         BundleError: one cannot be read, or none of the keys signed it.
         PublishError: one is missing.
     """
-    manifest, folder = lineage.bundle.manifest, lineage.folder
+    folder = lineage.folder
     last = folder.newest if until is None else until
     if (store := folder.store) is not None:  # which may have more than what servers of this machine needed
         store.bring(folder.model, folder.lineage, folder.since, each=True)
@@ -120,11 +120,7 @@ def deltas_of(lineage: Lineage, until: int | None = None, trusted: TrustedKeys |
     squashed = [step for step in steps if step.is_squashed]
     while at < last:
         step = next_step(squashed, at, last)
-        path = delta_path(folder.path, *step)
-        content = read_delta(path, manifest)
-        if trusted is not None:
-            trusted.check_delta(path, content, delta_signature(path, content), folder.model, lineage.name)
-        yield parse_delta(path, content, manifest, lineage.name, step)
+        yield open_delta(folder.path, step, lineage.bundle.manifest, trusted)
         at = step.sequence
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,10 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from export.errors import PublishError
-from serving.bundle.delta import parse_delta, read_delta
+from serving.bundle.delta import open_delta
 from serving.bundle.lineage import (
     MOST_DELTAS,
     Step,
-    delta_path,
     deltas_folder,
     files_in,
     files_of,
@@ -24,7 +23,7 @@ from serving.bundle.lineage import (
     reached,
     steps_in,
 )
-from serving.bundle.manifest import MANIFEST, Manifest
+from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import Bundle, check_published, in_use, newest, open_bundle, remove_version, versions
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
@@ -177,9 +176,10 @@ def prune_squashed(model: Path, *, dry_run: bool = False, deltas: Path | str | N
         if any(step.is_squashed for step in steps):
             taken = [next_step(steps, manifest.sequence) for manifest in manifests]
             old = [step for step in steps if step.sequence < min(taken).sequence]
-            squashed = {step for step in taken if step.is_squashed and old}
-            for problem in all_deltas.problems(lineage, squashed, manifests[0]):
-                raise BundleError(problem)
+            if old:
+                folder = all_deltas.folder(lineage, min(taken).sequence - 1)
+                for step in {step for step in taken if step.is_squashed}:
+                    open_delta(folder, step, manifests[0])
             removed += len(old)
             if not dry_run:
                 all_deltas.remove(lineage, old)
@@ -203,7 +203,13 @@ def read_deltas(bundle: Bundle, deltas: Path | str | None = None) -> tuple[int, 
     found = _Deltas(Path(os.path.abspath(bundle.path)).parent, deltas)
     lineage = lineage_of(bundle.digest, manifest.compacted)
     steps = [step for step in found.steps(lineage) if step.sequence > manifest.sequence]
-    problems = [*found.problems(lineage, steps, manifest)]
+    folder = found.folder(lineage, manifest.sequence)
+    problems = []
+    for step in steps:
+        try:
+            open_delta(folder, step, manifest)
+        except BundleError as error:
+            problems.append(str(error))
     if steps and (last := reached(steps, manifest.sequence)) < steps[-1].sequence:
         problems.append(f"{bundle.path}: delta {last + 1} is missing, and {steps[-1].sequence} is there")
     return len(steps), problems
@@ -221,18 +227,12 @@ class _Deltas:
             return self._store.steps(self._model, lineage)
         return steps_in(self._folder / self._model / lineage)
 
-    def problems(self, lineage: str, steps: Collection[Step], manifest: Manifest) -> Iterator[str]:
-        """What is wrong with some deltas, which are read for that: those that are damaged, or do not fit."""
-        folder = self._folder / self._model / lineage
-        if self._store is not None and steps:
-            folder = self._store.folder / self._model / lineage
-            self._store.bring(self._model, lineage, min(steps).sequence - 1, each=True)
-        for step in sorted(steps):
-            path = delta_path(folder, *step)
-            try:
-                parse_delta(path, read_delta(path, manifest), manifest, lineage, step)
-            except BundleError as error:
-                yield str(error)
+    def folder(self, lineage: str, after: int) -> Path:
+        """The folder that has those behind the number `after`. Those in a store are brought first."""
+        if self._store is None:
+            return self._folder / self._model / lineage
+        self._store.bring(self._model, lineage, after, each=True)
+        return self._store.folder / self._model / lineage
 
     def remove(self, lineage: str, steps: Sequence[Step]) -> None:
         """Remove deltas and their signatures; their folder, too, if nothing else is there."""

@@ -24,17 +24,20 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from serving.bundle.lineage import Step, delta_path, steps_in
+from serving.bundle.lineage import Step, delta_path, delta_signature, steps_in
 from serving.bundle.manifest import Manifest
 from serving.bundle.tables import Bytes, Table, dequantize
 from serving.errors import BundleError, shown
 from serving.files import UNREADABLE, Strict, json_tree, read_file
+
+if TYPE_CHECKING:
+    from serving.bundle.signature import TrustedKeys
 
 FORMAT = "1"
 # Stands in a delta for its SHA-256 while that is computed.
@@ -166,6 +169,25 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, st
             raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")
     last = metadata.last_sha256 or metadata.sha256
     return Delta(step.sequence, float(metadata.written_at), found, metadata.sha256, last)
+
+
+def open_delta(folder: Path, step: Step, manifest: Manifest, trusted: "TrustedKeys | None" = None) -> Delta:
+    """A delta of a lineage, read and checked.
+
+    Args:
+        folder: of the lineage, <deltas>/<model>/<lineage>.
+        step: which.
+        manifest: of a bundle of the lineage.
+        trusted: one of these keys must have signed it. None: no signature is needed.
+
+    Raises:
+        BundleError: it cannot be read, none of the keys signed it, or as `parse_delta`.
+    """
+    path = delta_path(folder, *step)
+    content = read_delta(path, manifest)
+    if trusted is not None:
+        trusted.check_delta(path, content, delta_signature(path, content), folder.parent.name, folder.name)
+    return parse_delta(path, content, manifest, folder.name, step)
 
 
 def find_step(folder: Path, sequence: int, digest: str, manifest: Manifest, *, as_last: bool) -> Step | None:

@@ -133,11 +133,6 @@ def files_in(folder: Path) -> list[str]:
         return []
 
 
-def listed(folder: Path) -> list[int]:
-    """The numbers of the deltas in a lineage's folder that are not squashed, in order."""
-    return [step.sequence for step in steps_in(folder) if not step.is_squashed]
-
-
 def next_step(steps: Iterable[Step], at: int, until: int = MOST_DELTAS) -> Step:
     """The step that brings rows furthest: of squashed deltas if they can be taken, else the next delta, there or not.
 

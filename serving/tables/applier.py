@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from serving.bundle.delta import Delta, find_step, parse_delta, read_delta
-from serving.bundle.lineage import Step, delta_path, delta_signature, next_step, squashed_in, steps_in
+from serving.bundle.delta import Delta, find_step, open_delta
+from serving.bundle.lineage import Step, delta_path, next_step, squashed_in, steps_in
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TrustedKeys
@@ -99,7 +99,6 @@ class AppliedCopy:
         self._state = copy.state
         about = copy.state.about
         self._folder = Path(about.deltas)
-        self._model, self._lineage = about.model, self._folder.name
         path = Path(about.bundle) / MANIFEST
         try:
             self._manifest: Final = parse_manifest(path, read_file(path))
@@ -189,7 +188,7 @@ class AppliedCopy:
             seen = _identity(path)
             if seen is not None and (path, seen) == self._refused and time.monotonic() < self._retry_at:
                 return None
-            delta = None if seen is None else self._read(path, step)
+            delta = None if seen is None else self._read(step)
         except Exception as error:
             why = str(error) if isinstance(error, ServingError) else f"{path}: cannot be read: {error!r}"
             self._refuse((path, seen), why)
@@ -248,18 +247,17 @@ class AppliedCopy:
         path = delta_path(self._folder, *found)
         self._applied = path, _identity(path)
 
-    def _read(self, path: Path, step: Step) -> Delta:
+    def _read(self, step: Step) -> Delta:
         """A delta whose bytes were checked.
 
         Raises:
             BundleError: it cannot be applied.
             ConfigurationError: the trusted keys cannot be read.
         """
-        content = read_delta(path, self._manifest)
-        if (keys := TrustedKeys.of_environment()) is not None:  # read each time: keys are changed while servers run
-            keys.check_delta(path, content, delta_signature(path, content), self._model, self._lineage)
-        delta = parse_delta(path, content, self._manifest, self._lineage, step)
+        keys = TrustedKeys.of_environment()  # each time: they are changed while servers run
+        delta = open_delta(self._folder, step, self._manifest, keys)
         if self._state.written.get(step.sequence, delta.digest) != delta.digest:
+            path = delta_path(self._folder, *step)
             raise BundleError(f"{path}: was applied in part, and is another by now: {_START_AGAIN}")
         return delta
 

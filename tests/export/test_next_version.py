@@ -34,13 +34,14 @@ from export.publish import delta
 from export.publish.lineage import Lineage, PublishedDelta
 from export.publish.published import prune
 from serving.bundle import Bundle, open_bundle
-from serving.bundle.lineage import delta_path, deltas_folder, lineage_of, listed
+from serving.bundle.lineage import delta_path, deltas_folder, lineage_of
 from serving.bundle.scores import SCORES
 from serving.bundle.signature import TrustedKeys
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError, ServingError
 from serving.model.settings import ServingSettings
 from tests.support.commands import tbe_export
+from tests.support.deltas import listed
 from tests.support.hosts import MODEL, edit_manifest, export_hosts
 from tests.support.live import changed_rows
 from tests.support.managed import dealt

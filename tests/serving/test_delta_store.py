@@ -35,7 +35,7 @@ from export.publish.lineage import Lineage
 from export.publish.published import prune_squashed
 from export.publish.push import push
 from serving.bundle.delta import Rows
-from serving.bundle.lineage import Step, delta_path, lineage_of, listed, steps_in
+from serving.bundle.lineage import Step, delta_path, lineage_of, steps_in
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.delta_store import DeltaStore, LiveLineage, lineages
@@ -47,6 +47,7 @@ from serving.server.launch.live import LiveCopies
 from serving.store import Store
 from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
+from tests.support.deltas import listed
 from tests.support.host_faults import until
 from tests.support.hosts import export_hosts, in_one_process
 from tests.support.live import PATIENCE_S, changed_rows, published, wait_until_applied

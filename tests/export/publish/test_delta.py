@@ -20,9 +20,10 @@ from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.changes import StoredRows, stored_rows
 from export.publish.lineage import Lineage
 from serving.bundle import open_bundle
-from serving.bundle.lineage import delta_signature, lineage_of, listed
+from serving.bundle.lineage import delta_signature, lineage_of
 from serving.errors import BundleError, ConfigurationError
 from tests.support.commands import tbe_export
+from tests.support.deltas import listed
 from tests.support.hosts import export_hosts
 from tests.support.live import changed_rows
 from tests.support.managed import dealt

@@ -20,8 +20,9 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from export import export_model, follow
 from export.errors import PublishError
 from serving.bundle import open_bundle
-from serving.bundle.lineage import delta_path, deltas_folder, lineage_of, listed
+from serving.bundle.lineage import delta_path, deltas_folder, lineage_of
 from serving.errors import ConfigurationError
+from tests.support.deltas import listed
 from tests.support.followed_training import SPECS, Model
 from tests.support.managed import dealt
 from tests.support.models import Spec, collection

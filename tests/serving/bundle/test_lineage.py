@@ -11,7 +11,6 @@ from serving.bundle.lineage import (
     Step,
     delta_path,
     files_of,
-    listed,
     needed_files,
     next_step,
     owner_of,
@@ -19,6 +18,7 @@ from serving.bundle.lineage import (
     step_of,
     steps_in,
 )
+from tests.support.deltas import listed
 
 MOST = 8
 # Some of all the steps that there can be between so many deltas.

@@ -19,7 +19,7 @@ from export import Sharding, WeightDtype, compact, publish_delta, squash
 from export.errors import PublishError
 from export.publish.published import prune, prune_squashed
 from serving.bundle.delta import parse_delta
-from serving.bundle.lineage import Step, delta_path, deltas_folder, lineage_of, listed, steps_in
+from serving.bundle.lineage import Step, delta_path, deltas_folder, lineage_of, steps_in
 from serving.bundle.opening import open_bundle
 from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
@@ -29,6 +29,7 @@ from serving.tables import applier
 from serving.tables.live_copy import LiveCopy, remove_unused_live_copies
 from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
+from tests.support.deltas import listed
 from tests.support.live import (
     applying,
     publish_number,
