@@ -1,5 +1,6 @@
 """No row is torn and none becomes older again, however fast they change, and whoever is killed."""
 
+import fcntl
 import mmap
 import os
 import shutil
@@ -34,6 +35,7 @@ from serving.tables.live_copy import (
     remove_unused_live_copies,
 )
 from serving.tables.live_state import State
+from serving.tables.shared_copy import locked
 from serving.tables.table_files import WeightsMemory
 from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
 from tests.support.often import one_in
@@ -207,7 +209,7 @@ def test_a_server_goes_on_with_the_copy_of_one_that_was_killed(
     bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
     for number in (1, 2, 3):
         publish_number(bundle, number, range(ROWS), 16)
-    inode = _killed_server(bundle, 3 if what == "half a row" else 0)
+    inode = _killed_server(bundle, 3 if what == "half a row" else 0, monkeypatch)
     if what == "more deltas":
         publish_number(bundle, 4, range(200), 16)
     with applying(bundle, monkeypatch) as copies, Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
@@ -230,7 +232,7 @@ def test_a_copy_with_rows_that_may_be_of_another_history_is_made_anew(
     bundle, deltas = open_bundle(path), deltas_folder(tmp_path / "r")
     for number in (1, 2, 3):
         publish_number(path, number, range(ROWS), 16)
-    inode = _killed_server(path, 3 if what == "another begun" else 0)
+    inode = _killed_server(path, 3 if what == "another begun" else 0, monkeypatch)
     (folder,) = (deltas / "m").iterdir()
     if what in ("another applied", "another begun", "gone"):
         (folder / "000000000003.safetensors").unlink()
@@ -262,7 +264,7 @@ def test_a_copy_is_waited_for_while_processes_of_a_killed_server_end(
     command = [sys.executable, "-c", _MODEL, str(bundle.path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as model:
         assert model.stdout is not None
-        inode = int(model.stdout.readline())
+        inode = _held(model.stdout.readline().strip(), monkeypatch)
         monkeypatch.setenv(LIVE_SERVER, f"{os.getpid()}-token")
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(LiveCopy.take, bundle.path, bundle.manifest, "")
@@ -281,17 +283,45 @@ from serving.bundle.opening import open_bundle
 from serving.tables.live_copy import LiveCopy
 bundle = open_bundle(Path(sys.argv[1]))
 copy = LiveCopy.take(bundle.path, bundle.manifest, "")
-print(os.stat(copy.path).st_ino, flush=True)
+print(copy.path, flush=True)
 sys.stdin.read()
 """
 _KILLED = "00000000deadbeef"
 
 
-def _killed_server(bundle: Path, half_written: int) -> int:
+def _killed_server(bundle: Path, half_written: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """The inode of the copy of a server that applied all deltas and was killed; if so, while it wrote that one."""
     environment = {**os.environ, LIVE_SERVER: _KILLED, LIVE_DELTAS: str(deltas_folder(bundle.parent.parent))}
     command = [sys.executable, "-c", _SERVER, str(bundle), str(half_written)]
-    return int(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdout is not None
+        inode = _held(server.stdout.readline().strip(), monkeypatch)
+        server.communicate()
+    assert server.returncode == 0
+    return inode
+
+
+def _held(path: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The inode of a copy. It is held until its successor takes it: the servers of other tests, which run meanwhile,
+    remove copies that nobody holds."""
+    held = os.open(path, os.O_RDONLY)
+    inode = os.fstat(held).st_ino
+    fcntl.flock(held, fcntl.LOCK_SH)
+
+    def let_go(path: Path, flags: int, lock: int) -> int:
+        is_wanted = path.exists() and path.stat().st_ino == inode
+        if is_wanted:
+            fcntl.flock(held, fcntl.LOCK_UN)
+        try:
+            return locked(path, flags, lock)
+        except BlockingIOError:
+            if is_wanted:
+                fcntl.flock(held, fcntl.LOCK_SH)
+            raise
+
+    monkeypatch.setattr(live_copy, "locked", let_go)
+    return inode
 
 
 _SERVER = """
@@ -302,7 +332,8 @@ from serving.tables import applier
 from serving.tables.live_copy import LiveCopy
 bundle, half_written = open_bundle(Path(sys.argv[1])), int(sys.argv[2])
 copy = LiveCopy.take(bundle.path, bundle.manifest, "")
-print(os.stat(copy.path).st_ino, flush=True)
+print(copy.path, flush=True)
+sys.stdin.read()
 applied = applier.AppliedCopy(LiveCopy.attach(copy.path))
 while copy.state.sequence < (half_written or 4) - 1:
     applied.step()
