@@ -15,33 +15,13 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, kjt_of_bags, numbers_of_ids
 from export.capture.example import Call
 from export.capture.noted import reading_clocks
+from export.capture.origins import Origins, Parts
 from export.capture.stand_ins import Collections, Columns, answering, zeros_of
 from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of_error, line_of_stack
 from export.trained.running import evaluating, quiet
 from serving.bundle.scores import JaggedInput, JaggedKind
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A KJT that the forward makes of its parts, each a tensor of the example.
-
-    Attributes:
-        keys: of the KJT.
-        values, lengths: the paths of the tensors.
-        weights: likewise; None: it has none.
-    """
-
-    keys: Sequence[str]
-    values: str
-    lengths: str
-    weights: str | None = None
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths of all its tensors."""
-        return [each for each in (self.values, self.lengths, self.weights) if each is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +168,10 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
 
     leaves = {path: GivenKeys(bags_of(each)) for path, each in kjts.items()}
     given = call.with_leaves(leaves)
+    origins = Origins({path: each for path, each in given.leaves.items() if isinstance(each, Tensor)})
     with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), _without_rows(collections):
         try:
-            with reading_clocks(model) as clocks:
+            with reading_clocks(model) as clocks, origins.noted():
                 given.answer_of(model)
         except Exception as error:  # the user's code may raise anything
             raise ModelError(
@@ -200,7 +181,9 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
     _expect_keys_once(model, call, heard)
     made = [each for _, each in heard if type(each) is not GivenKeys]
-    parts = [found for each in made if (found := _parts_of(each, given.leaves)) is not None]
+    parts = [part for each in made for part in origins.parts_of(each)]
+    looked_up = {each.values for each in parts}
+    parts += [pair for pair in origins.pairs if pair.values not in looked_up]
     taken = {path for each in parts for path in each.paths}
     samples = _samples_of(call, heard[0][1], taken)
     for columns, each in heard:
@@ -292,22 +275,3 @@ def _fixed_length(model: nn.Module, key: str, bag: Bag, samples: int, line: str)
             "for a sample of the example: expected as many for each sample, or a KeyedJaggedTensor in the example"
         )
     return int(lengths.pop())
-
-
-def _parts_of(kjt: KeyedJaggedTensor, leaves: Mapping[str, Any]) -> Parts | None:
-    """The tensors of the example that a KJT is made of; None where its ids or lengths are none of them."""
-
-    def path_of(tensor: Tensor) -> str | None:
-        same = (
-            path
-            for path, each in leaves.items()
-            if isinstance(each, Tensor)
-            and each.numel() == tensor.numel() > 0
-            and each.data_ptr() == tensor.data_ptr()
-        )
-        return next(same, None)
-
-    values, lengths, weights = path_of(kjt.values()), path_of(kjt.lengths()), kjt.weights_or_none()
-    if values is None or lengths is None:
-        return None
-    return Parts(tuple(kjt.keys()), values, lengths, None if weights is None else path_of(weights))

@@ -197,6 +197,32 @@ def flat(random: np.random.Generator, samples: int) -> tuple[Tensor, Tensor, Ten
     return keyed.values(), keyed.lengths(), dense(random, samples)
 
 
+class OfPairs(Network):
+    """TorchEasyRec's ScriptWrapper: values and lengths of each key in a dict of tensors."""
+
+    def forward(self, data: dict[str, Tensor], device: str = "cpu") -> dict[str, Tensor]:
+        keys = ["user_id", "item_id", "words"]
+        keyed = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.cat([data[f"{key}.values"] for key in keys], dim=-1),
+            lengths=torch.cat([data[f"{key}.lengths"] for key in keys], dim=-1),
+        )
+        numbers = KeyedTensor(
+            ["price", "age"], [2, WIDTH - 2], torch.cat([data["price.values"], data["age.values"]], dim=-1)
+        )
+        return {"logits": self.logits(keyed.to(torch.device(device), non_blocking=True), numbers.values())}
+
+
+def pairs(random: np.random.Generator, samples: int) -> tuple[dict[str, Tensor]]:
+    """One of the keys has one id in each sample, and so has a number that is no length."""
+    keyed = ids(random, samples, "user_id", "item_id", "words", item_id=torch.ones(samples, dtype=torch.int32))
+    found = {"price.values": numbers(random, samples, 2), "age.values": numbers(random, samples, WIDTH - 2)}
+    found["seen.lengths"] = torch.ones(samples, dtype=torch.int32)
+    for key, each in keyed.to_dict().items():
+        found |= {f"{key}.values": each.values(), f"{key}.lengths": each.lengths()}
+    return (found,)
+
+
 class OfUserAndItem(nn.Module):
     """Two collections, each with its own KeyedJaggedTensor out of a dict: user and item side."""
 
@@ -255,6 +281,7 @@ CALLS: dict[str, Form] = {
     ),
     "dict_of_tensors": (OfTensors, tensors),
     "values_and_lengths": (OfFlat, flat),
+    "values_and_lengths_by_key": (OfPairs, pairs),
     "dict_of_keyed": (
         OfUserAndItem,
         positional(

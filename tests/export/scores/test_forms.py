@@ -179,6 +179,13 @@ def of_parts(values: str, lengths: str) -> Callable[[dict[str, Numbers]], dict[s
     return features
 
 
+def of_pairs(tensors: dict[str, Numbers]) -> dict[str, Any]:
+    given = {
+        key: [torch.from_numpy(tensors[f"data.{key}.{each}"]) for each in ("values", "lengths")] for key in ORDER
+    }
+    return {key: column_of(JaggedTensor(values, lengths=lengths)) for key, (values, lengths) in given.items()}
+
+
 def of_matrix(tensors: dict[str, Numbers]) -> dict[str, Any]:
     return dict(zip(ORDER, tensors["ids"].T.tolist(), strict=True))
 
@@ -191,5 +198,6 @@ TENSORS: dict[str, Callable[[dict[str, Numbers]], dict[str, Any]]] = {
     ),
     "heads_in_batch": lambda tensors: {"visited": tensors["events"].tolist()},
     "values_and_lengths": of_parts("values", "lengths"),
+    "values_and_lengths_by_key": of_pairs,
     "dict_of_tensors": of_parts("batch.id_list_features.values", "batch.id_list_features.lengths"),
 }

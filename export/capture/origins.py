@@ -1,0 +1,134 @@
+"""Which tensors of an example a forward makes its KJTs and JaggedTensors of."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+from torchrec import JaggedTensor, KeyedJaggedTensor
+
+from export.capture.bags import bags_of
+from export.capture.noted import changed
+
+# The paths of the tensors that a tensor is made of.
+_MadeOf = MutableMapping[Tensor, frozenset[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A KJT that the forward makes of its parts, each a tensor of the example.
+
+    Attributes:
+        keys: of the KJT.
+        values, lengths: the paths of the tensors.
+        weights: likewise; None: it has none.
+    """
+
+    keys: Sequence[str]
+    values: str
+    lengths: str
+    weights: str | None = None
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all its tensors."""
+        return [each for each in (self.values, self.lengths, self.weights) if each is not None]
+
+
+class Origins:
+    """Of which tensors of an example others are made, while a forward runs.
+
+    Args:
+        leaves: the tensors, by path.
+
+    Attributes:
+        pairs: the JaggedTensors that are made of two of them, each under the path of its values. Where each sample
+            has one number, they are a row for each sample.
+    """
+
+    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+        self.pairs: list[Parts] = []
+        self._leaves = leaves
+        self._of: _MadeOf = WeakTensorKeyDictionary()
+        for path, each in leaves.items():
+            self._of[each] = frozenset([path])
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """In the block, note them."""
+        init = JaggedTensor.__init__
+
+        def made(jagged: JaggedTensor, *args: Any, **kwargs: Any) -> None:
+            init(jagged, *args, **kwargs)
+            values, lengths = self._path_of(jagged._values), self._path_of(jagged._lengths)
+            if values and lengths and jagged._weights is None and (self._leaves[lengths] != 1).any():
+                self.pairs.append(Parts((values,), values, lengths))
+
+        with changed(JaggedTensor, __init__=made), _Noting(self._of):
+            yield
+
+    def parts_of(self, kjt: KeyedJaggedTensor) -> list[Parts]:
+        """The tensors of the example that a KJT is made of: of all its keys, or of each key; those that can be told.
+
+        Whether a KJT has their numbers for any request, its graph says (export/capture/moved_ids.py).
+        """
+        weights = kjt.weights_or_none()
+        values, lengths = self._path_of(kjt.values()), self._path_of(kjt.lengths())
+        if values is not None and lengths is not None:
+            return [Parts(tuple(kjt.keys()), values, lengths, None if weights is None else self._path_of(weights))]
+        found: list[Parts] = []
+        for key, bag in bags_of(kjt).items():
+            taken = {path for each in found for path in each.paths}
+            own = self._nearest(key, kjt.values(), bag.ids, taken)
+            of_lengths = own and self._nearest(own, kjt.lengths(), bag.lengths, taken | {own})
+            if own and of_lengths:
+                of_weights = None if weights is None else self._nearest(own, weights, bag.weights, taken)
+                found.append(Parts((key,), own, of_lengths, of_weights))
+        return found
+
+    def _path_of(self, tensor: Tensor | None) -> str | None:
+        same = (
+            path
+            for path, each in self._leaves.items()
+            if tensor is not None and each.numel() == tensor.numel() > 0 and each.data_ptr() == tensor.data_ptr()
+        )
+        return next(same, None)
+
+    def _nearest(self, name: str, whole: Tensor, part: Tensor | None, taken: Iterable[str]) -> str | None:
+        """Of the tensors that a whole is made of and that have the numbers of a part, the one called most alike."""
+        same = [
+            path
+            for path in self._of.get(whole, frozenset()) - {*taken}
+            if part is not None and self._leaves[path].shape == part.shape
+            if torch.equal(self._leaves[path].to(part.dtype), part)
+        ]
+        return max(sorted(same), key=lambda path: SequenceMatcher(a=name, b=path).ratio(), default=None)
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In the block, note for each tensor that an operator answers, of what it is made.
+
+    Args:
+        of: what tensors are made of, which is added to.
+    """
+
+    def __init__(self, of: _MadeOf) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of = of
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        given = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        if found := frozenset[str]().union(*(self._of.get(each, frozenset()) for each in given)):
+            for each in tree_leaves(answer):
+                if isinstance(each, Tensor):
+                    self._of[each] = found | self._of.get(each, frozenset())
+        return answer
