@@ -212,13 +212,14 @@ def _part(schema: Schema, checked: Checked, parts: Sequence[Mask], is_once: bool
         first, segment = segment, segment + int(np.count_nonzero(part))
         samples = 1 if is_once else request.samples
         left.append(
-            replace(
-                request,
-                selection=schema.at(request.selection.positions[part].tolist()),
-                values=values[id_bounds[first] : id_bounds[segment]],
-                lengths=lengths[bag_bounds[first] : bag_bounds[segment]],
-                samples=samples if segment > first else 0,
+            KjtRequest(
+                schema.at(request.selection.positions[part].tolist()),
+                values[id_bounds[first] : id_bounds[segment]],
+                lengths[bag_bounds[first] : bag_bounds[segment]],
+                None,
+                samples if segment > first else 0,
                 once=None if request.once is None or request.dense is None else request.once[part],
+                outputs=request.outputs,
             )
         )
     weights = None if checked.weights is None else checked.weights[source]

@@ -6,7 +6,6 @@ are made, and not before.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import cast
 
@@ -30,7 +29,7 @@ def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array
 
     Args:
         schema: of a model with scores.
-        request: it has all features, in the schema's order.
+        request: it has all features, in the schema's order; changed.
         dense: its dense inputs by name, where some have a row for each id. They are right.
 
     Raises:
@@ -61,7 +60,8 @@ def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array
             own_bytes = found.nbytes
         jagged.append(found)
         size_bytes += own_bytes * (request.samples if _comes_once(request, at) else 1)
-    return replace(request, jagged=jagged, jagged_bytes=size_bytes)
+    request.jagged, request.jagged_bytes = jagged, size_bytes
+    return request
 
 
 def jagged_inputs(schema: Schema, request: KjtRequest, rows: RowsOfAll, number: int) -> list[Array]:
