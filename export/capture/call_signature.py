@@ -162,6 +162,8 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
     def answer(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:
         if not isinstance(given, KeyedJaggedTensor):
             raise ModelError(f"a collection gets a {type(given).__name__}, expected a KeyedJaggedTensor")
+        if (count := int(given.lengths().sum())) != len(given.values()):
+            raise ValueError(f"a collection gets {len(given.values())} ids, and lengths that add up to {count}")
         heard.append((columns, given))
         lines[id(given)] = line_of_stack()
         return zeros_of(collection, columns, given)
@@ -272,6 +274,6 @@ def _fixed_length(model: nn.Module, key: str, bag: Bag, samples: int, line: str)
     if len(lengths) != 1:
         raise ModelError(
             f"{type(model).__name__}: makes the ids of key {key!r} itself{line}, {min(lengths)} to {max(lengths)} "
-            "for a sample of the example: expected as many for each sample, or a KeyedJaggedTensor in the example"
+            "for a sample of the example: expected as many for each sample, or its values and lengths in the example"
         )
     return int(lengths.pop())

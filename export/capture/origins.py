@@ -87,7 +87,7 @@ class Origins:
             taken = {path for each in found for path in each.paths}
             own = self._nearest(key, kjt.values(), bag.ids, taken)
             of_lengths = own and self._nearest(own, kjt.lengths(), bag.lengths, taken | {own})
-            if own and of_lengths:
+            if own and of_lengths and torch.equal(self._leaves[of_lengths].long(), bag.lengths.long()):
                 of_weights = None if weights is None else self._nearest(own, weights, bag.weights, taken)
                 found.append(Parts((key,), own, of_lengths, of_weights))
         return found
@@ -101,14 +101,17 @@ class Origins:
         return next(same, None)
 
     def _nearest(self, name: str, whole: Tensor, part: Tensor | None, taken: Iterable[str]) -> str | None:
-        """Of the tensors that a whole is made of and that have the numbers of a part, the one called most alike."""
-        same = [
-            path
-            for path in self._of.get(whole, frozenset()) - {*taken}
+        """Of the tensors that a whole is made of and that are as long as a part: one that has its numbers, if there
+        is one; of several, the one that is called most alike.
+        """
+        alike = {
+            path: torch.equal(self._leaves[path].to(part.dtype), part)
+            for path in sorted(self._of.get(whole, frozenset()) - {*taken})
             if part is not None and self._leaves[path].shape == part.shape
-            if torch.equal(self._leaves[path].to(part.dtype), part)
-        ]
-        return max(sorted(same), key=lambda path: SequenceMatcher(a=name, b=path).ratio(), default=None)
+            if self._leaves[path].is_floating_point() == part.is_floating_point()
+        }
+        rank = {path: (is_same, SequenceMatcher(a=name, b=path).ratio()) for path, is_same in alike.items()}
+        return max(rank, key=rank.__getitem__, default=None)
 
 
 class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -55,6 +55,25 @@ class Actions(Rows):
         return {"user": padded.amax(dim=1), "bought": self.top(padded.sum(dim=1))}
 
 
+class ByPart(Rows):
+    """TorchEasyRec's ScriptWrapper, with sequences: values and lengths of each in a dict, also of their prices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prices = nn.Linear(3, DIM)
+
+    def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
+        keys = ["seen", "target", "visited"]
+        keyed = KeyedJaggedTensor(
+            keys,
+            torch.cat([data[f"{key}.values"] for key in keys], dim=-1),
+            lengths=torch.cat([data[f"{key}.lengths"] for key in keys], dim=-1),
+        )
+        prices = JaggedTensor(values=data["price.values"], lengths=data["price.lengths"])
+        seen = self.rows(keyed)["seen"].to_padded_dense(LONGEST) + self.prices(prices.to_padded_dense(LONGEST))
+        return {"bought": self.top(seen.amax(dim=1))}
+
+
 class Ranked(Rows):
     """A score for each candidate, by attention over the history: [n, events]; and the candidates as they come out."""
 
@@ -159,6 +178,17 @@ def side_by_side(random: np.random.Generator, samples: int) -> Example:
     return (ids(random, samples, "seen", "target", "visited", seen=lengths, visited=lengths),)
 
 
+def by_part(random: np.random.Generator, samples: int) -> Example:
+    keyed = ids(random, samples, "seen", "target", "visited", most=LONGEST)
+    parts = {f"{key}.{what}": each for key in keyed.keys() for what, each in of_key(keyed[key]).items()}  # noqa: SIM118
+    lengths = parts["seen.lengths"]
+    return ({**parts, "price.values": numbers(random, int(lengths.sum()), 3), "price.lengths": lengths.clone()},)
+
+
+def of_key(jagged: JaggedTensor) -> dict[str, Tensor]:
+    return {"values": jagged.values(), "lengths": jagged.lengths()}
+
+
 def candidates(random: np.random.Generator, samples: int) -> Example:
     return (ids(random, samples, "seen", "target", "visited", least=1, most=LONGEST),)
 
@@ -174,5 +204,6 @@ EVENTS: dict[str, Form] = {
     "attention_by_candidate": (Ranked, candidates),
     "joined_histories": (Joined, joined),
     "rows_side_by_side": (SideBySide, side_by_side),
+    "events_by_part": (ByPart, by_part),
     "numbers_of_other_lengths": (OwnLengths, of_other_lengths),
 }

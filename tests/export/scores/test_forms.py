@@ -179,11 +179,11 @@ def of_parts(values: str, lengths: str) -> Callable[[dict[str, Numbers]], dict[s
     return features
 
 
-def of_pairs(tensors: dict[str, Numbers]) -> dict[str, Any]:
-    given = {
-        key: [torch.from_numpy(tensors[f"data.{key}.{each}"]) for each in ("values", "lengths")] for key in ORDER
-    }
-    return {key: column_of(JaggedTensor(values, lengths=lengths)) for key, (values, lengths) in given.items()}
+def of_pairs(*keys: str) -> Callable[[dict[str, Numbers]], dict[str, Any]]:
+    def features(tensors: dict[str, Numbers]) -> dict[str, Any]:
+        return {key: {each: tensors[f"data.{key}.{each}"] for each in ("values", "lengths")} for key in keys}
+
+    return features
 
 
 def of_matrix(tensors: dict[str, Numbers]) -> dict[str, Any]:
@@ -198,6 +198,7 @@ TENSORS: dict[str, Callable[[dict[str, Numbers]], dict[str, Any]]] = {
     ),
     "heads_in_batch": lambda tensors: {"visited": tensors["events"].tolist()},
     "values_and_lengths": of_parts("values", "lengths"),
-    "values_and_lengths_by_key": of_pairs,
+    "values_and_lengths_by_key": of_pairs(*ORDER),
+    "events_by_part": of_pairs("seen", "target", "visited"),
     "dict_of_tensors": of_parts("batch.id_list_features.values", "batch.id_list_features.lengths"),
 }
