@@ -54,6 +54,7 @@ class Origins:
 
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
         self.pairs: list[Parts] = []
+        self._kjts: list[KeyedJaggedTensor] = []
         self._leaves = leaves
         self._of: _MadeOf = WeakTensorKeyDictionary()
         for path, each in leaves.items():
@@ -70,14 +71,30 @@ class Origins:
             if values and lengths and jagged._weights is None and (self._leaves[lengths] != 1).any():
                 self.pairs.append(Parts((values,), values, lengths))
 
-        with changed(JaggedTensor, __init__=made), _Noting(self._of):
+        of_keys = KeyedJaggedTensor.__init__
+
+        def keyed(kjt: KeyedJaggedTensor, *args: Any, **kwargs: Any) -> None:
+            of_keys(kjt, *args, **kwargs)
+            if type(kjt) is KeyedJaggedTensor and kjt._lengths is not None:
+                self._kjts.append(kjt)
+
+        with changed(JaggedTensor, __init__=made), changed(KeyedJaggedTensor, __init__=keyed), _Noting(self._of):
             yield
 
     def parts_of(self, kjt: KeyedJaggedTensor) -> list[Parts]:
         """The tensors of the example that a KJT is made of: of all its keys, or of each key; those that can be told.
 
-        Whether a KJT has their numbers for any request, its graph says (export/capture/moved_ids.py).
+        It may be cut out of another that the forward made. Whether it has their numbers for any request, its graph
+        says (export/capture/moved_ids.py).
         """
+        found = self._parts_of(kjt)
+        for other in self._kjts:
+            missing = {*kjt.keys()} - {key for each in found for key in each.keys}
+            if missing & {*other.keys()}:
+                found += [each for each in self._parts_of(other) if missing & {*each.keys}]
+        return found
+
+    def _parts_of(self, kjt: KeyedJaggedTensor) -> list[Parts]:
         weights = kjt.weights_or_none()
         values, lengths = self._path_of(kjt.values()), self._path_of(kjt.lengths())
         if values is not None and lengths is not None:

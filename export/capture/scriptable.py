@@ -285,12 +285,20 @@ def _is_copy(node: fx.Node) -> bool:
     return str(node.target) == "aten._to_copy.default" or bool(given.get("copy"))
 
 
+def _bits(to: _Converter, node: fx.Node, args: Any) -> Any:
+    """`x.view(dtype)`, which TorchScript has as a copy alone."""
+    if any(node in written(each) for each in node.graph.nodes if is_writing(each)):
+        raise ModelError(f"{type(to._model).__name__}: its forward writes to a view of another dtype{line_of(node)}")
+    return to._operator(torch.ops.aten.view_copy, *args)
+
+
 _RULES: Mapping[str, Callable[[_Converter, fx.Node, Any], Any]] = {
     "aten.sym_size.int": _size,
     "aten.sym_numel.default": lambda to, _, args: to._method("numel", *args),
     "aten.item.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
     "aten._local_scalar_dense.default": lambda to, node, args: to._operator(_number_of(node), args[0]),
     "aten.squeeze.default": _squeeze,
+    "aten.view.dtype": _bits,
     **dict.fromkeys(
         ("aten.to.device", "aten.to.dtype", "aten.to.dtype_layout", "aten._to_copy.default", "aten.to.other"),
         _to_dtype,

@@ -1,11 +1,11 @@
-"""Steps of a graph of ATen: what some do, which tensors some write to, and blocks of them in their own place."""
+"""Steps of a graph of ATen: what they do to numbers, which tensors they write to, and parts of a graph."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
 def rows_read_by(argument: fx.Node) -> int | None:
@@ -140,3 +140,149 @@ def _shared(node: fx.Node, *, of_writes: bool) -> list[fx.Node]:
                 each for each in (given if isinstance(given, list | tuple) else [given]) if isinstance(each, fx.Node)
             ]
     return found
+
+
+# Operators that put numbers elsewhere, and change none.
+_MOVING = (
+    "aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.flatten.using_ints",
+    "aten.unflatten.int", "aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.numpy_T.default",
+    "aten.unsqueeze.default", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims", "aten.clone.default",
+    "aten.contiguous.default", "aten.alias.default", "aten.detach.default", "aten.detach_.default",
+    "aten.cat.default", "aten.stack.default", "aten.concat.default", "aten.hstack.default", "aten.vstack.default",
+    "aten.select.int",
+    "aten.slice.Tensor", "aten.narrow.default", "aten.split.Tensor", "aten.split_with_sizes.default",
+    "aten.split.sizes", "aten.chunk.default", "aten.unbind.int", "aten.expand.default", "aten.flip.default",
+    "aten.movedim.int", "aten.swapaxes.default", "aten.ravel.default", "aten.lift_fresh_copy.default",
+    "aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default",
+)  # fmt: skip
+# (order of keys, lengths, ids, weights, their sum): `KeyedJaggedTensor.permute`.
+_PERMUTING = "fbgemm.permute_2D_sparse_data.default"
+# Those that may also make other numbers of them: not where the other dtype has them all.
+_CASTS = ("aten.to.dtype", "aten.to.device", "aten.to.dtype_layout", "aten._to_copy.default", "aten.long.default")
+# What is made in the likeness of a tensor has none of its numbers.
+_ALIKE = (
+    "_like.default", "new_ones.default", "new_full.default", "new_zeros.default", "sym_size.int", "sym_numel.default",
+)  # fmt: skip
+# What lengths and weights that a forward makes may be made by, beside _MOVING, _CASTS and _ALIKE: then each differs
+# from the next by a number that stays. So those of a few samples show those of all.
+_MAKING = (
+    "aten.full.default", "aten.ones.default", "aten.zeros.default", "aten.scalar_tensor.default",
+    "aten.repeat.default", "aten.arange.default", "aten.arange.start", "aten.arange.start_step",
+    "aten.cumsum.default", "aten.diff.default", "aten.sub.Tensor", "aten.add.Tensor", "aten.mul.Tensor",
+    "aten.mul.Scalar", "fbgemm.asynchronous_complete_cumsum.default",
+)  # fmt: skip
+# By these, TorchRec cuts the ids of a KJT by key: where a cut is, is a sum of lengths. What is the right sum for some
+# random lengths is it for all.
+_SUMMING = (
+    "aten.sum.dim_IntList", "aten.sum.default", "aten.cumsum.default", "aten.add.Tensor", "aten.item.default",
+    "aten.scalar_tensor.default", "fbgemm.asynchronous_complete_cumsum.default", str(operator.add),
+)  # fmt: skip
+
+
+def not_moved(
+    module: fx.GraphModule, answers: Sequence[fx.Node], lengths: Collection[fx.Node] = (), *, is_raw: bool = False
+) -> fx.Node | None:
+    """The first step on the way to some answers that may change numbers of inputs; None: there is none.
+
+    Args:
+        module: the graph.
+        answers: ids, lengths or weights.
+        lengths: its inputs that say where ids may be cut.
+        is_raw: whether any int64 is an id.
+    """
+    seen: set[fx.Node] = set()
+    waiting = [*answers]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if str(node.target) == _PERMUTING:
+            waiting += [each for each in node.args[1:4] if isinstance(each, fx.Node)]
+        elif not str(node.target).endswith(_ALIKE):
+            waiting += node.all_input_nodes
+        if _has_inputs(node) and not _moves(node, is_raw) and not _sums(node, lengths):
+            return node
+    return next(
+        (node for node in module.graph.nodes if is_writing(node) and not seen.isdisjoint(written(node))), None
+    )
+
+
+def not_made_alike(answers: Sequence[fx.Node]) -> fx.Node | None:
+    """The first step on the way to some answers that may make other numbers for some samples; None: there is none."""
+    seen: set[fx.Node] = set()
+    waiting = [*answers]
+    while waiting:
+        node = waiting.pop()
+        if node in seen or isinstance(node.meta.get("val"), torch.SymInt):
+            continue
+        seen.add(node)
+        waiting += node.all_input_nodes
+        name = str(node.target)
+        is_number = name == "aten.mul.Tensor" and any(isinstance(each, int | float) for each in node.args)
+        if (
+            node.op == "call_function"
+            and not _has_inputs(node)
+            and not name.endswith(_ALIKE)
+            and node.target is not operator.getitem
+            and (name not in (*_MOVING, *_CASTS, *_MAKING) or (name == "aten.mul.Tensor" and not is_number))
+        ):
+            return node
+    return None
+
+
+def _moves(node: fx.Node, is_raw: bool) -> bool:
+    """Whether a step puts ids elsewhere, and changes none. Of raw ids, int32 has not all."""
+    name, value = str(node.target), node.meta.get("val")
+    if node.op == "placeholder" or node.target is operator.getitem or name in _MOVING:
+        return True
+    if name == _PERMUTING:
+        order = node.args[0]
+        return isinstance(order, fx.Node) and not _has_inputs(order)
+    old = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if name not in _CASTS or not isinstance(value, Tensor) or not isinstance(old, Tensor):
+        return False
+    if old.dtype.is_floating_point:
+        return old.dtype.itemsize <= value.dtype.itemsize and value.dtype in (torch.float32, torch.float64)
+    is_narrowed = value.dtype.itemsize < old.dtype.itemsize
+    return value.dtype in (torch.int32, torch.int64) and not (is_raw and is_narrowed)
+
+
+def _sums(node: fx.Node, lengths: Collection[fx.Node]) -> bool:
+    """Whether a step makes sums of lengths, and of nothing else."""
+    waiting, seen = [node], {node}
+    while waiting:
+        found = waiting.pop()
+        if found.op == "placeholder" and found not in lengths:
+            return False
+        if _has_inputs(found) and str(found.target) not in _SUMMING and not _moves(found, is_raw=False):
+            return False
+        waiting += [each for each in found.all_input_nodes if each not in seen]
+        seen |= {*found.all_input_nodes}
+    return True
+
+
+def _has_inputs(node: fx.Node, known: dict[fx.Node, bool] | None = None) -> bool:
+    """Whether a step has numbers of the inputs: what is made of their sizes alone has none."""
+    known = {} if known is None else known
+    if node not in known:
+        known[node] = node.op == "placeholder" or (
+            node.op == "call_function"
+            and not str(node.target).endswith(_ALIKE)
+            and any(_has_inputs(each, known) for each in node.all_input_nodes)
+        )
+    return known[node]
+
+
+def making(module: fx.GraphModule, answers: Sequence[fx.Node]) -> nn.Module:
+    """What makes some answers of a graph, and nothing else."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = {*answers}
+    for node in reversed(module.graph.nodes):
+        if node in needed:
+            needed |= {*node.all_input_nodes}
+    for node in module.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[each] for each in answers))
+    return fx.GraphModule(module, graph)

@@ -197,6 +197,22 @@ def flat(random: np.random.Generator, samples: int) -> tuple[Tensor, Tensor, Ten
     return keyed.values(), keyed.lengths(), dense(random, samples)
 
 
+class OfFlatSplit(nn.Module):
+    """One KeyedJaggedTensor of values and lengths is split for two collections, and looked at key by key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = collection(POOLED[:1]), collection(POOLED[1:], seed=1)
+        self.over = nn.Linear(3 * DIM, 1)
+
+    def forward(self, values: Tensor, lengths: Tensor, scale: Tensor) -> Tensor:
+        keyed = KeyedJaggedTensor.from_lengths_sync(["user_id", "item_id", "words"], values, lengths)
+        user, item = keyed.split([1, 2])
+        pooled = [self.user(user).values(), self.item(item).values() * scale]
+        scores: Tensor = self.over(torch.cat(pooled, dim=1)) / keyed["words"].lengths().clamp(min=1).unsqueeze(1)
+        return scores
+
+
 class OfPairs(Network):
     """TorchEasyRec's ScriptWrapper: values and lengths of each key in a dict of tensors."""
 
@@ -282,6 +298,7 @@ CALLS: dict[str, Form] = {
     "dict_of_tensors": (OfTensors, tensors),
     "values_and_lengths": (OfFlat, flat),
     "values_and_lengths_by_key": (OfPairs, pairs),
+    "values_and_lengths_split": (OfFlatSplit, lambda random, n: (*flat(random, n)[:2], numbers(random, n, 1))),
     "dict_of_keyed": (
         OfUserAndItem,
         positional(

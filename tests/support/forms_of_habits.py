@@ -235,6 +235,13 @@ class SizesOfPython(Network):
         return answer + torch.ones(len(pooled), DIM) / len(pooled[0])
 
 
+class Bits(Network):
+    """Numbers that are rounded to bfloat16 by their bits."""
+
+    def forward(self, keyed: KeyedJaggedTensor, numbers: Tensor) -> Tensor:
+        return self.logits(keyed, numbers.view(torch.int32).bitwise_and(-(2**16)).view(torch.float32))
+
+
 class NotCalled(Network):
     """gSASRec's table of outputs: a collection that another method looks up, of a table with the same name."""
 
@@ -279,6 +286,7 @@ HABITS: dict[str, Form] = {
         "no_grad": NoGrad,
         "cosine": Cosine,
         "sizes_of_python": SizesOfPython,
+        "bits_of_numbers": Bits,
         "collection_not_called": NotCalled,
         "branch_on_batch_size": OfBatchSize,
         "across_samples": Across,

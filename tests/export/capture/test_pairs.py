@@ -65,8 +65,25 @@ def of_jagged_tensors(data: Data) -> KeyedJaggedTensor:
     )
 
 
+def split_and_joined(data: Data) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.concat(joined(data).split([1, 2]))
+
+
+def of_each_key(data: Data) -> KeyedJaggedTensor:
+    keyed = joined(data)
+    return KeyedJaggedTensor.from_jt_dict({key: keyed[key] for key in KEYS})
+
+
+def of_dict(data: Data) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_jt_dict(joined(data).to_dict())
+
+
 def weighted(data: Data) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(KEYS, each(data, "values"), each(data, "weights"), lengths=each(data, "lengths"))
+
+
+def weighted_and_split(data: Data) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.concat(weighted(data).split([2, 1]))
 
 
 def hashed(data: Data) -> KeyedJaggedTensor:
@@ -88,6 +105,13 @@ def of_another_key(data: Data) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(KEYS, each(data, "values"), lengths=lengths)
 
 
+def cut_elsewhere(data: Data) -> KeyedJaggedTensor:
+    """Behind as many ids as another key has, which in the example is the same."""
+    values, counts = each(data, "values"), [data[f"{key}.lengths"].sum().item() for key in KEYS]
+    parts = [values[: counts[0]], values[counts[2] : counts[2] + counts[1]], values[counts[0] + counts[1] :]]
+    return KeyedJaggedTensor(KEYS, torch.cat(parts), lengths=each(data, "lengths"))
+
+
 def lengths_limited(data: Data) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(KEYS, each(data, "values"), lengths=each(data, "lengths").clamp(max=5))
 
@@ -96,12 +120,16 @@ def weights_doubled(data: Data) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(KEYS, each(data, "values"), each(data, "weights") * 2, lengths=each(data, "lengths"))
 
 
-SERVED = [joined, in_another_order, permuted, sent_to_a_device, lengths_as_int64, of_jagged_tensors]
+SERVED = [
+    joined, in_another_order, permuted, sent_to_a_device, lengths_as_int64, of_jagged_tensors, split_and_joined,
+    of_each_key, of_dict,
+]  # fmt: skip
 REFUSED: dict[Callable[[Data], KeyedJaggedTensor], str] = {
     hashed: "makes the ids of the keys 'user_id', 'item_id', 'words' by aten.remainder.Scalar at .*, line",
     hashed_in_place: "makes the ids of the keys .* by aten.remainder_.Scalar at .*, line",
     turned: "gives a collection ids of key 'words' that are not those of one sample of the example",
     of_another_key: "makes the ids of key 'item_id' itself at .*, line",
+    cut_elsewhere: "ids of key 'item_id' that are not those of one sample|in a way that cannot be done for any number",
     lengths_limited: "by aten.clamp.default at .*, line|fails for the example at .*, line .*ids, and lengths that",
     weights_doubled: "makes the ids of the keys .* by aten.mul.Tensor at .*, line",
 }
@@ -144,8 +172,11 @@ def test_values_and_lengths_of_each_key_are_features(
     compare(export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0, same=same),)), module)
 
 
-def test_weights_of_each_key_are_those_of_its_feature(tmp_path: Path) -> None:
-    module = Making(weighted, weighted=True).eval()
+@pytest.mark.parametrize("make", [weighted, weighted_and_split])
+def test_weights_of_each_key_are_those_of_its_feature(
+    tmp_path: Path, make: Callable[[Data], KeyedJaggedTensor]
+) -> None:
+    module = Making(make, weighted=True).eval()
     compare(export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0),)), module)
 
 
@@ -162,6 +193,8 @@ def test_values_and_lengths_that_are_changed_are_refused_by_name(
         data["item_id.values"] = torch.arange(int(data["user_id.lengths"].sum()))
     for key in KEYS if is_small else ():
         data[f"{key}.values"] %= 10
+    if make is cut_elsewhere:
+        data |= {f"words.{what}": data[f"user_id.{what}"].clone() for what in ("values", "lengths")}
     if make is turned and is_small:
         data["words.values"][:] = 3
     with pytest.raises(ModelError, match=f"^Making: .*({REFUSED[make]})"):

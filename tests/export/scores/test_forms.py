@@ -199,6 +199,7 @@ TENSORS: dict[str, Callable[[dict[str, Numbers]], dict[str, Any]]] = {
     "heads_in_batch": lambda tensors: {"visited": tensors["events"].tolist()},
     "values_and_lengths": of_parts("values", "lengths"),
     "values_and_lengths_by_key": of_pairs(*ORDER),
+    "values_and_lengths_split": of_parts("values", "lengths"),
     "events_by_part": of_pairs("seen", "target", "visited"),
     "dict_of_tensors": of_parts("batch.id_list_features.values", "batch.id_list_features.lengths"),
 }
