@@ -6,9 +6,10 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from tests.support.forms_inputs import DIM, POOLED, ROWS_OF, Form, ids, numbers, of, pooled_ids, positional
-from tests.support.models import collection
+from tests.support.models import Spec, collection
 
 ORDER = ("user_id", "item_id", "words")
+ENDS = Spec("node", 50, DIM, "SUM", ("lhs_node", "rhs_node"))
 
 
 class Scored(nn.Module):
@@ -191,6 +192,19 @@ class Pairs(nn.Module):
         return {"logits": logits, "probabilities": torch.sigmoid(logits)}
 
 
+class Edges(nn.Module):
+    """What docs/models.md has in the place of TwHIN's forward: a key for each end of an edge, and its relation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes = collection([ENDS])
+        self.relations = nn.Parameter(torch.randn(3, DIM))
+
+    def forward(self, nodes: KeyedJaggedTensor, rels: Tensor) -> Tensor:
+        ends = self.nodes(nodes).values().view(rels.size(0), -1, 2, self.relations.size(1)).sum(1)
+        return (ends[:, 0] * (ends[:, 1] + self.relations[rels])).sum(-1)  # type: ignore[no-any-return]
+
+
 def matrix(random: np.random.Generator, samples: int) -> tuple[Tensor]:
     return (torch.stack([of(random, ROWS_OF[key], samples) for key in ORDER], dim=1),)
 
@@ -231,6 +245,12 @@ def edges(random: np.random.Generator, samples: int) -> tuple[KeyedJaggedTensor,
     return ids(random, 2 * samples, "user_id", "item_id", user_id=is_user, item_id=1 - is_user), relations
 
 
+def ends(random: np.random.Generator, samples: int) -> tuple[KeyedJaggedTensor, Tensor]:
+    lengths = of(random, 2, 2 * samples).int()
+    keyed = KeyedJaggedTensor(list(ENDS.features), of(random, ENDS.rows, int(lengths.sum())), lengths=lengths)
+    return keyed, of(random, 3, samples)
+
+
 KEYS: dict[str, Form] = {
     "ids_of_matrix": (OfMatrix, matrix),
     "ids_of_lists": (OfLists, matrix),
@@ -255,4 +275,5 @@ KEYS: dict[str, Form] = {
     "ids_padded": (Padded, padded),
     "ids_hashed": (Hashed, positional(pooled_ids)),
     "ids_of_pairs": (Pairs, edges),
+    "ends_of_edges": (Edges, ends),
 }

@@ -16,6 +16,7 @@ from serving.engine import Engine
 from tests.support.asked import assert_close, column_of
 from tests.support.forms_inputs import DIM, POOLED, ids, numbers
 from tests.support.models import collection
+from tests.support.often import one_in
 from tests.support.scored import EXACT
 
 KEYS = ["user_id", "item_id", "words"]
@@ -162,8 +163,7 @@ def compare(path: Path, module: nn.Module) -> None:
             assert_close(engine.score(features, {"data.price": data["price"].numpy()}), right)
 
 
-@pytest.mark.parametrize("same", [None, 1, 3])
-@pytest.mark.parametrize("make", SERVED)
+@pytest.mark.parametrize(("make", "same"), one_in(4, [(make, same) for same in (None, 1, 3) for make in SERVED]))
 def test_values_and_lengths_of_each_key_are_features(
     tmp_path: Path, make: Callable[[Data], KeyedJaggedTensor], same: int | None
 ) -> None:
@@ -180,8 +180,9 @@ def test_weights_of_each_key_are_those_of_its_feature(
     compare(export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0),)), module)
 
 
-@pytest.mark.parametrize("is_small", [True, False])
-@pytest.mark.parametrize("make", REFUSED)
+@pytest.mark.parametrize(
+    ("is_small", "make"), one_in(2, [(small, make) for small in (True, False) for make in REFUSED])
+)
 def test_values_and_lengths_that_are_changed_are_refused_by_name(
     tmp_path: Path, make: Callable[[Data], KeyedJaggedTensor], is_small: bool
 ) -> None:
