@@ -255,7 +255,11 @@ def _sums(node: fx.Node, lengths: Collection[fx.Node]) -> bool:
         found = waiting.pop()
         if found.op == "placeholder" and found not in lengths:
             return False
-        if _has_inputs(found) and str(found.target) not in _SUMMING and not _moves(found, is_raw=False):
+        # Where something is put has to be the same for all lengths: else some would not show what others do.
+        is_put = _moves(found, is_raw=False) and not any(
+            _has_inputs(each) for each in found.all_input_nodes if isinstance(each.meta.get("val"), torch.SymInt)
+        )
+        if _has_inputs(found) and str(found.target) not in _SUMMING and not is_put:
             return False
         waiting += [each for each in found.all_input_nodes if each not in seen]
         seen |= {*found.all_input_nodes}

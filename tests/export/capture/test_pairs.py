@@ -113,6 +113,14 @@ def cut_elsewhere(data: Data) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(KEYS, torch.cat(parts), lengths=each(data, "lengths"))
 
 
+def cut_by_a_choice(data: Data) -> KeyedJaggedTensor:
+    """Behind as many ids as the first key has, unless its first sample has very many."""
+    values, counts = each(data, "values"), [data[f"{key}.lengths"].sum().item() for key in KEYS]
+    both = torch.tensor([counts[0], counts[1]])
+    first = both[int((data["user_id.lengths"][0] // 1000).clamp(max=1).item())].item()
+    return KeyedJaggedTensor(KEYS, torch.cat([values[:first], values[first:]]), lengths=each(data, "lengths"))
+
+
 def lengths_limited(data: Data) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(KEYS, each(data, "values"), lengths=each(data, "lengths").clamp(max=5))
 
@@ -131,6 +139,7 @@ REFUSED: dict[Callable[[Data], KeyedJaggedTensor], str] = {
     turned: "gives a collection ids of key 'words' that are not those of one sample of the example",
     of_another_key: "makes the ids of key 'item_id' itself at .*, line",
     cut_elsewhere: "ids of key 'item_id' that are not those of one sample|in a way that cannot be done for any number",
+    cut_by_a_choice: "makes the ids of the keys .* by .* at .*, line|cannot be followed",
     lengths_limited: "by aten.clamp.default at .*, line|fails for the example at .*, line .*ids, and lengths that",
     weights_doubled: "makes the ids of the keys .* by aten.mul.Tensor at .*, line",
 }
