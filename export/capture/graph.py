@@ -22,7 +22,7 @@ from export.capture.following import followable
 from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.noted import NO_TIME, Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
 from export.capture.sizes import Input
-from export.capture.stand_ins import Collections, answering, dtype_of, jagged_tensors, keyed_tensor, keys_of_features
+from export.capture.stand_ins import Collections, answering, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.steps import attribute_of, inlined
 from export.errors import ModelError, first_line
 from export.trained.keyed import line_of, line_of_error, line_of_stack
@@ -260,8 +260,8 @@ class _Whole(nn.Module):
                 made.append(Made(kjt.keys(), is_weighted, is_raw, line_of_stack()))
                 parts.extend(_parts_of(kjt, is_weighted))
             if is_sequence(collection):
-                return jagged_tensors(columns, kjt, rows, dtype_of(collection))
-            return keyed_tensor(columns, given[EMBEDDINGS].to(dtype_of(collection)))
+                return jagged_tensors(columns, kjt, rows)
+            return keyed_tensor(columns, given[EMBEDDINGS])
 
         by_sample = {each: found for each, found in given.items() if isinstance(each, str)}
         bags = _bags(given, self.signature.numbers)

@@ -48,8 +48,7 @@ class Origins:
         leaves: the tensors, by path.
 
     Attributes:
-        pairs: the JaggedTensors that are made of two of them, each under the path of its values. Where each sample
-            has one number, they are a row for each sample.
+        pairs: the JaggedTensors that are made of two of them, each under the path of its values.
     """
 
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
@@ -68,7 +67,7 @@ class Origins:
         def made(jagged: JaggedTensor, *args: Any, **kwargs: Any) -> None:
             init(jagged, *args, **kwargs)
             values, lengths = self._path_of(jagged._values), self._path_of(jagged._lengths)
-            if values and lengths and jagged._weights is None and (self._leaves[lengths] != 1).any():
+            if values and lengths and jagged._weights is None:
                 self.pairs.append(Parts((values,), values, lengths))
 
         of_keys = KeyedJaggedTensor.__init__
@@ -105,9 +104,17 @@ class Origins:
             own = self._nearest(key, kjt.values(), bag.ids, taken)
             of_lengths = own and self._nearest(own, kjt.lengths(), bag.lengths, taken | {own})
             if own and of_lengths and torch.equal(self._leaves[of_lengths].long(), bag.lengths.long()):
-                of_weights = None if weights is None else self._nearest(own, weights, bag.weights, taken)
+                of_weights = self._weights(own, weights, bag.weights, taken)
                 found.append(Parts((key,), own, of_lengths, of_weights))
         return found
+
+    def _weights(self, name: str, whole: Tensor | None, part: Tensor | None, taken: Iterable[str]) -> str | None:
+        """The weights of a key. None: there are none, or the forward makes them, 1 for each id."""
+        if whole is None or part is None:
+            return None
+        found = self._nearest(name, whole, part, taken)
+        is_made = found is not None and part.eq(1).all() and not self._leaves[found].eq(1).all()
+        return None if is_made else found
 
     def _path_of(self, tensor: Tensor | None) -> str | None:
         same = (
@@ -117,14 +124,14 @@ class Origins:
         )
         return next(same, None)
 
-    def _nearest(self, name: str, whole: Tensor, part: Tensor | None, taken: Iterable[str]) -> str | None:
+    def _nearest(self, name: str, whole: Tensor, part: Tensor, taken: Iterable[str]) -> str | None:
         """Of the tensors that a whole is made of and that are as long as a part: one that has its numbers, if there
         is one; of several, the one that is called most alike.
         """
         alike = {
             path: torch.equal(self._leaves[path].to(part.dtype), part)
             for path in sorted(self._of.get(whole, frozenset()) - {*taken})
-            if part is not None and self._leaves[path].shape == part.shape
+            if self._leaves[path].shape == part.shape
             if self._leaves[path].is_floating_point() == part.is_floating_point()
         }
         rank = {path: (is_same, SequenceMatcher(a=name, b=path).ratio()) for path, is_same in alike.items()}

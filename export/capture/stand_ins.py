@@ -12,7 +12,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from export.capture.bags import GivenKeys, bag_of, bags_of, kjt_of_bags
 from export.capture.noted import changed
-from export.trained.managed import inner_of, is_sequence
+from export.trained.managed import is_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,11 @@ def _unsynced(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def keyed_tensor(columns: Columns, pooled: Tensor) -> KeyedTensor:
-    """The answer of a collection that pools, out of the embeddings of all pooled features, [B, D]."""
-    pieces = [pooled[:, first:last] for first, last in joined(columns.spans)]
+    """The answer of a collection that pools, out of the embeddings of all pooled features, [B, D].
+
+    It is float32, whatever the dtype of the tables, as TorchRec's.
+    """
+    pieces = [pooled[:, first:last].float() for first, last in joined(columns.spans)]
     return KeyedTensor(
         list(columns.names), list(columns.dims), pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
     )
@@ -100,21 +103,18 @@ def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def jagged_tensors(
-    columns: Columns, given: KeyedJaggedTensor, rows: Mapping[str, Tensor], dtype: torch.dtype
-) -> dict[str, JaggedTensor]:
-    """The answer of a collection that does not pool.
+def jagged_tensors(columns: Columns, given: KeyedJaggedTensor, rows: Mapping[str, Tensor]) -> dict[str, JaggedTensor]:
+    """The answer of a collection that does not pool: float32, whatever the dtype of its tables.
 
     Args:
         columns: of the collection.
         given: what it is called with.
         rows: of each feature, floats [n, dim].
-        dtype: of its tables.
     """
     lengths = given.lengths().view(len(given.keys()), -1)
     place = {key: number for number, key in enumerate(given.keys())}
     return {
-        name: JaggedTensor(rows[feature].to(dtype), lengths=_lengths_of(given, key, lengths, place))
+        name: JaggedTensor(rows[feature].float(), lengths=_lengths_of(given, key, lengths, place))
         for name, feature, key in zip(columns.names, columns.features, columns.keys, strict=True)
     }
 
@@ -123,18 +123,11 @@ def _lengths_of(given: KeyedJaggedTensor, key: str, lengths: Tensor, place: Mapp
     return given.given[key].lengths if isinstance(given, GivenKeys) else lengths[place[key]]
 
 
-def dtype_of(collection: Any) -> torch.dtype:
-    """The dtype of what a collection answers with."""
-    found: torch.dtype = next(inner_of(collection)[1].parameters()).dtype
-    return found
-
-
 def zeros_of(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:
     """What a collection would answer, if its rows were zeros."""
-    dtype = dtype_of(collection)
     if not is_sequence(collection):
         width = max((last for _, last in columns.spans), default=0)
-        return keyed_tensor(columns, torch.zeros(given.stride(), width, dtype=dtype))
+        return keyed_tensor(columns, torch.zeros(given.stride(), width))
     sizes = {key: len(each.ids) for key, each in bags_of(given).items()}
     features = zip(columns.features, columns.keys, columns.dims, strict=True)
-    return jagged_tensors(columns, given, {name: torch.zeros(sizes[k], d) for name, k, d in features}, dtype)
+    return jagged_tensors(columns, given, {name: torch.zeros(sizes[k], d) for name, k, d in features})

@@ -63,7 +63,26 @@ def inlined(module: fx.GraphModule) -> fx.GraphModule:
         if not isinstance(node.args[0], fx.Node):  # an answer of a block
             node.replace_all_uses_with(node.args[0][node.args[1]])
             graph.erase_node(node)
+    for node in graph.nodes:
+        if (part := _joined_before(node)) is not None:
+            node.replace_all_uses_with(part)
     return fx.GraphModule(module, graph)
+
+
+def _joined_before(node: fx.Node) -> fx.Node | None:
+    """What a step takes out of a join: of the lengths of all keys, those of one. None: it is no such step.
+
+    Else the lengths of a key that nothing looks up would seem to be needed.
+    """
+    if str(node.target) != "aten.select.int" or node.args[1] != 0 or not isinstance(node.args[2], int):
+        return None
+    view = node.args[0]
+    joined = view.args[0] if isinstance(view, fx.Node) and str(view.target) == "aten.view.default" else None
+    if not isinstance(joined, fx.Node) or str(joined.target) != _JOINS or len(joined.args) > 1:
+        return None
+    parts: Any = joined.args[0]
+    row = str(node.meta["val"].shape)
+    return parts[node.args[2]] if all(str(each.meta["val"].shape) == row for each in parts) else None
 
 
 def _block_of(node: fx.Node) -> tuple[Any, Sequence[Any]]:

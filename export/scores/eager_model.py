@@ -11,7 +11,7 @@ from torchrec.types import CacheMixin
 
 from export.capture.given import Given
 from export.capture.noted import NO_TIME, reading_clocks
-from export.capture.stand_ins import Collections, Columns, answering, dtype_of, jagged_tensors, keyed_tensor
+from export.capture.stand_ins import Collections, Columns, answering, jagged_tensors, keyed_tensor
 from export.errors import ModelError, ParityError, last_line
 from export.scores.cut import WAY_OUT, Cut
 from export.trained.managed import is_sequence, takes_weights
@@ -141,10 +141,9 @@ def _answer_behind(model: nn.Module, found: Cut, collections: Collections, given
 
     def answer(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor) -> Any:
         wrong.extend(_others(collection, columns, ids, given))
-        dtype = dtype_of(collection)
         if is_sequence(collection):
-            return jagged_tensors(columns, ids, {name: each.clone() for name, each in given.rows.items()}, dtype)
-        return keyed_tensor(columns, given.embeddings.to(dtype, copy=True))
+            return jagged_tensors(columns, ids, {name: each.clone() for name, each in given.rows.items()})
+        return keyed_tensor(columns, given.embeddings.clone())
 
     what = f"its forward fails for embeddings and dense inputs [{given.samples}, width]"
     with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), model_errors(model, what):

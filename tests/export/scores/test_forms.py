@@ -102,6 +102,17 @@ def test_a_form_is_served_by_its_rows_as_they_are_stored(tmp_path: Path, name: s
         compare(engine, name, module, (1, 5))
 
 
+@pytest.mark.parametrize("name", ["bits_of_numbers", "history_of_dense_part"])
+def test_tables_of_float16_answer_float32(tmp_path: Path, name: str) -> None:
+    """As TorchRec's collections do, whatever their tables have. Sums are made in float32, too."""
+    module = module_of(name)
+    for part in [each for each in module.modules() if isinstance(each, EmbeddingBagCollection | EmbeddingCollection)]:
+        part.half()
+    bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example_of(name, 6))
+    with Engine.open(bundle) as engine:
+        compare(engine, name, module.float(), (1, 2, 8))
+
+
 @pytest.mark.parametrize("name", ["relation_ids", "expert_by_task", "not_finite", "history_of_dense_part"])
 def test_a_model_on_a_gpu_is_served_and_stays_there(tmp_path: Path, name: str) -> None:
     module, example = to_gpu(module_of(name)), example_of(name, 6)
