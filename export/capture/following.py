@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.overrides import TorchFunctionMode
 from torchrec import KeyedJaggedTensor
 
@@ -279,7 +279,30 @@ def _parts(whole: Tensor, size: Any, dim: int) -> tuple[Tensor, ...] | None:
     return tuple(whole.narrow(dim, number * size, size) for number in range(known))
 
 
-_CUTS: Mapping[Any, Callable[..., tuple[Tensor, ...] | None]] = {
+def _batch_norm(
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    training: bool,
+    eps: float,
+    **_: Any,
+) -> Tensor | None:
+    """`functional.batch_norm` in eval mode, which asks whether there is any number: where there are as many as the
+    longest sequence has, nobody knows. None: as it is.
+    """
+    if training or mean is None or var is None or not free_unbacked_symbols(x.shape):
+        return None
+    scale = torch.rsqrt(var + eps) if weight is None else weight * torch.rsqrt(var + eps)
+    shift = -mean * scale if bias is None else bias - mean * scale
+    shape = [1, -1, *(1 for _ in x.shape[2:])]
+    return x * scale.view(shape) + shift.view(shape)
+
+
+_CUTS: Mapping[Any, Callable[..., tuple[Tensor, ...] | Tensor | None]] = {
+    nn.functional.batch_norm: _batch_norm,
     **dict.fromkeys(
         (torch.chunk, Tensor.chunk), lambda whole, chunks, dim=0: _parts(whole, whole.shape[dim] // chunks, dim)
     ),

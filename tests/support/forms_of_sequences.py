@@ -48,6 +48,23 @@ class OwnLongest(Rows):
         return self.top(seen.to_padded_dense().sum(dim=1)).squeeze(1)  # type: ignore[no-any-return]
 
 
+class NormsOfPadded(Rows):
+    """TorchEasyRec's Dice: BatchNorm over all positions, up to the longest sequence of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.plain = nn.BatchNorm1d(DIM), nn.BatchNorm1d(DIM, affine=False)
+        for each in (self.norm, self.plain):
+            each.running_mean = torch.rand(DIM)
+            each.running_var = torch.rand(DIM) + 0.5
+
+    def forward(self, keyed: KeyedJaggedTensor) -> Tensor:
+        padded = self.rows(keyed)["seen"].to_padded_dense()
+        flat = padded.reshape(-1, DIM)
+        gate = self.norm(flat).sigmoid() + self.plain(flat)
+        return self.top((gate.view(padded.shape) * padded).sum(dim=1)).squeeze(1)  # type: ignore[no-any-return]
+
+
 class LongestOfLengths(Rows):
     """HSTU: the longest sequence is an integer that the forward reads off."""
 
@@ -285,6 +302,7 @@ OF_SEEN: dict[str, Callable[[], nn.Module]] = {
 
 SEQUENCES: dict[str, Form] = {name: (module, positional(seen)) for name, module in OF_SEEN.items()} | {
     "longest_of_batch": (OwnLongest, positional(not_empty)),
+    "norms_of_longest": (NormsOfPadded, positional(not_empty)),
     "longest_of_lengths": (LongestOfLengths, positional(not_empty)),
     "sequences_of_one_length": (OneLength, positional(one_length)),
     "all_of_one_length": (AllOfOneLength, positional(all_of_one_length)),
