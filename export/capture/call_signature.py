@@ -181,11 +181,16 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
             ) from error
     if not heard:
         raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
-    _expect_keys_once(model, call, heard)
     made = [each for _, each in heard if type(each) is not GivenKeys]
+    if changed := [each for each in made if int(each.lengths().sum()) != len(each.values())]:
+        raise ModelError(
+            f"{type(model).__name__}: its forward changes lengths in place that a collection got"
+            f"{lines[id(changed[0])]}: lookups would not see it: do it before the model"
+        )
     parts = [part for each in made for part in origins.parts_of(each)]
     looked_up = {each.values for each in parts}
-    parts += [pair for pair in origins.pairs if pair.values not in looked_up]
+    parts = [*dict.fromkeys((*parts, *(pair for pair in origins.pairs if pair.values not in looked_up)))]
+    _expect_keys_once(model, call, parts, heard)
     taken = {path for each in parts for path in each.paths}
     samples = _samples_of(call, heard[0][1], taken)
     for columns, each in heard:
@@ -207,7 +212,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         for path, each in call.leaves.items()
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
-    read = Signature(call, samples, kjts, jagged, [*dict.fromkeys(parts)], by_sample, fixed, {}, clocks)
+    read = Signature(call, samples, kjts, jagged, parts, by_sample, fixed, {}, clocks)
     looked_up = {key for columns in collections.values() for key in columns.keys}
     bags = {key: bag for key, bag in read.bags().items() if key not in fixed}
     return replace(read, numbers=numbers_of_ids(bags, looked_up, [_keys(each) for each in kjts.values()]))
@@ -228,12 +233,15 @@ def _without_rows(collections: Collections) -> Iterator[None]:
             part._parameters[name] = each
 
 
-def _expect_keys_once(model: nn.Module, call: Call, heard: Sequence[tuple[Columns, KeyedJaggedTensor]]) -> None:
-    """Refuse two KJTs of an example that have ids of one key: a request brings each key once."""
-    found: dict[str, str] = {}
+def _expect_keys_once(
+    model: nn.Module, call: Call, parts: Sequence[Parts], heard: Sequence[tuple[Columns, KeyedJaggedTensor]]
+) -> None:
+    """Refuse two KJTs that have ids of one key: a request brings each key once."""
     read = {key for columns, _ in heard for key in columns.keys}
-    for path, leaf in call.leaves.items():
-        for key in _keys(leaf) if isinstance(leaf, KeyedJaggedTensor) else ():
+    given = [(path, _keys(leaf)) for path, leaf in call.leaves.items() if isinstance(leaf, KeyedJaggedTensor)]
+    found: dict[str, str] = {}
+    for path, keys in (*given, *((each.values, each.keys) for each in parts)):
+        for key in keys:
             if key in read and key in found:
                 raise ModelError(
                     f"{type(model).__name__}: {found[key]!r} and {path!r} have ids of one key, {key!r}, and a "

@@ -54,7 +54,7 @@ class Call:
                 f"example: expected the arguments of one call of {type(model).__name__}: a tuple, or a dict by name: "
                 f"{error}"
             ) from error
-        seen: set[int] = set()
+        seen: dict[int, str] = {}
         leaves = {path: leaf for name, value in given.items() for path, leaf in _leaves(name, value, seen)}
         if not leaves:
             raise ModelError("example: expected tensors in it, found none")
@@ -88,11 +88,15 @@ def _own(leaf: Any) -> Any:
     return own
 
 
-def _leaves(path: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _leaves(path: str, value: Any, seen: dict[int, str]) -> Iterator[tuple[str, Any]]:
     """The leaves in a value, each once, with their paths."""
+    if isinstance(value, Tensor) and id(value) in seen:
+        raise ModelError(
+            f"example: {seen[id(value)]!r} and {path!r} are one tensor, and requests bring two: give a copy (clone())"
+        )
     if isinstance(value, _ATOMS) or id(value) in seen:
         return
-    seen.add(id(value))
+    seen[id(value)] = path
     if isinstance(value, Tensor | KeyedJaggedTensor | JaggedTensor):
         yield path, value
     elif isinstance(value, KeyedTensor):

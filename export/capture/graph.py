@@ -23,7 +23,7 @@ from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.noted import NO_TIME, Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
 from export.capture.sizes import Input
 from export.capture.stand_ins import Collections, answering, jagged_tensors, keyed_tensor, keys_of_features
-from export.capture.steps import attribute_of, inlined
+from export.capture.steps import answers_of, attribute_of, inlined
 from export.errors import ModelError, first_line
 from export.trained.keyed import line_of, line_of_error, line_of_stack
 from export.trained.managed import is_sequence, takes_weights
@@ -55,11 +55,12 @@ class Captured:
 
     Attributes:
         module: takes `inputs`, in order. Answers the outputs of the model, in order; then, of each of `made`, values,
-            lengths, and weights where it has some that count.
+            lengths, and weights where it has some that count; then `counts`.
         inputs: what it takes.
         outputs: their names.
         left: names of what it answers beside tensors, in a form that has no row for each sample.
         made: the KJTs that a collection gets and that the forward made itself.
+        counts: of each name with a number for each id of a key: how many each sample has, as the forward gets it.
     """
 
     module: fx.GraphModule
@@ -67,6 +68,7 @@ class Captured:
     outputs: Sequence[str]
     left: Sequence[str]
     made: Sequence[Made]
+    counts: Mapping[str, fx.Node]
 
 
 def captured(
@@ -116,7 +118,9 @@ def captured(
 
     module, noted = followed()
     _expect_any_number(model, module, whole.inputs, noted)
-    found = Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made)
+    numbers = [*signature.numbers]
+    of_numbers = dict(zip(numbers, answers_of(module.graph)[-len(numbers) :] if numbers else (), strict=True))
+    found = Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made, of_numbers)
     samples = next(node for node in module.graph.nodes if node.op == "placeholder").meta["val"].shape[0].node
     if of_one := _other_of_one(samples, noted.asked):
         one = f"whether there is one sample{next(iter(of_one.values()))}"
@@ -269,7 +273,7 @@ class _Whole(nn.Module):
         with answering(self.collections, answer):
             found, left = outputs_of(self.model, call.answer_of(self.model))
         self.seen.outputs, self.seen.left, self.seen.made = list(found), left, made
-        return (*found.values(), *parts)
+        return (*found.values(), *parts, *(bags[name].lengths for name in self.signature.numbers))
 
 
 def _parts_of(kjt: KeyedJaggedTensor, is_weighted: bool) -> list[Tensor]:
@@ -286,7 +290,8 @@ def _bags(given: Mapping[Input, Tensor], numbers: Mapping[str, str]) -> dict[str
     keys = [each.name for each in given if isinstance(each, JaggedInput) and each.kind is JaggedKind.LENGTHS]
     found = {key: Bag(given[ids_of(key)], given[lengths_of(key)], given.get(weights_of(key))) for key in keys}
     for name, key in numbers.items():
-        found[name] = Bag(given[numbers_of(name)], given[lengths_of(key)], given.get(weights_of(name)))
+        lengths = torch.ops.aten.alias.default(given[lengths_of(key)])  # who asks for its own, is seen
+        found[name] = Bag(given[numbers_of(name)], lengths, given.get(weights_of(name)))
     return found
 
 

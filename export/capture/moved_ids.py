@@ -6,9 +6,9 @@ run on numbers that are all different, and larger than sizes are: they say where
 are. Lengths and weights likewise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -18,7 +18,7 @@ from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.graph import Captured, Made
 from export.capture.sizes import Input
 from export.capture.stand_ins import Collections, keys_of_features
-from export.capture.steps import making, not_made_alike, not_moved
+from export.capture.steps import answers_of, not_made_alike, not_moved
 from export.errors import ModelError, last_line
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -73,7 +73,7 @@ def placed(
                 f"{wrong.target}{line_of(wrong) or made.line}: expected lengths that a request brings, or as many "
                 "ids in each sample: take torch.full((size,), number)"
             )
-        moving = making(found.module, parts)
+        moving = _moving_part(found.module, parts)
         for samples in _SAMPLES:
             given = _marked(inputs, samples, keys_of, signature)
             for key, own in zip(made.keys, _run(model, moving, made, given), strict=True):
@@ -97,21 +97,6 @@ def _is_lengths(each: Input) -> bool:
     return isinstance(each, JaggedInput) and each.kind is JaggedKind.LENGTHS
 
 
-def answers_of(graph: fx.Graph) -> list[fx.Node]:
-    """The answers of a graph of torch.export, in order."""
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    return _flat(output.args[0])
-
-
-def _flat(value: Any) -> list[fx.Node]:
-    if isinstance(value, fx.Node):
-        # The graph of torch.export ends in a call that puts its answers into a tuple.
-        return (
-            _flat(value.args[0]) if value.op == "call_function" and "tree_unflatten" in str(value.target) else [value]
-        )
-    return [each for part in value or () for each in _flat(part)] if isinstance(value, list | tuple) else []
-
-
 def _run(
     model: nn.Module, moving: nn.Module, made: Made, given: Mapping[Input, Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
@@ -128,6 +113,20 @@ def _run(
             f"way that cannot be done for any number of samples and ids: {last_line(error)}"
         ) from error
     return list(zip(of_ids, by_key, of_weights, strict=True))
+
+
+def _moving_part(module: fx.GraphModule, answers: Sequence[fx.Node]) -> nn.Module:
+    """What makes some answers of a graph, and nothing else."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    needed = {*answers}
+    for node in reversed(module.graph.nodes):
+        if node in needed:
+            needed |= {*node.all_input_nodes}
+    for node in module.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[each] for each in answers))
+    return fx.GraphModule(module, graph)
 
 
 def _marked(

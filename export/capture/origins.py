@@ -87,7 +87,7 @@ class Origins:
         says (export/capture/moved_ids.py).
         """
         found = self._parts_of(kjt)
-        for other in self._kjts:
+        for other in [each for each in self._kjts if int(each.lengths().sum()) == len(each.values())]:
             missing = {*kjt.keys()} - {key for each in found for key in each.keys}
             if missing & {*other.keys()}:
                 found += [each for each in self._parts_of(other) if missing & {*each.keys}]

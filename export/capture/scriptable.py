@@ -11,10 +11,9 @@ from torch import Tensor, fx, nn
 from export.capture.call_signature import Signature
 from export.capture.given import ids_of
 from export.capture.graph import EMBEDDINGS, Captured
-from export.capture.moved_ids import answers_of
 from export.capture.sizes import Answer, Input, rows_of_answers, served, shape_of
 from export.capture.stand_ins import Collections, keys_of_features
-from export.capture.steps import attribute_of, is_random, is_writing, written
+from export.capture.steps import answers_of, attribute_of, is_random, is_writing, written
 from export.errors import ModelError
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind

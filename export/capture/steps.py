@@ -297,15 +297,16 @@ def _has_inputs(node: fx.Node, known: dict[fx.Node, bool] | None = None) -> bool
     return known[node]
 
 
-def making(module: fx.GraphModule, answers: Sequence[fx.Node]) -> nn.Module:
-    """What makes some answers of a graph, and nothing else."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    needed = {*answers}
-    for node in reversed(module.graph.nodes):
-        if node in needed:
-            needed |= {*node.all_input_nodes}
-    for node in module.graph.nodes:
-        if node in needed or node.op == "placeholder":
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[each] for each in answers))
-    return fx.GraphModule(module, graph)
+def answers_of(graph: fx.Graph) -> list[fx.Node]:
+    """The answers of a graph of torch.export, in order."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return _flat(output.args[0])
+
+
+def _flat(value: Any) -> list[fx.Node]:
+    if isinstance(value, fx.Node):
+        # The graph of torch.export ends in a call that puts its answers into a tuple.
+        return (
+            _flat(value.args[0]) if value.op == "call_function" and "tree_unflatten" in str(value.target) else [value]
+        )
+    return [each for part in value or () for each in _flat(part)] if isinstance(value, list | tuple) else []
