@@ -212,6 +212,12 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         for path, each in call.leaves.items()
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
+    for path, line in origins.unpaired.items():
+        if path not in taken and path not in by_sample:
+            raise ModelError(
+                f"{type(model).__name__}: makes a JaggedTensor of {path!r}{line}, and its lengths are no tensor of "
+                "the example: give it as a JaggedTensor, or its lengths as a tensor beside it"
+            )
     read = Signature(call, samples, kjts, jagged, parts, by_sample, fixed, {}, clocks)
     looked_up = {key for columns in collections.values() for key in columns.keys}
     bags = {key: bag for key, bag in read.bags().items() if key not in fixed}

@@ -15,6 +15,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from export.capture.bags import bags_of
 from export.capture.noted import changed
+from export.trained.keyed import line_of_stack
 
 # The paths of the tensors that a tensor is made of.
 _MadeOf = MutableMapping[Tensor, frozenset[str]]
@@ -49,10 +50,12 @@ class Origins:
 
     Attributes:
         pairs: the JaggedTensors that are made of two of them, each under the path of its values.
+        unpaired: those that are made of one, and of lengths that are none: the path of the values, and the line.
     """
 
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
         self.pairs: list[Parts] = []
+        self.unpaired: dict[str, str] = {}
         self._kjts: list[KeyedJaggedTensor] = []
         self._leaves = leaves
         self._of: _MadeOf = WeakTensorKeyDictionary()
@@ -66,9 +69,13 @@ class Origins:
 
         def made(jagged: JaggedTensor, *args: Any, **kwargs: Any) -> None:
             init(jagged, *args, **kwargs)
-            values, lengths = self._path_of(jagged._values), self._path_of(jagged._lengths)
-            if values and lengths and jagged._weights is None:
-                self.pairs.append(Parts((values,), values, lengths))
+            values, lengths = self._path_of(jagged._values), jagged._lengths
+            if values and lengths is not None and jagged._weights is None:
+                path = self._path_of(lengths) or self._nearest(values, lengths, lengths, [values])
+                if path and torch.equal(self._leaves[path].long(), lengths.long()):
+                    self.pairs.append(Parts((values,), values, path))
+                else:
+                    self.unpaired.setdefault(values, line_of_stack())
 
         of_keys = KeyedJaggedTensor.__init__
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
 from tests.support.asked import assert_close, column_of
-from tests.support.forms_inputs import DIM, POOLED, ids, numbers
+from tests.support.forms_inputs import DIM, POOLED, ROWS, ids, numbers
 from tests.support.models import collection
 from tests.support.often import one_in
 from tests.support.scored import EXACT
+from tests.support.sequences import sequences
 
 KEYS = ["user_id", "item_id", "words"]
 Data = dict[str, Tensor]
@@ -209,3 +211,144 @@ def test_values_and_lengths_that_are_changed_are_refused_by_name(
         data["words.values"][:] = 3
     with pytest.raises(ModelError, match=f"^Making: .*({REFUSED[make]})"):
         export_model(module, tmp_path / "r", "m", EXACT, example=(data,))
+
+
+class Some(nn.Module):
+    """TorchEasyRec joins all features of its configuration; also weights of one, which no collection takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = sequences(ROWS)
+        self.top = nn.Linear(DIM, 2)
+
+    def forward(self, data: Data) -> Tensor:
+        keys = ["visited", "unused", "seen", "target"]
+        weights = [data["seen.weights"] if key == "seen" else torch.ones_like(data[f"{key}.values"]) for key in keys]
+        keyed = KeyedJaggedTensor(
+            keys, each(data, "values", keys), torch.cat(weights).float(), lengths=each(data, "lengths", keys)
+        )
+        return self.top(self.rows(keyed)["seen"].to_padded_dense(4).sum(1))  # type: ignore[no-any-return]
+
+
+def test_keys_that_nothing_looks_up_are_not_brought(tmp_path: Path) -> None:
+    def of(samples: int, seed: int) -> Data:
+        random, found = np.random.default_rng(seed), Data()
+        for key in ("visited", "unused", "seen", "target"):
+            lengths = torch.from_numpy(random.integers(0, 5, samples, dtype=np.int32))
+            values = torch.from_numpy(random.integers(0, 30, int(lengths.sum())))
+            found |= {f"{key}.values": values, f"{key}.lengths": lengths}
+        return {**found, "seen.weights": numbers(random, len(found["seen.values"]))}
+
+    module, example = Some().eval(), of(6, 0)
+    example |= {f"visited.{what}": example[f"seen.{what}"].clone() for what in ("values", "lengths")}
+    path = export_model(module, tmp_path / "r", "m", EXACT, example=(example,))
+    with Engine.open(path) as engine:
+        for samples in (1, 2, 30):
+            data = of(samples, samples)
+            with torch.no_grad():
+                assert_close(
+                    engine.score(columns(data, "seen", "target", "visited")), {"scores": module(data).numpy()}
+                )
+
+
+def columns(data: Data, *keys: str) -> dict[str, dict[str, Tensor]]:
+    return {key: {what: data[f"{key}.{what}"] for what in ("values", "lengths")} for key in keys}
+
+
+class Prices(Making):
+    """A number for each id of a key, with the lengths of that key as the KJT has them."""
+
+    def forward(self, data: Data) -> Tensor:
+        prices = JaggedTensor(data["item_id.weights"], lengths=self.make(data)["item_id"].lengths())
+        return super().forward(data) + prices.to_padded_dense(9).sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+def test_numbers_with_the_lengths_of_a_key_that_is_made_are_dense_inputs(tmp_path: Path) -> None:
+    module = Prices(joined).eval()
+    path = export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0),))
+    with Engine.open(path) as engine:
+        for samples in (1, 3, 40):
+            data = data_of(samples, samples, most=9)
+            dense = {f"data.{each}": data[each].numpy() for each in ("price", "item_id.weights")}
+            with torch.no_grad():
+                assert_close(engine.score(columns(data, *KEYS), dense), {"scores": module(data).numpy()})
+
+
+class Twice(nn.Module):
+    """One key is looked up for two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = collection(POOLED[:1])
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, data: Data) -> Tensor:
+        pooled = [
+            self.bags(KeyedJaggedTensor(["user_id"], data[f"{key}.values"], lengths=data[f"{key}.lengths"])).values()
+            for key in ("user_id", "words")
+        ]
+        return self.top(torch.cat(pooled, 1))  # type: ignore[no-any-return]
+
+
+class Counts(Making):
+    """How long a list is that nothing looks up, and of which nothing else is used."""
+
+    def forward(self, data: Data) -> Tensor:
+        others = JaggedTensor(data["other.values"], lengths=data["other.lengths"])
+        return super().forward(data) * others.lengths().unsqueeze(1)  # type: ignore[no-any-return]
+
+
+class Unpaired(Making):
+    """Numbers for ids of a key of a KJT of the example, of which a request brings no tensor of lengths."""
+
+    def forward(self, data: Any) -> Tensor:
+        keyed = data["keyed"]
+        prices = JaggedTensor(data["item_id.weights"], lengths=keyed["item_id"].lengths()).to_padded_dense(9)
+        return self.top(self.bags(keyed).values()) + prices.sum(1, keepdim=True)  # type: ignore[no-any-return]
+
+
+class ChangesLater(Making):
+    """Lengths are changed after they were looked up by."""
+
+    def forward(self, data: Data) -> Tensor:
+        keyed = self.make(data)
+        found = self.top(self.bags(keyed).values())
+        keyed.lengths().clamp_(max=1)
+        return found + data["price"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            Twice(),
+            "Twice: 'data.user_id.values' and 'data.words.values' have ids of one key, 'user_id', and a request",
+        ),
+        (Counts(joined), "Counts: uses how many numbers 'data.other.values' has in each sample, and none of these"),
+        (
+            Unpaired(joined),
+            "Unpaired: makes a JaggedTensor of 'data.item_id.weights' at .*, line .*, and its lengths",
+        ),
+        (
+            ChangesLater(joined),
+            "ChangesLater: its forward changes lengths in place that a collection got at .*, line",
+        ),
+    ],
+)
+def test_what_a_request_would_not_say_is_refused_by_name(tmp_path: Path, module: nn.Module, said: str) -> None:
+    """Though the example has as many in each sample, or the same."""
+    data: dict[str, Any] = data_of(6, 0)
+    if isinstance(module, Unpaired):
+        data["keyed"] = joined(data)
+    data["other.lengths"] = data["user_id.lengths"].clone()
+    data["other.values"] = torch.arange(int(data["other.lengths"].sum()))
+    with pytest.raises(ModelError, match=f"^{said}"):
+        export_model(module.eval(), tmp_path / "r", "m", EXACT, example=(data,))
+
+
+def test_one_tensor_in_two_places_of_an_example_is_refused_by_name(tmp_path: Path) -> None:
+    """Requests bring two, and nobody could tell which of them is used where."""
+    data = data_of(6, 0)
+    data["label"] = data["words.lengths"]
+    with pytest.raises(ModelError, match=r"^example: 'data.words.lengths' and 'data.label' are one tensor, and"):
+        export_model(Making(joined).eval(), tmp_path / "r", "m", EXACT, example=(data,))
