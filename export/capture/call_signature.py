@@ -182,23 +182,11 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
     if not heard:
         raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
     made = [each for _, each in heard if type(each) is not GivenKeys]
-    if changed := [each for each in made if int(each.lengths().sum()) != len(each.values())]:
-        raise ModelError(
-            f"{type(model).__name__}: its forward changes lengths in place that a collection got"
-            f"{lines[id(changed[0])]}: lookups would not see it: do it before the model"
-        )
-    parts = [part for each in made for part in origins.parts_of(each)]
-    looked_up = {each.values for each in parts}
-    parts = [*dict.fromkeys((*parts, *(pair for pair in origins.pairs if pair.values not in looked_up)))]
+    parts = _parts_of(model, made, origins, lines)
     _expect_keys_once(model, call, parts, heard)
     taken = {path for each in parts for path in each.paths}
     samples = _samples_of(call, heard[0][1], taken)
-    for columns, each in heard:
-        if columns.spans and each.stride() != samples:
-            raise ModelError(
-                f"{type(model).__name__}: gives a collection {each.stride()} bags of each key for {samples} samples "
-                "of the example: expected one for each: pooled embeddings have a row for each sample"
-            )
+    _expect_bags(model, heard, samples)
     jagged = _keys_of_jagged(call, made, {key for each in kjts.values() for key in _keys(each)})
     known = {key for each in kjts.values() for key in _keys(each)} | {key for each in parts for key in each.keys}
     fixed = {
@@ -212,16 +200,44 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         for path, each in call.leaves.items()
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
-    for path, line in origins.unpaired.items():
-        if path not in taken and path not in by_sample:
-            raise ModelError(
-                f"{type(model).__name__}: makes a JaggedTensor of {path!r}{line}, and its lengths are no tensor of "
-                "the example: give it as a JaggedTensor, or its lengths as a tensor beside it"
-            )
+    _expect_paired(model, origins, taken | by_sample.keys())
     read = Signature(call, samples, kjts, jagged, parts, by_sample, fixed, {}, clocks)
     looked_up = {key for columns in collections.values() for key in columns.keys}
     bags = {key: bag for key, bag in read.bags().items() if key not in fixed}
     return replace(read, numbers=numbers_of_ids(bags, looked_up, [_keys(each) for each in kjts.values()]))
+
+
+def _parts_of(
+    model: nn.Module, made: Sequence[KeyedJaggedTensor], origins: Origins, lines: Mapping[int, str]
+) -> list[Parts]:
+    """The tensors of the example that KJTs and JaggedTensors are made of."""
+    for each in made:
+        if int(each.lengths().sum()) != len(each.values()):  # they were the same when it was looked up
+            raise ModelError(
+                f"{type(model).__name__}: its forward changes lengths in place that a collection got"
+                f"{lines[id(each)]}: lookups would not see it: do it before the model"
+            )
+    parts = [part for each in made for part in origins.parts_of(each)]
+    values = {each.values for each in parts}
+    return [*dict.fromkeys((*parts, *(pair for pair in origins.pairs if pair.values not in values)))]
+
+
+def _expect_bags(model: nn.Module, heard: Sequence[tuple[Columns, KeyedJaggedTensor]], samples: int) -> None:
+    for columns, each in heard:
+        if columns.spans and each.stride() != samples:
+            raise ModelError(
+                f"{type(model).__name__}: gives a collection {each.stride()} bags of each key for {samples} samples "
+                "of the example: expected one for each: pooled embeddings have a row for each sample"
+            )
+
+
+def _expect_paired(model: nn.Module, origins: Origins, brought: Collection[str]) -> None:
+    for path, line in origins.unpaired.items():
+        if path not in brought:
+            raise ModelError(
+                f"{type(model).__name__}: makes a JaggedTensor of {path!r}{line}, and its lengths are no tensor of "
+                "the example: give it as a JaggedTensor, or its lengths as a tensor beside it"
+            )
 
 
 @contextmanager
