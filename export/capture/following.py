@@ -233,8 +233,8 @@ def _parts_of(other: Any) -> list[tuple[list[Any], Any]]:
 
 
 class _OfAnySize(TorchFunctionMode):
-    """In the block, a tensor that is cut into a known number of equal parts is so by `narrow`. One that is made of a
-    list of any length is so by its size.
+    """In the block, functions of `_OTHERWISE` do what they do in its way, where a size may be any. A tensor that is
+    made of a list of any length is so by its size.
 
     Args:
         caught: gets the line of each step that torch.export cannot follow. The model's code may catch the error.
@@ -249,7 +249,7 @@ class _OfAnySize(TorchFunctionMode):
     ) -> Any:
         if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and type(args[0]) is ListOfAnyLength:
             return args[0].tensor(**(kwargs or {}))
-        read = _CUTS.get(func)
+        read = _OTHERWISE.get(func)
         found = read(*args, **(kwargs or {})) if read is not None and args and isinstance(args[0], Tensor) else None
         if found is not None:
             return found
@@ -301,7 +301,7 @@ def _batch_norm(
     return x * scale.view(shape) + shift.view(shape)
 
 
-_CUTS: Mapping[Any, Callable[..., tuple[Tensor, ...] | Tensor | None]] = {
+_OTHERWISE: Mapping[Any, Callable[..., tuple[Tensor, ...] | Tensor | None]] = {
     nn.functional.batch_norm: _batch_norm,
     **dict.fromkeys(
         (torch.chunk, Tensor.chunk), lambda whole, chunks, dim=0: _parts(whole, whole.shape[dim] // chunks, dim)

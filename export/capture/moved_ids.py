@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from export.capture.call_signature import Places, Signature
 from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.graph import Captured, Made
-from export.capture.sizes import Input
+from export.capture.sizes import Input, is_lengths
 from export.capture.stand_ins import Collections, keys_of_features
 from export.capture.steps import answers_of, not_made_alike, not_moved
 from export.errors import ModelError, last_line
@@ -52,7 +52,7 @@ def placed(
     places: dict[str, Places] = dict(signature.placed)
     keys_of = keys_of_features(collections)
     nodes = (node for node in found.module.graph.nodes if node.op == "placeholder")
-    lengths = [node for node, each in zip(nodes, found.inputs, strict=True) if _is_lengths(each)]
+    lengths = [node for node, each in zip(nodes, found.inputs, strict=True) if is_lengths(each)]
     for made in found.made:
         parts = [next(answers) for _ in range(3 if made.is_weighted else 2)]
         ids, of_lengths, *weights = parts
@@ -91,10 +91,6 @@ def placed(
             "for each"
         )
     return replace(signature, placed={key: each for key, each in places.items() if each.path})
-
-
-def _is_lengths(each: Input) -> bool:
-    return isinstance(each, JaggedInput) and each.kind is JaggedKind.LENGTHS
 
 
 def _run(
@@ -146,7 +142,7 @@ def _marked(
         if each.name in signature.fixed
         else torch.randperm(samples + 5, generator=generator)[:samples] + 1
         for each in inputs
-        if isinstance(each, JaggedInput) and _is_lengths(each)
+        if isinstance(each, JaggedInput) and is_lengths(each)
     }
     lengths |= {key: lengths[first] for key, first in signature.first.items()}
     found: dict[Input, Tensor] = {}

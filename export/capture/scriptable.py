@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.capture.call_signature import Signature
-from export.capture.given import ids_of
+from export.capture.given import ids_of, numbers_of
 from export.capture.graph import EMBEDDINGS, Captured
 from export.capture.sizes import Answer, Input, rows_of_answers, served, shape_of
 from export.capture.stand_ins import Collections, keys_of_features
-from export.capture.steps import answers_of, attribute_of, is_random, is_writing, written
+from export.capture.steps import answers_of, attribute_of, is_copy, is_random, is_writing, written
 from export.errors import ModelError
 from export.trained.keyed import line_of
 from serving.bundle.scores import JaggedInput, JaggedKind
@@ -76,7 +76,7 @@ class _Converter:
         inputs: Mapping[fx.Node, Input],
     ) -> None:
         self._model, self._module, self._signature, self._inputs = model, found.module, signature, inputs
-        self._graph = fx.Graph()
+        self._graph, self._counts = fx.Graph(), found.counts
         self._root: dict[str, Any] = {}
         self._copies: dict[Any, Any] = {}
         self._samples = next(iter(inputs)).meta["val"].shape[0].node.expr
@@ -86,6 +86,7 @@ class _Converter:
     def converted(self, outputs: Sequence[tuple[fx.Node, int]]) -> tuple[fx.GraphModule, tuple[Input, ...]]:
         """The graph, and the inputs that it takes. `outputs`: what it answers, and the dimension of its rows."""
         needed = self._needed([node for node, _ in outputs])
+        self._expect_numbers(needed)
         taken = self._take(needed)
         for node in self._module.graph.nodes:
             if node in needed and node.op in ("get_attr", "call_function"):
@@ -140,6 +141,15 @@ class _Converter:
                     f"{type(self._model).__name__}: its forward changes ids in place by {node.target}{line_of(node)}"
                     ": lookups would not see it: do it before the model"
                 )
+
+    def _expect_numbers(self, needed: set[fx.Node]) -> None:
+        """Refuse to take how many numbers there are, where the numbers themselves are not brought."""
+        brought = {self._inputs.get(node) for node in needed}
+        for name in [n for n, each in self._counts.items() if each in needed and numbers_of(n) not in brought]:
+            raise ModelError(
+                f"{type(self._model).__name__}: uses how many numbers {name!r} has in each sample, and none of "
+                "these: no request would say it: give it as a tensor [B]"
+            )
 
     def _take(self, needed: set[fx.Node]) -> tuple[Input, ...]:
         """Make the inputs of the graph; those that it takes."""
@@ -275,13 +285,7 @@ def _squeeze(to: _Converter, node: fx.Node, args: Any) -> Any:
 def _to_dtype(to: _Converter, node: fx.Node, args: Any) -> Any:
     made = to._operator(torch.ops.aten.to, args[0], node.meta["val"].dtype)
     # A copy that is asked for stays one: what is written to it later is not written to what it was made of.
-    return to._method("clone", made) if _is_copy(node) else made
-
-
-def _is_copy(node: fx.Node) -> bool:
-    names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return str(node.target) == "aten._to_copy.default" or bool(given.get("copy"))
+    return to._method("clone", made) if is_copy(node) else made
 
 
 def _bits(to: _Converter, node: fx.Node, args: Any) -> Any:

@@ -41,7 +41,7 @@ class Sizes:
         self._keys: dict[Any, list[str]] = {}
         self._numbers: dict[str, Any] = {}
         for node, each in self._inputs.items():
-            if isinstance(each, JaggedInput) and not _is_lengths(each):
+            if isinstance(each, JaggedInput) and not is_lengths(each):
                 size = node.meta["val"].shape[0].node.expr
                 if each.kind is JaggedKind.NUMBERS:
                     self._numbers[each.name] = size
@@ -94,7 +94,7 @@ class Sizes:
         groups = [*keys.values()]
         for size, made_of in _rows_and_lengths(self._graph):
             given = (self._inputs[node] for node in made_of)
-            of = [each.name for each in given if isinstance(each, JaggedInput) and _is_lengths(each)]
+            of = [each.name for each in given if isinstance(each, JaggedInput) and is_lengths(each)]
             if size in keys and len(of) == 1:
                 groups.append([*keys[size], *of])
         for one, *others in groups:
@@ -160,7 +160,7 @@ def rows_of_answers(inputs: Mapping[fx.Node, Input], answers: Mapping[str, fx.No
         inputs: of a graph.
         answers: by name. One that only hands an input on is left out.
     """
-    sizes = {size for node, each in inputs.items() if not _is_lengths(each) for size, _ in open_dims(node)}
+    sizes = {size for node, each in inputs.items() if not is_lengths(each) for size, _ in open_dims(node)}
     found = {name: open_dims(each) for name, each in answers.items() if origin_of(each) not in inputs}
     return {name: each[0] for name, each in found.items() if len(each) == 1 and each[0][0] in sizes}
 
@@ -182,12 +182,13 @@ def served(
     keys: dict[Any, str | None] = {
         size: key_of(each)
         for node, each in reversed([*inputs.items()])
-        if isinstance(each, JaggedInput) and each in taken and not _is_lengths(each)
+        if isinstance(each, JaggedInput) and each in taken and not is_lengths(each)
         for size, _ in open_dims(node)
     }
     keys |= {size: None for size, _ in open_dims(next(iter(inputs)))}
     return {name: Answer(keys[size], dim) for name, (size, dim) in rows.items()}
 
 
-def _is_lengths(given: Input) -> bool:
+def is_lengths(given: Input) -> bool:
+    """Whether an input says how many ids of a key each sample has."""
     return isinstance(given, JaggedInput) and given.kind is JaggedKind.LENGTHS

@@ -130,6 +130,13 @@ def is_writing(node: fx.Node) -> bool:
     return isinstance(op, torch._ops.OpOverload) and str(op) not in _WITHOUT_EFFECT and op._schema.is_mutable
 
 
+def is_copy(node: fx.Node) -> bool:
+    """Whether a step makes a copy that is asked for."""
+    names = [each.name for each in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return str(node.target) == "aten._to_copy.default" or bool(given.get("copy"))
+
+
 def written(node: fx.Node) -> Iterator[fx.Node]:
     """The steps whose tensors a writing step changes: those that it is given, and what they are views of."""
     waiting = _shared(node, of_writes=True)

@@ -17,7 +17,7 @@ from export.capture.moved_ids import placed
 from export.capture.scriptable import scriptable
 from export.capture.sizes import Answer, Input, Sizes
 from export.capture.stand_ins import Collections, keys_of_features
-from export.capture.steps import answers_of, rows_read_by
+from export.capture.steps import rows_read_by
 from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut
@@ -55,7 +55,6 @@ class FromExample:
                 )
         module, taken, outputs = scriptable(model, self.graph, self.signature, self.collections)
         self._expect_looked_up(model, taken)
-        self._expect_numbers(model, taken, outputs)
         paths = [each for each in taken if isinstance(each, str) and each != EMBEDDINGS]
         nodes = (node for node in self.graph.module.graph.nodes if node.op == "placeholder")
         arguments = dict(zip(self.graph.inputs, nodes, strict=True))
@@ -103,22 +102,6 @@ class FromExample:
                     "give it as one of these"
                 )
             raise ModelError(f"{type(model).__name__}: uses {each.name!r}, {why}")
-
-    def _expect_numbers(self, model: nn.Module, taken: tuple[Input, ...], outputs: Iterable[str]) -> None:
-        """Refuse to take how many numbers there are, where the numbers themselves are not brought."""
-        answers = dict(zip(self.graph.outputs, answers_of(self.graph.module.graph), strict=False))
-        waiting, seen = [answers[name] for name in outputs], set[fx.Node]()
-        while waiting:
-            node = waiting.pop()
-            if node not in seen and str(node.target) != "aten.sym_size.int":
-                seen.add(node)
-                waiting += node.all_input_nodes
-        for name, count in self.graph.counts.items():
-            if count in seen and numbers_of(name) not in taken:
-                raise ModelError(
-                    f"{type(model).__name__}: uses how many numbers {name!r} has in each sample, and none of these: "
-                    "no request would say it: give it as a tensor [B]"
-                )
 
     def _said(self, taken: tuple[Input, ...], outputs: Mapping[str, Answer]) -> Iterator[str]:
         signature = self.signature

@@ -298,6 +298,16 @@ class Counts(Making):
         return super().forward(data) * others.lengths().unsqueeze(1)  # type: ignore[no-any-return]
 
 
+class CountsInPlace(Making):
+    """The same, written into a tensor."""
+
+    def forward(self, data: Data) -> Tensor:
+        others = JaggedTensor(data["other.values"], lengths=data["other.lengths"])
+        counts = torch.zeros_like(data["price"])
+        counts[:, 0] = others.lengths()
+        return super().forward(data) + counts
+
+
 class Unpaired(Making):
     """Numbers for ids of a key of a KJT of the example, of which a request brings no tensor of lengths."""
 
@@ -325,6 +335,10 @@ class ChangesLater(Making):
             "Twice: 'data.user_id.values' and 'data.words.values' have ids of one key, 'user_id', and a request",
         ),
         (Counts(joined), "Counts: uses how many numbers 'data.other.values' has in each sample, and none of these"),
+        (
+            CountsInPlace(joined),
+            "CountsInPlace: uses how many numbers 'data.other.values' has in each sample, and none",
+        ),
         (
             Unpaired(joined),
             "Unpaired: makes a JaggedTensor of 'data.item_id.weights' at .*, line .*, and its lengths",
