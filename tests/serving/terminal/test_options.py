@@ -68,6 +68,7 @@ BASES: dict[str, tuple[list[str], list[str], str]] = {
     "tbe-export push": (["repository/mixed", "file:///nowhere"], [], "cannot be opened"),
     "tbe-export delta": (["repository/mixed"], MODEL, ""),
     "tbe-export compact": (["repository/mixed"], [], "expected deltas of"),
+    "tbe-export squash": (["repository/mixed"], [], "expected two deltas or more"),
     "tbe-export prune": (["repository/mixed"], ["--keep", "1"], ""),
     "tbe-export compare": (
         [],
@@ -126,6 +127,10 @@ def taken(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     os.chdir(before[0])
     signal.signal(signal.SIGINT, before[1])
     signal.signal(signal.SIGTERM, before[2])
+
+
+def test_every_command_is_tried() -> None:
+    assert set(BASES) == {name for _, name, _ in programs()}
 
 
 @pytest.mark.parametrize(("app", "command", "param"), one_in(9, everything()))
