@@ -34,13 +34,13 @@ def resources(member: Member) -> dict[str, Any]:
     """The resources of a server: cores for each process and one for tritonserver; memory for tables and processes.
 
     The memory request covers all tables and processes, and the copies that deltas change. The limit also covers
-    shared memory, and is large enough to keep the tables in memory. There is no limit for cores: it would delay
-    answers, and save nothing. Huge pages are a resource of their own, with equal request and limit. Tables in them do
-    not count as memory.
+    shared memory, and all processes twice, as there are while certificates are renewed. It is large enough to keep
+    the tables in memory. There is no limit for cores: it would delay answers, and save nothing. Huge pages are a
+    resource of their own, with equal request and limit. Tables in them do not count as memory.
     """
     processes = _PROCESS_BYTES * (member.instances + 1)
     memory_bytes = processes if member.huge_bytes else (member.live_bytes or member.weights_bytes) + processes
-    limit_bytes = memory_bytes + _SHARED_BYTES * member.instances
+    limit_bytes = memory_bytes + processes + 2 * _SHARED_BYTES * member.instances
     if not member.huge_bytes:
         limit_bytes = max(limit_bytes, math.ceil((member.live_bytes or member.weights_bytes) / MOST_OF_MEMORY))
     huge = {"hugepages-2Mi": mebibytes(member.huge_bytes)} if member.huge_bytes else {}
@@ -56,8 +56,8 @@ def small_resources() -> dict[str, Any]:
 
 
 def shared_bytes(member: Member) -> int:
-    """The size of /dev/shm, in bytes."""
-    return _SHARED_BYTES * member.instances + member.live_bytes
+    """The size of /dev/shm, in bytes: for all processes twice, as `resources`."""
+    return 2 * _SHARED_BYTES * member.instances + member.live_bytes
 
 
 def has_copy(options: PodOptions) -> bool:

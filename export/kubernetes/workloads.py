@@ -172,8 +172,7 @@ def _deployment(fleet: Fleet, member: Member, options: PodOptions) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata(fleet, member)
-        | {"annotations": _bundle_annotations(fleet) | _restarting(fleet, member, options)},
+        "metadata": metadata(fleet, member) | {"annotations": _bundle_annotations(fleet)},
         "spec": {
             "selector": {"matchLabels": labels_of(fleet, member)},
             "minReadySeconds": _SETTLED_S,
@@ -188,20 +187,11 @@ def _bundle_annotations(fleet: Fleet) -> Object:
     return {"tbe-serving/bundle": bundle, "tbe-serving/manifest": f"sha256:{fleet.bundle.digest}"}
 
 
-def _restarting(fleet: Fleet, member: Member, options: PodOptions) -> Object:
-    """The Secrets after whose change pods are started anew, in turn: tritonserver reads certificates at its start.
-
-    A cluster with https://github.com/stakater/Reloader does that. Others take no notice.
-    """
-    found = [each["secret"]["secretName"] for each in volumes(fleet, member, options) if "secret" in each]
-    return {"secret.reloader.stakater.com/reload": ",".join(found)} if found else {}
-
-
 def _stateful_set(fleet: Fleet, member: Member, options: PodOptions) -> Object:
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
-        "metadata": metadata(fleet, member) | {"annotations": _restarting(fleet, member, options)},
+        "metadata": metadata(fleet, member),
         "spec": {
             "replicas": member.replicas,
             "serviceName": member.name,

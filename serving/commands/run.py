@@ -36,9 +36,9 @@ from serving.server import (
 )
 from serving.server.launch.private import Trust
 from serving.server.launch.process import SHM_BYTES
+from serving.server.local_hosts import FleetSupervisor
 from serving.server.versions import ReleaseFile, read_releases, released_versions
 from serving.server.watch.release_follower import ReleaseFollower
-from serving.server.watch.supervisor import FleetSupervisor
 from serving.terminal.app import out
 from serving.terminal.options import shared_options
 from serving.triton.command_line import RESTRICTED

@@ -65,14 +65,15 @@ KEY_HEADER = "tbe-serving-key"
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
 # The default of --exit-timeout-secs.
 _EXIT_TIMEOUT_S = 30.0
+# After so long a client connects anew, and sees a certificate that was renewed meanwhile.
+_CONNECTION_AGE_MS = 300_000
 
 
-def serving_options(repository: Path, regions: str, backends: Path | None) -> list[str]:
+def serving_options(repository: Path, backends: Path | None) -> list[str]:
     """The options for models and limits. They do not depend on where the server listens.
 
     Args:
         repository: the model repository.
-        regions: prefix of the names of the server's shared-memory regions.
         backends: the folder of its backends. None: the server's own.
     """
     options = [
@@ -84,7 +85,6 @@ def serving_options(repository: Path, regions: str, backends: Path | None) -> li
         "--allow-gpu-metrics=false",
         # A pool keeps the memory of large requests for ever: eight of 1.9 GB are 15 GB.
         "--grpc-infer-allocation-pool-size=0",
-        f"--backend-config=python,shm-region-prefix-name={regions}",
         "--pinned-memory-pool-byte-size=0",  # for copies to a GPU, which a CPU model never makes
         "--log-info=false",
         # The backend reads one header: the trace context.
@@ -97,9 +97,15 @@ def serving_options(repository: Path, regions: str, backends: Path | None) -> li
     return options + ([] if backends is None else [f"--backend-directory={backends}"])
 
 
-def port_options(grpc: int, http: int) -> list[str]:
-    """The ports to listen on."""
-    return [f"--grpc-port={grpc}", f"--http-port={http}"]
+def port_options(grpc: int, http: int, *, share: bool) -> list[str]:
+    """The ports to listen on. `share`: several processes may listen on the gRPC port, which ends old connections."""
+    shared = ["--reuse-grpc-port=true", f"--grpc-max-connection-age={_CONNECTION_AGE_MS}"] if share else []
+    return [f"--grpc-port={grpc}", f"--http-port={http}", *shared]
+
+
+def region_options(prefix: str) -> list[str]:
+    """The prefix of the names of the server's shared-memory regions."""
+    return [f"--backend-config=python,shm-region-prefix-name={prefix}"]
 
 
 def address_options(grpc: str) -> list[str]:
@@ -140,5 +146,17 @@ def model_options(models: Sequence[str]) -> list[str]:
 
 def exit_timeout_of(options: Sequence[str]) -> float:
     """The longest time, in seconds, that a server with these options waits for running requests when it stops."""
-    said = [option.partition("=")[2] for option in options if option.startswith("--exit-timeout-secs=")]
-    return float(said[-1]) if said and said[-1].isdigit() else _EXIT_TIMEOUT_S
+    return _said(options, "--exit-timeout-secs", _EXIT_TIMEOUT_S)
+
+
+def connection_age_of(options: Sequence[str]) -> float:
+    """The longest time, in seconds, for which a server with these options keeps a connection, where ports are shared.
+
+    gRPC draws each connection's time from 0.9 to 1.1 of the option (MAX_CONNECTION_AGE of its proposal A9).
+    """
+    return 1.1e-3 * _said(options, "--grpc-max-connection-age", _CONNECTION_AGE_MS)
+
+
+def _said(options: Sequence[str], name: str, default: float) -> float:
+    said = [option.partition("=")[2] for option in options if option.startswith(f"{name}=")]
+    return float(said[-1]) if said and said[-1].isdigit() else default

@@ -63,6 +63,11 @@ class ServerTls:
         return min(each.not_valid_after_utc.timestamp() for each in chain)
 
     @property
+    def files(self) -> list[Path]:
+        """All of them."""
+        return [each for each in (self.certificate, self.private_key, self.client_root) if each is not None]
+
+    @property
     def options(self) -> list[str]:
         """The options of tritonserver."""
         return tls_options(self.certificate, self.private_key, self.client_root)

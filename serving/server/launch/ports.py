@@ -1,15 +1,27 @@
 """Where a server listens: its ports, its addresses, and their options of tritonserver."""
 
 import contextlib
+import ctypes
+import os
+import selectors
 import socket
+import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
 
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
 from serving.server.launch.access import EVERYWHERE, Access
 from serving.server.launch.run_file import unix_socket
-from serving.triton.command_line import http_options, metrics_options, port_options
+from serving.triton.command_line import port_options
+
+# <asm-generic/socket.h>, <linux/filter.h>: a program's one step, "return this number".
+_SO_ATTACH_REUSEPORT_CBPF, _RETURN = 51, 0x06
+# <net/tcp_states.h>
+_ESTABLISHED, _LISTEN = "01", "0A"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +48,9 @@ class Endpoints:
         control: the address of the control API, see `Control`. It is `http` if that is set: Triton has one HTTP
             endpoint. Otherwise it is a Unix socket.
         metrics: the Unix socket of Triton's metrics, "unix:/path".
-        options: the options of tritonserver for its ports and sockets.
+        gate: of the gRPC port. None: two processes cannot share it, since there is no TLS, or since they would both
+            have HTTP, too.
+        options: the options of tritonserver for its ports.
     """
 
     grpc: str
@@ -45,7 +59,139 @@ class Endpoints:
     listener: socket.socket
     control: str
     metrics: str
+    gate: "Gate | None"
     options: list[str]
+
+
+class Gate:
+    """Leads new connections of a gRPC port to one of the processes that listen on it.
+
+    Sockets that listen on one port by SO_REUSEPORT are an array in the kernel, in the order in which they began. A
+    program says by its place which one gets a new connection (socket(7), SO_ATTACH_REUSEPORT_CBPF). When one closes,
+    the last takes its place (reuseport_detach_sock() of net/core/sock_reuseport.c). So sockets of ours come behind a
+    process that is led to, as many as the one before it has. When that closes its own, they move, and the process
+    stays where it is. While a process listens, nobody is led to them, nor to the first one of all, which holds the
+    program. Else the kernel chooses one of them, and who comes is turned away at once, as if nobody listened.
+
+    Only TCP over IPv4: `Access.host` is such an address.
+
+    Raises:
+        OSError: the port is taken, or the kernel takes no program.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        # As gRPC chooses (create_dualstack_socket of tcp_socket_utils): sockets of another family share no port.
+        is_mapped = host != EVERYWHERE and _has_ipv6()
+        self._family = socket.AF_INET6 if is_mapped else socket.AF_INET
+        self._address = f"::ffff:{host}" if is_mapped else host, port
+        self._first = self._bound()
+        self._ipv6 = contextlib.ExitStack()
+        # With a program before it listens: it never gets a connection.
+        self._lead_to(1)
+        self._first.listen()
+        self._fillers: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._first, selectors.EVENT_READ)
+        self._is_open = True
+        self._thread = threading.Thread(target=self._turn_away, name="gate", daemon=True)
+        self._thread.start()
+
+    def before_start(self) -> None:
+        """Call this just before a process starts, for `_ipv4_alone`.
+
+        What keeps others from [::] has to be the last that took the port. Else the kernel may look only whether they
+        share it with the last: `fastreuseport` in net/ipv4/inet_connection_sock.c.
+        """
+        self._ipv6.close()
+        self._ipv6.enter_context(_ipv4_alone(self._host, self._port))
+
+    def close(self) -> None:
+        """From now on, the kernel chooses among the processes."""
+        if not self._is_open:
+            return
+        self._ipv6.close()
+        self._is_open = False
+        self._first.shutdown(socket.SHUT_RDWR)  # it listens no more, and the thread looks
+        self._thread.join()
+
+    def _turn_away(self) -> None:
+        """Reset each connection that comes to a socket of ours."""
+        while self._is_open:
+            for key, _ in self._selector.select():
+                with contextlib.suppress(OSError), cast(socket.socket, key.fileobj).accept()[0] as came:
+                    came.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for key in [*self._selector.get_map().values()]:
+            cast(socket.socket, key.fileobj).close()
+        self._selector.close()
+
+    def hand_over(self, process: int) -> None:
+        """Lead new connections to the process that began to listen after `process`, which they have come to so far.
+
+        Connections stay where they are.
+
+        Raises:
+            OSError: as for the gate; or `process` has ended.
+        """
+        listening = self._sockets(process, _LISTEN)
+        if not listening:
+            raise ProcessLookupError(f"process {process} does not listen")
+        with contextlib.ExitStack() as stack:
+            fillers = [stack.enter_context(self._bound()) for _ in range(listening)]
+            for filler in fillers:
+                filler.listen()
+                self._selector.register(filler, selectors.EVENT_READ)
+            self._lead_to(1 + len(self._fillers) + listening)
+            stack.pop_all()
+        self._fillers += fillers
+
+    def is_shared_with(self, process: int) -> bool:
+        """Whether a process listens on the port so that it can be led to."""
+        with contextlib.suppress(OSError):
+            return bool(self._sockets(process, _LISTEN))
+        return False
+
+    def connections(self, process: int) -> int:
+        """How many connections of the port a process has accepted. 0, too, if it has ended."""
+        try:
+            return self._sockets(process, _ESTABLISHED)
+        except OSError:
+            return 0
+
+    def _bound(self) -> socket.socket:
+        bound = socket.socket(self._family)
+        bound.setblocking(False)
+        if self._family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(self._address)
+        return bound
+
+    def _lead_to(self, place: int) -> None:
+        step = ctypes.create_string_buffer(struct.pack("HBBI", _RETURN, 0, 0, place))
+        program = struct.pack("HP", 1, ctypes.addressof(step))  # struct sock_fprog
+        self._first.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
+
+    def _sockets(self, process: int, state: str) -> int:
+        """The sockets of a process at the port, in a state: proc(5), /proc/PID/net/tcp."""
+        folder = Path("/proc") / str(process)
+        own = set()
+        for each in (folder / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it was just closed
+                own.add(os.readlink(each))
+        table = folder / "net" / ("tcp6" if self._family == socket.AF_INET6 else "tcp")
+        rows = [line.split() for line in table.read_text().splitlines()[1:]]
+        end = f":{self._port:04X}"
+        return sum(row[3] == state and row[1].endswith(end) and f"socket:[{row[9]}]" in own for row in rows)
+
+
+def _has_ipv6() -> bool:
+    """Whether gRPC takes it that there is IPv6: grpc_ipv6_loopback_available() of its source."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as tried:
+        tried.bind(("::1", 0))
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -57,11 +203,16 @@ def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
     """
     with contextlib.ExitStack() as stack:
         taken = stack.enter_context(free_ports(access, ports))
-        stack.enter_context(_ipv4_alone(access.host, taken.grpc))
         http = f"{access.http_host}:{taken.http}" if access.http else None
         control = http or stack.enter_context(unix_socket("control"))
         metrics = stack.enter_context(unix_socket("metrics"))
-        sockets = [*metrics_options(metrics), *([] if http else http_options(control))]
+        gate = None
+        if access.tls is not None and not access.http:
+            with contextlib.suppress(OSError):  # a sandbox allows no program
+                gate = Gate(access.host, taken.grpc)
+                stack.callback(gate.close)
+        if gate is None:
+            stack.enter_context(_ipv4_alone(access.host, taken.grpc))
         yield Endpoints(
             grpc=f"{access.host}:{taken.grpc}",
             http=http,
@@ -69,7 +220,8 @@ def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
             listener=stack.enter_context(_bound("operations", access.operations_host, taken.operations)),
             control=control,
             metrics=metrics,
-            options=[*port_options(taken.grpc, taken.http), *sockets],
+            gate=gate,
+            options=port_options(taken.grpc, taken.http, share=gate is not None),
         )
 
 

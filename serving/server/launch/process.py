@@ -14,19 +14,25 @@ from serving.bundle.lineage import deltas_folder
 from serving.delta_store import store_of
 from serving.errors import ConfigurationError
 from serving.log import close_log, server_log
-from serving.model.config_file import Pins, check_pins, find_models
+from serving.model.config_file import OURS, Pins, check_pins, find_models, read_config, settings_of
 from serving.server.launch.access import Access
 from serving.server.launch.child import Launch, signals_deferred
 from serving.server.launch.live import LiveCopies
 from serving.server.launch.operations import Condition, operations_port
-from serving.server.launch.ports import Endpoints, Ports, free_endpoints
-from serving.server.launch.private import PrivateFolder, Trust, private_folder
+from serving.server.launch.ports import Ports, free_endpoints
+from serving.server.launch.private import Trust, private_folder
 from serving.server.launch.ready import CONTROL_TIMEOUT_S, make_ready
 from serving.server.launch.run_file import KeptRunFile, RunFile
-from serving.server.launch.server import Server
+from serving.server.launch.server import FIRST_REGIONS, Server
 from serving.server.launch.shared_memory import region_prefix
 from serving.tables.shared_copy import remove_unused_copies
-from serving.triton.command_line import erase_from_command_line, exit_timeout_of, model_options, serving_options
+from serving.triton.command_line import (
+    connection_age_of,
+    erase_from_command_line,
+    exit_timeout_of,
+    model_options,
+    serving_options,
+)
 from serving.triton.control import metrics_page
 from serving.triton.installation import find_tritonserver
 
@@ -91,20 +97,18 @@ def run_server(
         if not isinstance(log, logging.Logger):
             log = server_log(log)
             stack.callback(close_log, log)
-        store = store_of(deltas)
-        folder_of_deltas = Path(deltas or deltas_folder(repository)) if store is None else store.folder
-        copies = LiveCopies(folder_of_deltas.absolute(), environment, log)
-        condition = Condition(tls=access.tls, copies=copies)
-        if store is not None:
-            stack.enter_context(copies.brought(store, [repository / model for model in models], condition.note_read))
-        stack.enter_context(copies.kept())
+        folders = [repository / model for model in models]
+        condition = Condition(tls=access.tls)
+        copies = stack.enter_context(
+            _live_copies(folders, deltas or deltas_folder(repository), environment, log, condition)
+        )
         scrape = partial(metrics_page, endpoints.metrics, CONTROL_TIMEOUT_S)
         stack.enter_context(operations_port(endpoints.listener, condition, scrape, access))
         regions = stack.enter_context(region_prefix())
         launch = Launch(
             command=[
                 str(installation.program),
-                *serving_options(served, regions, installation.backends),
+                *serving_options(served, installation.backends),
                 *endpoints.options,
                 *access.options(key),
                 *options,
@@ -117,61 +121,83 @@ def run_server(
         # What is served otherwise than config.pbtxt says, Triton can be told to load only once it answers.
         told = {**dict.fromkeys(hosts, ()), **pins}
         untold = [model for model in models if model not in told]
-        timeout_s = exit_timeout_of(options) + _GRACE_S
-        server = stack.enter_context(
-            _started(launch, untold, endpoints, condition, key, regions, timeout_s, served, private)
-        )
-        content = RunFile(
-            grpc=server.grpc,
-            control=endpoints.control,
+        server = Server(
+            grpc=endpoints.grpc,
+            http=endpoints.http,
+            operations=endpoints.operations,
+            control_address=endpoints.control,
+            metrics_address=endpoints.metrics,
+            gate=endpoints.gate,
+            condition=condition,
             key=key,
-            repository=str(repository.absolute()),
+            launch=launch,
+            certificates=() if access.tls is None else (*access.tls.files, *_certificates(served, models)),
+            regions=f"{regions}{FIRST_REGIONS}",
+            exit_timeout_s=exit_timeout_of(options) + _GRACE_S,
+            connection_age_s=connection_age_of(options),
+            repository=served,
             private=private,
-            process=server.process.pid,
-            pinned=dict(pins),
-            hosts={router: dict(addresses) for router, addresses in hosts.items()},
         )
-        server.kept = stack.enter_context(KeptRunFile(content).kept())
+        stack.enter_context(_started(server, untold))
+        server.kept = stack.enter_context(KeptRunFile(_run_file(server, repository, pins, hosts)).kept())
         make_ready(server, untold, told, ready_timeout_s)
         yield server
 
 
 @contextlib.contextmanager
-def _started(
-    launch: Launch,
-    models: Sequence[str],
-    endpoints: Endpoints,
+def _live_copies(
+    models: Sequence[Path],
+    deltas: Path | str,
+    environment: Mapping[str, str],
+    log: logging.Logger,
     condition: Condition,
-    key: str,
-    regions: str,
-    exit_timeout_s: float,
-    repository: Path,
-    private: PrivateFolder | None,
-) -> Iterator[Server]:
-    """A server that loads `models`. They are not ready yet. It is stopped when the block ends."""
+) -> Iterator[LiveCopies]:
+    """The live copies of models, to which deltas are applied in the block: of a folder, or of a store by its URL."""
+    store = store_of(deltas)
+    folder = Path(deltas) if store is None else store.folder
+    condition.copies = copies = LiveCopies(folder.absolute(), environment, log)
+    with contextlib.ExitStack() as stack:
+        if store is not None:
+            stack.enter_context(copies.brought(store, models, condition.note_read))
+        stack.enter_context(copies.kept())
+        yield copies
+
+
+def _certificates(repository: Path, models: Sequence[str]) -> Iterator[Path]:
+    """The files by which routers and their hosts trust one another."""
+    for model in models:
+        config = read_config(repository / model)
+        if OURS in config.parameters:
+            settings = settings_of(config)
+            found = settings.hosts_root_certificates, settings.hosts_certificate_chain, settings.hosts_private_key
+            yield from (Path(each) for each in found if each is not None)
+
+
+def _run_file(server: Server, repository: Path, pins: Pins, hosts: Mapping[str, Mapping[str, str]]) -> RunFile:
+    return RunFile(
+        grpc=server.grpc,
+        control=server.control_address,
+        key=server.key,
+        repository=str(repository.absolute()),
+        private=server.private,
+        process=server.process.pid,
+        pinned=dict(pins),
+        hosts={router: dict(addresses) for router, addresses in hosts.items()},
+    )
+
+
+@contextlib.contextmanager
+def _started(server: Server, models: Sequence[str]) -> Iterator[None]:
+    """Start a server that loads `models`. They are not ready yet. It is stopped when the block ends."""
     with contextlib.ExitStack() as stack:
         with signals_deferred():
-            server = Server(
-                grpc=endpoints.grpc,
-                http=endpoints.http,
-                operations=endpoints.operations,
-                control_address=endpoints.control,
-                metrics_address=endpoints.metrics,
-                condition=condition,
-                key=key,
-                launch=launch,
-                child=launch.start(model_options(models)),
-                regions=regions,
-                exit_timeout_s=exit_timeout_s,
-                repository=repository,
-                private=private,
-            )
+            server.start(model_options(models))
             # The last process that uses a copy removes it when it ends. Killed by Triton, it cannot.
             stack.callback(remove_unused_copies)
             stack.callback(server.end)
         if models:  # loading them shows that it has copied its options. Without one, only its first answer does
-            erase_from_command_line(server.process, key)
-        yield server
+            erase_from_command_line(server.process, server.key)
+        yield
 
 
 def expect_not_hidden(folder: Path) -> None:

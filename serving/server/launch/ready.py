@@ -42,6 +42,9 @@ def make_ready(server: Server, models: Sequence[str], told: Pins, timeout_s: flo
     _load_told(server, told, timeout_s)
     server.models = _ready_models(server) or ()
     server.condition.server = None
+    if server.gate is not None and not server.gate.is_shared_with(server.process.pid):
+        server.gate.close()
+        server.gate = None
     server.warnings = (*again, *_warnings(server, is_erased))
 
 
@@ -55,6 +58,8 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
         )
     if is_open(server.regions):
         yield "users of this machine can read requests and rows in /dev/shm: a sandbox forbids seccomp(2) here"
+    if server.gate is None and server.condition.tls is not None:
+        yield "a renewed certificate is served after the next start: HTTP is on, or a sandbox forbids to share a port"
     if not is_erased:
         yield "the key to what the server keeps closed can be read in its command line by users of this machine"
 

@@ -3,16 +3,17 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
 from serving.model.config_file import OURS
-from serving.server.launch.server import Server
+from serving.server.launch.server import Served, Server
 from serving.server.watch.hang_check import HangCheck
 from serving.triton.command_line import erase_from_command_line
-from serving.triton.control import UNLOADED, Control, VersionState
+from serving.triton.control import Control, metrics_page
 from serving.triton.stubs import living_stubs
 
 _PERIOD_S = 0.25
@@ -26,33 +27,6 @@ _PAUSES_S = (1.0, 3.0)
 # If no process of a model lives for so long while it is loaded anew, in seconds, tritonserver waits for ever: for a
 # request that it lost, or for a process that was killed as it began.
 _STUCK_S = 15.0
-_UNAVAILABLE = "UNAVAILABLE"
-
-
-@dataclass(slots=True)
-class Served:
-    """The models and versions that a server serves. They outlive the server, so that the next one can serve the same.
-
-    Attributes:
-        since: Unix time. Weights files that have not changed since then are not verified again.
-        configs: the ModelConfig of each model, as JSON.
-        versions: the ready versions of each model.
-    """
-
-    since: float
-    configs: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def update(self, index: tuple[VersionState, ...], control: Control) -> None:
-        """Add models that became ready, and remove models that were unloaded on request. Others stay as they are."""
-        for model in {each.model for each in index}:
-            states = [each for each in index if each.model == model]
-            if any(each.state == "READY" for each in states):
-                self.configs[model] = control.config(model)
-                self.versions[model] = _serving(states, self.versions.get(model, ()))
-            elif all(each.reason == UNLOADED for each in states):
-                self.configs.pop(model, None)
-                self.versions.pop(model, None)
 
 
 class ModelWatcher:
@@ -83,20 +57,39 @@ class ModelWatcher:
         self._suspects: set[str] = set()
         self._stopped: set[int] = set()
         self._hang_checks: dict[tuple[str, int], HangCheck] = {}
+        self._is_second = False
+        self._taken = threading.Event()
+        self._before: Server | None = None
 
-    def start(self, *, is_anew: bool) -> None:
-        """Begin to watch. If the server `is_anew`, it has nothing loaded yet: load the models of `served` first."""
+    def start(self, *, is_anew: bool, is_second: bool = False) -> None:
+        """Begin to watch.
+
+        Args:
+            is_anew: the server has nothing loaded yet: load the models of `served` first.
+            is_second: another serves, and goes on until this one takes its place.
+        """
+        self._is_second = is_second
         threading.Thread(target=self._run, args=(is_anew,), name="model watcher", daemon=True).start()
+
+    def take_over(self, before: Server) -> None:
+        """The second server has taken the place of the one `before`. What that loaded meanwhile, it loads as well."""
+        self._before = before
+        self._taken.set()
 
     def end(self) -> None:
         """Stop watching. It does not wait for the thread to end."""
         self._ended.set()
+        self._taken.set()
 
     def _run(self, is_anew: bool) -> None:
         try:
             if is_anew:
                 self._load_all()
             self.has_loaded = True
+            if self._is_second:
+                self._taken.wait()
+                self._is_second = False
+                self._catch_up()
             self._server.condition.server = None
             while not self._ended.wait(_PERIOD_S):
                 self._check()
@@ -114,12 +107,33 @@ class ModelWatcher:
                 if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # `tbe-serve load` may have been quicker
                     self._load(model, since)
 
+    def _catch_up(self) -> None:
+        """Load versions that the server before this one was told to load after this one had read what it served."""
+        if self._before is None:
+            return
+        with suppress(ServerUnavailable, DeadlineExceeded):  # it has ended
+            control = self._before.control(_ASK_TIMEOUT_S)
+            self._served.update(control.index(), control)
+        control = self._server.control(_LOAD_TIMEOUT_S)
+        for model, versions in sorted(self._served.versions.items()):
+            try:
+                if {*control.ready(model)} != {*versions}:
+                    control.load(model, versions, self._served.configs[model])
+            except ServingError as error:
+                self._log.error(
+                    "model %r: what was loaded while another took its place is not served: %s",
+                    model,
+                    error,
+                    extra={"event": "model_not_loaded", **self._about(model)},
+                )
+
     def _wait_until_it_answers(self) -> None:
         control = self._server.control(_ASK_TIMEOUT_S)
         deadline = time.monotonic() + _LOAD_TIMEOUT_S
         while not self._ended.wait(_PERIOD_S):
             try:
                 control.index()
+                metrics_page(self._server.metrics_address, _ASK_TIMEOUT_S)  # Triton opens them last
             except ServerUnavailable:
                 if time.monotonic() > deadline:
                     raise
@@ -228,6 +242,8 @@ class ModelWatcher:
         self._recover(model)
         for key in [key for key in self._hang_checks if key[0] == model]:
             del self._hang_checks[key]
+        if self._is_second:
+            return
         self._log.info(
             "model %r: serves again after %.1f s",
             model,
@@ -276,16 +292,6 @@ class ModelWatcher:
     def _about(self, model: str) -> dict[str, Any]:
         """Fields of a line of the log: the model, and the newest version that it serves."""
         return {"model": model, "version": max(self._served.versions.get(model, ()), default=None)}
-
-
-def _serving(states: Sequence[VersionState], before: Collection[int]) -> tuple[int, ...]:
-    """The versions that serve, and those of `before` whose process died: newer Triton releases report these."""
-    return tuple(
-        each.version
-        for each in states
-        if each.state == "READY"
-        or (each.version in before and each.state == _UNAVAILABLE and each.reason != UNLOADED)
-    )
 
 
 def _instances(config: Any) -> int:

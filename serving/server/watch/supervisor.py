@@ -1,13 +1,14 @@
-"""Supervise tritonservers: keep their models serving, start them again when they die, and stop them on a signal."""
+"""Supervise a tritonserver: keep its models serving, start it again when it dies, replace it when its certificate is
+renewed, and stop it on a signal."""
 
 import signal
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 
 from serving.errors import ServingError
-from serving.server.launch.server import Server
-from serving.server.watch.model_watcher import ModelWatcher, Served
+from serving.server.launch.server import Served, Server
+from serving.server.watch.model_watcher import ModelWatcher
 from serving.server.watch.release_follower import ReleaseFollower
 from serving.triton.stubs import living_stubs
 
@@ -48,6 +49,112 @@ _PERIOD_S = 0.25
 _ASK_TIMEOUT_S = 10.0
 # Seconds from when its models are idle until a stopping server is killed: it has to send its last answers, and end.
 _LAST_ANSWERS_S = 3.0
+# Seconds between two looks at the files of a certificate, and until one that was not gone over to is tried again.
+_LOOKS_S, _AGAIN_S = 2.0, 60.0
+# Seconds until the last connection is accepted that was opened before another process got them.
+_ACCEPTED_S = 2.0
+
+
+class _Renewal:
+    """Goes over to certificates that are renewed, which tritonserver reads as it starts, and not again.
+
+    A second process starts beside the present one. It takes its place when it serves the same. From then on new
+    connections come to it, and the one before ends when its last connection has ended.
+    """
+
+    def __init__(self, server: Server, served: Served, recover: bool) -> None:
+        self._server, self._served, self._recover = server, served, recover
+        self._next_look = 0.0
+        # The digest of the files when they were last looked at.
+        self._seen = b""
+        self._second: tuple[Server, ModelWatcher] | None = None
+        self._before: Server | None = None
+        self._ending: threading.Thread | None = None
+        # Until when the process before may have connections, or it is not known yet which it has.
+        self._until = self._unknown_until = 0.0
+
+    def step(self, watcher: ModelWatcher) -> ModelWatcher:
+        """Do what is due. Returns the watcher of the process that serves, of which `watcher` is the present one."""
+        now = time.monotonic()
+        if self._before is not None:
+            self._end_before(self._before, now)
+        elif self._second is not None:
+            return self._step_second(*self._second, watcher)
+        elif now >= self._next_look and watcher.has_loaded:
+            self._next_look = now + _LOOKS_S
+            if self._is_due():
+                self._server.log.info("certificates were renewed: starts another", extra={"event": "renewing"})
+                second = self._server.beside()
+                self._second = second, ModelWatcher(second, self._served, self._recover)
+                self._second[1].start(is_anew=True, is_second=True)
+        return watcher
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process before, if there is one."""
+        if self._before is not None:
+            self._before.signal(number)
+
+    def end(self) -> None:
+        """End the processes beside the present one. That before it answers what it has."""
+        if self._second is not None:
+            second, watcher = self._second
+            watcher.end()
+            second.process.kill()
+            second.end()
+        if self._ending is not None:
+            self._ending.join()
+        elif self._before is not None:
+            self._before.end()
+        self._second = self._before = self._ending = None
+
+    def _is_due(self) -> bool:
+        """Whether files are there that were not read, and that have not changed since the last look."""
+        if self._server.gate is None or self._server.condition.tls is None:
+            return False
+        before, self._seen = self._seen, self._server.digest()
+        if not self._seen or self._seen != before or self._seen == self._server.read:
+            return False
+        try:
+            replace(self._server.condition.tls)  # a pair that fits
+        except ServingError:  # one of them is still to come
+            return False
+        return True
+
+    def _step_second(self, second: Server, second_watcher: ModelWatcher, watcher: ModelWatcher) -> ModelWatcher:
+        problem: object = second_watcher.lost or second_watcher.failure
+        if second.process.poll() is not None:
+            problem = problem or second.child.output.reason()
+        if problem is None and second_watcher.has_loaded:
+            try:
+                self._before = self._server.take(second)
+            except OSError as error:  # the present one has ended, and the next reads them
+                problem = error
+            else:
+                watcher.end()
+                second_watcher.take_over(self._before)
+                self._second = None
+                self._unknown_until = time.monotonic() + _ACCEPTED_S
+                self._until = self._unknown_until + self._server.connection_age_s
+                self._server.log.info("serves with the renewed certificates", extra={"event": "renewed"})
+                return second_watcher
+        if problem is not None:
+            self._server.log.error(
+                "cannot go over to the renewed certificates, and goes on with those before: %s",
+                problem,
+                extra={"event": "renewal_failed"},
+            )
+            self._next_look = time.monotonic() + _AGAIN_S
+            self.end()
+        return watcher
+
+    def _end_before(self, before: Server, now: float) -> None:
+        assert before.gate is not None  # noqa: S101  else it has no second
+        if self._ending is not None:
+            if not self._ending.is_alive():
+                self._before = self._ending = None
+        elif now > self._until or (now > self._unknown_until and not before.gate.connections(before.process.pid)):
+            self._ending = threading.Thread(target=before.end, name="process before", daemon=True)
+            self._ending.start()
 
 
 class Supervisor:
@@ -74,6 +181,7 @@ class Supervisor:
         # Whether the last tritonserver that ended had loaded its models.
         self._has_served = False
         self._failure: ServingError | None = None
+        self._renewal = _Renewal(server, self._served, recover)
         self._stopping = False
         # Whether no model was answering at the last check, while stopping.
         self._is_idle = False
@@ -85,6 +193,7 @@ class Supervisor:
         if self._follower is not None:
             self._follower.end()
         self._server.signal(number)
+        self._renewal.signal(number)
         # Last: a log that nobody reads may hold up whoever writes to it.
         self._log.info("stops: what was accepted is answered", extra={"event": "stopping"})
 
@@ -133,10 +242,16 @@ class Supervisor:
                 self._server.process.kill()
                 self._server.process.wait()
             else:
+                watcher = self._renewal.step(watcher)
                 time.sleep(_PERIOD_S)
         watcher.end()
         self._has_served = watcher.has_loaded
-        return self._await_end() if code is None else code
+        if code is None:
+            code = self._await_end()
+        else:  # the gate leads to the next process if it is alone
+            self._renewal.signal(signal.SIGKILL)
+        self._renewal.end()
+        return code
 
     def _await_end(self) -> int:
         """Wait until a server that was told to stop has ended. Returns its exit code.
@@ -190,49 +305,3 @@ class Supervisor:
         if self._stopping:  # the signal came before the new server could get it
             self._server.signal(signal.SIGTERM)
         return not self._stopping or self._server.process.poll() is None
-
-
-class FleetSupervisor:
-    """Supervises the server of a router and those of its hosts as one.
-
-    Each server is watched, and started anew, on a thread of its own. The main thread hears signals meanwhile.
-
-    Args:
-        hosts: of the servers of the hosts.
-        router: of the router's server.
-    """
-
-    def __init__(self, hosts: Sequence[Supervisor], router: Supervisor) -> None:
-        self._hosts, self._router = hosts, router
-        self._number: int | None = None
-
-    def stop(self, number: int) -> None:
-        """Stop all by signal `number`: the router first, which needs its hosts for what it has accepted."""
-        self._number = number
-
-    def wait(self) -> int:
-        """Watch until all have ended. When one has ended for good, all others are stopped.
-
-        Returns:
-            The exit code of the router's server, or, where that is 0, of the first host's that is not.
-
-        Raises:
-            ServingError: as `Supervisor.wait`.
-        """
-        with ThreadPoolExecutor(1 + len(self._hosts)) as pool:
-            router = pool.submit(self._router.wait)
-            hosts = [pool.submit(each.wait) for each in self._hosts]
-            while self._number is None and not wait([router, *hosts], 0, FIRST_COMPLETED).done:
-                time.sleep(_PERIOD_S)
-            number = signal.SIGTERM if self._number is None else self._number
-            _stop([self._router], [router], number)
-            _stop(self._hosts, hosts, number)
-        return next((code for code in (each.result() for each in (router, *hosts)) if code), 0)
-
-
-def _stop(supervisors: Sequence[Supervisor], running: Sequence["Future[int]"], number: int) -> None:
-    """Stop those that run, and wait until they have ended."""
-    for supervisor, each in zip(supervisors, running, strict=True):
-        if not each.done():
-            supervisor.stop(number)
-    wait(running)

@@ -1,11 +1,16 @@
 """Hosts behind mutual TLS, sums in FP16, and metadata from a file that changes. Real servers."""
 
 import os
+import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from export import OutputDtype
@@ -13,13 +18,14 @@ from serving.bundle.opening import open_bundle
 from serving.client import LookupClient, Tls
 from serving.client.metadata import MetadataFile
 from serving.engine import Engine
-from serving.errors import ConfigurationError, HostUnavailable
+from serving.errors import ConfigurationError, HostUnavailable, ServingError
 from serving.router.hosts_config import HostsConfig
 from tests.export.test_hosts import CONFIG, mixed
 from tests.support.certificates import write_certificates
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
 from tests.support.models import MIXED, random_bags
-from tests.support.servers import running
+from tests.support.servers import Running, running
+from tests.support.watched import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +77,78 @@ def test_a_router_shows_its_certificate_to_hosts_and_adds_sums_in_fp16(
     for strangers in (None, Tls(root_certificates=pems / "root.pem")):
         with pytest.raises(HostUnavailable):
             Engine.open(bundle, HostsConfig(addresses=addresses, timeout_s=5, tls=strangers))
+
+
+@pytest.mark.long
+def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_call(tmp_path: Path) -> None:
+    """As docs/kubernetes.md says: both are trusted, then certificates are of the new one, then that alone is trusted."""
+    old, new = (write_certificates(tmp_path / name, server="localhost", client="router") for name in ("old", "new"))
+    shared = Path(shutil.copytree(old, tmp_path / "shared"))
+    both = (old / "root.pem").read_bytes() + (new / "root.pem").read_bytes()
+    (tmp_path / "both.pem").write_bytes(both)
+    tls = ("--tls-cert", str(shared / "server.pem"), "--tls-key", str(shared / "server.key"))
+    age = ("--", "--grpc-max-connection-age=1500")
+    bundle = export_hosts(tmp_path, mixed(), CONFIG)
+    models = [each.model for each in open_bundle(bundle).manifest.hosts]
+    repository = bundle.parent.parent
+    failed: list[Exception] = []
+    ended = threading.Event()
+    with (
+        running(
+            only(repository, models, tmp_path / "hosts"), *tls, "--tls-client-ca", str(shared / "root.pem"), *age
+        ) as hosts,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        own = only(repository, [MODEL], tmp_path / "router")
+        named = ("--hosts-root-certificates", "root.pem", "--hosts-certificate-chain", "client.pem", "--hosts-private-key", "client.key")  # fmt: skip
+        options = [each if each.startswith("--") else str(shared / each) for each in named]
+        address = hosts.grpc.replace("127.0.0.1", "localhost")
+        configure(own / MODEL, {host: [address] for host in range(3)}, "--shard-timeout-ms", "10000", *options)
+        with running(own, *tls, *age) as router:
+            url = router.grpc.replace("127.0.0.1", "localhost")
+
+            def ask() -> int:
+                answered = 0
+                with LookupClient(url, MODEL, 60, tls=Tls(root_certificates=tmp_path / "both.pem")) as client:
+                    expected = client.lookup(bags)
+                    while not ended.is_set():
+                        try:
+                            found = client.lookup(bags)
+                            assert all((found[name] == expected[name]).all() for name in expected)
+                            answered += 1
+                        except (ServingError, AssertionError) as error:
+                            failed.append(error)
+                return answered
+
+            bags = random_bags(np.random.default_rng(0), MIXED, 20)
+            asking = pool.submit(ask)
+            try:
+                for step in ("both", "certificates", "new alone"):
+                    before = {each.triton.pid for each in (hosts, router)}
+                    if step == "certificates":
+                        for name in ("server.pem", "server.key", "client.pem", "client.key"):
+                            shutil.copyfile(new / name, shared / name)
+                    else:
+                        (shared / "root.pem").write_bytes(both if step == "both" else (new / "root.pem").read_bytes())
+                    for server in (hosts, router):
+                        wait_until(partial(_is_another, server, before), f"{step}: {server.grpc} has not gone over")
+            finally:
+                ended.set()
+            assert asking.result() > 100
+            strangers = Tls(
+                root_certificates=new / "root.pem",
+                certificate_chain=old / "client.pem",
+                private_key=old / "client.key",
+            )
+            with pytest.raises(ServingError), LookupClient(address, models[0], 5, tls=strangers) as client:
+                client.lookup({})
+    assert failed == []
+
+
+def _is_another(server: Running, before: set[int]) -> bool:
+    """Whether a process of tritonserver that was not there `before` is the only one."""
+    here = [each.pid for each in psutil.Process(server.process.pid).children() if each.name() == "tritonserver"]
+    return len(here) == 1 and here[0] not in before
 
 
 def test_metadata_is_read_anew_when_its_file_changes(tmp_path: Path) -> None:

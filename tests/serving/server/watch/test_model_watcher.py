@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from serving.server.watch.model_watcher import Served
+from serving.server.launch.server import Served
 from serving.triton.control import Control, VersionState
 
 
