@@ -19,7 +19,7 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-fresh demo-hosts quick test test-all lint mutants fuzz faults kube soak bench bench-quick audit pins clean
+.PHONY: help setup demo demo-fresh demo-hosts quick test test-all lint mutants fuzz faults kube soak bench bench-quick audit sbom pins clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -84,6 +84,9 @@ bench-quick: $(STAMP) ## The same in four minutes: fewer workloads, nothing writ
 
 audit: ## Known vulnerabilities of the pinned packages; asks PyPI
 	@requirements/audit.sh
+
+sbom: ## What each image has of Python packages, as CycloneDX, in build/sbom
+	@requirements/sbom.sh
 
 pins: ## Resolve requirements/*.in anew into requirements/*.txt
 	@requirements/pin.sh

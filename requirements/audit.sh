@@ -2,18 +2,12 @@
 # Ask PyPI's advisories about every package that we pin. Fails for a known vulnerability, and where nothing could be asked.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-environment=.bench/audit
-if ! [ "$environment/.installed" -nt requirements/audit.txt ]; then
-  rm -rf "$environment"
-  "${PYTHON:-python3.11}" -m venv "$environment"
-  requirements/install.sh "$environment" audit.txt
-  touch "$environment/.installed"
-fi
+source requirements/audit-environment.sh
 pins=$(mktemp)
 trap 'rm -f "$pins"' EXIT
 found=0
 # PyPI knows nothing of PyTorch's CPU build, which has the code of its own.
-for name in serve triton export demo dev torch-pypi uv; do
+for name in serve client triton export demo dev torch-pypi uv; do
   grep -v -- --hash "requirements/$name.txt" | tr -d ' \\' > "$pins"
   echo "audit: $(grep -c == "$pins") packages of requirements/$name.txt"
   # --strict: what could not be asked about counts as found.

@@ -39,6 +39,7 @@ if comm -13 <(sort "$folder/all") <(sort "$folder/all-3.12") | grep .; then
 fi
 ours+=(--constraints "$folder/all")
 lock serve "What serves, beside torch and a tritonserver" "${ours[@]}" serve.in
+lock client "What a client needs" "${ours[@]}" client.in
 lock triton "The tritonserver of a wheel" --no-deps triton.in
 # shellcheck disable=SC2046
 lock export "What an export needs beside serve.txt" "${ours[@]}" export.in $(without serve.txt)
@@ -52,6 +53,6 @@ lock torch-pypi "PyPI's torch, and what it requires beside serve.txt" torch-pypi
 lock uv "What installs packages" uv.in
 lock bench "The servers that \`make bench\` compares ours with, beside torch" "${ours[@]:0:4}" bench.in
 lock bench-mlserver "MLServer, for \`make bench\`, beside torch" "${ours[@]:0:4}" bench-mlserver.in
-lock audit "What \`make audit\` runs" audit.in
+lock audit "What \`make audit\` and \`make sbom\` run" audit.in
 lock kube "What \`make kube\` checks manifests with" kube.in
 lock mutants "What \`make mutants\` runs, beside the environment" mutants.in

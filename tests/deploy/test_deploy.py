@@ -14,9 +14,19 @@ from typer.testing import CliRunner
 
 from export.__main__ import app as export_app
 from serving.__main__ import app
+from serving.server.launch.operations import Condition
 from tests.requirements.test_setup import pins
+from tests.serving.server.launch.test_operations import listening
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+_SERVING = ["serve.txt", "torch-cpu.txt", "torch-pypi.txt"]
+# Of each image, the locks that it is built from.
+LOCKS = {
+    "Dockerfile": _SERVING,
+    "debian.Dockerfile": ["triton.txt", *_SERVING],
+    "export.Dockerfile": ["export.txt", *_SERVING],
+    "client.Dockerfile": ["client.txt"],
+}
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 # The oldest that is still supported, and the newest that the schemas know.
 VERSIONS = ("1.33", kubernetes_validate.latest_version())
@@ -152,7 +162,7 @@ def test_it_is_started_with_options_that_exist_and_asks_for_its_certificate(argu
     )
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "debian.Dockerfile", "export.Dockerfile"])
+@pytest.mark.parametrize("name", sorted(LOCKS))
 def test_the_dockerfile_has_no_known_fault(name: str) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, DEPLOY / name], capture_output=True, text=True, check=False)
@@ -160,7 +170,7 @@ def test_the_dockerfile_has_no_known_fault(name: str) -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "debian.Dockerfile", "export.Dockerfile"])
+@pytest.mark.parametrize("name", sorted(LOCKS))
 def test_the_dockerfile_copies_what_there_is(name: str) -> None:
     lines = (DEPLOY / name).read_text().splitlines()
     copied = [source for line in lines if line.startswith("COPY ") for source in line.split()[1:-1]]
@@ -168,6 +178,35 @@ def test_the_dockerfile_copies_what_there_is(name: str) -> None:
     for source in copied:
         assert (DEPLOY.parent / source).exists(), source
     assert "USER 1000:1000" in lines
+
+
+def test_the_builder_is_sent_what_is_copied_and_no_more() -> None:
+    """By .dockerignore: all is left out but what is named."""
+    first, *others = [each for each in (DEPLOY.parent / ".dockerignore").read_text().splitlines() if each[0] != "#"]
+    sent = {each.removeprefix("!") for each in others if each.startswith("!")}
+    text = "".join((DEPLOY / name).read_text() for name in LOCKS)
+    copied = {each for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for each in line.split()}
+    assert first == "*"
+    assert sent == {each.partition("/")[0] for each in copied}
+    assert [each for each in others if not each.startswith("!")] == ["**/__pycache__"]
+
+
+def test_an_image_is_healthy_as_the_operations_port_says() -> None:
+    """Asked of a port of a test's own in its place."""
+    (said,) = {
+        line.strip()
+        for name in ("Dockerfile", "debian.Dockerfile")
+        for line in (DEPLOY / name).read_text().splitlines()
+        if line.strip().startswith('CMD ["bash"')
+    }
+    condition = Condition()
+    with listening(condition) as (host, port):
+        command = [each.replace("127.0.0.1/8002", f"{host}/{port}") for each in json.loads(said.removeprefix("CMD "))]
+        assert any(str(port) in each for each in command)
+        assert subprocess.run(command, check=False).returncode == 1
+        condition.server = None
+        assert subprocess.run(command, check=False).returncode == 0
+    assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 1
 
 
 def test_the_image_is_above_the_security_floor() -> None:
@@ -180,14 +219,12 @@ def test_the_image_is_above_the_security_floor() -> None:
 
 def test_the_image_s_pins_are_the_environment_s() -> None:
     requirements = DEPLOY.parent / "requirements"
-    serving = ["serve.txt", "torch-cpu.txt", "torch-pypi.txt"]
-    locks = {
-        "Dockerfile": serving,
-        "debian.Dockerfile": ["triton.txt", *serving],
-        "export.Dockerfile": ["export.txt", *serving],
-    }
-    for name, expected in locks.items():
-        (copied,) = re.findall(r"^COPY (.*requirements/.*) \./$", (DEPLOY / name).read_text(), re.MULTILINE)
-        assert sorted(copied.replace("requirements/", "").split()) == sorted([*expected, "torch.sh"])
+    for name, expected in LOCKS.items():
+        (copied,) = re.findall(r"^COPY (requirements/.*) \S+$", (DEPLOY / name).read_text(), re.MULTILINE)
+        scripts = ["torch.sh"] if "torch-cpu.txt" in expected else []
+        assert sorted(copied.replace("requirements/", "").split()) == sorted([*expected, *scripts])
         assert all(pins(requirements / lock) for lock in expected)
     assert {"fbgemm-gpu-cpu", "tritonclient", "msgspec"} <= pins(requirements / "serve.txt").keys()
+    client = pins(requirements / "client.txt")
+    assert client.items() <= pins(requirements / "serve.txt").items()
+    assert "torch" not in client

@@ -174,7 +174,7 @@ class Server:
             metrics_address=f"{self.metrics_address}{_NEXT}",
             regions=self.regions.translate(_OTHER),
         )
-        second.kept, second.loading = self.kept, self.loading
+        second.kept = self.kept
         second.start()
         return second
 
