@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make sure that what `make kube` needs is there: podman, a Debian to build on, the image of deploy/debian.Dockerfile, and
-# a linter of manifests. What is there already is kept, in .bench/kube and among podman's images.
+# Make sure that what `make kube` needs is there: podman, images to build on, all images of deploy/, and a linter of
+# manifests. What is there already is kept, in .bench/kube and among podman's images.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=.bench/kube
@@ -44,11 +44,11 @@ if ! podman image exists localhost/debian:bookworm-slim; then
   debootstrap --variant=minbase bookworm "$root" >"$folder/debootstrap.log" 2>&1 || fail "see $folder/debootstrap.log"
   tar -C "$root" -c . | podman import --quiet - localhost/debian:bookworm-slim >/dev/null
 fi
-base=$(podman image inspect localhost/debian:bookworm-slim --format '{{.Digest}}')
 
-# pip inside the build has the packages that pip has here, and no network.
+# pip inside a build has the packages that pip has here, and no network.
+printf '[global]\nno-index = true\nfind-links = /wheels\n' > "$folder/pip.conf"
 torch=$(requirements/torch.sh .venv/bin/pip)
-cat requirements/{serve,triton}.txt "requirements/$torch" > "$folder/pins.new"
+cat requirements/{serve,triton,export}.txt "requirements/$torch" > "$folder/pins.new"
 if ! cmp --silent "$folder/pins.new" "$folder/pins"; then
   echo "kube: fetching $(grep -c == "$folder/pins.new") pinned packages"
   rm -rf "$folder/wheels"
@@ -56,12 +56,57 @@ if ! cmp --silent "$folder/pins.new" "$folder/pins"; then
     2> >(grep -v '^WARNING: Location' >&2)
   mv "$folder/pins.new" "$folder/pins"
 fi
-printf '[global]\nno-index = true\nfind-links = /wheels\n' > "$folder/pip.conf"
 
-echo "kube: building the image (two minutes the first time)"
-podman build --quiet --pull=never --network host --file deploy/debian.Dockerfile --tag localhost/tbe-serving:kube \
-  --build-arg DEBIAN_IMAGE=localhost/debian --build-arg "DEBIAN_DIGEST=$base" \
-  --volume "$PWD/$folder/wheels:/wheels:ro" --volume "$PWD/$folder/pip.conf:/etc/pip.conf:ro" . >/dev/null
+# In place of the images that Dockerfiles name, where those cannot be had.
+base() { # an image's name, and a folder with what its Dockerfile copies; the Dockerfile
+  podman image exists "localhost/$1" || {
+    echo "kube: making localhost/$1"
+    podman build --quiet --network host --tag "localhost/$1" --file - "$2" >/dev/null
+  }
+}
+
+build() { # a Dockerfile, the image it makes, how its arguments' names begin, and the image it is built on
+  local digest
+  digest=$(podman image inspect "localhost/$4" --format '{{.Digest}}')
+  echo "kube: building $1 (two minutes the first time)"
+  # Of podman's formats this one knows health checks.
+  podman build --quiet --pull=never --network host --format docker --file "deploy/$1" --tag "localhost/tbe-serving:$2" \
+    --build-arg "$3_IMAGE=localhost/${4%%:*}" --build-arg "$3_DIGEST=$digest" \
+    --volume "$PWD/$folder/wheels:/wheels:ro" --volume "$PWD/$folder/pip.conf:/etc/pip.conf:ro" . >/dev/null
+  echo "kube: localhost/tbe-serving:$2 has $(($(podman image inspect "localhost/tbe-serving:$2" --format '{{.Size}}') / 1000000)) MB"
+}
+
+build debian.Dockerfile kube DEBIAN debian:bookworm-slim
+
+base python:3.11 "$folder" <<'FILE'
+FROM localhost/debian:bookworm-slim
+RUN apt-get update && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
+    && rm -rf /var/lib/apt/lists/* && python3 -m venv /opt/venv
+ENV PATH=/opt/venv/bin:$PATH
+FILE
+build export.Dockerfile export PYTHON python:3.11
+build client.Dockerfile client PYTHON python:3.11
+
+# Laid out as Triton's image: in /opt/tritonserver, beside the system's Python. That is Ubuntu's 3.12 there, and 3.11 here.
+layout=$folder/layout
+if ! podman image exists localhost/tritonserver:layout; then
+  rm -rf "$layout"
+  mkdir -p "$layout/opt/backends"
+  .venv/bin/python -m zipfile --extract "$folder"/wheels/nvidia_pytriton-*.whl "$layout/wheel"
+  cp -r "$layout/wheel/pytriton/tritonserver/bin" "$layout/opt/bin"
+  cp -r "$layout/wheel/pytriton/tritonserver/backends/python" "$layout/opt/backends/python"
+  cp "$layout/wheel/pytriton/tritonserver/python_backend_stubs/3.11/triton_python_backend_stub" "$layout/opt/backends/python"
+  cp -r "$layout/wheel/nvidia_pytriton.libs" "$layout/opt/lib"
+  chmod 755 "$layout/opt/bin/tritonserver" "$layout/opt/backends/python/triton_python_backend_stub"
+fi
+base tritonserver:layout "$layout" <<'FILE'
+FROM localhost/debian:bookworm-slim
+RUN apt-get update && apt-get install --yes --no-install-recommends ca-certificates libpython3.11 python3 python3-pip \
+    && rm -rf /var/lib/apt/lists/*
+COPY opt /opt/tritonserver
+ENV PATH=/opt/tritonserver/bin:$PATH LD_LIBRARY_PATH=/opt/tritonserver/lib
+FILE
+build Dockerfile triton TRITON tritonserver:layout
 
 if ! [ "$folder/checkov/.installed" -nt requirements/kube.txt ]; then
   echo "kube: installing checkov"

@@ -27,7 +27,7 @@ from serving.server.launch.access import EVERYWHERE, LOOPBACK, is_loopback
 from serving.server.launch.private import PrivateFolder
 from serving.triton.control import UNIX
 
-# Most bytes of the path of a socket: without the zero byte at its end (unix(7)), and the one that a second process adds.
+# Most bytes of the path of a socket: 108 of unix(7), less the zero byte at its end and what a second process adds.
 _LONGEST = 106
 _END = ".json"
 

@@ -47,12 +47,12 @@ def answers(port: int) -> Counter[str]:
     """Who answers fifty new connections. The first that is turned away is the last."""
     found: Counter[str] = Counter()
     for _ in range(50):
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-            try:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
                 found[connection.recv(10).decode()] += 1
-            except ConnectionResetError:
-                found["turned away"] += 1
-                break
+        except ConnectionResetError:
+            found["turned away"] += 1
+            break
     return found
 
 
