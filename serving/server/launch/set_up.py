@@ -5,6 +5,10 @@
 Only its own user can open the files that the program and its children make. umask(2) alone is not enough for that:
 Boost makes the Python backend's shared memory, and then opens it to all users by fchmod(2). So a seccomp(2) filter
 makes the kernel skip exactly that call.
+
+It skips another one, too: Triton tries the Python backend's program by system(3), which cannot tell how it ended, for
+SIGCHLD is ignored. So Triton makes the program executable, chmod(…, S_IXUSR). That fails where the program belongs to
+another user, as in Triton's own image, where it is executable already.
 """
 
 import ctypes
@@ -16,26 +20,34 @@ import sys
 from typing import NamedTuple
 
 _PRIVATE = 0o077
-_OPENED = 0o644
+_OPENED, _EXECUTABLE = 0o644, 0o100
 # Constants of prctl(2), seccomp(2), <linux/seccomp.h> and <linux/filter.h>.
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 # _SPEC_ALLOW: without it, the kernel slows a program with a filter down, by mitigations for untrusted code.
 _SET_MODE_FILTER, _SPEC_ALLOW = 1, 4
 _ALLOW, _LEAVE_OUT = 0x7FFF0000, 0x00050000  # _LEAVE_OUT: skip the call, and return 0
 _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-# Offsets in struct seccomp_data: the system call, the architecture, and the low half of the second argument.
-_NUMBER, _ARCHITECTURE, _SECOND = 0, 4, 24
+# Offsets in struct seccomp_data: the system call, the architecture, and the low halves of two arguments.
+_NUMBER, _ARCHITECTURE, _SECOND, _THIRD = 0, 4, 24, 32
 
 
 class _Machine(NamedTuple):
-    """An architecture, as <linux/audit.h> numbers it, and its numbers of two system calls."""
+    """An architecture, as <linux/audit.h> numbers it, its number of seccomp(2), and the calls that are skipped.
+
+    Of such a call there is its number, where its mode is, and the mode.
+    """
 
     audit: int
-    fchmod: int
     seccomp: int
+    skipped: tuple[tuple[int, int, int], ...]
 
 
-_MACHINES = {"x86_64": _Machine(0xC000003E, 91, 317), "aarch64": _Machine(0xC00000B7, 52, 277)}
+_MACHINES = {
+    "x86_64": _Machine(  # fchmod, chmod, fchmodat
+        0xC000003E, 317, ((91, _SECOND, _OPENED), (90, _SECOND, _EXECUTABLE), (268, _THIRD, _EXECUTABLE))
+    ),
+    "aarch64": _Machine(0xC00000B7, 277, ((52, _SECOND, _OPENED), (53, _THIRD, _EXECUTABLE))),
+}
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -59,17 +71,21 @@ def make_private_files() -> None:
 
 
 def _filter_of(machine: _Machine) -> _Program:
-    """The filter: skip fchmod(…, 0644), and allow all other calls."""
-    steps = (
+    """The filter: skip some calls with some modes, and allow all others."""
+    steps = [
         (_LOAD, 0, 0, _ARCHITECTURE),
-        (_IF_EQUAL, 0, 5, machine.audit),
-        (_LOAD, 0, 0, _NUMBER),
-        (_IF_EQUAL, 0, 3, machine.fchmod),
-        (_LOAD, 0, 0, _SECOND),
-        (_IF_EQUAL, 0, 1, _OPENED),
-        (_RETURN, 0, 0, _LEAVE_OUT),
+        (_IF_EQUAL, 1, 0, machine.audit),
         (_RETURN, 0, 0, _ALLOW),
-    )
+    ]
+    for number, where, mode in machine.skipped:
+        steps += [
+            (_LOAD, 0, 0, _NUMBER),
+            (_IF_EQUAL, 0, 3, number),
+            (_LOAD, 0, 0, where),
+            (_IF_EQUAL, 0, 1, mode),
+            (_RETURN, 0, 0, _LEAVE_OUT),
+        ]
+    steps.append((_RETURN, 0, 0, _ALLOW))
     return _Program(len(steps), b"".join(struct.pack("HBBI", *step) for step in steps))
 
 
