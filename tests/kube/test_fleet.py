@@ -1,5 +1,6 @@
 """A router and the hosts of its plan, run from generated manifests by podman. `make kube` runs this."""
 
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
@@ -8,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trustme
 
 from export import Sharding, export_model
 from serving.client import LookupClient, Retries, Tls
 from serving.engine import Engine
 from serving.errors import ServerUnavailable
-from tests.support.certificates import write_certificates
 from tests.support.commands import tbe_export
 from tests.support.models import MIXED, MIXED_CONFIG, collection
 from tests.support.pods import FOLDER, Pod, Volumes, image, pods
@@ -85,26 +86,52 @@ def base(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+# Whose certificates one authority signs: those for what clients call, and those for hosts and who calls them.
+AUTHORITIES = ({"movies-tls": "movies"}, {"movies-hosts-tls": "movies-hosts", "movies-hosts-client-tls": "r"})
+
+
+@dataclass(frozen=True)
+class Secrets:
+    """Folders as Secrets are mounted, by their names."""
+
+    folder: Path
+    authorities: list[trustme.CA]
+
+    def issue(self) -> None:
+        """Write certificates of these authorities, anew if there are some."""
+        for authority, names in zip(self.authorities, AUTHORITIES, strict=True):
+            for name, identity in names.items():
+                issued = authority.issue_cert(identity)
+                (self.folder / name).mkdir(exist_ok=True)
+                authority.cert_pem.write_to_path(self.folder / name / "ca.crt")
+                issued.cert_chain_pems[0].write_to_path(self.folder / name / "tls.crt")
+                issued.private_key_pem.write_to_path(self.folder / name / "tls.key")
+        open_to_pods(self.folder)
+
+    def is_served(self, pod: Pod) -> bool:
+        """Whether a pod serves the certificate that is there."""
+        name = "movies-tls" if pod.name.startswith("movies-0") else "movies-hosts-tls"
+        return ssl.get_server_certificate((pod.address, 8001)) == (self.folder / name / "tls.crt").read_text()
+
+
 @pytest.fixture(scope="module")
-def tls(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders as Secrets are mounted: one authority for what clients call, another for hosts and who calls them."""
-    folder = tmp_path_factory.mktemp("tls")
-    for authority in ({"movies-tls": "movies"}, {"movies-hosts-tls": "movies-hosts", "movies-hosts-client-tls": "r"}):
-        made = tmp_path_factory.mktemp("authority")
-        write_certificates(made, None, **authority)
-        for name in authority:
-            (folder / name).mkdir()
-            for source, target in (("root.pem", "ca.crt"), (f"{name}.pem", "tls.crt"), (f"{name}.key", "tls.key")):
-                (folder / name / target).write_bytes((made / source).read_bytes())
-    return folder
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Secrets:
+    made = Secrets(tmp_path_factory.mktemp("tls"), [trustme.CA() for _ in AUTHORITIES])
+    made.issue()
+    return made
+
+
+@pytest.fixture(scope="module")
+def tls(secrets: Secrets) -> Path:
+    return secrets.folder
 
 
 @pytest.fixture(scope="module")
 def fleet(base: Path, keys: Path, tls: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Two replicas of host 0, one of host 1, and a router: all ready."""
-    secrets = {each.name: each for each in tls.iterdir()} | {"movies-trusted-keys": keys / "public"}
-    volumes = Volumes({"models": base / "repository"}, secrets)
-    open_to_pods(base, keys, tls)
+    mounted = {each.name: each for each in tls.iterdir()} | {"movies-trusted-keys": keys / "public"}
+    volumes = Volumes({"models": base / "repository"}, mounted)
+    open_to_pods(base, keys)
     sharding = Sharding(ranks=4, ranks_per_host=2, types=TYPES)
     one_process = replace(MIXED_CONFIG, sharding=sharding)
     expected = Engine.open(export_model(collection(MIXED), tmp_path_factory.mktemp("one") / "r", "m", one_process))
@@ -181,6 +208,20 @@ def test_a_stranger_is_not_answered_by_a_host(fleet: Fleet, tls: Path) -> None:
         pytest.raises(ServerUnavailable),
     ):
         client.info()
+
+
+def test_renewed_secrets_are_served_by_every_pod_without_a_failed_call(fleet: Fleet, secrets: Secrets) -> None:
+    living = [pod for pod in fleet.every if pod != fleet.pods["movies-host-0"][0]]
+    assert all(secrets.is_served(pod) for pod in living)
+    secrets.issue()
+    assert not any(secrets.is_served(pod) for pod in living)
+    deadline = time.monotonic() + 90
+    while not all(secrets.is_served(pod) for pod in living):
+        assert time.monotonic() < deadline
+        fleet.check()
+    for _ in range(50):
+        fleet.check()
+    assert all(pod.is_ready() for pod in living)
 
 
 def test_a_pod_has_its_own_model_alone(fleet: Fleet) -> None:
