@@ -2,7 +2,6 @@
 
 import enum
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -60,9 +59,6 @@ def load(
         served = Path(run.repository) if run.private is None else run.private.repository
         hosts = run.hosts.get(model)
         switched = switch(control, model, wanted, private=run.private, repository=served, hosts=hosts)
-        if _run_file(url).process != run.process:  # another took its place meanwhile, with what it served before
-            after = switch(control, model, wanted, private=run.private, repository=served, hosts=hosts)
-            switched = replace(switched, after=after.after)
     except ServingError:
         now = control.ready(model)
         out.print(f"{model}: still serves version {_listed(now)}" if now else f"{model}: serves no version")

@@ -1,9 +1,10 @@
 """The versions that a model's release file says, and how a running server switches to other versions."""
 
+import fcntl
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from serving.model.config_file import OURS, Pins, as_json, point_at, read_config
 from serving.request.captured import WARM_UP, read_captured
 from serving.router.hosts_config import hosts_of
 from serving.server.launch.private import PrivateFolder
-from serving.triton.control import Control
+from serving.triton.control import UNIX, Control
 
 # Seconds until a refused release is read again. It is two files, itself and its signature, and they may be changing.
 _SETTLED_S = 1.0
@@ -121,7 +122,7 @@ def switch(
     Raises:
         ServingError: a version is missing, not signed, or cannot be loaded. The old versions serve on.
     """
-    with nullcontext() if private is None else private.locked():
+    with nullcontext() if private is None else private.locked(), loading(control):
         before = control.ready(model)
         if private is not None:
             for version in wanted or (None,):
@@ -131,6 +132,22 @@ def switch(
             point_at(config, hosts)
         check_loadable(repository / model, config, wanted)
         return Switched(before, control.load(model, sorted({*wanted, *beside}), as_json(config)))
+
+
+@contextmanager
+def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
+    """In the block, no other process takes the place of the one that `control` reaches (`Server.take`).
+
+    Args:
+        control: a server's control API. Where it is no Unix socket, no process takes the place of another.
+        alone: nobody else is in such a block. This waits until they have left theirs.
+    """
+    with ExitStack() as stack:
+        if control.address.startswith(UNIX):
+            with suppress(FileNotFoundError):  # the server has ended: the next call says so
+                lock = stack.enter_context(Path(f"{control.address.removeprefix(UNIX)}.lock").open("ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def check_loadable(model: Path, config: Any, wanted: Sequence[int] = ()) -> None:

@@ -35,6 +35,10 @@ class Child:
     process: subprocess.Popen[bytes]
     output: Output
 
+    def why(self, code: int) -> str:
+        """Why it ended with a code: the signal, or the code and what it said."""
+        return signal.Signals(-code).name if code < 0 else f"{code}: {self.output.reason()}"
+
     def end(self, timeout_s: float) -> None:
         """Let it answer the requests that it accepted, and end. After `timeout_s`, kill it.
 

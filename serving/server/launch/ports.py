@@ -70,8 +70,11 @@ class Gate:
     program says by its place which one gets a new connection (socket(7), SO_ATTACH_REUSEPORT_CBPF). When one closes,
     the last takes its place (reuseport_detach_sock() of net/core/sock_reuseport.c). So sockets of ours come behind a
     process that is led to, as many as the one before it has. When that closes its own, they move, and the process
-    stays where it is. While a process listens, nobody is led to them, nor to the first one of all, which holds the
-    program. Else the kernel chooses one of them, and who comes is turned away at once, as if nobody listened.
+    stays where it is. Then all but one of them can go: what takes their places are sockets of the process but the one
+    that is led to.
+
+    While a process listens, nobody is led to a socket of ours, nor to the first one of all, which holds the program.
+    Else the kernel chooses one of them, and who comes is turned away at once, as if nobody listened.
 
     Only TCP over IPv4: `Access.host` is such an address.
 
@@ -87,15 +90,22 @@ class Gate:
         self._address = f"::ffff:{host}" if is_mapped else host, port
         self._first = self._bound()
         self._ipv6 = contextlib.ExitStack()
+        self._fillers: list[socket.socket] = []
+        # Those of `_fillers` that can go when the process before has ended.
+        self._spare: list[socket.socket] = []
         # With a program before it listens: it never gets a connection.
         self._lead_to(1)
         self._first.listen()
-        self._fillers: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._first, selectors.EVENT_READ)
         self._is_open = True
         self._thread = threading.Thread(target=self._turn_away, name="gate", daemon=True)
         self._thread.start()
+
+    def start(self) -> None:
+        """Lead new connections to the process that is about to start: there is no other."""
+        self.settle()
+        self._lead_to(1 + len(self._fillers))
 
     def before_start(self) -> None:
         """Call this just before a process starts, for `_ipv4_alone`.
@@ -144,6 +154,15 @@ class Gate:
             self._lead_to(1 + len(self._fillers) + listening)
             stack.pop_all()
         self._fillers += fillers
+        self._spare = fillers[1:]
+
+    def settle(self) -> None:
+        """The process before has ended."""
+        for each in self._spare:
+            self._selector.unregister(each)
+            each.close()
+            self._fillers.remove(each)
+        self._spare = []
 
     def is_shared_with(self, process: int) -> bool:
         """Whether a process listens on the port so that it can be led to."""

@@ -20,9 +20,8 @@ from serving.server.launch.shared_memory import remove_regions
 from serving.triton.command_line import http_options, metrics_options, region_options
 from serving.triton.control import UNIX, UNLOADED, Control, VersionState
 
-# What the names of a second process's sockets have at the end, and of one that ends; and what the prefixes of two
-# processes' regions have.
-_NEXT, _BEFORE = "+", "-"
+# What the names of a second process's sockets have at the end; and what the prefixes of two processes' regions have.
+_NEXT = "+"
 FIRST_REGIONS, _OTHER = "-x-", str.maketrans("xy", "yx")
 _UNAVAILABLE = "UNAVAILABLE"
 
@@ -160,6 +159,8 @@ class Server:
         self.end()
         self.condition.restarts += 1
         self.condition.note_start()
+        if self.gate is not None:
+            self.gate.start()
         self.start(options)
         self.kept.note(process=self.process.pid)
 
@@ -182,21 +183,20 @@ class Server:
         """Make the process of a second server `beside` this one its own. New connections come to that from now on.
 
         Returns:
-            The process of before, which goes on answering those that it has, and can be told to load by other
-            addresses. `end` it.
+            The process of before, which goes on answering on the connections that it has. `end` it.
 
         Raises:
             OSError: one of the two processes has just ended. Nothing has changed.
         """
         assert self.gate is not None  # noqa: S101  as for `beside`
-        before = replace(self, control_address=f"{self.control_address}{_BEFORE}")
+        before = replace(self)
         before.child, before.kept = self.child, self.kept
-        present, following, kept = (Path(each.control_address.removeprefix(UNIX)) for each in (self, second, before))
-        kept.unlink(missing_ok=True)
-        kept.hardlink_to(present)
         self.gate.hand_over(self.process.pid)
-        following.rename(present)
-        Path(second.metrics_address.removeprefix(UNIX)).rename(self.metrics_address.removeprefix(UNIX))
+        for following, present in (
+            (second.control_address, self.control_address),
+            (second.metrics_address, self.metrics_address),
+        ):
+            Path(following.removeprefix(UNIX)).rename(present.removeprefix(UNIX))
         second.control_address, second.metrics_address = self.control_address, self.metrics_address
         self.child, self.regions, self.read = second.child, second.regions, second.read
         self.condition.note_start()

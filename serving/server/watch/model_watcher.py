@@ -4,13 +4,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from serving.errors import DeadlineExceeded, ServerUnavailable, ServingError, TritonserverFailed
 from serving.model.config_file import OURS
 from serving.server.launch.server import Served, Server
+from serving.server.versions import loading
 from serving.server.watch.hang_check import HangCheck
 from serving.triton.command_line import erase_from_command_line
 from serving.triton.control import Control, metrics_page
@@ -57,23 +57,22 @@ class ModelWatcher:
         self._suspects: set[str] = set()
         self._stopped: set[int] = set()
         self._hang_checks: dict[tuple[str, int], HangCheck] = {}
-        self._is_second = False
+        self._present: Server | None = None
         self._taken = threading.Event()
-        self._before: Server | None = None
 
-    def start(self, *, is_anew: bool, is_second: bool = False) -> None:
+    def start(self, *, is_anew: bool, present: Server | None = None) -> None:
         """Begin to watch.
 
         Args:
             is_anew: the server has nothing loaded yet: load the models of `served` first.
-            is_second: another serves, and goes on until this one takes its place.
+            present: the one that serves, and goes on until this one takes its place. When `has_loaded` is said, this
+                one serves the same, and nothing is loaded until `take_over`.
         """
-        self._is_second = is_second
+        self._present = present
         threading.Thread(target=self._run, args=(is_anew,), name="model watcher", daemon=True).start()
 
-    def take_over(self, before: Server) -> None:
-        """The second server has taken the place of the one `before`. What that loaded meanwhile, it loads as well."""
-        self._before = before
+    def take_over(self) -> None:
+        """Its server has taken the place of the present one."""
         self._taken.set()
 
     def end(self) -> None:
@@ -85,11 +84,11 @@ class ModelWatcher:
         try:
             if is_anew:
                 self._load_all()
+            if self._present is not None:
+                self._succeed(self._present)
+                if self._ended.is_set():
+                    return
             self.has_loaded = True
-            if self._is_second:
-                self._taken.wait()
-                self._is_second = False
-                self._catch_up()
             self._server.condition.server = None
             while not self._ended.wait(_PERIOD_S):
                 self._check()
@@ -107,25 +106,18 @@ class ModelWatcher:
                 if not self._server.control(_ASK_TIMEOUT_S).ready(model):  # `tbe-serve load` may have been quicker
                     self._load(model, since)
 
-    def _catch_up(self) -> None:
-        """Load versions that the server before this one was told to load after this one had read what it served."""
-        if self._before is None:
-            return
-        with suppress(ServerUnavailable, DeadlineExceeded):  # it has ended
-            control = self._before.control(_ASK_TIMEOUT_S)
-            self._served.update(control.index(), control)
-        control = self._server.control(_LOAD_TIMEOUT_S)
-        for model, versions in sorted(self._served.versions.items()):
-            try:
-                if {*control.ready(model)} != {*versions}:
-                    control.load(model, versions, self._served.configs[model])
-            except ServingError as error:
-                self._log.error(
-                    "model %r: what was loaded while another took its place is not served: %s",
-                    model,
-                    error,
-                    extra={"event": "model_not_loaded", **self._about(model)},
-                )
+    def _succeed(self, present: Server) -> None:
+        """Serve what the present server serves, and wait until this one is in its place. Nobody loads meanwhile."""
+        before, control = present.control(_ASK_TIMEOUT_S), self._server.control(_LOAD_TIMEOUT_S)
+        with loading(before, alone=True):
+            if not self._ended.is_set():
+                self._served.update(before.index(), before)
+                for model, versions in sorted(self._served.versions.items()):
+                    if {*control.ready(model)} != {*versions}:
+                        control.load(model, versions, self._served.configs[model])
+                self.has_loaded = True
+                self._taken.wait()
+        self._present = None
 
     def _wait_until_it_answers(self) -> None:
         control = self._server.control(_ASK_TIMEOUT_S)
@@ -242,7 +234,7 @@ class ModelWatcher:
         self._recover(model)
         for key in [key for key in self._hang_checks if key[0] == model]:
             del self._hang_checks[key]
-        if self._is_second:
+        if self._present is not None:
             return
         self._log.info(
             "model %r: serves again after %.1f s",

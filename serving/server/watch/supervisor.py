@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 
 from serving.errors import ServingError
+from serving.server.launch.access import ServerTls
+from serving.server.launch.ports import Gate
 from serving.server.launch.server import Served, Server
 from serving.server.watch.model_watcher import ModelWatcher
 from serving.server.watch.release_follower import ReleaseFollower
@@ -49,44 +51,48 @@ _PERIOD_S = 0.25
 _ASK_TIMEOUT_S = 10.0
 # Seconds from when its models are idle until a stopping server is killed: it has to send its last answers, and end.
 _LAST_ANSWERS_S = 3.0
-# Seconds between two looks at the files of a certificate, and until one that was not gone over to is tried again.
-_LOOKS_S, _AGAIN_S = 2.0, 60.0
-# Seconds until the last connection is accepted that was opened before another process got them.
-_ACCEPTED_S = 2.0
+# Seconds between two looks at certificates, until what failed is tried again, and until all connections are accepted
+# that were opened before another process got them.
+_LOOKS_S, _AGAIN_S, _ACCEPTED_S = 2.0, 60.0, 2.0
+_MISFITS = 5  # looks at which certificate and key do not fit, until the log says so
+_FAILED = "cannot go over to the renewed certificates, and goes on with those before"
 
 
 class _Renewal:
-    """Goes over to certificates that are renewed, which tritonserver reads as it starts, and not again.
+    """Goes over to certificates that are renewed: tritonserver reads them as it starts, and not again.
 
-    A second process starts beside the present one. It takes its place when it serves the same. From then on new
-    connections come to it, and the one before ends when its last connection has ended.
+    A second process starts beside the present one, and takes its place when it serves the same. New connections come
+    to it then, and the one before ends when its last connection has.
     """
 
     def __init__(self, server: Server, served: Served, recover: bool) -> None:
         self._server, self._served, self._recover = server, served, recover
         self._next_look = 0.0
-        # The digest of the files when they were last looked at.
-        self._seen = b""
+        # The digest of the files when they were last looked at, and of those that the log says do not fit.
+        self._seen, self._refused = server.read, b"-"
+        self._misfits = 0
         self._second: tuple[Server, ModelWatcher] | None = None
         self._before: Server | None = None
         self._ending: threading.Thread | None = None
-        # Until when the process before may have connections, or it is not known yet which it has.
+        # Until when the process before may have connections, and until when not all are known that it has.
         self._until = self._unknown_until = 0.0
 
     def step(self, watcher: ModelWatcher) -> ModelWatcher:
         """Do what is due. Returns the watcher of the process that serves, of which `watcher` is the present one."""
-        now = time.monotonic()
+        now, gate, tls = time.monotonic(), self._server.gate, self._server.condition.tls
+        if gate is None or tls is None:
+            return watcher
         if self._before is not None:
-            self._end_before(self._before, now)
+            self._end_before(self._before, gate, now)
         elif self._second is not None:
             return self._step_second(*self._second, watcher)
         elif now >= self._next_look and watcher.has_loaded:
             self._next_look = now + _LOOKS_S
-            if self._is_due():
+            if self._is_due(tls):
                 self._server.log.info("certificates were renewed: starts another", extra={"event": "renewing"})
                 second = self._server.beside()
                 self._second = second, ModelWatcher(second, self._served, self._recover)
-                self._second[1].start(is_anew=True, is_second=True)
+                self._second[1].start(is_anew=True, present=self._server)
         return watcher
 
     def signal(self, number: int) -> None:
@@ -107,23 +113,32 @@ class _Renewal:
             self._before.end()
         self._second = self._before = self._ending = None
 
-    def _is_due(self) -> bool:
-        """Whether files are there that were not read, and that have not changed since the last look."""
-        if self._server.gate is None or self._server.condition.tls is None:
-            return False
+    def _is_due(self, tls: ServerTls) -> bool:
+        """Whether files are there that were not read, that fit, and that have not changed since the last look."""
         before, self._seen = self._seen, self._server.digest()
-        if not self._seen or self._seen != before or self._seen == self._server.read:
+        if self._seen != before:
+            self._misfits = 0
+            return False
+        if self._seen in (self._server.read, self._refused):
             return False
         try:
-            replace(self._server.condition.tls)  # a pair that fits
-        except ServingError:  # one of them is still to come
-            return False
-        return True
+            replace(tls)  # reads them
+            problem = "" if self._seen else "a file by which a router and its hosts trust one another cannot be read"
+        except ServingError as error:
+            problem = str(error)
+        self._misfits += 1
+        if problem and self._misfits == _MISFITS:  # else the rest of them is still to come
+            self._say_failed(problem)
+            self._refused = self._seen
+        return not problem
+
+    def _say_failed(self, problem: object) -> None:
+        self._server.log.error(f"{_FAILED}: %s", problem, extra={"event": "renewal_failed"})
 
     def _step_second(self, second: Server, second_watcher: ModelWatcher, watcher: ModelWatcher) -> ModelWatcher:
         problem: object = second_watcher.lost or second_watcher.failure
-        if second.process.poll() is not None:
-            problem = problem or second.child.output.reason()
+        if (code := second.process.poll()) is not None:
+            problem = second.child.why(code)
         if problem is None and second_watcher.has_loaded:
             try:
                 self._before = self._server.take(second)
@@ -131,35 +146,33 @@ class _Renewal:
                 problem = error
             else:
                 watcher.end()
-                second_watcher.take_over(self._before)
+                second_watcher.take_over()
                 self._second = None
                 self._unknown_until = time.monotonic() + _ACCEPTED_S
                 self._until = self._unknown_until + self._server.connection_age_s
                 self._server.log.info("serves with the renewed certificates", extra={"event": "renewed"})
                 return second_watcher
         if problem is not None:
-            self._server.log.error(
-                "cannot go over to the renewed certificates, and goes on with those before: %s",
-                problem,
-                extra={"event": "renewal_failed"},
-            )
+            self._say_failed(problem)
             self._next_look = time.monotonic() + _AGAIN_S
             self.end()
         return watcher
 
-    def _end_before(self, before: Server, now: float) -> None:
-        assert before.gate is not None  # noqa: S101  else it has no second
-        if self._ending is not None:
-            if not self._ending.is_alive():
-                self._before = self._ending = None
-        elif now > self._until or (now > self._unknown_until and not before.gate.connections(before.process.pid)):
-            self._ending = threading.Thread(target=before.end, name="process before", daemon=True)
-            self._ending.start()
+    def _end_before(self, before: Server, gate: Gate, now: float) -> None:
+        if self._ending is None and now > self._unknown_until:
+            has_connections = gate.connections(before.process.pid)
+            if not has_connections:
+                before.exit_timeout_s = _LAST_ANSWERS_S  # nobody waits for one
+            if not has_connections or now > self._until:
+                self._ending = threading.Thread(target=before.end, name="process before", daemon=True)
+                self._ending.start()
+        elif self._ending is not None and not self._ending.is_alive():
+            gate.settle()
+            self._before = self._ending = None
 
 
 class Supervisor:
-    """Watches a server from one thread. It never blocks that thread for long: on the main one, signals are handled at
-    once.
+    """Watches a server from one thread, and never blocks it for long: on the main one, signals are handled at once.
 
     Args:
         server: a running server.
@@ -277,7 +290,7 @@ class Supervisor:
 
     def _start_anew(self, code: int) -> bool:
         """Replace a server that died. False if too many died recently, or if a stop came before the new one."""
-        reason = signal.Signals(-code).name if code < 0 else f"{code}: {self._server.child.output.reason()}"
+        reason = self._server.child.why(code)
         pause_s = self._restarts.next_pause_s(has_served=self._has_served)
         if pause_s is None:
             self._log.critical(

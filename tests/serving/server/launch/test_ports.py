@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import psutil
 import pytest
 
 from serving.server import Access
@@ -58,7 +59,7 @@ def answers(port: int) -> Counter[str]:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host: str) -> None:
-    """Through four handovers; whoever ends, and whenever."""
+    """Through six handovers; whoever ends, and whenever."""
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(free_ports(Access(), FREE)).grpc
         gate = Gate(host, port)
@@ -81,9 +82,10 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
             process.wait()
 
         assert answers(port) == {"turned away": 1}
+        before = len(gate_sockets(port))
         present = start("0")
         assert gate.is_shared_with(present.pid)
-        for name in "1234":
+        for name in "123456":
             held = socket.create_connection(("127.0.0.1", port))
             stack.callback(held.close)
             assert held.recv(1) == str(int(name) - 1).encode()
@@ -99,8 +101,24 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
             end(present)
             assert gate.connections(present.pid) == 0
             assert answers(port) == {name: 50}
+            gate.settle()
+            assert answers(port) == {name: 50}
+            assert len(gate_sockets(port)) == before + int(name)  # one stays of each handover
             present = following
+        gate.hand_over(present.pid)  # to a process that dies before the one before has ended
         end(present)
         assert answers(port) == {"turned away": 1}
-        start("anew")
+        gate.start()
+        present = start("anew")
         assert answers(port) == {"anew": 50}
+        following = start("last")
+        gate.hand_over(present.pid)
+        end(present)
+        gate.settle()
+        assert answers(port) == {"last": 50}
+
+
+def gate_sockets(port: int) -> list[int]:
+    """Sockets of this process that listen on a port."""
+    here = psutil.Process().net_connections("tcp")
+    return [each.fd for each in here if each.laddr.port == port and each.status == psutil.CONN_LISTEN]
