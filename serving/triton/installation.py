@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from serving.errors import TritonserverFailed
+from serving.files import temporary_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +96,7 @@ def find_tritonserver(stack: contextlib.ExitStack) -> Installation:
             "official container, or `pip install 'tbe-serving[server]'`"
         )
     package = Path(spec.origin).parent
-    backends = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tbe-serve-")))
+    backends = stack.enter_context(temporary_folder(Path(tempfile.gettempdir()), "tbe-serve-backends-"))
     return _bundled(package, backends)
 
 

@@ -2,6 +2,9 @@
 
 import contextlib
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,28 @@ def test_a_tritonserver_on_the_path_comes_first(
         with run_server(one_model, FREE, log=tmp_path / "log") as server:
             assert [model.name for model in server.models] == ["m"]
     assert "started from PATH" in (tmp_path / "log").read_text()
+
+
+_KILLED = """
+import contextlib, os, signal
+from serving.triton.installation import find_tritonserver
+with contextlib.ExitStack() as stack:
+    print(find_tritonserver(stack).backends, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_server_that_was_killed_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    killed = subprocess.run([sys.executable, "-c", _KILLED], capture_output=True, text=True, check=False)
+    assert [*tmp_path.iterdir()] == [Path(killed.stdout.strip())]
+    with contextlib.ExitStack() as stack:
+        backends = installation.find_tritonserver(stack).backends
+        assert [*tmp_path.iterdir()] == [backends]
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_without_any_tritonserver_it_says_how_to_get_one(one_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
