@@ -24,6 +24,9 @@ RETRIED = ("UNAVAILABLE", "ABORTED")
 _UNLIMITED = 2**31 - 1
 # The first and the longest pause before a lost connection is made again. gRPC's own default is up to two minutes.
 _RECONNECT_MS = (100, 1000)
+# How long an attempt to connect may take, to the server's first word: where the network is slow, that is several ways
+# there and back. gRPC's option for it has the name of a pause; its own default is 20 s.
+_CONNECT_MS = 2000
 # gRPC keeps messages of up to this size, to send them again. Larger ones are sent once.
 _RETRY_BUFFER_BYTES = 64 << 20
 # A connection with calls on it is sent a keepalive ping when it has been silent for so long.
@@ -223,7 +226,7 @@ class Connection:
             ("grpc.max_receive_message_length", _UNLIMITED),
             ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
             ("grpc.initial_reconnect_backoff_ms", _RECONNECT_MS[0]),
-            ("grpc.min_reconnect_backoff_ms", _RECONNECT_MS[0]),
+            ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
             ("grpc.max_reconnect_backoff_ms", _RECONNECT_MS[1]),
             ("grpc.keepalive_time_ms", int(1000 * _KEEPALIVE_S)),
             ("grpc.keepalive_timeout_ms", int(1000 * self._keepalive_timeout_s)),

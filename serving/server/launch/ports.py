@@ -143,7 +143,7 @@ class Gate:
         Raises:
             OSError: as for the gate; or `process` has ended.
         """
-        listening = self._sockets(process, _LISTEN)
+        listening = len(self._sockets(process, _LISTEN))
         if not listening:
             raise ProcessLookupError(f"process {process} does not listen")
         with contextlib.ExitStack() as stack:
@@ -170,12 +170,13 @@ class Gate:
             return bool(self._sockets(process, _LISTEN))
         return False
 
-    def connections(self, process: int) -> int:
-        """How many connections of the port a process has accepted. 0, too, if it has ended."""
-        try:
-            return self._sockets(process, _ESTABLISHED)
-        except OSError:
-            return 0
+    def has_connections(self, process: int) -> bool:
+        """Whether a process has connections at the port, accepted or not. It has none if it has ended."""
+        with contextlib.suppress(OSError):
+            # Of a socket that listens, the queue of what came is that of connections to accept.
+            waiting = sum(int(row[4].partition(":")[2], 16) for row in self._sockets(process, _LISTEN))
+            return waiting > 0 or bool(self._sockets(process, _ESTABLISHED))
+        return False
 
     def _bound(self) -> socket.socket:
         bound = socket.socket(self._family)
@@ -192,8 +193,8 @@ class Gate:
         program = struct.pack("HP", 1, ctypes.addressof(step))  # struct sock_fprog
         self._first.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
 
-    def _sockets(self, process: int, state: str) -> int:
-        """The sockets of a process at the port, in a state: proc(5), /proc/PID/net/tcp."""
+    def _sockets(self, process: int, state: str) -> list[list[str]]:
+        """The rows of a process's sockets at the port, in a state: proc(5), /proc/PID/net/tcp."""
         folder = Path("/proc") / str(process)
         own = set()
         for each in (folder / "fd").iterdir():
@@ -202,7 +203,7 @@ class Gate:
         table = folder / "net" / ("tcp6" if self._family == socket.AF_INET6 else "tcp")
         rows = [line.split() for line in table.read_text().splitlines()[1:]]
         end = f":{self._port:04X}"
-        return sum(row[3] == state and row[1].endswith(end) and f"socket:[{row[9]}]" in own for row in rows)
+        return [row for row in rows if row[3] == state and row[1].endswith(end) and f"socket:[{row[9]}]" in own]
 
 
 def _has_ipv6() -> bool:

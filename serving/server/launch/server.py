@@ -48,6 +48,10 @@ class Served:
     configs: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def copy(self) -> "Served":
+        """The same now, apart from what becomes of this one."""
+        return replace(self, configs={**self.configs}, versions={**self.versions})
+
     def update(self, index: tuple[VersionState, ...], control: Control) -> None:
         """Add models that became ready, and remove models that were unloaded on request. Others stay as they are."""
         for model in {each.model for each in index}:

@@ -47,13 +47,12 @@ class Restarts:
         return 2.0**self._failed - 1
 
 
-_PERIOD_S = 0.25
-_ASK_TIMEOUT_S = 10.0
+_PERIOD_S, _ASK_TIMEOUT_S = 0.25, 10.0
 # Seconds from when its models are idle until a stopping server is killed: it has to send its last answers, and end.
 _LAST_ANSWERS_S = 3.0
-# Seconds between two looks at certificates, until what failed is tried again, and until all connections are accepted
-# that were opened before another process got them.
-_LOOKS_S, _AGAIN_S, _ACCEPTED_S = 2.0, 60.0, 2.0
+# Seconds between two looks at certificates, until what failed is tried again, until connections that began before
+# another process got them have reached theirs, and until these are accepted on a busy machine.
+_LOOKS_S, _AGAIN_S, _REACHED_S, _ACCEPTED_S = 2.0, 60.0, 2.0, 30.0
 _MISFITS = 5  # looks at which certificate and key do not fit, until the log says so
 _FAILED = "cannot go over to the renewed certificates, and goes on with those before"
 
@@ -71,7 +70,7 @@ class _Renewal:
         # The digest of the files when they were last looked at, and of those that the log says do not fit.
         self._seen, self._refused = server.read, b"-"
         self._misfits = 0
-        self._second: tuple[Server, ModelWatcher] | None = None
+        self._second: tuple[Server, ModelWatcher, Served] | None = None
         self._before: Server | None = None
         self._ending: threading.Thread | None = None
         # Until when the process before may have connections, and until when not all are known that it has.
@@ -90,8 +89,8 @@ class _Renewal:
             self._next_look = now + _LOOKS_S
             if self._is_due(tls):
                 self._server.log.info("certificates were renewed: starts another", extra={"event": "renewing"})
-                second = self._server.beside()
-                self._second = second, ModelWatcher(second, self._served, self._recover)
+                second, served = self._server.beside(), self._served.copy()
+                self._second = second, ModelWatcher(second, served, self._recover), served
                 self._second[1].start(is_anew=True, present=self._server)
         return watcher
 
@@ -103,7 +102,7 @@ class _Renewal:
     def end(self) -> None:
         """End the processes beside the present one. That before it answers what it has."""
         if self._second is not None:
-            second, watcher = self._second
+            second, watcher, _ = self._second
             watcher.end()
             second.process.kill()
             second.end()
@@ -135,23 +134,24 @@ class _Renewal:
     def _say_failed(self, problem: object) -> None:
         self._server.log.error(f"{_FAILED}: %s", problem, extra={"event": "renewal_failed"})
 
-    def _step_second(self, second: Server, second_watcher: ModelWatcher, watcher: ModelWatcher) -> ModelWatcher:
-        problem: object = second_watcher.lost or second_watcher.failure
+    def _step_second(self, second: Server, its: ModelWatcher, served: Served, watcher: ModelWatcher) -> ModelWatcher:
+        problem: object = its.lost or its.failure
         if (code := second.process.poll()) is not None:
             problem = second.child.why(code)
-        if problem is None and second_watcher.has_loaded:
+        if problem is None and its.has_loaded:
             try:
                 self._before = self._server.take(second)
             except OSError as error:  # the present one has ended, and the next reads them
                 problem = error
             else:
                 watcher.end()
-                second_watcher.take_over()
+                self._served.configs, self._served.versions = served.configs, served.versions
+                its.take_over()
                 self._second = None
-                self._unknown_until = time.monotonic() + _ACCEPTED_S
-                self._until = self._unknown_until + self._server.connection_age_s
+                self._unknown_until = time.monotonic() + _REACHED_S
+                self._until = time.monotonic() + self._server.connection_age_s + _ACCEPTED_S
                 self._server.log.info("serves with the renewed certificates", extra={"event": "renewed"})
-                return second_watcher
+                return its
         if problem is not None:
             self._say_failed(problem)
             self._next_look = time.monotonic() + _AGAIN_S
@@ -160,7 +160,7 @@ class _Renewal:
 
     def _end_before(self, before: Server, gate: Gate, now: float) -> None:
         if self._ending is None and now > self._unknown_until:
-            has_connections = gate.connections(before.process.pid)
+            has_connections = gate.has_connections(before.process.pid)
             if not has_connections:
                 before.exit_timeout_s = _LAST_ANSWERS_S  # nobody waits for one
             if not has_connections or now > self._until:

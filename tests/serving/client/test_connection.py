@@ -3,7 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,40 @@ def test_a_server_that_does_not_answer_leaves_time_for_another(
             asyncio.run(run([first, second]))
         finally:
             released.set()
+
+
+async def _far_away(address: str, one_way_s: float, listens: "Future[tuple[int, Callable[[], object]]]") -> None:
+    """Pass on to a server all that comes, and back, each piece so many seconds later: the port, and how it is ended."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(1 << 16):
+            loop.call_later(one_way_s, writer.write, piece)
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = address.rpartition(":")
+        from_server, to_server = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pass_on(reader, to_server), pass_on(from_server, writer))
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    listens.set_result((server.sockets[0].getsockname()[1], lambda: loop.call_soon_threadsafe(ended.set)))
+    await ended.wait()
+    server.close()
+
+
+def test_a_server_far_away_is_connected_to_at_the_first_try(fake: Fake, address: str) -> None:
+    """Half a second there and back, and the server's first word has to come."""
+    listens: Future[tuple[int, Callable[[], object]]] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(_far_away(address, 0.25, listens)))
+    thread.start()
+    port, end = listens.result(20)
+    try:
+        with LookupClient(f"127.0.0.1:{port}", "m", 20, retries=Retries(attempts=1)) as client:
+            assert client.lookup({"x": [[1]]}).version == 7
+    finally:
+        end()
+        thread.join()
+    assert fake.calls
 
 
 @pytest.mark.long

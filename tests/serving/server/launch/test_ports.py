@@ -1,6 +1,7 @@
 """Free ports, and ports that several processes share."""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -97,9 +98,9 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
             assert answers(port) == {str(int(name) - 1): 50}
             gate.hand_over(present.pid)
             assert answers(port) == {name: 50}
-            assert gate.connections(present.pid) > 0
+            assert gate.has_connections(present.pid)
             end(present)
-            assert gate.connections(present.pid) == 0
+            assert not gate.has_connections(present.pid)
             assert answers(port) == {name: 50}
             gate.settle()
             assert answers(port) == {name: 50}
@@ -116,6 +117,11 @@ def test_new_connections_come_to_the_process_that_is_led_to_and_to_no_other(host
         end(present)
         gate.settle()
         assert answers(port) == {"last": 50}
+        assert not gate.has_connections(following.pid)
+        following.send_signal(signal.SIGSTOP)  # it accepts nothing
+        held = socket.create_connection(("127.0.0.1", port))
+        stack.callback(held.close)
+        assert gate.has_connections(following.pid)
 
 
 def gate_sockets(port: int) -> list[int]:
