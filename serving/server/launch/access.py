@@ -3,7 +3,10 @@
 import ipaddress
 import re
 import ssl
-from dataclasses import dataclass, field
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from serving.arguments import check_arguments
@@ -50,6 +53,18 @@ class ServerTls:
             raise ConfigurationError(
                 f"--tls-client-ca {self.client_root}: expected certificates in PEM: {error}"
             ) from error
+
+    def expect_renewed(self) -> None:
+        """Read the files again.
+
+        Raises:
+            ConfigurationError: as at first; or the certificate has expired.
+        """
+        replace(self)
+        with suppress(OSError, ValueError):  # they are just changing
+            if (expired := self.expires()) <= time.time():
+                when = datetime.fromtimestamp(expired, UTC)
+                raise ConfigurationError(f"--tls-cert {self.certificate}: expired {when:%Y-%m-%d %H:%M} UTC")
 
     def expires(self) -> float:
         """When the first certificate of the file expires, the server's or one of its chain, Unix time.

@@ -4,7 +4,6 @@ renewed, and stop it on a signal."""
 import signal
 import threading
 import time
-from dataclasses import replace
 
 from serving.errors import ServingError
 from serving.server.launch.access import ServerTls
@@ -121,7 +120,7 @@ class _Renewal:
         if self._seen in (self._server.read, self._refused):
             return False
         try:
-            replace(tls)  # reads them
+            tls.expect_renewed()
             problem = "" if self._seen else "a file by which a router and its hosts trust one another cannot be read"
         except ServingError as error:
             problem = str(error)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -277,12 +278,18 @@ def answers(client: LookupClient) -> bool:
 
 @pytest.mark.long
 def test_what_cannot_be_served_leaves_the_present_one(repository: Path, pems: Pems) -> None:
-    """Half of a pair, no certificate, a repository that is gone: the log says why, once or each minute."""
+    """Half of a pair, no certificate, an expired one, a repository that is gone: the log says why."""
     with running(repository, *pems.tls, *AGE) as server:
         (present,) = processes(server)
         (pems.folder / "server.key").write_bytes((pems.authorities["second"] / "server.key").read_bytes())
         time.sleep(5)
         (pems.folder / "server.pem").write_text("no certificate")
+        time.sleep(14)
+        expired = write_certificates(
+            pems.folder.parent / "expired", expires=datetime.now(UTC) - timedelta(hours=1), server="127.0.0.1"
+        )
+        for file in ("server.pem", "server.key"):
+            shutil.copyfile(expired / file, pems.folder / file)
         time.sleep(14)
         assert processes(server) == {present}
         (repository / "m").rename(repository / "gone")
@@ -293,7 +300,8 @@ def test_what_cannot_be_served_leaves_the_present_one(repository: Path, pems: Pe
         code, said = stopped(server)
         assert code == 0
         before = "cannot go over to the renewed certificates, and goes on with those before"
-        assert said.count(f"{before}: --tls-cert {pems.folder / 'server.pem'}") == 1
+        assert said.count(f"{before}: --tls-cert {pems.folder / 'server.pem'}, --tls-key") == 1
+        assert said.count(f"{before}: --tls-cert {pems.folder / 'server.pem'}: expired 20") == 1
         assert f"{before}: failed to load 'm'" in said
 
 
