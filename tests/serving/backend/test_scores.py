@@ -86,11 +86,15 @@ def test_requests_whose_samples_would_meet_get_their_own_scores(server: Server, 
         requests.append((bags, dense, own_scores(MODELS[name], bags, dense)))
     with LookupClient(server.grpc, name, 30, retries=Retries(attempts=1)) as client:
         client.info()
-        before = metric(server, "tbe_calls_total", model=name)
-        found = at_once([partial(client.score, bags, dense) for bags, dense, _ in requests])
-        assert metric(server, "tbe_calls_total", model=name) - before < len(requests)
-    for answer, (_, _, expected) in zip(found, requests, strict=True):
-        assert_same(answer, expected)
+        for _ in range(10):  # until some have waited for one another
+            before = metric(server, "tbe_calls_total", model=name)
+            found = at_once([partial(client.score, bags, dense) for bags, dense, _ in requests])
+            calls = metric(server, "tbe_calls_total", model=name) - before
+            for answer, (_, _, expected) in zip(found, requests, strict=True):
+                assert_same(answer, expected)
+            if calls < len(requests):
+                break
+        assert calls < len(requests)
 
 
 def test_a_request_that_a_model_cannot_score_fails_alone(server: Server) -> None:

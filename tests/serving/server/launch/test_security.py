@@ -1,16 +1,10 @@
 """Who should not get in does not: closed protocols, TLS, keys, and bundles that somebody else made or changed."""
 
-import shutil
-import ssl
 import subprocess
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import grpc
 import psutil
@@ -218,56 +212,6 @@ def test_a_server_with_mutual_tls_is_run_looked_up_switched_and_mended(tmp_path:
         assert "serves again after" in said
         assert run_file.key not in said
     assert find_run_file(server.grpc) is None
-
-
-@pytest.mark.long
-def test_certificates_of_another_authority_take_their_place_without_a_failed_call(tmp_path: Path) -> None:
-    """As the page of Kubernetes says: clients trust both, then servers start anew in turn."""
-    export_model(collection(SUM), tmp_path / "r", "m")
-    old, new = (write_certificates(tmp_path / name, server="127.0.0.1") for name in ("old", "new"))
-    both = tmp_path / "both.pem"
-    both.write_bytes((old / "root.pem").read_bytes() + (new / "root.pem").read_bytes())
-    served = tmp_path / "served"
-    shutil.copytree(old, served)
-    tls = ("--tls-cert", str(served / "server.pem"), "--tls-key", str(served / "server.key"))
-    stacks = [ExitStack(), ExitStack()]
-    servers = [each.enter_context(running(tmp_path / "r", *tls)) for each in stacks]
-    addresses = [each.grpc for each in servers]
-    ended = threading.Event()
-    answered: list[Any] = []
-    failed: list[ServingError] = []
-
-    def ask() -> None:
-        with LookupClient(addresses, "m", 60, tls=Tls(root_certificates=both)) as client:
-            while not ended.is_set():
-                try:
-                    answered.append(client.lookup(ASKED)["x"].tolist())
-                except ServingError as error:
-                    failed.append(error)
-
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            asking = [pool.submit(ask) for _ in range(2)]
-            try:
-                shutil.copytree(new, served, dirs_exist_ok=True)
-                for number, address in enumerate(addresses):
-                    seen = len(answered)
-                    stacks[number].close()
-                    port = address.rpartition(":")[2]
-                    stacks[number].enter_context(running(tmp_path / "r", *tls, "--grpc-port", port))
-                    assert len(answered) > seen
-            finally:
-                ended.set()
-            for asked in asking:
-                asked.result()
-        for address in addresses:
-            host, _, port = address.rpartition(":")
-            assert ssl.get_server_certificate((host, int(port))) == (new / "server.pem").read_text()
-    finally:
-        for each in stacks:
-            each.close()
-    assert failed == []
-    assert all(each == answered[0] for each in answered)
 
 
 # --- signed bundles
