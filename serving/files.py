@@ -173,14 +173,14 @@ def _open_folder(path: Path) -> int:
 
 
 @contextmanager
-def locked_file(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing. Others who want it wait.
+def locked_file(path: Path, *, shared: bool = False) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is missing. Others who want it wait, unless all want it `shared`.
 
     Raises:
         OSError: the file cannot be opened.
     """
     with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
 

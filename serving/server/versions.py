@@ -1,6 +1,5 @@
 """The versions that a model's release file says, and how a running server switches to other versions."""
 
-import fcntl
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from serving.bundle.opening import open_bundle, versions
 from serving.bundle.release import Release, read_release, release_path
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError
+from serving.files import locked_file
 from serving.model.config_file import OURS, Pins, as_json, point_at, read_config, settings_of
 from serving.request.captured import WARM_UP, read_captured
 from serving.router.hosts_config import hosts_of
@@ -145,8 +145,8 @@ def loading(control: Control, *, alone: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         if control.address.startswith(UNIX):
             with suppress(FileNotFoundError):  # the server has ended: the next call says so
-                lock = stack.enter_context(Path(f"{control.address.removeprefix(UNIX)}.lock").open("ab"))
-                fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+                lock = Path(f"{control.address.removeprefix(UNIX)}.lock")
+                stack.enter_context(locked_file(lock, shared=not alone))
         yield
 
 

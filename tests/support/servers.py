@@ -355,5 +355,10 @@ def running(
 
 def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
     """The server that `tbe-serve run` started. It may have started an applier of deltas, too."""
-    (server,) = [each for each in psutil.Process(process.pid).children() if each.name() == "tritonserver"]
+    (server,) = tritonservers_of(process)
     return server
+
+
+def tritonservers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """All servers of `tbe-serve run`, of which there are two while certificates are renewed."""
+    return [each for each in psutil.Process(process.pid).children() if each.name() == "tritonserver"]

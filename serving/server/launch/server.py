@@ -1,5 +1,6 @@
 """A tritonserver that was started: where it is, its process, and how it is replaced and ended."""
 
+import copy
 import hashlib
 import logging
 import subprocess
@@ -193,8 +194,7 @@ class Server:
             OSError: one of the two processes has just ended. Nothing has changed.
         """
         assert self.gate is not None  # noqa: S101  as for `beside`
-        before = replace(self)
-        before.child, before.kept = self.child, self.kept
+        before = copy.copy(self)
         self.gate.hand_over(self.process.pid)
         for following, present in (
             (second.control_address, self.control_address),

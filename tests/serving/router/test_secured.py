@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from export import OutputDtype
@@ -24,7 +23,7 @@ from tests.export.test_hosts import CONFIG, mixed
 from tests.support.certificates import write_certificates
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
 from tests.support.models import MIXED, random_bags
-from tests.support.servers import Running, running
+from tests.support.servers import Running, running, tritonservers_of
 from tests.support.watched import wait_until
 
 
@@ -147,7 +146,7 @@ def test_an_authority_is_replaced_over_hosts_and_their_router_without_a_failed_c
 
 def _is_another(server: Running, before: set[int]) -> bool:
     """Whether a process of tritonserver that was not there `before` is the only one."""
-    here = [each.pid for each in psutil.Process(server.process.pid).children() if each.name() == "tritonserver"]
+    here = [each.pid for each in tritonservers_of(server.process)]
     return len(here) == 1 and here[0] not in before
 
 

@@ -27,7 +27,7 @@ from tests.support.certificates import write_certificates
 from tests.support.live import publish_number, published
 from tests.support.models import SUM, collection
 from tests.support.often import one_in
-from tests.support.servers import Running, page, running, tbe_serve
+from tests.support.servers import Running, page, running, tbe_serve, tritonservers_of
 from tests.support.watched import PATIENCE_S, listening, stopped, wait_until
 
 ASKED = {"x": [[1]]}
@@ -138,7 +138,7 @@ def asking(address: str, roots: Path) -> Iterator[Asked]:
 
 def processes(server: Running) -> set[int]:
     """Those of tritonserver."""
-    return {each.pid for each in psutil.Process(server.process.pid).children() if each.name() == "tritonserver"}
+    return {each.pid for each in tritonservers_of(server.process)}
 
 
 def is_over(server: Running, pems: Pems, name: str, before: set[int]) -> bool:
