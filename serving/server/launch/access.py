@@ -3,15 +3,17 @@
 import ipaddress
 import re
 import ssl
-import time
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
 from serving.triton.command_line import RESTRICTED, address_options, http_options, key_options, tls_options
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # for comparisons only
@@ -53,18 +55,6 @@ class ServerTls:
             raise ConfigurationError(
                 f"--tls-client-ca {self.client_root}: expected certificates in PEM: {error}"
             ) from error
-
-    def expect_renewed(self) -> None:
-        """Read the files again.
-
-        Raises:
-            ConfigurationError: as at first; or the certificate has expired.
-        """
-        replace(self)
-        with suppress(OSError, ValueError):  # they are just changing
-            if (expired := self.expires()) <= time.time():
-                when = datetime.fromtimestamp(expired, UTC)
-                raise ConfigurationError(f"--tls-cert {self.certificate}: expired {when:%Y-%m-%d %H:%M} UTC")
 
     def expires(self) -> float:
         """When the first certificate of the file expires, the server's or one of its chain, Unix time.
@@ -148,6 +138,41 @@ class Access:
             *key_options([name for name in RESTRICTED if name not in self.allow], key),
             *(() if self.tls is None else self.tls.options),
         ]
+
+
+def expect_usable(path: Path) -> None:
+    """Refuse certificates that nobody would accept now.
+
+    Args:
+        path: a PEM file with a chain, of which all have to be valid now; with authorities, of which one has to be; or
+            with a private key.
+
+    Raises:
+        ConfigurationError: naming it: it cannot be read, or its certificates are not valid now.
+    """
+    from cryptography import x509  # clients have none
+
+    try:
+        content = path.read_bytes()
+        found = [] if b"PRIVATE KEY" in content else x509.load_pem_x509_certificates(content)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path}: expected certificates or a key in PEM: {error}") from error
+    now = datetime.now(UTC)
+    late = [each for each in found if not each.not_valid_before_utc <= now < each.not_valid_after_utc]
+    if late and (len(late) == len(found) or not _is_authority(found[0])):
+        since, until = (
+            f"{each:%Y-%m-%d %H:%M}" for each in (late[0].not_valid_before_utc, late[0].not_valid_after_utc)
+        )
+        raise ConfigurationError(f"{path}: is not valid now: a certificate is from {since} to {until} UTC")
+
+
+def _is_authority(certificate: "x509.Certificate") -> bool:
+    from cryptography import x509
+
+    try:
+        return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
+    except x509.ExtensionNotFound:
+        return False
 
 
 def is_loopback(host: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from serving.server.launch.access import expect_usable
 from serving.server.launch.child import Child, Launch
 from serving.server.launch.operations import Condition
 from serving.server.launch.ports import Gate
@@ -158,6 +159,17 @@ class Server:
         except OSError:
             return b""
         return hashlib.sha256(b"".join(digests)).digest()
+
+    def expect_usable(self) -> None:
+        """Read `certificates` again.
+
+        Raises:
+            ConfigurationError: they do not fit, cannot be read, or are not valid now.
+        """
+        if self.condition.tls is not None:
+            replace(self.condition.tls)  # a pair that fits
+        for each in self.certificates:
+            expect_usable(each)
 
     def start_anew(self, options: Sequence[str] = ()) -> None:
         """Replace a process that has ended. The new one has the same addresses and key. Arguments: as `start`."""

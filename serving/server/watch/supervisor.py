@@ -6,7 +6,6 @@ import threading
 import time
 
 from serving.errors import ServingError
-from serving.server.launch.access import ServerTls
 from serving.server.launch.ports import Gate
 from serving.server.launch.server import Served, Server
 from serving.server.watch.model_watcher import ModelWatcher
@@ -77,8 +76,8 @@ class _Renewal:
 
     def step(self, watcher: ModelWatcher) -> ModelWatcher:
         """Do what is due. Returns the watcher of the process that serves, of which `watcher` is the present one."""
-        now, gate, tls = time.monotonic(), self._server.gate, self._server.condition.tls
-        if gate is None or tls is None:
+        now, gate = time.monotonic(), self._server.gate
+        if gate is None:
             return watcher
         if self._before is not None:
             self._end_before(self._before, gate, now)
@@ -86,7 +85,7 @@ class _Renewal:
             return self._step_second(*self._second, watcher)
         elif now >= self._next_look and watcher.has_loaded:
             self._next_look = now + _LOOKS_S
-            if self._is_due(tls):
+            if self._is_due():
                 self._server.log.info("certificates were renewed: starts another", extra={"event": "renewing"})
                 second, served = self._server.beside(), self._served.copy()
                 self._second = second, ModelWatcher(second, served, self._recover), served
@@ -111,7 +110,7 @@ class _Renewal:
             self._before.end()
         self._second = self._before = self._ending = None
 
-    def _is_due(self, tls: ServerTls) -> bool:
+    def _is_due(self) -> bool:
         """Whether files are there that were not read, that fit, and that have not changed since the last look."""
         before, self._seen = self._seen, self._server.digest()
         if self._seen != before:
@@ -120,8 +119,8 @@ class _Renewal:
         if self._seen in (self._server.read, self._refused):
             return False
         try:
-            tls.expect_renewed()
-            problem = "" if self._seen else "a file by which a router and its hosts trust one another cannot be read"
+            self._server.expect_usable()
+            problem = ""
         except ServingError as error:
             problem = str(error)
         self._misfits += 1

@@ -1,12 +1,18 @@
 """Who may reach a server: what tritonserver is told, and what is refused before it is."""
 
 import re
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from serving.errors import ConfigurationError
 from serving.server import Access, ServerTls
+from serving.server.launch.access import expect_usable
 from serving.triton.command_line import RESTRICTED
 from tests.support.certificates import write_certificates
 
@@ -98,3 +104,50 @@ def test_certificates_that_do_not_work_are_named(pems: Path, certificate: str, k
         ServerTls(
             certificate=pems / certificate, private_key=pems / key, client_root=None if root is None else pems / root
         )
+
+
+NOW, DAY = datetime.now(UTC), timedelta(days=1)
+GOOD, EXPIRED, TO_COME = (NOW - DAY, NOW + DAY), (NOW - 2 * DAY, NOW - DAY), (NOW + DAY, NOW + 2 * DAY)
+
+
+def pem(valid: tuple[datetime, datetime], *, is_authority: bool) -> bytes:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "lookup.test")])
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, *valid)
+    made = made.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+    return made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "authorities", "is_usable"),
+    [
+        ([GOOD], [GOOD], True),
+        ([EXPIRED], [], False),
+        ([TO_COME], [], False),
+        ([EXPIRED], [GOOD], False),
+        ([GOOD], [EXPIRED], False),  # a chain: all of it is shown
+        ([], [EXPIRED, GOOD], True),  # authorities: one of them has signed
+        ([], [EXPIRED, TO_COME], False),
+    ],
+)
+def test_certificates_are_usable_that_somebody_would_accept_now(
+    leaves: list[tuple[datetime, datetime]],
+    authorities: list[tuple[datetime, datetime]],
+    is_usable: bool,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "chain.pem"
+    parts = [pem(each, is_authority=False) for each in leaves] + [
+        pem(each, is_authority=True) for each in authorities
+    ]
+    path.write_bytes(b"".join(parts))
+    with nullcontext() if is_usable else pytest.raises(ConfigurationError, match=r"chain\.pem: is not valid now"):
+        expect_usable(path)
+
+
+def test_keys_are_not_looked_into_and_what_is_no_pem_is_named(pems: Path, tmp_path: Path) -> None:
+    expect_usable(pems / "server.key")
+    (tmp_path / "x.pem").write_text("no certificate")
+    for missing in ("x.pem", "nowhere.pem"):
+        with pytest.raises(ConfigurationError, match=rf"{missing}: expected certificates or a key in PEM"):
+            expect_usable(tmp_path / missing)
