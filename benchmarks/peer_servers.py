@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from serving.server.launch.child import malloc_of
+
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__).parent / "peers"
 # Made by `make bench` from requirements/bench.txt and bench-mlserver.txt.
@@ -153,7 +155,7 @@ def running(peer: Peer, folder: Path, log: Path) -> Iterator[str]:
 
 
 def _environment(peer: Peer, folder: Path) -> dict[str, str]:
-    return os.environ | {
+    return {**malloc_of(), **os.environ} | {
         "PATH": f"{peer.environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(HERE),
         "BENCH_TABLES": str(folder),

@@ -1,5 +1,6 @@
 """Many clients at once: our model, one that does nothing but return as many bytes, and ours without merging."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from serving.errors import ServingError
 from serving.request.encoding import Features
 from serving.request.tensors import Tensors
 from serving.server import Ports, Server, Supervisor, run_server
+from serving.server.launch.child import GLIBC, malloc_of
 
 SAMPLES = (1, 16, 128)
 CLIENTS = (1, 8, 32, 128)
@@ -52,7 +54,7 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     models = [NAME, SINGLE, TWO, TWO_NOTHING, *map(do_nothing_name, SAMPLES)]
     with run_server(repository, Ports(grpc=0, http=0, operations=0), models=models) as server:
         results = [*_closed(load, server, folder), *_ratios(load, server, folder), *_open(server, workload)]
-    return [*results, *_client_import(), *_recovery(repository)]
+    return [*results, *_malloc(load, repository, folder), *_client_import(), *_recovery(repository)]
 
 
 def _closed(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result]:
@@ -87,6 +89,28 @@ def _ratios(load: PerfAnalyzer, server: Server, folder: Path) -> Iterator[Result
         ("merged_over_single_rps_c32_b1", NAME, SINGLE),
     ):
         yield ratio_of(name, (one / other for one, other in zip(rates[ours], rates[theirs], strict=True)))
+
+
+def _malloc(load: PerfAnalyzer, repository: Path, folder: Path) -> Iterator[Result]:
+    """A server with tcmalloc, where this machine has it, and one with glibc's malloc, in turn."""
+    if malloc_of() == GLIBC:
+        return
+    with run_server(repository, Ports(grpc=0, http=0, operations=0), models=[NAME]) as with_tcmalloc:
+        os.environ.update(GLIBC, LD_PRELOAD="")
+        try:
+            with run_server(repository, Ports(grpc=0, http=0, operations=0), models=[NAME]) as with_glibc:
+                for clients, samples in ((1, 1), (32, 1), (1, 128)):
+                    seen = [
+                        [load.run(each.grpc, NAME, folder / f"b{samples}.json", clients, SECONDS).answers_per_s
+                         for each in (with_tcmalloc, with_glibc)]
+                        for _ in range(ROUNDS)
+                    ]  # fmt: skip
+                    yield ratio_of(
+                        f"tcmalloc_over_glibc_rps_c{clients}_b{samples}", (ours / its for ours, its in seen)
+                    )
+        finally:
+            for name in (*GLIBC, "LD_PRELOAD"):
+                del os.environ[name]
 
 
 def _open(server: Server, workload: Workload) -> Iterator[Result]:

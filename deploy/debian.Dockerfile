@@ -11,7 +11,7 @@ FROM ${DEBIAN_IMAGE}@${DEBIAN_DIGEST}
 # Debian removes old versions of its packages, so that a pin of one would soon fail.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends ca-certificates libpython3.11 python3 python3-venv \
+    && apt-get install --yes --no-install-recommends ca-certificates libpython3.11 libtcmalloc-minimal4 python3 python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH

@@ -3,7 +3,8 @@
 Busy or idle: `serving.triton.stubs` reads it.
 
 Memory: glibc returns what a large request used to Linux as soon as it is freed. The next one then takes a page fault
-for every 4 KiB: half of the time of 512 samples of DLRM-v2.
+for every 4 KiB: half of the time of 512 samples of DLRM-v2. tcmalloc, which `serving.server.launch.child` takes where
+it is there, keeps it, and gives back too little by itself.
 
 End with the parent: a stub of Triton 2.51 goes on when its tritonserver is killed. `tbe-serve run` ends the stubs
 that a server left. But it may be killed too. So a stub also ends itself when its parent ends.
@@ -38,6 +39,8 @@ def show(name: str) -> None:
 
 # mallopt(3), and glibc's largest for each allocation to come from memory that can be kept.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_BYTES = -1, -3, 32 << 20
+# gperftools' malloc_extension_c.h: what the property counts, and how bytes are returned to Linux.
+_FREE = b"tcmalloc.pageheap_free_bytes"
 # Most bytes that are kept for the next request.
 KEPT_BYTES = 64 << 20
 
@@ -47,6 +50,15 @@ def keep_memory() -> None:
     if mallopt := getattr(_LIBC, "mallopt", None):
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
         mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def give_back() -> None:
+    """Return what tcmalloc keeps beyond `KEPT_BYTES` to Linux. Without tcmalloc, nothing is done."""
+    if count := getattr(_LIBC, "MallocExtension_GetNumericProperty", None):
+        free = ctypes.c_size_t()
+        count(_FREE, ctypes.byref(free))
+        if free.value > KEPT_BYTES:
+            _LIBC.MallocExtension_ReleaseToSystem(ctypes.c_size_t(free.value - KEPT_BYTES))
 
 
 @cache

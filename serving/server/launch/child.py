@@ -20,9 +20,15 @@ from serving.log import Output
 # execve(2), beside what gRPC and other threads left there. A child died of it by SIGSEGV.
 SET_UP = (sys.executable, "-I", "-S", str(Path(__file__).with_name("set_up.py")))
 
-# mallopt(3). The server keeps up to this much memory of past requests for the next ones. Memory that it returns must
-# be mapped again page by page, which slows large requests. Triton's own pool would keep any size for ever.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
+# Memory of past requests is kept for the next ones. Memory that is returned to Linux must be mapped again page by
+# page, which slows large requests. Triton's own pool would keep any size for ever. glibc keeps this much, mallopt(3):
+GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(128 << 20)}
+# tcmalloc, which gives back ten times as fast as by default, keeps about as much after a burst.
+# https://gperftools.github.io/gperftools/tcmalloc.html
+_TCMALLOC = {"TCMALLOC_RELEASE_RATE": "10", "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0"}
+_TCMALLOC_NAMES = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4")
+# Where Debian, Triton's images and others have libraries.
+_LIBRARIES = (f"/usr/lib/{os.uname().machine}-linux-gnu", "/usr/lib64", "/usr/lib")
 
 # Longest wait for killed processes to end, and the pause between checks, in seconds.
 _KILLED_S, _LOOKS_S = 2.0, 0.01
@@ -55,6 +61,17 @@ class Child:
         self.process.wait()
         _await_group(self.process.pid)
         self.output.drain()
+
+
+def malloc_of(libraries: Sequence[str] = _LIBRARIES) -> dict[str, str]:
+    """Environment variables for the memory of a server and its models: tcmalloc if it is there, or else glibc's.
+
+    Args:
+        libraries: folders that may have it.
+    """
+    every = (Path(folder, name) for folder in libraries for name in _TCMALLOC_NAMES)
+    found = next((each for each in every if each.exists()), None)
+    return GLIBC if found is None else _TCMALLOC | {"LD_PRELOAD": str(found)}
 
 
 def _await_group(group: int) -> None:
@@ -95,7 +112,7 @@ class Launch:
         """Start a process, with further options."""
         process = subprocess.Popen(
             [*SET_UP, str(os.getpid()), str(self.shm_bytes), *self.command, *options],
-            env={**_MALLOC, **os.environ, **self.environment},
+            env={**malloc_of(), **os.environ, **self.environment},
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -1,5 +1,6 @@
 """A model's process that stood still gives no answer, which tritonserver would give to another caller."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 
 from export import export_model
-from serving.backend.own_process import _LONGEST_S, Pauses, stood_still_s
+from serving.backend.own_process import _LONGEST_S, KEPT_BYTES, Pauses, stood_still_s
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
+from serving.server.launch.child import malloc_of
 from tests.faults.servers import by_a_debugger
 from tests.faults.tools import PATIENCE_S
 from tests.support.models import SUM, collection, random_bags
@@ -133,3 +135,30 @@ def test_a_large_answer_takes_the_memory_of_the_one_before() -> None:
     assert faults("kept") < 1000
     # What glibc does by itself, unless something small happens to lie behind the answers.
     assert any(faults("freed") > 10_000 for _ in range(20))
+
+
+# Numbers that are not in use any more, 512 MB in pieces of 1 MB, and how many MB of them the process still has.
+_MUCH_IS_FREED = """
+import re
+from pathlib import Path
+import numpy as np
+from serving.backend.own_process import give_back
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+before = resident()
+much = [np.ones(1 << 17) for _ in range(512)]
+del much
+kept = resident() - before
+give_back()
+print(kept, resident() - before)
+"""
+
+
+def test_what_tcmalloc_keeps_beyond_a_bound_is_given_back() -> None:
+    command = [sys.executable, "-c", _MUCH_IS_FREED]
+    said = subprocess.check_output(command, env=os.environ | malloc_of(), text=True, cwd=ROOT)
+    kept, left = map(int, said.split())
+    assert kept > 400, "tcmalloc is there, and keeps what is freed"
+    assert left <= (KEPT_BYTES >> 20) + 16, "pieces of it are kept for small objects"

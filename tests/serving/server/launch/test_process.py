@@ -26,6 +26,7 @@ from serving.errors import (
 )
 from serving.server import Ports, Server, run_server
 from serving.server.launch import ready
+from serving.server.launch.child import GLIBC, malloc_of
 from serving.server.launch.process import expect_not_hidden
 from serving.server.launch.server import ServedModel
 from tests.support.models import SUM, collection
@@ -176,3 +177,25 @@ def test_what_cannot_be_served_is_said_before_anything_starts(tmp_path: Path) ->
             run_server(tmp_path, taken),
         ):
             pass
+
+
+def test_a_server_and_its_models_have_tcmalloc_where_it_is_there(
+    one_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`requirements/test-tools.sh` installs it. Who sets LD_PRELOAD has the last word."""
+
+    def have_it() -> list[bool]:
+        with run_server(one_model, FREE) as server:
+            processes = [server.process.pid, *(each.pid for each in psutil.Process(server.process.pid).children())]
+            assert len(processes) == 2
+            return ["tcmalloc" in Path(f"/proc/{each}/maps").read_text() for each in processes]
+
+    assert have_it() == [True, True]
+    monkeypatch.setenv("LD_PRELOAD", "")
+    assert have_it() == [False, False]
+
+
+def test_glibc_s_malloc_keeps_memory_where_there_is_no_tcmalloc(tmp_path: Path) -> None:
+    assert malloc_of([str(tmp_path)]) == GLIBC
+    (tmp_path / "libtcmalloc.so.4").touch()
+    assert malloc_of(["/absent", str(tmp_path)])["LD_PRELOAD"] == str(tmp_path / "libtcmalloc.so.4")
