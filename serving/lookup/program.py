@@ -15,6 +15,7 @@ from serving.bundle.manifest import PROGRAM, Manifest
 from serving.bundle.opening import Bundle, read_checked
 from serving.bundle.scores import SCORES, DensePart, JaggedKind
 from serving.errors import BundleError
+from serving.lookup.products import prefer_onednn
 from serving.pins import check_pins, mismatch
 from serving.request.bags import joined
 from serving.request.jagged import jagged_inputs, sample_bounds, zero_jagged
@@ -111,7 +112,9 @@ class DenseProgram:
     def __init__(self, bundle: Bundle, part: DensePart) -> None:
         self.part = part
         path = bundle.path / SCORES
-        self._forward = load_torchscript(bundle, SCORES).forward
+        program = load_torchscript(bundle, SCORES)
+        prefer_onednn(program)
+        self._forward = program.forward
         self._dtype = bundle.manifest.output_dtype.numpy
         self._width = sum(table.dim for table in bundle.manifest.feature_tables if not table.is_sequence)
         self._bounds = sample_bounds(bundle.manifest)

@@ -1,0 +1,79 @@
+"""Products of large matrices in a dense part: by the library that is fast on this processor.
+
+torch calls MKL for them. On AMD's processors MKL takes its plainest code, and oneDNN, which torch has as well, takes
+half of the time. But each call of oneDNN costs 10 µs, and each new number of rows half a millisecond once. So small
+products stay with MKL, and so do the last rows of large ones. On other processors nothing is changed.
+"""
+
+import platform
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Numbers in the weight of a layer, from which on oneDNN is worth its call.
+_LARGE_WEIGHT = 1 << 14
+_PROCESSORS = Path("/proc/cpuinfo")
+
+
+def prefer_onednn(program: torch.jit.ScriptModule) -> None:
+    """Have a frozen program make products of large FP32 weights by oneDNN, where the processor is AMD's.
+
+    Args:
+        program: changed in place; not called before.
+    """
+    if _is_amd(_PROCESSORS) and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        replace_large_products(program.graph)
+
+
+def _is_amd(processors: Path) -> bool:
+    """Whether proc_cpuinfo(5) names AMD, on x86-64."""
+    if platform.machine() != "x86_64" or not processors.exists():
+        return False
+    return re.search(r"^vendor_id\s*:\s*AuthenticAMD$", processors.read_text(), re.MULTILINE) is not None
+
+
+def replace_large_products(graph: Any) -> int:
+    """Put `_linear` in place of each `linear` whose weight is a large FP32 constant; the number of these."""
+    replaced = 0
+    for node in graph.findAllNodes("aten::linear"):
+        inputs = list(node.inputs())
+        weight = inputs[1].toIValue()
+        if weight is None or weight.dtype != torch.float32 or weight.numel() < _LARGE_WEIGHT:
+            continue
+        graph.setInsertPoint(node)
+        (made,) = graph.insertGraph(_linear().graph, inputs)
+        node.output().replaceAllUsesWith(made)
+        node.destroy()
+        replaced += 1
+    return replaced
+
+
+@cache
+def _linear() -> torch.jit.ScriptFunction:  # type: ignore[type-arg]
+    return torch.jit.script(linear)
+
+
+def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`torch.nn.functional.linear` of FP32; as TorchScript.
+
+    oneDNN gets a multiple of 64 rows, of 256 where there are many, so that it has to do with few numbers of rows.
+    """
+    columns = weight.size(1)
+    height = rows.numel() // columns
+    if height < 64:
+        return torch.nn.functional.linear(rows, weight, bias)
+    step = 64 if height < 512 else 256
+    head = height // step * step
+    if head == height:
+        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    if columns < weight.size(0):  # to put both parts together costs more than is gained
+        return torch.nn.functional.linear(rows, weight, bias)
+    flat = rows.reshape(-1, columns)
+    first = torch.ops.mkldnn._linear_pointwise(flat[:head], weight, bias, "none", [], "")
+    last = torch.nn.functional.linear(flat[head:], weight, bias)
+    shape = list(rows.size())
+    shape[-1] = weight.size(0)
+    return torch.cat([first, last]).view(shape)
