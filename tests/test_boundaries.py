@@ -37,6 +37,7 @@ FEW_IMPORT = {
         "serving.lookup.buffer_pool",
         "serving.lookup.ranks",
         "serving.lookup.pieces",
+        "serving.lookup.products",
         "serving.lookup.program",
         "serving.router.router_ranks",
         "serving.tables.table_files",
