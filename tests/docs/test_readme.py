@@ -18,6 +18,7 @@ import pytest
 import torch
 from torchrec import KeyedJaggedTensor
 
+from benchmarks import peers_scores
 from benchmarks.peer_servers import PEERS
 from serving.bundle.opening import open_bundle
 from serving.server import Ports, run_server
@@ -215,11 +216,14 @@ def test_the_comparisons_of_the_page_of_sharding_are_written(tmp_path: Path, num
 
 # The rows of the README's table: what is measured, and what is best of it.
 MEASURED = {
-    "128 samples, one client: median": ("c1_b128_p50_s", min),
-    "128 samples, 8 clients": ("c8_b128_rps", max),
-    "1 sample, 32 clients": ("c32_b1_rps", max),
+    "128 samples, one client: median": ("dlrm_1m", "c1_b128_p50_s", min),
+    "128 samples, 8 clients": ("dlrm_1m", "c8_b128_rps", max),
+    "1 sample, 32 clients": ("dlrm_1m", "c32_b1_rps", max),
+    "128 scores of histories, 32 clients": ("scores_sequences", "c32_b128_rps", max),
 }
-SERVERS = {
+ASKED = {"dlrm_1m": PEERS, "scores_sequences": peers_scores.SERVERS}
+NAMES = {
+    "plain gRPC": "grpc_aio_fp32",
     "plain gRPC, torch's int8": "grpc_aio_int8",
     "TorchServe": "torchserve_fp32",
     "Mosec": "mosec_fp32",
@@ -235,11 +239,12 @@ def test_the_comparisons_of_the_readme_are_those_of_the_last_quiet_benchmark() -
     rows = re.findall(r"^\| (1.*?) \| (\S+).*? \| (\S+) .*?\((.*)\) \|$", (ROOT / README).read_text(), re.MULTILINE)
     assert [what for what, *_ in rows] == list(MEASURED)
     for what, ours, best, server in rows:
-        quantity, best_of = MEASURED[what]
-        others = {name: value for name in PEERS if (value := results.get(f"dlrm_1m_{name}_{quantity}")) is not None}
-        assert len({name.rpartition("_")[0] for name in others}) == 8
-        assert best_of(others, key=others.__getitem__) == SERVERS[server]
-        assert (ours, best) == (shown(results[f"dlrm_1m_ours_{quantity}"]), shown(best_of(others.values())))
+        model, quantity, best_of = MEASURED[what]
+        found = {name: results.get(f"{model}_{name}_{quantity}") for name in ASKED[model]}
+        others = {name: value for name, value in found.items() if value is not None}
+        assert len({name.rpartition("_")[0] for name in others}) == len({n.rpartition("_")[0] for n in ASKED[model]})
+        assert best_of(others, key=others.__getitem__) == NAMES[server]
+        assert (ours, best) == (shown(results[f"{model}_ours_{quantity}"]), shown(best_of(others.values())))
 
 
 def quiet(run: Any) -> bool:
