@@ -1,8 +1,9 @@
 """Products of large matrices in a dense part: by the library that is fast on this processor.
 
 torch calls MKL for them. On AMD's processors MKL takes its plainest code, and oneDNN, which torch has as well, takes
-half of the time. But each call of oneDNN costs 10 µs, and each new number of rows half a millisecond once. So small
-products stay with MKL, and so do the last rows of large ones. On other processors nothing is changed.
+half of the time. But each call of oneDNN costs 10 µs, and each new number of rows half a millisecond once and up to
+2 MB for good. So it gets few numbers of rows. Small products stay with MKL, and so do the last rows of large ones. On
+other processors nothing is changed.
 """
 
 import platform
@@ -59,21 +60,27 @@ def _linear() -> torch.jit.ScriptFunction:  # type: ignore[type-arg]
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`torch.nn.functional.linear` of FP32; as TorchScript.
 
-    oneDNN gets a multiple of 64 rows, of 256 where there are many, so that it has to do with few numbers of rows.
+    oneDNN gets blocks of 64, 128, 256, 512 and 1,024 rows, and the rest is less than 64.
     """
     columns = weight.size(1)
     height = rows.numel() // columns
     if height < 64:
         return torch.nn.functional.linear(rows, weight, bias)
-    step = 64 if height < 512 else 256
-    head = height // step * step
-    if head == height:
+    if height == 64 or height == 128 or height == 256 or height == 512 or height == 1024:
         return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # type: ignore[no-any-return]
-    if columns < weight.size(0):  # to put both parts together costs more than is gained
+    if columns < weight.size(0):  # to put parts together costs more than is gained
         return torch.nn.functional.linear(rows, weight, bias)
     flat = rows.reshape(-1, columns)
-    first = torch.ops.mkldnn._linear_pointwise(flat[:head], weight, bias, "none", [], "")
-    last = torch.nn.functional.linear(flat[head:], weight, bias)
+    parts: list[torch.Tensor] = []
+    start, size = 0, 1024
+    while size >= 64:
+        while start + size <= height:
+            block = flat[start : start + size]
+            parts.append(torch.ops.mkldnn._linear_pointwise(block, weight, bias, "none", [], ""))
+            start += size
+        size = size // 2
+    if start < height:
+        parts.append(torch.nn.functional.linear(flat[start:], weight, bias))
     shape = list(rows.size())
     shape[-1] = weight.size(0)
-    return torch.cat([first, last]).view(shape)
+    return torch.cat(parts).view(shape)

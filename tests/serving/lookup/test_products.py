@@ -16,7 +16,7 @@ from serving.lookup.program import torchscript
 from tests.support.models import Spec, collection
 from tests.support.scored import EXACT
 
-HEIGHTS = (0, 1, 63, 64, 65, 128, 200, 511, 512, 700, 1024)
+HEIGHTS = (0, 1, 63, 64, 65, 128, 200, 511, 512, 700, 1024, 2500)
 # Of FP32, for sums of a few hundred products.
 CLOSE = 1e-4
 
@@ -39,6 +39,21 @@ def test_products_are_those_of_torch(columns: int, height: int, with_bias: bool)
         for given in (whole, apart, deep, across):
             expected = nn.functional.linear(given, weight, bias)
             torch.testing.assert_close(scripted(given, weight, bias), expected, rtol=CLOSE, atol=CLOSE)
+
+
+def test_onednn_gets_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps up to 2 MB for each of them."""
+    seen: set[int] = set()
+
+    def onednn(rows: torch.Tensor, weight: torch.Tensor, *_: object) -> torch.Tensor:
+        seen.add(len(rows))
+        return rows @ weight.t()
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", onednn)
+    weight = torch.randn(2, 3)
+    for height in range(3000):
+        assert linear(torch.randn(height, 3), weight, None).shape == (height, 2)
+    assert seen == {64, 128, 256, 512, 1024}
 
 
 def test_small_layers_those_of_other_dtypes_and_computed_weights_are_left_alone() -> None:
