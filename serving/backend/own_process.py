@@ -4,7 +4,7 @@ Busy or idle: `serving.triton.stubs` reads it.
 
 Memory: glibc returns what a large request used to Linux as soon as it is freed. The next one then takes a page fault
 for every 4 KiB: half of the time of 512 samples of DLRM-v2. tcmalloc, which `serving.server.launch.child` takes where
-it is there, keeps it, and gives back too little by itself.
+it is there, keeps it, and gives back too little by itself. So does glibc once it is told to keep some of it.
 
 End with the parent: a stub of Triton 2.51 goes on when its tritonserver is killed. `tbe-serve run` ends the stubs
 that a server left. But it may be killed too. So a stub also ends itself when its parent ends.
@@ -27,9 +27,12 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 _PR_SET_NAME = 15  # prctl(2)
 _LIBC = ctypes.CDLL(None)
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def show(name: str) -> None:
@@ -39,26 +42,59 @@ def show(name: str) -> None:
 
 # mallopt(3), and glibc's largest for each allocation to come from memory that can be kept.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _LARGEST_BYTES = -1, -3, 32 << 20
-# gperftools' malloc_extension_c.h: what the property counts, and how bytes are returned to Linux.
-_FREE = b"tcmalloc.pageheap_free_bytes"
+# gperftools' malloc_extension_c.h: what the property counts. A call returns whole runs of pages, and counts what was
+# too much against later ones: it may take several calls.
+_FREE, _MOST_CALLS = b"tcmalloc.pageheap_free_bytes", 1000
 # Most bytes that are kept for the next request.
 KEPT_BYTES = 64 << 20
 
 
-def keep_memory() -> None:
-    """Have glibc keep up to `KEPT_BYTES` of freed memory. Without glibc, nothing is done."""
-    if mallopt := getattr(_LIBC, "mallopt", None):
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+class _Mallinfo2(ctypes.Structure):
+    """Of mallinfo2(3), since glibc 2.33: ten numbers."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
-def give_back() -> None:
-    """Return what tcmalloc keeps beyond `KEPT_BYTES` to Linux. Without tcmalloc, nothing is done."""
-    if count := getattr(_LIBC, "MallocExtension_GetNumericProperty", None):
-        free = ctypes.c_size_t()
-        count(_FREE, ctypes.byref(free))
-        if free.value > KEPT_BYTES:
-            _LIBC.MallocExtension_ReleaseToSystem(ctypes.c_size_t(free.value - KEPT_BYTES))
+# Which of them are bytes in use: in mappings of their own (hblkhd), and others (uordblks).
+_IN_MAPPINGS, _IN_HEAPS = 4, 7
+
+
+class FreedMemory:
+    """What malloc keeps of freed memory for the next request: about `KEPT_BYTES`. Other mallocs do as they do.
+
+    glibc keeps what is free at the end of its heap, up to a threshold. But a small object behind it keeps all of it.
+    """
+
+    def __init__(self) -> None:
+        self._count: Any = getattr(_LIBC, "MallocExtension_GetNumericProperty", None)
+        self._mallinfo2: Any = None if self._count else getattr(_LIBC, "mallinfo2", None)
+        if self._mallinfo2 is not None:
+            self._mallinfo2.restype = _Mallinfo2
+            _LIBC.mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
+            _LIBC.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+            self._least = self._unused()
+
+    def give_back(self) -> None:
+        """Return what is free beyond `KEPT_BYTES` to Linux."""
+        if self._count is not None:
+            free = ctypes.c_size_t()
+            for _ in range(_MOST_CALLS):
+                self._count(_FREE, ctypes.byref(free))
+                if free.value <= KEPT_BYTES:
+                    break
+                _LIBC.MallocExtension_ReleaseToSystem(ctypes.c_size_t(free.value - KEPT_BYTES))
+        elif self._mallinfo2 is not None:
+            unused = self._unused()
+            if unused > self._least + KEPT_BYTES:
+                _LIBC.malloc_trim(0)
+                self._least = self._unused()
+            self._least = min(self._least, unused)
+
+    def _unused(self) -> int:
+        """Bytes of this process's own memory that no object of malloc is in: freed ones, and what is not malloc's."""
+        numbers: list[int] = self._mallinfo2().numbers
+        resident, shared = map(int, Path("/proc/self/statm").read_bytes().split()[1:3])
+        return (resident - shared) * _PAGE_BYTES - numbers[_IN_HEAPS] - numbers[_IN_MAPPINGS]
 
 
 @cache

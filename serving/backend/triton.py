@@ -21,7 +21,7 @@ import triton_python_backend_utils as pb_utils
 from serving.backend.answering import Answerer
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import LookupMetrics, Publisher, triton_families
-from serving.backend.own_process import Pauses, end_with_parent, give_back, keep_memory, show
+from serving.backend.own_process import FreedMemory, Pauses, end_with_parent, show
 from serving.backend.page_metrics import PageMetrics
 from serving.backend.recorder import Recorder
 from serving.backend.spans import Spans
@@ -80,10 +80,10 @@ class TritonPythonModel:
         # this process how its children end.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         end_with_parent()
-        keep_memory()
+        freed_memory = FreedMemory()
         show(IDLE)
         try:
-            self._engine, self._answerer, self._publisher = _load(args)
+            self._engine, self._answerer, self._publisher = _load(args, freed_memory)
         except ServingError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._pauses = Pauses()
@@ -107,7 +107,7 @@ class TritonPythonModel:
             show(IDLE)
 
 
-def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
+def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, Answerer, Publisher]:
     model = Path(args["model_repository"])
     config = json.loads(args["model_config"])
     # JSON may have left an empty string out.
@@ -145,7 +145,7 @@ def _load(args: Mapping[str, str]) -> tuple[Engine, Answerer, Publisher]:
     fails = about_model(pb_utils.Logger.log_error, "failed", args["model_name"], args["model_version"])
     spans = Spans.of_environment(args["model_name"], args["model_version"])
     answerer = Answerer(engine, settings, metrics, recorder, fails, Sampled(warns("refused")), spans=spans)
-    published, ended = [metrics.publish, pages.publish, give_back], []
+    published, ended = [metrics.publish, pages.publish, freed_memory.give_back], []
     if spans is not None:
         ended.append(spans.close)
     if isinstance(engine.ranks, RouterRanks):
