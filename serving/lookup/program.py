@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from serving.bundle.manifest import PROGRAM, Manifest
@@ -116,7 +117,9 @@ class DenseProgram:
         prefer_onednn(program)
         self._forward = program.forward
         self._dtype = bundle.manifest.output_dtype.numpy
-        self._width = sum(table.dim for table in bundle.manifest.feature_tables if not table.is_sequence)
+        tables = bundle.manifest.feature_tables
+        self._width = sum(table.dim for table in tables if not table.is_sequence)
+        self._pooled_columns = _run_of(np.repeat([not t.is_sequence for t in tables], [t.dim for t in tables]))
         self._bounds = sample_bounds(bundle.manifest)
         self._by_sample = len(part.by_sample)
         self._rows_at = _rows_at(bundle.manifest, part)
@@ -169,13 +172,30 @@ class DenseProgram:
             dense = request.dense or ()
             inputs.append([*dense, *jagged_inputs(schema, request, rows, number)] if self.part.jagged else dense)
         if self._width:
-            embeddings = _pooled(batches[0], answers[0], asking)
+            embeddings = self._pooled(batches[0], answers[0], asking)
         else:  # there is no batch of pooled features
             embeddings = np.empty((sum(samples), 0), self._dtype)
         return {
             number: {name: each for name, each in found.items() if name in checked.requests[number].outputs}
             for number, found in zip(asking, self.score(embeddings, inputs, samples), strict=True)
         }
+
+    def _pooled(self, batch: Batch, embeddings: Embeddings, asking: Sequence[int]) -> Embeddings:
+        """What the scores of some requests of a batch are made of, one request after another, [B, D].
+
+        Args:
+            batch: its pooled features are all of the model's.
+            embeddings: the answer to it.
+            asking: the requests.
+        """
+        requests = [batch.requests[number] for number in asking]
+        if batch.has_pooled:
+            return embeddings[: requests[0].samples, self._pooled_columns]
+        if len(asking) == len(batch.requests) and all(request.once is None for request in requests):
+            return embeddings
+        first = np.cumsum([0, *(request.height for request in batch.requests)])
+        parts = [embeddings[first[number] : first[number + 1]] for number in asking]
+        return joined([spread(part, each) for part, each in zip(parts, requests, strict=True)])
 
     def score(
         self, embeddings: Embeddings, inputs: Sequence[Sequence[Array]], samples: Sequence[int]
@@ -193,6 +213,8 @@ class DenseProgram:
             The outputs of each request by name, float32 [B_r, *shape]; [n_r, *shape] with a row for each id of a key.
         """
         rows = _slices(samples)
+        if len(samples) == 1 and not self.part.mixes_samples:
+            return [self._sliced(embeddings, inputs[0])]
         if self.part.mixes_samples:
             return [self._run(embeddings[each], own) for each, own in zip(rows, inputs, strict=True)]
         found = self._sliced(embeddings, [joined(each) for each in zip(*inputs, strict=True)])
@@ -227,6 +249,13 @@ class DenseProgram:
         return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
 
 
+def _run_of(chosen: npt.NDArray[np.bool_]) -> slice | npt.NDArray[np.bool_]:
+    """An index of what is chosen: a slice, which copies nothing, where that lies side by side."""
+    at = np.flatnonzero(chosen)
+    is_run = at.size > 0 and at[-1] - at[0] + 1 == at.size
+    return slice(int(at[0]), int(at[-1]) + 1) if is_run else chosen
+
+
 def _slices(sizes: Sequence[int]) -> list[slice]:
     """Ranges of these sizes, one behind the other."""
     return [slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
@@ -247,22 +276,6 @@ def _warn_of_read_only() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.from_numpy(np.broadcast_to(np.float32(0), 1))
-
-
-def _pooled(batch: Batch, embeddings: Embeddings, asking: Sequence[int]) -> Embeddings:
-    """What the scores of some requests of a batch are made of, one request after another, [B, D].
-
-    Args:
-        batch: its features are pooled.
-        embeddings: the answer to it.
-        asking: the requests.
-    """
-    requests = [batch.requests[number] for number in asking]
-    if len(asking) == len(batch.requests) and all(request.once is None for request in requests):
-        return embeddings
-    first = np.cumsum([0, *(request.height for request in batch.requests)])
-    parts = [embeddings[first[number] : first[number + 1]] for number in asking]
-    return joined([spread(part, each) for part, each in zip(parts, requests, strict=True)])
 
 
 def spread(embeddings: Embeddings, request: KjtRequest) -> Embeddings:

@@ -193,18 +193,18 @@ def id_bounds(names: Sequence[str], request: KjtRequest) -> Ids:
         InvalidRequest: a length is negative, or the lengths do not add up to the number of ids.
     """
     bags = bag_bounds(len(names), request.samples, request.once)
-    if request.lengths.size and request.lengths.min() < 0:
-        at = int(np.argmax(request.lengths < 0))
-        position, sample = place_of(at, bags)
+    bounds: Ids = offsets_of(request.lengths)[bags]
+    if bounds.item(-1) == request.values.size:
+        return bounds
+    negative = np.flatnonzero(request.lengths < 0)  # with one of them, lengths never add up
+    if negative.size:
+        position, sample = place_of(int(negative[0]), bags)
         raise InvalidRequest(
-            f"{request.selection.what} {names[position]!r}: expected lengths >= 0, got {request.lengths[at]} for "
-            f"sample {sample}",
+            f"{request.selection.what} {names[position]!r}: expected lengths >= 0, got "
+            f"{request.lengths[negative[0]]} for sample {sample}",
             Reason.LENGTHS,
         )
-    bounds: Ids = offsets_of(request.lengths)[bags]
-    if bounds[-1] != request.values.size:
-        raise _wrong_sum(request.selection.what, names, bounds, request.values.size)
-    return bounds
+    raise _wrong_sum(request.selection.what, names, bounds, request.values.size)
 
 
 def place_of(bag: int, bounds: Ids) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from serving.errors import InvalidRequest, Reason
 from serving.request.bags import bag_bounds, bounds_of, joined, offsets_of, place
 from serving.request.kjt import merge, split
 from serving.request.schema import Schema
-from serving.request.sequences import row_batches, rows_of
+from serving.request.sequences import one_batch, row_batches, rows_of
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Batch, Checked, Embeddings, KjtRequest, Mask, Outputs
 
 
@@ -121,6 +121,8 @@ def batches_of(schema: Schema, checked: Checked) -> list[Batch]:
     requests = checked.requests
     if all(map(_is_whole, requests)):
         return [merge(schema, checked)] if requests else []
+    if len(requests) == 1 and (batch := one_batch(schema, checked)) is not None:
+        return [batch]
     batches = []
     for parts, is_once in (([_each(request) for request in requests], False), ([_once(r) for r in requests], True)):
         if any(part.any() for part in parts):

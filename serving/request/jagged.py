@@ -39,7 +39,9 @@ def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array
     assert part is not None  # noqa: S101  scores are asked for
     if not part.jagged and not part.fixed_lengths:
         return request  # keys are together where there are jagged inputs of them
-    bags, ids = bag_bounds(len(names), request.samples, request.once), id_bounds(names, request)
+    # Lists: single numbers of an array are slow.
+    bags = bag_bounds(len(names), request.samples, request.once).tolist()
+    ids = id_bounds(names, request).tolist()
     for key, length in part.fixed_lengths.items():
         at = schema.first_of(key)
         _expect_length(key, length, request.lengths[bags[at] : bags[at + 1]])
@@ -53,7 +55,7 @@ def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array
         of_ids = slice(ids[at], ids[at + 1])
         if each.kind is JaggedKind.ROWS:
             found = None
-            own_bytes = int(ids[at + 1] - ids[at]) * int(request.selection.dims[at]) * _ROW_ITEM_BYTES
+            own_bytes = (ids[at + 1] - ids[at]) * request.selection.dims.item(at) * _ROW_ITEM_BYTES
         else:
             is_dense = each.kind is JaggedKind.NUMBERS
             found = dense[each.name] if is_dense else _sent(each.kind, request, slice(bags[at], bags[at + 1]), of_ids)

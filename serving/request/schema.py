@@ -134,6 +134,7 @@ class Schema:
         by_id: the dense inputs with a row for each id of a key, and the key of each.
         jagged: the feature of each jagged input of the dense part, or the first that reads its key: its position.
         scored_rows: the features whose rows scores are made of; bool [F].
+        scores_all_rows: whether these are all features that are not pooled.
     """
 
     every: Selection
@@ -143,6 +144,7 @@ class Schema:
     by_id: Mapping[str, str] = field(init=False)
     jagged: tuple[int, ...] = field(init=False)
     scored_rows: npt.NDArray[np.bool_] = field(init=False)
+    scores_all_rows: bool = field(init=False)
     _positions: dict[str, list[int]] = field(init=False, default_factory=dict)
     _selections: dict[tuple[str | int, ...] | None, Selection] = field(init=False, default_factory=dict)
 
@@ -164,6 +166,7 @@ class Schema:
         object.__setattr__(self, "by_id", by_id)
         object.__setattr__(self, "jagged", tuple(positions))
         object.__setattr__(self, "scored_rows", np.isin(self.every.positions, rows))
+        object.__setattr__(self, "scores_all_rows", np.array_equal(self.scored_rows, self.every.sequence))
 
     @classmethod
     def of(cls, manifest: Manifest, id_maps: IdMaps | None) -> "Schema":

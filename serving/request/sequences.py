@@ -85,6 +85,32 @@ def row_batches(schema: Schema, checked: Checked) -> Iterator[Batch]:
             yield _of_one(schema, checked, asked, feature, slice(first, last), bounds)
 
 
+def one_batch(schema: Schema, checked: Checked) -> Batch | None:
+    """All that the scores of one request are made of, in one batch: pooled features, and sequences as bags of one id.
+
+    Features that have fewer bags than others get empty ones behind theirs. None: the answer would be large, or
+    there is more to it than that.
+    """
+    (request,) = checked.requests
+    selection, samples = request.selection, request.samples
+    is_plain = request.once is None and request.rowless is None and checked.weights is None
+    is_for_scores = request.dense is not None and schema.scores.issuperset(request.outputs)
+    if not samples or not is_plain or not is_for_scores or not schema.scores_all_rows:
+        return None
+    bags = np.where(selection.sequence, checked.id_bounds[1:] - checked.id_bounds[:-1], samples)
+    most = int(bags.max())
+    if most * selection.ends.item(-1) > _SHARED_NUMBERS:
+        return None
+    lengths = (np.arange(most) < bags[:, np.newaxis]).astype(np.int32)
+    pooled = selection.pooled.positions
+    lengths[pooled, :samples] = checked.lengths.reshape(-1, samples)[pooled]
+    bounds = np.zeros((bags.size, 2), np.int64)
+    bounds[:, 1] = bags
+    return Batch(
+        checked.requests, selection, checked.values, offsets_of(lengths.ravel()), None, bounds, has_pooled=True
+    )
+
+
 def rows_of(batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[tuple[int, int], Embeddings]:
     """The rows of each sequence, [n, dim]: by number of the request, and position of the feature in the schema.
 
@@ -95,10 +121,11 @@ def rows_of(batches: Sequence[Batch], answers: Sequence[Embeddings]) -> dict[tup
         if batch.row_bounds is None:
             continue
         selection, ends = batch.selection, batch.selection.ends.tolist()
-        for feature, position in enumerate(selection.positions.tolist()):
-            columns = answer[:, ends[feature] - int(selection.dims[feature]) : ends[feature]]
+        rows = np.flatnonzero(selection.sequence).tolist() if batch.has_pooled else range(len(ends))
+        for feature in rows:
+            dim, end, position = selection.dims.item(feature), ends[feature], selection.positions.item(feature)
             for number, (first, last) in enumerate(pairwise(batch.row_bounds[feature].tolist())):
-                found.setdefault((number, position), []).append(columns[first:last])
+                found.setdefault((number, position), []).append(answer[first:last, end - dim : end])
     return {key: joined(parts) for key, parts in found.items()}
 
 

@@ -241,6 +241,7 @@ class Batch:
         weights: a weight for each id; float32 [N], or None.
         row_bounds: where bags are rows of sequences: where those of each request start among those of a feature,
             then their end; int64 [F, R + 1]. None: each request has a bag of a feature for each of its samples.
+        has_pooled: whether a single request's pooled features are beside its sequences, with a bag for each sample.
         is_once: whether its features come once, so that each request has one sample.
     """
 
@@ -250,6 +251,7 @@ class Batch:
     offsets: Ids
     weights: Weights | None
     row_bounds: Ids | None = None
+    has_pooled: bool = False
     is_once: bool = False
 
     @property

@@ -20,6 +20,7 @@ from serving.errors import InternalError, InvalidRequest
 from serving.lookup import program
 from serving.lookup.program import DenseProgram
 from serving.model.settings import ServingSettings
+from serving.request import sequences as sequences_module
 from serving.request.accept import accept
 from serving.request.batches import grouped
 from serving.request.dense import encode_dense
@@ -238,6 +239,55 @@ def test_a_model_of_sequences_alone(tmp_path: Path) -> None:
         right = np.array([items[bag].sum(0) if bag else np.zeros(32) for bag in recent]).reshape(-1, 32)
         np.testing.assert_allclose(found["sum"], right, rtol=1e-6, atol=1e-6)
         assert found["bits"].tolist() == [sum(bag) & 0xFF if len(bag) < 2 else sum(bag) for bag in recent]
+
+
+class Around(nn.Module):
+    """Pooled tables before its sequences, and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.rows, self.genre = collection(POOLED[:1]), sequences(), collection(POOLED[1:], seed=2)
+
+
+class Everything(nn.Module):
+    """What is pooled, as it is, and the sum of the rows of each sequence."""
+
+    def forward(
+        self, embeddings: Tensor, a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, c: Tensor, of_c: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return embeddings.float(), sums(a, of_a), sums(b, of_b), sums(c, of_c)
+
+
+SEQUENCES = ("recent", "seen", "words")
+EVERYTHING = tuple(JaggedInput(kind, key) for key in SEQUENCES for kind in (JaggedKind.ROWS, JaggedKind.LENGTHS))
+
+
+@pytest.mark.parametrize(("ranks", "output"), [(1, OutputDtype.FP32), (3, OutputDtype.FP16)])
+@pytest.mark.parametrize("model", [Mixed, Around])
+def test_one_request_takes_one_call_and_is_answered_as_by_several(
+    model: type[nn.Module], ranks: int, output: OutputDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, and a request without samples, too."""
+    sharding = Sharding(ranks=ranks, types={"*": "row_wise", "word": "column_wise"})
+    bundle = export_model(model(), tmp_path / "r", "m", replace(FP32, output_dtype=output, sharding=sharding))
+    outputs = {"pooled": (24,), **{f"of_{key}": (32,) for key in SEQUENCES}}
+    engine = Engine.open(with_dense_part(bundle, Everything(), (), outputs, say(jagged=EVERYTHING)))
+    random = np.random.default_rng(0)
+    calls = []
+    for number in range(40):
+        bags, _ = random_histories(random, number % 5, longest=number % 4 * 4)
+        if number % 3 == 0:  # some of the keys have no ids at all
+            bags |= {key: [[]] * (number % 5) for key in random.choice([*bags], 2, replace=False)}
+        asked = replace(encode(bags), outputs=tuple(outputs))
+        found = engine.answer([accept(engine.schema, asked)])
+        calls.append(len(found.batches))
+        with monkeypatch.context() as patch:
+            patch.setattr(sequences_module, "_SHARED_NUMBERS", 0)
+            apart = engine.answer([accept(engine.schema, asked)])
+        assert len(apart.batches) > 1 or not number % 5
+        for name, numbers in apart.outputs()[0].items():
+            np.testing.assert_array_equal(found.outputs()[0][name], numbers, err_msg=f"{name} of {number}")
+    assert calls == [1 if number % 5 else calls[0] for number in range(40)]
 
 
 class Weighs(nn.Module):
