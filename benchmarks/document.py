@@ -20,6 +20,7 @@ from benchmarks import (
     peers_scores,
     scores_sequences,
     sequences,
+    stages,
     switching,
     threads,
 )
@@ -80,7 +81,7 @@ def render(run: dict[str, Any], file: str) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown
     )
-    environment.filters |= {"ms": _ms, "rate": _rate, "ratio": _ratio, "bytes": _bytes, "share": _share}
+    environment.filters |= {"ms": _ms, "rate": _rate, "ratio": _ratio, "bytes": _bytes, "share": _share, "us": _us}
     candidates = {"ours": "**ours**", "donothing": "a model that does nothing"}
     return environment.get_template(TEMPLATE).render(
         run=run,
@@ -99,6 +100,8 @@ def render(run: dict[str, Any], file: str) -> str:
         once=once,
         sequences=sequences,
         scores_sequences=scores_sequences,
+        stages=stages.SHOWN,
+        stage_models=stages.MODELS,
         threads=threads,
         fresh=fresh,
         instances=instances,
@@ -221,6 +224,10 @@ def _points(got: dict[str, float], curve: str) -> list[tuple[int, float]]:
 def _ms(seconds: float) -> str:
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.2f} ms" if milliseconds < 10 else f"{milliseconds:,.1f} ms"
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:,.0f}"
 
 
 def _rate(per_s: float) -> str:

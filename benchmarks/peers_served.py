@@ -1,6 +1,7 @@
 """Our server beside others that people would use: same tables, same ids, same load generator, called in turn."""
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from benchmarks.peer_servers import ENVIRONMENT, HERE, NOISY, Peer, running
 from benchmarks.peer_workload import MODEL, PeerWorkload
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from serving.server import Ports, run_server
+from serving.server.launch.child import malloc_of
 
 NOTHING = "donothing"
 # Numbers of samples and of clients.
@@ -137,7 +139,9 @@ def drive(folder: Path, candidates: Mapping[str, Any], rounds: int, loads: Loads
     path = folder / "plan.json"
     path.write_text(json.dumps(plan))
     command = [str(ENVIRONMENT / "bin" / "python"), str(HERE / "drive.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE)
+    # It has the servers' malloc: it shares their cores, and with glibc's a large answer costs it as much again.
+    environment = {**malloc_of(), **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=HERE, env=environment)
     if done.returncode:
         raise RuntimeError(f"{command}: {done.stderr[-2000:]}")
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import tritonclient.grpc as triton
 
+from benchmarks import stages
 from benchmarks.inprocess import PAUSE_S
 from benchmarks.measure import Result, interleave, p50, ratio
 from benchmarks.model_memory import in_memory
@@ -48,6 +49,9 @@ def run(workload: Workload, folder: Path) -> list[Result]:
             candidates = _candidates(client, engines, workload, samples)
             times = {name: p50(seconds) for name, seconds in interleave(candidates, rounds).items()}
             results += [Result(f"scores_{name}_p50_b{samples}_s", seconds) for name, seconds in times.items()]
+            if samples == 1:
+                for what, candidate in (("lookup", "lookup"), ("scores", "served")):
+                    results += stages.run(server, NAME, what, candidates[candidate])
             cold = interleave(candidates, COLD_ROUNDS, pause_s=PAUSE_S)
             results += [Result(f"scores_{name}_cold_p50_b{samples}_s", p50(each)) for name, each in cold.items()]
             results.append(ratio(f"scores_over_lookup_p50_b{samples}", times["served"] / times["lookup_and_dense"]))

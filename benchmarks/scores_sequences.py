@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import tritonclient.grpc as triton
 
+from benchmarks import stages
 from benchmarks.measure import Result, interleave, p50, ratio_of
 from benchmarks.model_memory import in_memory
 from benchmarks.peer_workload import MODEL
@@ -53,6 +54,7 @@ def run(folder: Path) -> Iterator[Result]:
             candidates = _candidates(client, engine, workload, samples)
             yield from _measured(candidates, f"p50_b{samples}", rounds)
         yield from _measured(_candidates(client, engine, workload, 1), "cold_p50_b1", COLD_ROUNDS, PAUSE_S)
+        yield from stages.run(server, MODEL, "histories", _candidates(client, engine, workload, 1)["served"])
         yield from _once(client, engine, workload)
 
 
