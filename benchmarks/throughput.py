@@ -18,7 +18,6 @@ from benchmarks.measure import Result, interleave, p50, ratio, ratio_of
 from benchmarks.perf_analyzer import Measured, PerfAnalyzer, write_requests
 from benchmarks.served import do_nothing_name, publish_do_nothing
 from benchmarks.workload import NAME, WIDTH, Workload
-from examples.hosts.dlrm import IDS_PER_SAMPLE
 from serving.bench.generator import Traffic, generate
 from serving.bench.requests import prepare
 from serving.bundle.opening import open_bundle
@@ -55,7 +54,6 @@ def run(workload: Workload, folder: Path) -> list[Result]:
     models = [NAME, SINGLE, TWO, TWO_NOTHING, *map(do_nothing_name, SAMPLES)]
     with run_server(repository, Ports(grpc=0, http=0, operations=0), models=models) as server:
         results = [*_closed(load, server, folder), *_ratios(load, server, folder), *_open(server, workload)]
-        results += _client_malloc(server)
     return [*results, *_malloc(load, repository, folder), *_client_import(), *_recovery(repository)]
 
 
@@ -113,34 +111,6 @@ def _malloc(load: PerfAnalyzer, repository: Path, folder: Path) -> Iterator[Resu
         finally:
             for name in (*GLIBC, "LD_PRELOAD"):
                 del os.environ[name]
-
-
-def _client_malloc(server: Server) -> Iterator[Result]:
-    """A client of its own process, which asks for 128 samples at a time: with glibc's malloc, and with tcmalloc."""
-    if malloc_of() == GLIBC:
-        return
-    plain = {name: value for name, value in os.environ.items() if name not in (*GLIBC, "LD_PRELOAD")}
-    command = [sys.executable, "-m", "benchmarks.throughput", server.grpc]
-    seen = [
-        [float(subprocess.check_output(command, env=plain | malloc)) for malloc in ({}, malloc_of())]
-        for _ in range(ROUNDS)
-    ]
-    yield ratio_of("client_glibc_over_tcmalloc_p50_b128", (glibc / tcmalloc for glibc, tcmalloc in seen))
-
-
-def main(url: str) -> None:
-    """Ask for 128 samples for `SECONDS`, one request at a time, and print the median in seconds."""
-    random = np.random.default_rng(0)
-    times: list[float] = []
-    with LookupClient(url, NAME, 20) as client:
-        asked = [
-            {f"f{n}": random.integers(0, 3, (128, ids)) for n, ids in enumerate(IDS_PER_SAMPLE)} for _ in range(8)
-        ]
-        end = time.perf_counter() + SECONDS
-        while (started := time.perf_counter()) < end:
-            client.lookup(asked[len(times) % len(asked)])
-            times.append(time.perf_counter() - started)
-    print(median(times))
 
 
 def _open(server: Server, workload: Workload) -> Iterator[Result]:
@@ -212,7 +182,3 @@ def publish_as(
     if max_batch_size is not None:
         config.max_batch_size = max_batch_size
     file.write_text(text_format.MessageToString(config))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
