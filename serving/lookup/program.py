@@ -212,9 +212,9 @@ class DenseProgram:
         Returns:
             The outputs of each request by name, float32 [B_r, *shape]; [n_r, *shape] with a row for each id of a key.
         """
-        rows = _slices(samples)
         if len(samples) == 1 and not self.part.mixes_samples:
             return [self._sliced(embeddings, inputs[0])]
+        rows = _slices(samples)
         if self.part.mixes_samples:
             return [self._run(embeddings[each], own) for each, own in zip(rows, inputs, strict=True)]
         found = self._sliced(embeddings, [joined(each) for each in zip(*inputs, strict=True)])

@@ -98,7 +98,7 @@ def one_batch(schema: Schema, checked: Checked) -> Batch | None:
     if not samples or not is_plain or not is_for_scores or not schema.scores_all_rows:
         return None
     bags = np.where(selection.sequence, checked.id_bounds[1:] - checked.id_bounds[:-1], samples)
-    most = int(bags.max())
+    most = max(samples, int(bags.max()))
     if most * selection.ends.item(-1) > _SHARED_NUMBERS:
         return None
     lengths = (np.arange(most) < bags[:, np.newaxis]).astype(np.int32)

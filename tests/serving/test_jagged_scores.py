@@ -230,12 +230,13 @@ def test_a_model_of_sequences_alone(tmp_path: Path) -> None:
     with_dense_part(bundle, Firsts(), (), {"sum": (32,), "bits": ()}, say(jagged=OF_RECENT))
     engine = Engine.open(bundle)
     items = module.rows.embeddings["item"].weight.detach().numpy()
-    requests: list[Any] = [[[1, 2], [], [3]], [], [[], []], [[299]]]
+    requests: list[Any] = [[[1, 2], [], [3]], [], [[], []], [[299]], [[], [], [5]]]
     tensors = [
         replace(encode({"recent": recent, "seen": recent, "words": recent}), outputs=("sum", "bits"))
         for recent in requests
     ]
-    for recent, found in zip(requests, together(engine, tensors), strict=True):
+    alone = [engine.outputs(each) for each in tensors]
+    for recent, found in zip(requests * 2, [*together(engine, tensors), *alone], strict=True):
         right = np.array([items[bag].sum(0) if bag else np.zeros(32) for bag in recent]).reshape(-1, 32)
         np.testing.assert_allclose(found["sum"], right, rtol=1e-6, atol=1e-6)
         assert found["bits"].tolist() == [sum(bag) & 0xFF if len(bag) < 2 else sum(bag) for bag in recent]
@@ -250,12 +251,13 @@ class Around(nn.Module):
 
 
 class Everything(nn.Module):
-    """What is pooled, as it is, and the sum of the rows of each sequence."""
+    """What is pooled, weighed by its column, and the sum of the rows of each sequence."""
 
     def forward(
         self, embeddings: Tensor, a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, c: Tensor, of_c: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return embeddings.float(), sums(a, of_a), sums(b, of_b), sums(c, of_c)
+        pooled = embeddings.float() * torch.arange(embeddings.size(1))
+        return pooled.sum(1), sums(a, of_a), sums(b, of_b), sums(c, of_c)
 
 
 SEQUENCES = ("recent", "seen", "words")
@@ -263,28 +265,30 @@ EVERYTHING = tuple(JaggedInput(kind, key) for key in SEQUENCES for kind in (Jagg
 
 
 @pytest.mark.parametrize(("ranks", "output"), [(1, OutputDtype.FP32), (3, OutputDtype.FP16)])
-@pytest.mark.parametrize("model", [Mixed, Around])
+@pytest.mark.parametrize("model", [Mixed, Around, OfRowsAlone])
 def test_one_request_takes_one_call_and_is_answered_as_by_several(
     model: type[nn.Module], ranks: int, output: OutputDtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, and a request without samples, too."""
     sharding = Sharding(ranks=ranks, types={"*": "row_wise", "word": "column_wise"})
     bundle = export_model(model(), tmp_path / "r", "m", replace(FP32, output_dtype=output, sharding=sharding))
-    outputs = {"pooled": (24,), **{f"of_{key}": (32,) for key in SEQUENCES}}
+    outputs = {"pooled": (), **{f"of_{key}": (32,) for key in SEQUENCES}}
     engine = Engine.open(with_dense_part(bundle, Everything(), (), outputs, say(jagged=EVERYTHING)))
     random = np.random.default_rng(0)
     calls = []
     for number in range(40):
         bags, _ = random_histories(random, number % 5, longest=number % 4 * 4)
-        if number % 3 == 0:  # some of the keys have no ids at all
-            bags |= {key: [[]] * (number % 5) for key in random.choice([*bags], 2, replace=False)}
+        if model is OfRowsAlone:
+            bags = {key: bags[key] for key in SEQUENCES}
+        if number % 3 == 0:  # some of the keys have no ids at all, or none has
+            bags |= {key: [[]] * (number % 5) for key in random.permutation([*bags])[: number // 3]}
         asked = replace(encode(bags), outputs=tuple(outputs))
         found = engine.answer([accept(engine.schema, asked)])
         calls.append(len(found.batches))
         with monkeypatch.context() as patch:
             patch.setattr(sequences_module, "_SHARED_NUMBERS", 0)
             apart = engine.answer([accept(engine.schema, asked)])
-        assert len(apart.batches) > 1 or not number % 5
+        assert len(apart.batches) > 1 or model is OfRowsAlone or not number % 5
         for name, numbers in apart.outputs()[0].items():
             np.testing.assert_array_equal(found.outputs()[0][name], numbers, err_msg=f"{name} of {number}")
     assert calls == [1 if number % 5 else calls[0] for number in range(40)]
