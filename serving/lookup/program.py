@@ -9,7 +9,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from serving.bundle.manifest import PROGRAM, Manifest
@@ -18,7 +17,7 @@ from serving.bundle.scores import SCORES, DensePart, JaggedKind
 from serving.errors import BundleError
 from serving.lookup.products import prefer_onednn
 from serving.pins import check_pins, mismatch
-from serving.request.bags import joined
+from serving.request.bags import joined, place
 from serving.request.jagged import jagged_inputs, sample_bounds, zero_jagged
 from serving.request.schema import Schema
 from serving.request.sequences import rows_of
@@ -118,8 +117,9 @@ class DenseProgram:
         self._forward = program.forward
         self._dtype = bundle.manifest.output_dtype.numpy
         tables = bundle.manifest.feature_tables
-        self._width = sum(table.dim for table in tables if not table.is_sequence)
-        self._pooled_columns = _run_of(np.repeat([not t.is_sequence for t in tables], [t.dim for t in tables]))
+        dims, is_pooled = np.array([each.dim for each in tables]), np.array([not each.is_sequence for each in tables])
+        self._width = int(dims[is_pooled].sum())
+        self._pooled_columns = place((dims.cumsum() - dims)[is_pooled], dims[is_pooled]) if self._width else slice(0)
         self._bounds = sample_bounds(bundle.manifest)
         self._by_sample = len(part.by_sample)
         self._rows_at = _rows_at(bundle.manifest, part)
@@ -247,13 +247,6 @@ class DenseProgram:
             # Rows may be columns of an answer, and what comes once is one row: a program may take views of neither.
             found = self._forward(*(torch.from_numpy(np.ascontiguousarray(each)) for each in (embeddings, *inputs)))
         return {each.name: numbers.numpy() for each, numbers in zip(self.part.outputs, found, strict=True)}
-
-
-def _run_of(chosen: npt.NDArray[np.bool_]) -> slice | npt.NDArray[np.bool_]:
-    """An index of what is chosen: a slice, which copies nothing, where that lies side by side."""
-    at = np.flatnonzero(chosen)
-    is_run = at.size > 0 and at[-1] - at[0] + 1 == at.size
-    return slice(int(at[0]), int(at[-1]) + 1) if is_run else chosen
 
 
 def _slices(sizes: Sequence[int]) -> list[slice]:
