@@ -21,7 +21,7 @@ import triton_python_backend_utils as pb_utils
 from serving.backend.answering import Answerer
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import LookupMetrics, Publisher, triton_families
-from serving.backend.own_process import FreedMemory, Pauses, end_with_parent, show
+from serving.backend.own_process import FreedMemory, Pauses, busy_byte, end_with_parent
 from serving.backend.page_metrics import PageMetrics
 from serving.backend.recorder import Recorder
 from serving.backend.spans import Spans
@@ -46,7 +46,6 @@ from serving.request.tensors import IDS, Array, Tensors, decode_parameters
 from serving.router.hosts_config import hosts_of
 from serving.router.router_ranks import RouterRanks
 from serving.tables.table_files import WeightsMemory
-from serving.triton.stubs import BUSY, IDLE
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
 # because the members exist only in a running backend.
@@ -81,7 +80,7 @@ class TritonPythonModel:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         end_with_parent()
         freed_memory = FreedMemory()
-        show(IDLE)
+        self._is_busy = busy_byte()
         try:
             self._engine, self._answerer, self._publisher = _load(args, freed_memory)
         except ServingError as error:
@@ -97,14 +96,14 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer a handover: each request with its outputs [1, B, …], or its own error."""
-        show(BUSY)
+        self._is_busy[0] = 1
         try:
             self._pauses.check()
             responses = [_response(outcome) for outcome in self._answerer.answer(requests, _decode, _is_cancelled)]
             self._pauses.check()
             return responses
         finally:
-            show(IDLE)
+            self._is_busy[0] = 0
 
 
 def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, Answerer, Publisher]:

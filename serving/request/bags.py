@@ -170,11 +170,19 @@ def lengths_by_key(tensors: Tensors, keys: Sequence[str]) -> dict[str, Lengths]:
     return {key: lengths[first:last] for key, (first, last) in zip(keys, pairwise(bounds), strict=True)}
 
 
+def are_alike(requests: Sequence[KjtRequest]) -> bool:
+    """Whether all ask for the same features in one order, for as many samples each, and nothing comes once."""
+    selection, samples = requests[0].selection, requests[0].samples
+    return all(each.selection is selection and each.samples == samples and each.once is None for each in requests)
+
+
 def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:
     """Where the bags of each segment start in the lengths of all requests, then their number: int64 [S + 1]."""
     first = requests[0]
     if len(requests) == 1:
         return bag_bounds(len(first.selection.names), first.samples, first.once)
+    if are_alike(requests):
+        return _even_bounds(len(requests) * len(first.selection.names), first.samples)
     features = [len(each.selection.names) for each in requests]
     bags = np.array([each.samples for each in requests]).repeat(features)
     if any(each.once is not None for each in requests):

@@ -23,6 +23,7 @@ is a feature of a request.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -30,7 +31,7 @@ import numpy.typing as npt
 
 from serving.bundle.id_maps import IDS
 from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason, ServingError
-from serving.request.bags import bag_bounds, id_bounds, joined, offsets_of, place_of, ranges, segment_bounds
+from serving.request.bags import are_alike, bag_bounds, id_bounds, joined, offsets_of, place_of, ranges, segment_bounds
 from serving.request.id_maps import IdMaps
 from serving.request.positions import expect_short_bags, positions_of, weights_by_position
 from serving.request.schema import Schema, Selection
@@ -41,6 +42,8 @@ _ANY = np.uint64(2**64 - 1)
 _NO_SEGMENTS: Ids = np.empty(0, np.int64)
 _NO_LENGTHS: Lengths = np.empty(0, np.int32)
 _NOBODY = Checked((), _NO_SEGMENTS, None, _NO_LENGTHS, *[np.zeros(1, np.int64)] * 3)
+# Requests of so many numbers are merged mostly: one TBE call answers 64 by default.
+_KEPT_ORDERS = 64
 # `any` and `count_nonzero` call these by way of Python functions.
 _max_of_each, _any = np.maximum.reduceat, np.logical_or.reduce
 
@@ -178,23 +181,35 @@ def merge(schema: Schema, checked: Checked) -> Batch:
     selection = requests[0].selection
     if len(requests) == 1 and requests[0].once is None:
         return Batch(requests, selection, checked.values, checked.offsets, checked.weights)
-    if any(request.selection is not selection for request in requests):
-        selection = schema.every.at(np.unique(joined([request.selection.positions for request in requests])))
-    # The feature of each segment, as a position in the batch: int64 [S].
-    positions = joined([selection.positions_of(request.selection) for request in requests])
-    # Segments are in the order of requests. A stable sort puts them in the order of features.
-    order = positions.argsort(kind="stable")
+    if are_alike(requests):
+        shape = len(requests), len(selection.names)
+        order = _features_first(*shape)
+        lengths = checked.lengths.reshape(*shape, requests[0].samples).swapaxes(0, 1).ravel()
+    else:
+        if any(request.selection is not selection for request in requests):
+            selection = schema.every.at(np.unique(joined([request.selection.positions for request in requests])))
+        # The feature of each segment, as a position in the batch: int64 [S].
+        positions = joined([selection.positions_of(request.selection) for request in requests])
+        # Segments are in the order of requests. A stable sort puts them in the order of features.
+        order = positions.argsort(kind="stable")
+        heights = [request.height for request in requests]
+        features = [len(request.selection.names) for request in requests]
+        total = sum(heights)
+        first_sample = np.repeat(np.array(list(accumulate(heights, initial=0))[:-1]), features)
+        lengths = np.zeros(len(selection.names) * total, np.int32)
+        bags = ranges(positions * total + first_sample, checked.bag_bounds[1:] - checked.bag_bounds[:-1])
+        lengths[bags] = checked.lengths
     source = ranges(checked.id_bounds[:-1][order], (checked.id_bounds[1:] - checked.id_bounds[:-1])[order])
-
-    heights = [request.height for request in requests]
-    features = [len(request.selection.names) for request in requests]
-    total = sum(heights)
-    first_sample = np.repeat(np.array(list(accumulate(heights, initial=0))[:-1]), features)
-    lengths = np.zeros(len(selection.names) * total, np.int32)
-    bags = ranges(positions * total + first_sample, checked.bag_bounds[1:] - checked.bag_bounds[:-1])
-    lengths[bags] = checked.lengths
     weights = None if checked.weights is None else checked.weights.take(source)
     return Batch(requests, selection, checked.values.take(source), offsets_of(lengths), weights)
+
+
+@lru_cache(_KEPT_ORDERS)
+def _features_first(requests: int, features: int) -> Ids:
+    """The segments of requests for the same features, in the order of features: int64 [S]; not to be written to."""
+    order = np.arange(requests * features).reshape(requests, features).T.ravel()
+    order.flags.writeable = False
+    return order
 
 
 def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:

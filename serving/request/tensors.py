@@ -40,7 +40,7 @@ Dense = Sequence[Array]
 Outputs = Mapping[str, Embeddings]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Tensors:
     """A request as a client sends it. Dtypes and shapes are those of a good request; a bad one may have any.
 

@@ -3,11 +3,12 @@
 Run with Triton 24.10, which does not notice that a stub died. The source of 26.04 was read: its stubs have the same
 name and arguments.
 
-Busy or idle: the name of a stub's main thread (`ps -o comm`) says whether it is answering requests now
+Busy or idle: a stub has a byte in memory that says whether it is answering requests now
 (`serving.backend.own_process`). `tbe-serve run` reads it while it stops, because tritonserver may wait for requests
-that it has lost. A name needs no file, and disappears with its process.
+that it has lost. It is read through proc(5), is no file of a file system, and disappears with its process.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import psutil
 
-IDLE, BUSY = "tbe-idle", "tbe-busy"
+# The name that memfd_create(2) gives the memory of that byte.
+BUSY = "tbe-busy"
 
 _STUB = "triton_python_backend_stub"
 
@@ -35,8 +37,14 @@ class Stub:
             self.process.kill()
 
     def is_busy(self) -> bool:
-        """Whether it is answering a request, by the name of its main thread."""
-        return _proc(self.process, "comm").strip() == BUSY
+        """Whether it is answering a request. False of a process that has ended, or that belongs to another user."""
+        opened = Path("/proc") / str(self.process.pid) / "fd"
+        with suppress(OSError):
+            for link in opened.iterdir():
+                with suppress(FileNotFoundError):  # it was closed meanwhile
+                    if os.readlink(link).startswith(f"/memfd:{BUSY} "):
+                        return any(link.read_bytes())
+        return False
 
     def is_stopped(self) -> bool:
         """Whether a signal such as SIGSTOP stopped it. A stop by a debugger does not count: proc_pid_stat(5)."""

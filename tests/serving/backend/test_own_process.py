@@ -18,11 +18,12 @@ from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
 from serving.server.launch.child import GLIBC, malloc_of
+from serving.triton.stubs import living_stubs
 from tests.faults.servers import by_a_debugger
 from tests.faults.tools import PATIENCE_S
 from tests.support.models import SUM, collection, random_bags
 from tests.support.often import one_in
-from tests.support.servers import add_gate, entered, gate_of, held, running, stubs
+from tests.support.servers import add_gate, entered, gate_of, held, running, stubs, wait_for_execution
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,6 +65,26 @@ def test_nobody_gets_the_answer_to_what_a_paused_process_was_given_before(tmp_pa
         while not (right := is_right(0)) and time.monotonic() < until:
             assert right is not False
         assert right
+
+
+def test_a_process_that_answers_is_seen_to_be_busy_until_it_has_answered(tmp_path: Path) -> None:
+    bundle = export_model(collection(SUM), tmp_path / "r", "m")
+    request = dict(random_bags(np.random.default_rng(0), SUM, 3))
+    add_gate(bundle)
+    with running(tmp_path / "r") as server, LookupClient(server.grpc, "m", PATIENCE_S) as client:
+        (stub,) = living_stubs(server.triton.pid)
+        client.lookup(request)
+        seen = [stub.is_busy()]
+        with held(bundle), ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(client.lookup, request)
+            wait_for_execution(bundle)
+            seen.append(stub.is_busy())
+            gate_of(bundle).unlink()
+            asked.result()
+            seen.append(stub.is_busy())
+            gate_of(bundle).touch()
+    assert seen == [False, True, False]
+    assert not stub.is_busy()
 
 
 def test_a_process_ends_when_the_clock_was_set_forward_and_not_when_it_was_set_back() -> None:
