@@ -18,7 +18,18 @@ from serving.request.bags import bag_bounds, bounds_of, joined, offsets_of, plac
 from serving.request.kjt import merge, split
 from serving.request.schema import Schema
 from serving.request.sequences import one_batch, row_batches, rows_of
-from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Batch, Checked, Embeddings, KjtRequest, Mask, Outputs
+from serving.request.tensors import (
+    EMBEDDINGS,
+    ONCE,
+    SEQUENCES,
+    Batch,
+    Checked,
+    Embeddings,
+    Ids,
+    KjtRequest,
+    Mask,
+    Outputs,
+)
 
 
 class Limits(Protocol):
@@ -125,8 +136,8 @@ def batches_of(schema: Schema, checked: Checked) -> list[Batch]:
         return [batch]
     batches = []
     for parts, is_once in (([_each(request) for request in requests], False), ([_once(r) for r in requests], True)):
-        if any(part.any() for part in parts):
-            batches.append(replace(merge(schema, _part(schema, checked, parts, is_once)), is_once=is_once))
+        if (kept := np.flatnonzero(joined(parts))).size:
+            batches.append(replace(merge(schema, _part(schema, checked, parts, kept, is_once)), is_once=is_once))
     return [*batches, *row_batches(schema, checked)]
 
 
@@ -200,24 +211,29 @@ def _once(request: KjtRequest) -> Mask:
     return request.once & ~request.selection.sequence
 
 
-def _part(schema: Schema, checked: Checked, parts: Sequence[Mask], is_once: bool) -> Checked:
-    """The requests with only the features of `parts`: bool [F] each. One that has none of them has no samples."""
+def _part(schema: Schema, checked: Checked, parts: Sequence[Mask], kept: Ids, is_once: bool) -> Checked:
+    """The requests with only the features of `parts`: bool [F] each. One that has none of them has no samples.
+
+    `kept`: which segments these are, int64.
+    """
     requests = checked.requests
-    keep = np.flatnonzero(joined(parts))
-    starts, first_bags = checked.id_bounds[keep], checked.bag_bounds[keep]
-    ids, bags = checked.id_bounds[keep + 1] - starts, checked.bag_bounds[keep + 1] - first_bags
+    starts, bag_starts = checked.id_bounds[kept], checked.bag_bounds[kept]
+    ids, bags = checked.id_bounds[kept + 1] - starts, checked.bag_bounds[kept + 1] - bag_starts
     source = place(starts, ids)
-    values, lengths = checked.values[source], checked.lengths[place(first_bags, bags)]
+    values, lengths = checked.values[source], checked.lengths[place(bag_starts, bags)]
     id_bounds, bag_bounds = bounds_of(ids), bounds_of(bags)
+    # Lists: single numbers of an array are slow.
+    first_ids, first_bags = id_bounds.tolist(), bag_bounds.tolist()
     left, segment = [], 0
     for request, part in zip(requests, parts, strict=True):
-        first, segment = segment, segment + int(np.count_nonzero(part))
+        selection = schema.at(request.selection.positions[part].tolist())
+        first, segment = segment, segment + len(selection.names)
         samples = 1 if is_once else request.samples
         left.append(
             KjtRequest(
-                schema.at(request.selection.positions[part].tolist()),
-                values[id_bounds[first] : id_bounds[segment]],
-                lengths[bag_bounds[first] : bag_bounds[segment]],
+                selection,
+                values[first_ids[first] : first_ids[segment]],
+                lengths[first_bags[first] : first_bags[segment]],
                 None,
                 samples if segment > first else 0,
                 once=None if request.once is None or request.dense is None else request.once[part],

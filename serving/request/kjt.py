@@ -31,7 +31,16 @@ import numpy.typing as npt
 
 from serving.bundle.id_maps import IDS
 from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason, ServingError
-from serving.request.bags import are_alike, bag_bounds, id_bounds, joined, offsets_of, place_of, ranges, segment_bounds
+from serving.request.bags import (
+    are_alike,
+    bag_bounds,
+    id_bounds,
+    joined,
+    offsets_of,
+    place_of,
+    ranges,
+    segment_bounds,
+)
 from serving.request.id_maps import IdMaps
 from serving.request.positions import expect_short_bags, positions_of, weights_by_position
 from serving.request.schema import Schema, Selection
