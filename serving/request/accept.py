@@ -22,7 +22,8 @@ _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.f
 def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> KjtRequest:
     """Take the tensors of one request, if they are of the right kind and size.
 
-    Nothing is copied, unless several features read one key: then each feature gets a copy of the key's ids.
+    Nothing is copied, unless several features read one key, so that each feature gets a copy of the key's ids, or ids
+    do not lie side by side.
 
     Args:
         schema: the features of the model.
@@ -41,6 +42,7 @@ def accept(schema: Schema, tensors: Tensors, limits: Limits | None = None) -> Kj
     if values.dtype == _INT32:  # as hosts are sent row numbers
         values = values.astype(np.int64)
     _expect_vector("values", values, _INT64)
+    values = np.ascontiguousarray(values)  # FBGEMM takes ids to lie side by side
     _expect_vector("lengths", lengths, _INT32)
     part = schema.dense_part
     once = None

@@ -4,8 +4,10 @@ import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest
 from serving.request.accept import accept
 from serving.request.encoding import encode
+from serving.request.tensors import EMBEDDINGS
 from tests.support import oracle
 from tests.support.growth import without_collector
 from tests.support.models import MEAN, MIXED, SUM, Spec, collection, flat, float_tables, random_bags, table_of
@@ -158,6 +161,24 @@ def test_arrays_with_gaps_are_read_as_they_are(repository: Path) -> None:
     found = engine.lookup(KeyedJaggedTensor(keys, gaps[0], weights=gaps[1], lengths=gaps[2]))
     for feature, rows in expected.items():
         np.testing.assert_array_equal(found[feature], rows)
+
+
+@pytest.mark.parametrize("step", [2, -1], ids=["with_gaps", "backwards"])
+@pytest.mark.parametrize("together", [1, 3])
+def test_tensors_that_do_not_lie_side_by_side_are_read_as_they_are(engine: Engine, step: int, together: int) -> None:
+    given = encode(random_bags(np.random.default_rng(3), MIXED, 4), engine.bundle.manifest.weighted_keys)
+
+    def apart(array: Any) -> Any:
+        spread = np.zeros(2 * array.size, array.dtype)[::step][: array.size]
+        spread[:] = array
+        assert not spread.flags.c_contiguous
+        return spread
+
+    odd = replace(given, values=apart(given.values), lengths=apart(given.lengths))
+    expected = engine.outputs(given)[EMBEDDINGS]
+    for outputs in engine.answer([accept(engine.schema, odd)] * together).outcomes():
+        assert isinstance(outputs, Mapping)
+        np.testing.assert_array_equal(outputs[EMBEDDINGS], expected)
 
 
 def test_weights_multiply_rows(repository: Path) -> None:
