@@ -77,8 +77,9 @@ def place(starts: Ids, sizes: Ids) -> slice | Ids:
     return ranges(starts, sizes)
 
 
-# Most requests have one of few numbers of samples. Bounds are kept for so many.
-_KEPT_BOUNDS = 256
+# Most requests have one of few numbers of samples. One call answers 64 of them by default, or fewer. So many bounds,
+# and so many orders, are kept.
+_KEPT_BOUNDS, _KEPT_ORDERS = 256, 64
 
 
 def bag_bounds(features: int, samples: int, once: Mask | None) -> Ids:
@@ -174,6 +175,14 @@ def are_alike(requests: Sequence[KjtRequest]) -> bool:
     """Whether all ask for the same features in one order, for as many samples each, and nothing comes once."""
     selection, samples = requests[0].selection, requests[0].samples
     return all(each.selection is selection and each.samples == samples and each.once is None for each in requests)
+
+
+@lru_cache(_KEPT_ORDERS)
+def features_first(requests: int, features: int) -> Ids:
+    """The segments of requests for the same features, in the order of features: int64 [S]; not to be written to."""
+    order = np.arange(requests * features).reshape(requests, features).T.ravel()
+    order.flags.writeable = False
+    return order
 
 
 def segment_bounds(requests: Sequence[KjtRequest]) -> Ids:

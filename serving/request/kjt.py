@@ -23,7 +23,6 @@ is a feature of a request.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -34,6 +33,7 @@ from serving.errors import IdsOutside, InternalError, InvalidRequest, Reason, Se
 from serving.request.bags import (
     are_alike,
     bag_bounds,
+    features_first,
     id_bounds,
     joined,
     offsets_of,
@@ -51,8 +51,6 @@ _ANY = np.uint64(2**64 - 1)
 _NO_SEGMENTS: Ids = np.empty(0, np.int64)
 _NO_LENGTHS: Lengths = np.empty(0, np.int32)
 _NOBODY = Checked((), _NO_SEGMENTS, None, _NO_LENGTHS, *[np.zeros(1, np.int64)] * 3)
-# Requests of so many numbers are merged mostly: one TBE call answers 64 by default.
-_KEPT_ORDERS = 64
 # `any` and `count_nonzero` call these by way of Python functions.
 _max_of_each, _any = np.maximum.reduceat, np.logical_or.reduce
 
@@ -192,7 +190,7 @@ def merge(schema: Schema, checked: Checked) -> Batch:
         return Batch(requests, selection, checked.values, checked.offsets, checked.weights)
     if are_alike(requests):
         shape = len(requests), len(selection.names)
-        order = _features_first(*shape)
+        order = features_first(*shape)
         lengths = checked.lengths.reshape(*shape, requests[0].samples).swapaxes(0, 1).ravel()
     else:
         if any(request.selection is not selection for request in requests):
@@ -211,14 +209,6 @@ def merge(schema: Schema, checked: Checked) -> Batch:
     source = ranges(checked.id_bounds[:-1][order], (checked.id_bounds[1:] - checked.id_bounds[:-1])[order])
     weights = None if checked.weights is None else checked.weights.take(source)
     return Batch(requests, selection, checked.values.take(source), offsets_of(lengths), weights)
-
-
-@lru_cache(_KEPT_ORDERS)
-def _features_first(requests: int, features: int) -> Ids:
-    """The segments of requests for the same features, in the order of features: int64 [S]; not to be written to."""
-    order = np.arange(requests * features).reshape(requests, features).T.ravel()
-    order.flags.writeable = False
-    return order
 
 
 def split(embeddings: Embeddings, batch: Batch) -> list[Embeddings]:
