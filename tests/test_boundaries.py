@@ -1,4 +1,4 @@
-"""Who may import whom, and how large a file may be: the rooms of the design, as rules."""
+"""Which package may import which library or package, and which files may be long: the design as rules."""
 
 import ast
 import subprocess
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -56,6 +55,9 @@ FEW_IMPORT = {
     "torchrec": set(),
     "export": set(),
 }
+
+# Files of more than 400 lines, each with the reason why it is one concept.
+LONG_FILES: dict[str, str] = {}
 
 
 def modules() -> dict[str, Path]:
@@ -125,20 +127,22 @@ def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def test_files_are_few_and_no_file_or_function_is_long() -> None:
-    """What a reader can hold in mind; functions without their docstrings."""
-    files = modules().values()
-    assert len(files) <= 240
-    assert [path for path in files if len(path.read_text().splitlines()) > 320] == []
+def test_a_file_of_more_than_400_lines_has_a_reason() -> None:
+    """A file is one concept, however long; a long one may be two, so it says why it is not."""
+    long_files = {name for name, path in modules().items() if len(path.read_text().splitlines()) > 400}
+    assert long_files == LONG_FILES.keys()
+
+
+def test_a_function_of_more_than_60_lines_is_two() -> None:
+    """Lines of the body, without the docstring."""
     functions = [
         (path.name, node.name, (body[-1].end_lineno or 0) - body[0].lineno + 1)
-        for path in files
+        for path in modules().values()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if (body := node.body[int(ast.get_docstring(node) is not None) :])
     ]
-    assert [each for each in functions if each[2] > 60] == []
-    assert median(lines for *_, lines in functions) <= 5
+    assert [(file, function, lines) for file, function, lines in functions if lines > 60] == []
 
 
 @pytest.mark.parametrize("name_of", [str, room], ids=["files", "rooms"])
