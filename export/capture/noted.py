@@ -137,7 +137,8 @@ def raised_by_model(error: BaseException | None) -> bool:
 
 def modules_of(model: nn.Module) -> list[ModuleType]:
     """The files of a model's classes, and those whose functions and classes they name. Of installed packages, those
-    that the model is from."""
+    that the model is from. Each once, though `sys.modules` may have it under several names.
+    """
     waiting = [kind.__module__ for part in model.modules() for kind in type(part).__mro__]
     packages = {_package(name) for name in waiting}
     found: dict[str, ModuleType | None] = {}
@@ -146,15 +147,16 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
         if name in found:
             continue
         module = sys.modules.get(name)
-        path = getattr(module, "__file__", None)
+        path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        is_file = isinstance(path, str) and bool(path)
         is_near = _package(name) in packages or not {"site-packages", "dist-packages"} & {*Path(path or "").parts}
-        is_own = is_near and path and _package(name) not in sys.stdlib_module_names and is_users(Path(path))
+        is_own = is_file and is_near and _package(name) not in sys.stdlib_module_names and is_users(Path(path or ""))
         found[name] = module if is_own else None
         if is_own:
             every = [*vars(module).values()]
             named = (getattr(each, "__module__", getattr(each, "__name__", None)) for each in every)
             waiting += [each for each in named if isinstance(each, str)]
-    return [module for module in found.values() if module is not None]
+    return [*{id(module): module for module in found.values() if module is not None}.values()]
 
 
 def _package(name: str) -> str:

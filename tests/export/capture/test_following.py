@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,6 +72,34 @@ def test_sizes_of_python_are_served_and_nothing_stays_behind(written: ModuleType
             keyed = example(samples)
             (scores,) = engine.score({"user_id": {"values": keyed.values(), "lengths": keyed.lengths()}}).values()
             torch.testing.assert_close(torch.from_numpy(scores.copy()), answer(model, keyed), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("written", [SIZES, LISTS, LEN_HANDED_ON], indirect=True)
+def test_a_file_under_several_names_is_put_back_once(
+    written: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a package has it that imports its parts under short names, too."""
+    torch.manual_seed(0)
+    model = written.Ranker().eval()
+    for alias in ("a_ranker_by_another_name", "a_ranker_by_a_third_name"):
+        monkeypatch.setitem(sys.modules, alias, written)
+    stub = type(sys)("a_stub")
+    stub.__file__ = None
+    monkeypatch.setitem(sys.modules, "a_stub", stub)
+    monkeypatch.setitem(sys.modules, "no_module", SimpleNamespace(__file__=SimpleNamespace()))
+    named = {
+        name: type(name, (), {"__module__": name}) for name in ("a_ranker_by_another_name", "a_stub", "no_module")
+    }
+    named["third"] = type("third", (), {"__module__": "a_ranker_by_a_third_name"})
+    for name, kind in named.items():
+        monkeypatch.setattr(written, name, kind, raising=False)
+    before = {**vars(written)}
+    bundle = export_model(model, tmp_path / "r", "m", EXACT, example=(example(5),))
+    assert vars(written) == before
+    with Engine.open(bundle) as engine:
+        keyed = example(3)
+        (scores,) = engine.score({"user_id": {"values": keyed.values(), "lengths": keyed.lengths()}}).values()
+        torch.testing.assert_close(torch.from_numpy(scores.copy()), answer(model, keyed), rtol=0, atol=1e-6)
 
 
 A_LIST = "a list as long as a batch can be made a tensor by torch.tensor, and nothing else"
