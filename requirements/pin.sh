@@ -17,7 +17,7 @@ lock() { # its name, what it is, and what uv resolves
   shift 2
   {
     echo "# $what, written by \`make pins\` from $name.in."
-    echo "# Install with --no-deps (docs/decisions/0001-pins-without-dependencies.md)."
+    echo "# Install with --no-deps (docs/decisions/0001-pins.md)."
     compile --generate-hashes --no-emit-package pip --no-emit-package wheel "$@"
   } > "$folder/lock"
   cp "$folder/lock" "$name.txt"

@@ -29,7 +29,7 @@ EXPORT_MAY_IMPORT = {
     "serving.terminal": "both programs speak in one way",
     "serving.pins": "both programs check the same versions",
 }
-# Libraries that few rooms of `serving` import: a client has no torch, and Triton's own module is in its backend alone.
+# Libraries that few packages of `serving` import: a client has no torch, and Triton's own module is in its backend alone.
 FEW_IMPORT = {
     "torch": {
         "serving.backend.triton",
@@ -81,7 +81,7 @@ def is_in(module: str, package: str) -> bool:
 
 
 @pytest.mark.parametrize("library", FEW_IMPORT)
-def test_few_rooms_of_serving_import(library: str) -> None:
+def test_few_packages_of_serving_import(library: str) -> None:
     found = {
         name
         for name, path in modules().items()
@@ -122,7 +122,7 @@ def graph_of(name_of: Callable[[str], str]) -> dict[str, set[str]]:
     return {name: others - {name} for name, others in graph.items()}
 
 
-def room(module: str) -> str:
+def package_of(module: str) -> str:
     """export.rows of export.rows.quantize."""
     return ".".join(module.split(".")[:2])
 
@@ -145,7 +145,7 @@ def test_a_function_of_more_than_60_lines_is_two() -> None:
     assert [(file, function, lines) for file, function, lines in functions if lines > 60] == []
 
 
-@pytest.mark.parametrize("name_of", [str, room], ids=["files", "rooms"])
+@pytest.mark.parametrize("name_of", [str, package_of], ids=["files", "packages"])
 def test_nothing_imports_in_a_circle(name_of: Callable[[str], str]) -> None:
     try:
         TopologicalSorter(graph_of(name_of)).prepare()

@@ -1,7 +1,7 @@
 """The steps for a block of rows, compiled, so that Python's lock is taken once for all of them.
 
 On virtual machines, a thread takes 50 to 100 µs to wake up, and each step takes as long. If four threads call the
-steps one by one, they keep only one core busy (docs/decisions/0020-export-pipeline.md).
+steps one by one, they keep only one core busy (docs/decisions/0006-reading-and-writing-rows.md).
 """
 
 import math

@@ -109,7 +109,7 @@ def _between(first: tuple[int, int], last: tuple[int, int], samples: int) -> Ite
         yield Piece(feature, feature + 1, sample, last_sample)
 
 
-# Costs, in bytes that are read and written. Figures: docs/decisions/0019-threads.md.
+# Costs, in bytes that are read and written. Figures: docs/decisions/0011-request-path.md.
 # The least work for a thread.
 LEAST = 8 << 20
 # Most bytes of an answer that one call of the program makes: it is still in the core's cache when it is copied.

@@ -93,7 +93,7 @@ def load_torchscript(bundle: Bundle, name: str) -> torch.jit.ScriptModule:
 # again at the first with another batch size. These calls take ten times as long as later ones.
 _FIRST_CALLS = (1, 1, 1, 2, 2)
 # So many samples are scored at a time where sequences are padded: what is made of them then stays in the processor's
-# caches (docs/decisions/0024-examples.md).
+# caches (docs/decisions/0007-dense-part.md).
 SLICE = 64
 # What they raise if a program does not fit its manifest.
 _FAILURES = (RuntimeError, ValueError, MemoryError)

@@ -4,7 +4,7 @@ Pages have 2 MiB each where the kernel can, else 4 KiB.
 
 A lookup reads rows from anywhere. With pages of 4 KiB, a page that was not used lately costs a walk through the page
 tables. With pages of 2 MiB, the tables of a bundle fit the processor's TLB. The size of a page is decided when the
-file is written or first read. All processes share the pages (docs/decisions/0022-pages.md).
+file is written or first read. All processes share the pages (docs/decisions/0012-memory-pages.md).
 
 Sources of the constants: madvise(2), mincore(2), posix_fadvise(2), proc_pid_smaps(5).
 """

@@ -1,4 +1,4 @@
-"""The pages hang together: links and their headings exist, and every decision is in the index with its status."""
+"""The pages hang together: links and their headings exist, and the index has every decision."""
 
 import re
 from pathlib import Path
@@ -45,8 +45,8 @@ def test_every_promise_is_shown_by_make_test(name: str) -> None:
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
-def test_every_decision_has_a_status_and_a_line_in_the_index(page: Path) -> None:
-    number, title = re.findall(r"^# (\d+)\. (.+)\n\nStatus: Accepted \d{4}-\d{2}-\d{2}\.", page.read_text())[0]
+def test_the_index_has_every_decision(page: Path) -> None:
+    number, title = re.findall(r"^# (\d+)\. (.+)\n", page.read_text())[0]
     assert int(number) == int(page.stem[:4])
     assert f"| {number} | [{title}]({page.name}) |" in (page.parent / "README.md").read_text()
 

@@ -19,7 +19,7 @@ from serving.errors import BundleError, ConfigurationError
 from tests.support.models import SUM, collection
 
 SIGNATURE = "manifest.sig"
-# What is signed: docs/decisions/0011-signed-manifests.md
+# What is signed: docs/decisions/0004-publishing.md
 STATEMENT = b'tbe-serving/1 manifest.json "m" "1"\n'
 PEM, RAW = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
 
