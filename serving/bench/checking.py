@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc import service_pb2
 
 from serving.bench.requests import Prepared
 from serving.bundle.opening import Bundle
 from serving.bundle.scores import DensePart
 from serving.bundle.tables import OutputDtype
+from serving.protocol.messages import ModelInferResponse
 from serving.reference import Pooled, pool
 from serving.request.accept import accept
 from serving.request.bags import lengths_by_key
@@ -48,7 +48,7 @@ class Checker:
             BundleError, EnvironmentMismatch: scores were asked for, and the dense part cannot be loaded.
         """
         bundle, tensors = self._bundle, request.tensors
-        response = service_pb2.ModelInferResponse.FromString(answer)
+        response = ModelInferResponse.FromString(answer)
         if response.model_version != bundle.path.name:
             return [f"expected answers of version {bundle.path.name}, the bundle's, got {response.model_version}"]
         expected = pool(bundle.path, bundle.manifest, tensors)

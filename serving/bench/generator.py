@@ -26,9 +26,9 @@ from serving.bench.requests import Prepared
 from serving.bundle.opening import Bundle
 from serving.client import Retries
 from serving.client.connection import Connection, Tls
+from serving.protocol.messages import path_of
 from serving.triton.error_messages import error_of
 
-_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 # Seconds from starting several processes until they begin together: each has to import its modules first.
 _HEAD_START_S = 2.0
 
@@ -161,7 +161,7 @@ class _Generator:
     async def repeats(self) -> list[Repeat]:
         async with self._connection.channel(grpc.aio) as channel:
             # No serializers: the call takes and returns bytes.
-            self._call = channel.unary_unary(_METHOD)
+            self._call = channel.unary_unary(path_of("ModelInfer"))
             if self._traffic.warm_up_s:
                 await self._repeat(self._traffic.warm_up_s)
             return [await self._repeat(self._traffic.seconds) for _ in range(self._traffic.repeats)]

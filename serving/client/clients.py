@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 import numpy.typing as npt
-from tritonclient.grpc import service_pb2_grpc
 
 from serving.arguments import check_argument, check_timeout
 from serving.client.connection import DEFAULT_TIMEOUT_S, Connection, Tls
@@ -22,6 +21,7 @@ from serving.client.metadata import Metadata
 from serving.client.retries import Retries, with_retries
 from serving.closing import AsyncClosing, Closing
 from serving.errors import RequestCancelled
+from serving.protocol.messages import unary
 from serving.request.dense import NO_DENSE, DenseFeatures
 from serving.request.encoding import Features
 from serving.request.tensors import Embeddings
@@ -72,7 +72,6 @@ class _Client:
         self._exchange = Exchange(self._where, model)
         self._closed = False
         self._channel = self._connection.channel(self._library())
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def _library(self) -> Any:
         raise NotImplementedError
@@ -107,7 +106,7 @@ class _Client:
     async def _attempt(self, call: Call, trace: str | None, timeout_s: float) -> Any:
         metadata = self._connection.call_metadata(trace)
         try:
-            method = getattr(self._stub, call.method)
+            method = unary(self._channel, call.method)
             return await self._response(method(call.request, timeout=timeout_s, metadata=metadata))
         except grpc.RpcError as error:
             said, is_known = error.details() or "", self._exchange.is_known

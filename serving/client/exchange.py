@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc import service_pb2 as pb
 
 from serving.client.messages import Answer, ModelInfo, Scores, infer_request
 from serving.client.serves import info_of
 from serving.errors import ConfigurationError, InternalError, InvalidRequest
 from serving.files import is_utf8
+from serving.protocol.messages import ModelConfigRequest
 from serving.request.bags import lengths_by_key, once_of, samples_of
 from serving.request.dense import DenseFeatures, accept_dense, encode_dense
 from serving.request.encoding import Features, decode, decode_rows, encode, encode_rows
@@ -66,7 +66,7 @@ class Exchange:
     async def info(self, ask: Ask) -> ModelInfo:
         """The model's features and dims. They are asked for once."""
         if self._info is None:
-            response = await ask(Call("ModelConfig", pb.ModelConfigRequest(name=self._model)))
+            response = await ask(Call("ModelConfig", ModelConfigRequest(name=self._model)))
             if not response.config.parameters.keys() >= _PARAMETERS:
                 raise InternalError(f"{self._where} was not made by tbe-export: its config names no features")
             self._info = info_of(response.config)

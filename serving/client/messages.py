@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tritonclient.grpc import service_pb2 as pb
 
 from serving.bundle.scores import INPUT_DTYPES, DenseInput
 from serving.errors import InvalidRequest
+from serving.protocol.messages import ModelInferRequest
 from serving.request.sequences import Rows
 from serving.request.tensors import Embeddings, Tensors, encode_parameters
 
@@ -84,7 +84,7 @@ def infer_request(model: str, tensors: Tensors, info: ModelInfo) -> Any:
     Raises:
         InvalidRequest: the model takes int32, and an id is not in its range.
     """
-    request = pb.ModelInferRequest(model_name=model)
+    request = ModelInferRequest(model_name=model)
     values = tensors.values
     if values.dtype != info.ids_dtype:
         if values.size and not _INT32.min <= values.min() <= values.max() <= _INT32.max:

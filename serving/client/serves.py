@@ -8,18 +8,23 @@ from typing import Any
 
 import grpc
 import numpy as np
-from tritonclient.grpc import model_config_pb2, service_pb2_grpc
-from tritonclient.grpc import service_pb2 as pb
 
 from serving.bundle.scores import DenseInput, InputDtype
 from serving.client.connection import Connection
 from serving.client.messages import ModelInfo
 from serving.errors import ServingError
 from serving.files import Strict
+from serving.protocol.messages import (
+    DataType,
+    ModelReadyRequest,
+    ModelStatisticsRequest,
+    ServerMetadataRequest,
+    unary,
+)
 from serving.request.tensors import EMBEDDINGS, IDS, LOOKED_UP, ONCE
 from serving.triton.error_messages import error_of
 
-_TYPE_FP16, _TYPE_INT32 = model_config_pb2.TYPE_FP16, model_config_pb2.TYPE_INT32
+_TYPE_FP16, _TYPE_INT32 = DataType.TYPE_FP16, DataType.TYPE_INT32
 
 
 def info_of(config: Any) -> ModelInfo:
@@ -49,7 +54,7 @@ def info_of(config: Any) -> ModelInfo:
 
 
 def _dense_input(tensor: Any, key: str | None) -> DenseInput:
-    dtype = model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_")
+    dtype = DataType.Name(tensor.data_type).removeprefix("TYPE_")
     return DenseInput(tensor.name, tuple(tensor.dims[1:]), InputDtype(dtype), key=key)
 
 
@@ -87,21 +92,20 @@ def ask_all(connection: Connection) -> tuple[Serves, ...]:
 def _ask(connection: Connection) -> Serves:
     (address,) = connection.addresses
     with closing(connection.channel(grpc)) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
         def call(method: str, request: Any) -> Any:
             metadata = connection.call_metadata(None)
             try:
-                return getattr(stub, method)(request, timeout=connection.timeout_s, metadata=metadata)
+                return unary(channel, method)(request, timeout=connection.timeout_s, metadata=metadata)
             except grpc.RpcError as error:
                 raise error_of(error.code().name, error.details() or "") from None
 
         try:
-            triton = call("ServerMetadata", pb.ServerMetadataRequest()).version
-            loaded = call("ModelStatistics", pb.ModelStatisticsRequest()).model_stats
+            triton = call("ServerMetadata", ServerMetadataRequest()).version
+            loaded = call("ModelStatistics", ModelStatisticsRequest()).model_stats
             models: dict[str, tuple[int, ...]] = {}
             for name, version in sorted((each.name, int(each.version)) for each in loaded):
-                if call("ModelReady", pb.ModelReadyRequest(name=name, version=str(version))).ready:
+                if call("ModelReady", ModelReadyRequest(name=name, version=str(version))).ready:
                     models[name] = (*models.get(name, ()), version)
         except ServingError as error:
             return Serves(address=address, triton=None, models={}, problem=str(error))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf import text_format
 from google.protobuf.json_format import MessageToDict, ParseDict
-from tritonclient.grpc import model_config_pb2
 
 from serving.bundle.manifest import MANIFEST, Manifest
 from serving.bundle.opening import check_published
@@ -18,6 +17,7 @@ from serving.bundle.tables import OutputDtype
 from serving.errors import ConfigurationError
 from serving.files import read_file, replacing
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings, parsed
+from serving.protocol.messages import DataType, ModelConfig, ModelInstanceGroup
 from serving.request.tensors import ONCE, SEQUENCES
 
 if TYPE_CHECKING:  # clients have no use for cryptography
@@ -91,7 +91,7 @@ def parse_config(content: bytes, where: str) -> Any:
         ConfigurationError: it cannot be parsed, or has an invalid setting.
     """
     try:
-        config = text_format.Parse(content.decode(), model_config_pb2.ModelConfig())
+        config = text_format.Parse(content.decode(), ModelConfig())
         settings_of(config)
     except (text_format.ParseError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
         raise ConfigurationError(f"{where}: {error}") from error
@@ -105,7 +105,7 @@ def as_json(config: Any) -> Any:
 
 def of_json(config: Any) -> Any:
     """The inverse of `as_json`. Fields that only newer Triton releases have are ignored."""
-    return ParseDict(config, model_config_pb2.ModelConfig(), ignore_unknown_fields=True)
+    return ParseDict(config, ModelConfig(), ignore_unknown_fields=True)
 
 
 def write_config(model: Path, config: Any) -> bytes:
@@ -176,7 +176,7 @@ def point_at(config: Any, hosts: Mapping[str, str]) -> None:
 
 def _apply_instances(config: Any, instances: int) -> None:
     """Keep the first instance group, with this count. Make one if there is none."""
-    groups = config.instance_group or [config.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)]
+    groups = config.instance_group or [config.instance_group.add(kind=ModelInstanceGroup.KIND_CPU)]
     groups[0].count = instances
     del config.instance_group[1:]
 
@@ -198,34 +198,34 @@ def parameters_of(config: Any) -> Mapping[str, str]:
 
 _TEMPLATE = files("model_repository").joinpath("lookup")
 _ID_TYPE = {
-    IdDtype.INT64: model_config_pb2.TYPE_INT64,
-    IdDtype.INT32: model_config_pb2.TYPE_INT32,
+    IdDtype.INT64: DataType.TYPE_INT64,
+    IdDtype.INT32: DataType.TYPE_INT32,
 }
 _DATA_TYPE = {
-    OutputDtype.FP32: model_config_pb2.TYPE_FP32,
-    OutputDtype.FP16: model_config_pb2.TYPE_FP16,
+    OutputDtype.FP32: DataType.TYPE_FP32,
+    OutputDtype.FP16: DataType.TYPE_FP16,
 }
 
 
 def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> str:
     """The text of config.pbtxt for the model `name`, whose versions have the features of `manifest`."""
-    config = text_format.Parse(_TEMPLATE.joinpath(CONFIG).read_text(), model_config_pb2.ModelConfig())
+    config = text_format.Parse(_TEMPLATE.joinpath(CONFIG).read_text(), ModelConfig())
     config.name = name
     if manifest.weighted:
-        config.input.add(name="weights", data_type=model_config_pb2.TYPE_FP32, dims=[-1], allow_ragged_batch=True)
+        config.input.add(name="weights", data_type=DataType.TYPE_FP32, dims=[-1], allow_ragged_batch=True)
     config.input[0].data_type = _ID_TYPE[manifest.id_dtype]
     config.output[0].data_type = _DATA_TYPE[manifest.output_dtype]
     if (part := manifest.dense_part) is not None:
         for each in part.inputs:
             config.input.add(
                 name=each.name,
-                data_type=model_config_pb2.DataType.Value(f"TYPE_{each.dtype.value}"),
+                data_type=DataType.Value(f"TYPE_{each.dtype.value}"),
                 dims=[-1, *each.shape],
                 allow_ragged_batch=True,
                 optional=True,
             )
         for output in part.outputs:
-            config.output.add(name=output.name, data_type=model_config_pb2.TYPE_FP32, dims=[-1, *output.shape])
+            config.output.add(name=output.name, data_type=DataType.TYPE_FP32, dims=[-1, *output.shape])
     if manifest.part_of is None:  # a router does not ask its hosts for these
         config.output.add(name=SEQUENCES, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1])
         config.output.add(name=ONCE, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1, -1])

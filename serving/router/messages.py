@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2 as pb
 
 from serving.bundle.plan import HostBundle, IdDtype
 from serving.errors import InternalError, shown
+from serving.protocol.messages import ModelInferRequest, ModelInferResponse, path_of
 from serving.request.tensors import EMBEDDINGS, PARAMETERS, Ids, Lengths, Weights
 
 PartialSums = npt.NDArray[np.float32] | npt.NDArray[np.float16]
@@ -39,7 +39,7 @@ class PartialRequest:
     part_of: str | None = None
 
 
-METHOD = "/inference.GRPCInferenceService/ModelInfer"
+METHOD = path_of("ModelInfer")
 # The parameters of a request to a host.
 _SEGMENTS, _BUNDLE, _PART_OF = (PARAMETERS[field].name for field in ("features", "bundle", "part_of"))
 # Most bytes of a response without its numbers.
@@ -64,13 +64,13 @@ class Messages:
         # The datatype of all responses. None until the first.
         self._datatype: str | None = None
         # The part that all requests have in common is encoded once.
-        prefix = pb.ModelInferRequest(model_name=bundle.model, model_version=str(bundle.version))
+        prefix = ModelInferRequest(model_name=bundle.model, model_version=str(bundle.version))
         prefix.parameters[_BUNDLE].string_param = bundle.manifest
         self._prefix: bytes = prefix.SerializeToString()
 
     def encode(self, request: PartialRequest) -> bytes:
         """The bytes of a ModelInferRequest. Protocol buffers merge messages whose bytes are concatenated."""
-        content = pb.ModelInferRequest()
+        content = ModelInferRequest()
         rows = request.rows.astype(_ID_TYPES[self._id_dtype])
         for name, datatype, array in (
             ("values", self._id_dtype.value, rows),
@@ -96,7 +96,7 @@ class Messages:
         if message is None:
             raise InternalError("expected a response, got none")
         try:
-            response = pb.ModelInferResponse.FromString(message)
+            response = ModelInferResponse.FromString(message)
         except DecodeError:
             raise InternalError("expected a ModelInferResponse, got other bytes") from None
         by = (response.model_name, response.model_version)

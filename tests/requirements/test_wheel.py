@@ -22,7 +22,8 @@ PACKAGES = ("export", "model_repository", "serving")
 # Beside Python files.
 OTHERS = {
     *("export/py.typed", "export/compare/page.html", "export/kubernetes/alerts.yaml"),
-    *("serving/py.typed", "model_repository/lookup/config.pbtxt"),
+    *("serving/py.typed", "serving/protocol/descriptors.binpb", "serving/protocol/LICENSE"),
+    "model_repository/lookup/config.pbtxt",
 }
 MODEL = """
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig

@@ -12,8 +12,21 @@ from importlib import import_module
 from typing import Any
 
 # What the extras of pyproject.toml bring, by package and by what is imported of it.
-_DISTRIBUTIONS = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "nvidia-pytriton")
-_MODULES = ("fbgemm_gpu", "jinja2", "matplotlib", "obstore", "pytriton", "safetensors", "torch", "torchrec", "yaml")
+_DISTRIBUTIONS = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "nvidia-pytriton", "tritonclient")
+_MODULES = (
+    *(
+        "fbgemm_gpu",
+        "jinja2",
+        "matplotlib",
+        "obstore",
+        "pytriton",
+        "safetensors",
+        "torch",
+        "torchrec",
+        "tritonclient",
+    ),
+    "yaml",
+)
 
 
 class _Without:
