@@ -14,8 +14,8 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, kjt_of_bags, numbers_of_ids
 from export.capture.example import Call
-from export.capture.noted import reading_clocks
 from export.capture.origins import Origins, Parts
+from export.capture.outside import OutsideReads
 from export.capture.stand_ins import Collections, Columns, answering, zeros_of
 from export.config import Example
 from export.errors import ModelError, last_line
@@ -156,31 +156,8 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         raise ModelError(
             f"{several[0]}: expected as many samples for each key, as requests have, got several numbers"
         )
-    heard: list[tuple[Columns, KeyedJaggedTensor]] = []
-    lines: dict[int, str] = {}
-
-    def answer(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:
-        if not isinstance(given, KeyedJaggedTensor):
-            raise ModelError(f"a collection gets a {type(given).__name__}, expected a KeyedJaggedTensor")
-        if (count := int(given.lengths().sum())) != len(given.values()):
-            raise ValueError(f"a collection gets {len(given.values())} ids, and lengths that add up to {count}")
-        heard.append((columns, given))
-        lines[id(given)] = line_of_stack()
-        return zeros_of(collection, columns, given)
-
-    leaves = {path: GivenKeys(bags_of(each)) for path, each in kjts.items()}
-    given = call.with_leaves(leaves)
-    origins = Origins({path: each for path, each in given.leaves.items() if isinstance(each, Tensor)})
-    with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), _without_rows(collections):
-        try:
-            with reading_clocks(model) as clocks, origins.noted():
-                given.answer_of(model)
-        except Exception as error:  # the user's code may raise anything
-            raise ModelError(
-                f"{type(model).__name__}: its forward fails for the example{line_of_error(error)}: {last_line(error)}"
-            ) from error
-    if not heard:
-        raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
+    run = _run_of_example(model, collections, call, kjts)
+    heard, origins, lines = run.heard, run.origins, run.lines
     made = [each for _, each in heard if type(each) is not GivenKeys]
     parts = _parts_of(model, made, origins, lines)
     _expect_keys_once(model, call, parts, heard)
@@ -201,10 +178,65 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
     _expect_paired(model, origins, taken | by_sample.keys())
-    read = Signature(call, samples, kjts, jagged, parts, by_sample, fixed, {}, clocks)
+    read = Signature(call, samples, kjts, jagged, parts, by_sample, fixed, {}, run.clocks)
     looked_up = {key for columns in collections.values() for key in columns.keys}
     bags = {key: bag for key, bag in read.bags().items() if key not in fixed}
     return replace(read, numbers=numbers_of_ids(bags, looked_up, [_keys(each) for each in kjts.values()]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run of a forward for its example.
+
+    Attributes:
+        heard: what its collections are called with.
+        lines: of the model's code that call them, by the id of the KJT.
+        origins: which tensors of the example others are made of.
+        clocks: the lines that read one.
+    """
+
+    heard: Sequence[tuple[Columns, KeyedJaggedTensor]]
+    lines: Mapping[int, str]
+    origins: Origins
+    clocks: Sequence[str]
+
+
+def _run_of_example(
+    model: nn.Module, collections: Collections, call: Call, kjts: Mapping[str, KeyedJaggedTensor]
+) -> _Run:
+    heard: list[tuple[Columns, KeyedJaggedTensor]] = []
+    lines: dict[int, str] = {}
+
+    def answer(collection: nn.Module, columns: Columns, given: KeyedJaggedTensor) -> Any:
+        if not isinstance(given, KeyedJaggedTensor):
+            raise ModelError(f"a collection gets a {type(given).__name__}, expected a KeyedJaggedTensor")
+        if (count := int(given.lengths().sum())) != len(given.values()):
+            raise ValueError(f"a collection gets {len(given.values())} ids, and lengths that add up to {count}")
+        heard.append((columns, given))
+        lines[id(given)] = line_of_stack()
+        return zeros_of(collection, columns, given)
+
+    def called() -> Call:
+        return call.with_leaves({path: GivenKeys(bags_of(each)) for path, each in kjts.items()})
+
+    given, outside = called(), OutsideReads(model)
+    origins = Origins({path: each for path, each in given.leaves.items() if isinstance(each, Tensor)})
+    with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), _without_rows(collections):
+        try:
+            with outside.running(), origins.noted():
+                given.answer_of(model)
+            count = len(heard)
+            if outside.has_draws:
+                with outside.running():
+                    called().answer_of(model)
+        except Exception as error:  # the user's code may raise anything
+            raise ModelError(
+                f"{type(model).__name__}: its forward fails for the example{line_of_error(error)}: {last_line(error)}"
+            ) from error
+    outside.expect_no_draws()
+    if not heard:
+        raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
+    return _Run(heard[:count], lines, origins, outside.clocks)
 
 
 def _parts_of(

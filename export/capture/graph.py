@@ -20,7 +20,8 @@ from export.capture.call_signature import Signature
 from export.capture.example import outputs_of
 from export.capture.following import followable
 from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
-from export.capture.noted import NO_TIME, Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
+from export.capture.noted import Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
+from export.capture.outside import NO_TIME
 from export.capture.sizes import Input
 from export.capture.stand_ins import Collections, answering, jagged_tensors, keyed_tensor, keys_of_features
 from export.capture.steps import answers_of, attribute_of, inlined

@@ -3,14 +3,13 @@
 Nobody may tell from an answer which way it was. So each decision is noted, with the line of the model's code.
 """
 
-import datetime
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import sympy
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from export.trained.keyed import is_users, line_of_stack, where
+from export.trained.keyed import is_users, line_of_stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,42 +160,3 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 
 def _package(name: str) -> str:
     return name.partition(".")[0]
-
-
-NO_TIME = "it as a dense input: a graph has that of the export"
-# Functions of the module time that read no clock.
-_NO_CLOCKS = ("mktime", "sleep", "strptime", "tzset", "get_clock_info")
-
-
-@contextmanager
-def reading_clocks(model: nn.Module) -> Iterator[list[str]]:
-    """In the block, note the lines of the model's code that read a clock. It is run, and not followed."""
-    found: list[str] = []
-    own = {module.__file__ for module in modules_of(model)}
-
-    def seen(frame: FrameType, event: str, called: Any) -> None:
-        code = frame.f_code
-        if code.co_filename not in own:
-            return
-        if (event == "c_call" and _is_clock(called)) or (event == "call" and _names_numpy_s_clock(code)):
-            found.append(where(code.co_filename, frame.f_lineno))
-
-    before = sys.getprofile()
-    sys.setprofile(seen)
-    try:
-        yield found
-    finally:
-        sys.setprofile(before)
-
-
-def _names_numpy_s_clock(code: CodeType) -> bool:
-    """Whether some code says numpy.datetime64("now"). To make an object is no call that Python tells of."""
-    return "datetime64" in code.co_names and not {"now", "today"}.isdisjoint(code.co_consts)
-
-
-def _is_clock(function: Any) -> bool:
-    if getattr(function, "__module__", None) == "time":
-        return function.__name__ not in _NO_CLOCKS
-    kind = getattr(function, "__self__", None)
-    is_date = isinstance(kind, type) and issubclass(kind, datetime.date)
-    return is_date and function.__name__ in ("now", "today", "utcnow")

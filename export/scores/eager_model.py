@@ -1,7 +1,7 @@
 """The trained model behind its collections: a copy of it is run on embeddings that are given to it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
 from export.capture.given import Given
-from export.capture.noted import NO_TIME, reading_clocks
+from export.capture.outside import NO_TIME, OutsideReads
 from export.capture.stand_ins import Collections, Columns, answering, jagged_tensors, keyed_tensor
 from export.errors import ModelError, ParityError, last_line
 from export.scores.cut import WAY_OUT, Cut
@@ -69,11 +69,16 @@ def answers_behind(
     }
     _take_weights(own, weights)
     before = {name: each.clone() for name, each in _buffers(own, columns)}
-    watched: AbstractContextManager[list[str]] = nullcontext([]) if found.is_timeless else reading_clocks(own)
-    with watched as clocks:
-        answers: list[dict[str, Tensor] | None] = [_answer_behind(own, found, columns, probe) for probe in probes]
-    if clocks:
-        raise ModelError(f"{type(model).__name__}: its forward asks for the time{clocks[0]}: expected {NO_TIME}")
+    answers: list[dict[str, Tensor] | None] = []
+    outside = OutsideReads(own)
+    for probe in probes:
+        with nullcontext() if found.is_timeless else outside.running():
+            answers.append(_answer_behind(own, found, columns, probe))
+    if outside.clocks:
+        raise ModelError(
+            f"{type(model).__name__}: its forward asks for the time{outside.clocks[0]}: expected {NO_TIME}"
+        )
+    outside.expect_no_draws()
     _expect_no_count(own, answers[0], lambda: _answer_behind(own, found, columns, probes[0]))
     for other in others:
         try:
