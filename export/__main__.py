@@ -1,7 +1,10 @@
 """The command `tbe-export`."""
 
+from typing import Any
+
 from export.commands.compare import compare
 from export.commands.delta import compact, delta, squash
+from export.commands.library_warnings import quiet_libraries
 from export.commands.manifests import manifests
 from export.commands.model import complete, model, plan
 from export.commands.versions import inspect, prune, push, release, verify
@@ -11,6 +14,11 @@ from serving.terminal.app import Command, new_app
 
 class _Command(Command):
     shown_as_line = (ExportError, *Command.shown_as_line)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with quiet_libraries():
+            return super().invoke(ctx)
 
 
 app = new_app("tbe-export", "Export the embedding tables of a trained TorchRec model as a bundle that Triton serves.")

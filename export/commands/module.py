@@ -1,8 +1,8 @@
 """The trained module that a command works on: `--model package.module:function`."""
 
 import importlib
+import random
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,8 +10,10 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
+from export.commands.library_warnings import is_installed
 from export.errors import ModelError
 from serving.errors import ConfigurationError
 
@@ -75,11 +77,16 @@ def named_example(spec: str) -> tuple[Any, ...] | dict[str, Any]:
 
 
 def _made(option: str, spec: str) -> Any:
-    """What `spec` names: `package.module:name`. A function is called."""
+    """What `spec` names: `package.module:name`. A function is called.
+
+    It draws the same random numbers in every process: for an example, and for weights without a checkpoint.
+    """
     package, _, name = spec.partition(":")
     sys.path.insert(0, "")  # as `python -m` does, so that modules in the working directory are found
     try:
+        _seed()
         found = getattr(importlib.import_module(package), name)
+        _seed()  # again: another command may have imported it before
         return found() if option == "--model" or callable(found) else found
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         said = f"{type(error).__name__}: {error}"
@@ -88,6 +95,14 @@ def _made(option: str, spec: str) -> Any:
         raise ConfigurationError(
             f"{option} {spec}: expected package.module:function, without arguments: {said}"
         ) from error
+
+
+def _seed() -> None:
+    import torch
+
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
 
 
 @contextmanager
@@ -123,7 +138,6 @@ def _on_meta(init: Callable[..., None]) -> Callable[..., None]:
 
 def _last_own_line(error: BaseException) -> str | None:
     """The last line of the user's own code that `error` passed, "file:line"; None where it passed none."""
-    installed = (*sysconfig.get_paths().values(), str(Path(__file__).parents[1]), "<frozen")
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    own = [frame for frame in frames if not is_installed(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None

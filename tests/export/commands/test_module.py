@@ -1,5 +1,6 @@
 """What commands say of modules that people wrote."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,3 +72,15 @@ def test_tables_alone_are_built_on_the_meta_device() -> None:
     assert on_meta == {name: name.startswith("embeddings.") for name in on_meta}
     assert set(on_meta.values()) == {True, False}
     assert not any(weights.is_meta for weights in ranker().parameters())
+
+
+def test_an_example_draws_the_same_random_numbers_in_every_run(users: Path) -> None:
+    (users / "drawn.py").write_text(
+        "import random\nimport numpy, torch\n"
+        "once = torch.rand(3)\n"
+        "def example(): return once, torch.rand(3), numpy.random.rand(3), random.random()\n"
+    )
+    code = "from export.commands.module import named_example; print(named_example('drawn:example'))"
+    command = [sys.executable, "-c", code]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2))
+    assert first == second
