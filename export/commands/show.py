@@ -151,7 +151,7 @@ def show_transfers(report: PlanReport) -> None:
 def show_parity(parity: Iterable[Parity]) -> None:
     """Print the largest error of an element at each step, a line for each table."""
     table = _table(
-        "largest error of an element, step by step from the float table",
+        "largest error of an element of a row, step by step from the float table",
         "table",
         right=("quantized", "limit", "cosine", "sharded", "scripted", "reloaded", "trained"),
     )
@@ -164,8 +164,15 @@ def show_parity(parity: Iterable[Parity]) -> None:
             *(_error(step.largest) for step in (each.sharded, each.scripted, each.reloaded)),
             _error(each.trained.largest) if each.trained else "–",
         )
-    table.caption = "trained: answers of the trained module itself; – where it could not be run"
     out.print(table)
+    _explain(
+        "quantized: stored rows against float rows",
+        "limit: the most that quantized may be: --max-error, or what rounding to the dtype explains",
+        "cosine: similarity of all stored rows and all float rows; 1 is the same direction",
+        "sharded, scripted, reloaded: answers against those of the step before; 0, but for rounding",
+        "trained: answers against those of the trained module; – where it was not run",
+        "answers are to one fixed request; their errors are divided by the ids of a bag",
+    )
 
 
 def show_scores(manifest: Manifest, part: DensePart | None) -> None:
@@ -190,8 +197,13 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
             "–" if parity.trained is None else _error(parity.trained),
             "–" if parity.trained_mean is None else _error(parity.trained_mean),
         )
-    table.caption = "trained: scores of the trained model itself; merged: of requests together and each alone"
     out.print(table)
+    _explain(
+        "largest |score|: of one fixed request",
+        "compiled: scores against those of the model's layers before they are compiled",
+        "merged: scores of requests that are answered together against those of each alone",
+        "trained, mean trained: scores, with stored rows, against those of the trained model; – where it was not run",
+    )
     _show_auc({each.name: each.parity.auc for each in part.outputs if each.parity.auc is not None})
     inputs = ", ".join(
         [
@@ -241,7 +253,8 @@ def show_deltas(bundle: Bundle) -> None:
 
 def show_verification(verification: "Verification") -> None:
     """Print every step of every table."""
-    table = _table("", "table", "step", right=("largest", "mean", "cosine", "worst row"))
+    title = "error of an element of a row"
+    table = _table(title, "table", "step", right=("largest", "mean", "cosine", "worst row"))
     for each in verification.parity:
         steps: dict[str, Agreement] = {
             "float ↔ quantized": each.quantized,
@@ -249,13 +262,26 @@ def show_verification(verification: "Verification") -> None:
             "sharded ↔ scripted": each.scripted,
             "scripted ↔ reloaded": each.reloaded,
         }
+        if each.trained is not None:
+            steps["trained ↔ reloaded"] = each.trained
         for name, step in steps.items():
-            # The last three steps compare answers to a probe, in which a "row" is a sample.
+            # All steps but the first compare answers to a probe, in which a "row" is a sample.
             worst = f"{step.worst_row:,}" if step.largest else "–"
             worst += "" if step is each.quantized or worst == "–" else " (probe)"
             table.add_row(each.table, name, _error(step.largest), _error(step.mean), f"{step.cosine:.8f}", worst)
         table.add_section()
     out.print(table)
+    _explain(
+        "quantized: stored rows; sharded: the program, compared with numpy's sums; scripted: compiled",
+        "reloaded: from the published files, in another process; trained: the trained module itself",
+        "(probe): a sample of one fixed request, whose errors are divided by the ids of a bag",
+    )
+
+
+def _explain(*lines: str) -> None:
+    """Print what the columns of a table are, under it."""
+    for line in lines:
+        out.print(f"  {line}", soft_wrap=True)
 
 
 def _shape(of: DenseInput | ScoreOutput) -> str:
@@ -277,6 +303,7 @@ def _show_auc(measured: Mapping[str, LabelledAuc]) -> None:
         trained = "–" if auc.trained is None else f"{auc.trained:.5f}"
         table.add_row(name, f"{auc.served:.5f}", trained, f"{auc.samples:,}")
     out.print(table)
+    _explain("served: of what serves, with stored rows; trained: of the trained model; – where it was not run")
 
 
 def _error(error: float) -> str:

@@ -21,7 +21,7 @@ from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import Agreement, Manifest, Parity, format_version_of, write_manifest
 from serving.bundle.opening import Bundle, weights_path, weights_paths
 from serving.bundle.plan import FIRST_WEIGHTS
-from serving.bundle.tables import Table
+from serving.bundle.tables import Pooling, Table
 from serving.engine import answer
 from serving.lookup.ranks import BatchAnswer, arguments
 from serving.reference import Pooled, pool
@@ -107,13 +107,14 @@ class Answers:
             ("a fresh process", self.scripted, self.reloaded),
         ):
             for table in manifest.tables:
-                largest = max(np.abs(np.subtract(a, b)).max() for a, b in _pairs(manifest, table, after, before))
+                pairs = (_doubles(after[name], before[name]) for name, of in tables.items() if of == table.name)
+                largest = max(np.abs(np.subtract(a, b)).max() for a, b in pairs)
                 if largest:
                     refusals.append(f"table {table.name!r}: {what} answers differently, by {largest:.3g}")
         return refusals
 
     def parity(self, manifest: Manifest, table: Table, quantized: Agreement, limit: float) -> Parity:
-        """How far the numbers of one table moved at each step.
+        """How far the numbers of one table moved at each step, as errors of an element of one row.
 
         Args:
             manifest: features and tables.
@@ -121,11 +122,13 @@ class Answers:
             quantized: its float rows compared with its stored ones.
             limit: the largest error that `quantized` may have.
         """
+        ids = ids_in_bags(manifest, self.probe)
 
         def step(before: ByFeature, after: ByFeature) -> Agreement:
             tally = Tally()
-            for a, b in _pairs(manifest, table, before, after):
-                tally.add(0, a, b)
+            for feature in manifest.features:
+                if feature.table == table.name:
+                    tally.add(0, *by_id(ids[feature.name], before[feature.name], after[feature.name]))
             return tally.agreement
 
         # Where a sum may leave the range of its dtype, it is compared with itself.
@@ -258,10 +261,43 @@ def _as_compiled_for(program: torch.jit.ScriptModule, manifest: Manifest) -> Ite
         program.layout = layout
 
 
-def _pairs(
-    manifest: Manifest, table: Table, a: ByFeature, b: ByFeature
-) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-    """Two answers of each feature that reads a table: float64, all finite where they differ."""
-    for feature in manifest.features:
-        if feature.table == table.name:
-            yield finite(a[feature.name].astype(np.float64), b[feature.name].astype(np.float64))
+def by_id(
+    ids: npt.NDArray[np.float64], before: npt.NDArray[Any], after: npt.NDArray[Any]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Two answers of a feature, divided by the ids of their bags: their difference is one of an element of a row.
+
+    Args:
+        ids: in each bag, as `ids_in_bags` counts them. Weights whose sum is below 1 make no difference larger.
+        before, after: [B, dim] or [n, dim].
+    """
+    a, b = _doubles(before, after)
+    most = np.maximum(ids, 1)
+    return a / most, b / most
+
+
+def ids_in_bags(manifest: Manifest, probe: Tensors) -> dict[str, npt.NDArray[np.float64]]:
+    """The rows that are added up in each answer, or the sum of |weight| over them: by feature, float64 [B, 1].
+
+    [[1]] for features whose rows are not added up: those of a mean, and those that are not pooled.
+    """
+    bags = probe.lengths.reshape(len(manifest.keys), -1)
+    weights = np.ones(probe.values.size) if probe.weights is None else np.abs(probe.weights.astype(np.float64))
+    sums = np.concatenate([[0], np.cumsum(weights)])[np.concatenate([[0], np.cumsum(bags)])]
+    by_bag = np.diff(sums).reshape(bags.shape)
+    tables = {table.name: table for table in manifest.tables}
+    counts = {}
+    for lengths, sent, features in zip(bags, by_bag, manifest.keys.values(), strict=True):
+        for feature in features:
+            count = sent
+            if tables[feature.table].pooling is not Pooling.SUM:
+                count = np.ones(1)
+            elif feature.position_weights is not None:
+                by_position = np.abs(feature.position_weights or np.ones(lengths.max(initial=0)))
+                count = np.concatenate([[0.0], np.cumsum(by_position)])[lengths]
+            counts[feature.name] = count[:, np.newaxis]
+    return counts
+
+
+def _doubles(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Two answers as float64, finite where they differ."""
+    return finite(a.astype(np.float64), b.astype(np.float64))

@@ -5,17 +5,15 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from export.errors import ParityError
-from export.parity.answers import Answers
+from export.parity.answers import Answers, by_id, ids_in_bags
 from export.plan.sharding import Sharding
 from export.rows.table_error import TableError, Tally, finite
-from export.trained.probe import TrainedAnswer, trained_answers
+from export.trained.probe import trained_answers
 from export.trained.tables import Trained
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.tables import FP32_UNIT, OutputDtype, Pooling, Table
-from serving.request.tensors import Tensors
 
 
 def check_parity(
@@ -46,8 +44,12 @@ def check_parity(
         parity.append(answers.parity(manifest, table, error.tally.agreement, limit))
     if failures:
         raise ParityError("\n".join(failures))
-    own = {} if runnable is None else trained_answers(runnable, manifest, answers.probe)
-    agreements = _compare_trained(own, manifest, answers, errors)
+    agreements: dict[str, Agreement] = {}
+    if runnable is not None:
+        moved = {name: error.tally.largest for name, error in errors.items()}
+        agreements, failures = compare_trained(runnable, manifest, answers, moved)
+    if failures:
+        raise ParityError("\n".join(failures))
     return tuple(msgspec.structs.replace(each, trained=agreements.get(each.table)) for each in parity)
 
 
@@ -97,57 +99,41 @@ def overflow_notes(manifest: Manifest, errors: Mapping[str, TableError], shardin
             )
 
 
-def _compare_trained(
-    trained: Mapping[str, TrainedAnswer], manifest: Manifest, answers: Answers, errors: Mapping[str, TableError]
-) -> dict[str, Agreement]:
+def compare_trained(
+    runnable: Trained, manifest: Manifest, answers: Answers, moved: Mapping[str, float]
+) -> tuple[dict[str, Agreement], list[str]]:
     """How far the answers of the published files are from those of the trained module, by table.
 
     An answer may be off by as much as rounding explains, plus, for each id of its bag, the largest error of an
     element of its table.
 
     Args:
-        trained: the module's answers to `answers.probe`, by feature.
+        runnable: the module, which answers the same probe.
         manifest: features and tables.
         answers: of the published files.
-        errors: of each table, float rows compared with stored ones.
+        moved: of each table, the largest error of an element of its stored rows.
 
-    Raises:
-        ParityError: an answer is further off.
+    Returns:
+        The agreement of each table that could be run, and a line for each feature whose answers are further off.
     """
+    trained = trained_answers(runnable, manifest, answers.probe)
+    failures: list[str] = []
     tallies: dict[str, Tally] = {}
     bounds = dict(zip(answers.pooled.features, answers.pooled.bounds, strict=True))
-    ids = _ids_in_bags(manifest, answers.probe)
+    ids = ids_in_bags(manifest, answers.probe)
     for feature, table in zip(manifest.features, manifest.feature_tables, strict=True):
         if (expected := trained.get(feature.name)) is None:
             continue
-        ours, theirs = finite(answers.reloaded[feature.name].astype(np.float64), expected.numbers.astype(np.float64))
-        moved = np.abs(ours - theirs)
-        counts = ids[feature.name] if table.pooling is Pooling.SUM else 1.0
+        served, counts = answers.reloaded[feature.name].astype(np.float64), ids[feature.name]
+        error = np.abs(np.subtract(*finite(served, expected.numbers.astype(np.float64))))
         bound = bounds[feature.name] * (1 + expected.unit / FP32_UNIT)
-        bound += counts * errors[table.name].tally.largest * (1 + 1e-6)
-        if not ((moved <= bound) | np.isinf(bound)).all():
-            raise ParityError(
+        bound += counts * moved[table.name] * (1 + 1e-6)
+        if not ((error <= bound) | np.isinf(bound)).all():
+            failures.append(
                 f"table {table.name!r}: the trained module answers otherwise for feature {feature.name!r}, by "
-                f"{moved.max():.3g}: something around the table changes ids, weights or how it is pooled"
+                f"{error.max():.3g}: something around the table changes ids, weights or how it is pooled"
             )
         # Where a sum may leave the range of its dtype, nothing is compared.
-        ours, theirs = (np.where(np.isinf(bound), 0, each) for each in (ours, theirs))
-        tallies.setdefault(table.name, Tally()).add(0, theirs, ours)
-    return {name: tally.agreement for name, tally in tallies.items()}
-
-
-def _ids_in_bags(manifest: Manifest, probe: Tensors) -> dict[str, npt.NDArray[np.float64]]:
-    """The number of ids in each bag, or the sum of |weight| over them: by feature, float64 [B, 1]."""
-    bags = probe.lengths.reshape(len(manifest.keys), -1)
-    weights = np.ones(probe.values.size) if probe.weights is None else np.abs(probe.weights.astype(np.float64))
-    sums = np.concatenate([[0], np.cumsum(weights)])[np.concatenate([[0], np.cumsum(bags)])]
-    by_bag = np.diff(sums).reshape(bags.shape)
-    found = {}
-    for lengths, sent, features in zip(bags, by_bag, manifest.keys.values(), strict=True):
-        for feature in features:
-            counts = sent
-            if feature.position_weights is not None:
-                by_position = np.abs(feature.position_weights or np.ones(lengths.max(initial=0)))
-                counts = np.concatenate([[0.0], np.cumsum(by_position)])[lengths]
-            found[feature.name] = counts[:, np.newaxis]
-    return found
+        theirs, ours = (np.where(np.isinf(bound), 0, each) for each in (expected.numbers, served))
+        tallies.setdefault(table.name, Tally()).add(0, *by_id(counts, theirs, ours))
+    return {name: tally.agreement for name, tally in tallies.items()}, failures

@@ -82,7 +82,9 @@ class Agreement(Strict, frozen=True):
 class Parity(Strict, frozen=True, omit_defaults=True):
     """How far one table's numbers moved at each step of the export.
 
-    `quantized` compares rows. All others compare answers to a probe: there, `worst_row` is a sample.
+    `quantized` compares rows. All others compare answers to a probe, divided by the ids of their bags (by the sum of
+    |weight|, if that is larger than 1) where these are added up: so all differences are those of an element of a row.
+    There, `worst_row` is a sample.
 
     Attributes:
         table: name of the table.

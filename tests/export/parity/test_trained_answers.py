@@ -38,6 +38,16 @@ def test_the_trained_module_itself_is_what_answers_are_compared_with(tmp_path: P
     assert by_table["w"] is None
 
 
+def test_an_error_of_an_answer_is_that_of_one_element_of_a_row(tmp_path: Path) -> None:
+    """However long a bag is, and whatever its weights are: `trained` can be compared with `limit`."""
+    module = nn.ModuleList([pooled(), pooled("w", weighted=True)])
+    config = ExportConfig(dtype={"*": WeightDtype.INT4})
+    for parity in open_bundle(export_model(module, tmp_path / "r", "m", config)).manifest.parity:
+        assert parity.trained is not None
+        assert 0 < parity.trained.largest <= parity.quantized.largest * 1.001 <= parity.limit * 1.001
+        assert parity.sharded.largest < 1e-6
+
+
 def test_ids_that_are_changed_where_nobody_can_follow_show_when_the_module_is_run(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match=r"table 'a': the trained module answers otherwise for feature 'fa'"):
         export_model(HashesSecretly(), tmp_path / "r", "m")
