@@ -8,7 +8,7 @@ import msgspec
 from export.errors import PublishError
 from export.parity.verify import recorded_parity
 from export.rows.table_error import TableError, Tally
-from serving.bundle.manifest import HOSTS_FORMAT_VERSION, Agreement, Manifest
+from serving.bundle.manifest import Agreement, Manifest
 from serving.bundle.opening import Bundle, open_bundle, verify_digests
 from serving.bundle.plan import FIRST_WEIGHTS, HostBundle, Part, Plan, Rank, ShardingType, host_model
 from serving.bundle.segments import id_dtype_of, segments_by_rank
@@ -33,7 +33,6 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
     tables = {table.name: table for table in router.tables}
     names = {segment.shard: segment.table for segment in segments}
     return Manifest(
-        format_version=HOSTS_FORMAT_VERSION,
         features=tuple(Feature(name=segment.name, table=segment.table) for segment in segments),
         tables=tuple(
             msgspec.structs.replace(

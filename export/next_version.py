@@ -23,11 +23,8 @@ from export.publish.lineage import Lineage
 from export.trained.checkpoint import WeightSource
 from serving.bundle.delta import Delta
 from serving.bundle.manifest import (
-    NEWEST_FORMAT_VERSION,
-    SCORES_FORMAT_VERSION,
     Compacted,
     Manifest,
-    format_version_of,
     write_manifest,
 )
 from serving.bundle.opening import Bundle, check_digest, digest_file, open_bundle, weights_path
@@ -119,7 +116,6 @@ def _manifest(lineage: Lineage, last: int, until: int | None) -> Manifest:
     manifest = lineage.bundle.manifest
     return msgspec.structs.replace(
         manifest,
-        format_version=NEWEST_FORMAT_VERSION if until is None else _format_version(manifest),
         compacted=Compacted(lineage.name, last) if until is None else None,
         exported_at=time.time(),
         notes=(*manifest.notes, f"rows of version {lineage.bundle.path.name}, and deltas up to {last}"),
@@ -195,13 +191,6 @@ def _write(manifest: Manifest, directory: Path, deltas: Iterable[Delta]) -> None
         each.flush()
 
 
-def _format_version(manifest: Manifest) -> int:
-    """The oldest format that has all features of a bundle, but for deltas in its rows."""
-    if manifest.dense_part is not None:
-        return SCORES_FORMAT_VERSION
-    return format_version_of(manifest.tables, manifest.features, manifest.id_dtype, on_hosts=manifest.is_on_hosts)
-
-
 def export_next(
     module: nn.Module,
     repository: Path | str,
@@ -274,7 +263,6 @@ def export_next(
         for host, bundle, of, new in zip((*hosts, None), bundles, lineages, drafts, strict=True):
             manifest = msgspec.structs.replace(
                 bundle.manifest,
-                format_version=NEWEST_FORMAT_VERSION,
                 compacted=Compacted(of.name, sequence),
                 hosts=named if host is None else (),
             )

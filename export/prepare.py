@@ -21,7 +21,7 @@ from export.scores.requests import columns_of
 from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
 from export.trained.running import on_cpu
 from export.trained.tables import Trained, TrainedTable, collect_tables
-from serving.bundle.manifest import SCORES_FORMAT_VERSION, Manifest, format_version_of
+from serving.bundle.manifest import Manifest
 from serving.bundle.plan import IdDtype
 from serving.bundle.scores import DensePart
 from serving.bundle.segments import name_twice
@@ -81,7 +81,6 @@ def describe(
         )
     features = tuple(_features(trained))
     manifest = Manifest(
-        format_version=format_version_of(tables, features, config.id_dtype, on_hosts=config.sharding.hosts_as_models),
         features=features,
         tables=tables,
         output_dtype=config.output_dtype,
@@ -149,7 +148,7 @@ def with_position_weights(manifest: Manifest, trained: Sequence[TrainedTable], w
 
 def with_dense_part(manifest: Manifest, part: DensePart) -> Manifest:
     """`manifest` with a dense part. Nothing of the model is left out then."""
-    return msgspec.structs.replace(manifest, dense_part=part, left_out=(), format_version=SCORES_FORMAT_VERSION)
+    return msgspec.structs.replace(manifest, dense_part=part, left_out=())
 
 
 def _dtypes(

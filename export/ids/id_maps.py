@@ -17,7 +17,7 @@ from export.ids.known_ids import known_ids
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import TrainedTable
 from serving.bundle.id_maps import ENTRY_BYTES, IDS, IdMap, buckets_of, entries_of, hashes_of
-from serving.bundle.manifest import Manifest, aligned, format_version_of
+from serving.bundle.manifest import Manifest, aligned
 from serving.request.tensors import Ids
 
 Numbers = npt.NDArray[np.int64]
@@ -135,10 +135,7 @@ class BuiltMaps:
             else table
             for table in manifest.tables
         )
-        if not self.by_table:
-            return manifest
-        version = format_version_of(tables, manifest.features, manifest.id_dtype, on_hosts=False)
-        return msgspec.structs.replace(manifest, tables=tables, format_version=version)
+        return msgspec.structs.replace(manifest, tables=tables)
 
 
 def build_maps(trained: Sequence[TrainedTable], weights: Checkpoint) -> BuiltMaps:

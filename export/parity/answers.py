@@ -18,7 +18,7 @@ from export.program.compile import build_program, write_program
 from export.rows.table_error import Tally, finite
 from export.trained.probe import make_probe
 from serving.bundle.id_maps import IDS
-from serving.bundle.manifest import Agreement, Manifest, Parity, format_version_of, write_manifest
+from serving.bundle.manifest import Agreement, Manifest, Parity, write_manifest
 from serving.bundle.opening import Bundle, weights_path, weights_paths
 from serving.bundle.plan import FIRST_WEIGHTS
 from serving.bundle.tables import Pooling, Table
@@ -202,7 +202,6 @@ def assembled_manifest(router: Manifest) -> Manifest:
     )
     return msgspec.structs.replace(
         router,
-        format_version=format_version_of(router.tables, router.features, router.id_dtype, on_hosts=False),
         plan=msgspec.structs.replace(router.plan, ranks=ranks),
         hosts=(),
         compacted=None,

@@ -14,7 +14,7 @@ A bundle is one version of a Triton model::
 """
 
 import hashlib
-from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -26,20 +26,8 @@ from serving.bundle.scores import DensePart
 from serving.bundle.tables import Feature, IdPolicy, OutputDtype, Table
 from serving.files import Strict
 
-# The format of a bundle with none of the features below.
-FORMAT_VERSION = 4
-# The format of bundles on several hosts: a router's, and those of its hosts.
-HOSTS_FORMAT_VERSION = 5
-# The format of bundles with the id policy `modulo` or position weights, on hosts or not; and of bundles with INT32
-# ids that are not on hosts.
-IDS_FORMAT_VERSION = 6
-# The format of bundles with id maps, or tables that are not pooled, on hosts or not. Earlier releases wrote it for
-# bundles with a dense part, too.
-SEQUENCES_FORMAT_VERSION = 7
-# The format of bundles with a dense part, or an id map with an input_hash_size, on hosts or not.
-SCORES_FORMAT_VERSION = 8
-# The format of bundles that have the rows of deltas.
-NEWEST_FORMAT_VERSION = 9
+# The number of this format. What a bundle needs of its reader beyond it is in `Manifest.requires`.
+FORMAT_VERSION = 10
 MANIFEST = "manifest.json"
 PROGRAM = "program.pt"
 MODEL = "model.py"
@@ -54,6 +42,20 @@ SHARD_ALIGNMENT = 128
 def aligned(offset: int, alignment: int = SHARD_ALIGNMENT) -> int:
     """The next multiple of `alignment`: where a shard may start."""
     return -(-offset // alignment) * alignment
+
+
+class Capability(StrEnum):
+    """What a bundle may require of its reader. A reader refuses by name what it does not know."""
+
+    COMPACTED = "compacted"
+    DENSE_PART = "dense_part"
+    HOSTS = "hosts"
+    ID_MAPS = "id_maps"
+    INPUT_HASH_SIZE = "input_hash_size"
+    INT32_IDS = "int32_ids"
+    MODULO = "modulo"
+    POSITION_WEIGHTS = "position_weights"
+    SEQUENCES = "sequences"
 
 
 class FileDigest(Strict, frozen=True):
@@ -136,7 +138,6 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         compacted: the deltas that are in its rows. None: there are none, and it begins a lineage of its own.
     """
 
-    format_version: int
     features: tuple[Feature, ...]
     tables: tuple[Table, ...]
     output_dtype: OutputDtype
@@ -154,9 +155,21 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     compacted: Compacted | None = None
 
     @property
-    def is_on_hosts(self) -> bool:
-        """Whether it is a router's, or a host's."""
-        return bool(self.hosts) or self.part_of is not None
+    def requires(self) -> tuple[Capability, ...]:
+        """What a reader must support to serve the bundle, in the order of `Capability`."""
+        maps = [table.id_map for table in self.tables if table.id_map is not None]
+        needed = {
+            Capability.COMPACTED: self.compacted is not None,
+            Capability.DENSE_PART: self.dense_part is not None,
+            Capability.HOSTS: bool(self.hosts) or self.part_of is not None,
+            Capability.ID_MAPS: bool(maps),
+            Capability.INPUT_HASH_SIZE: any(id_map.valid_ids is not None for id_map in maps),
+            Capability.INT32_IDS: self.id_dtype is IdDtype.INT32,
+            Capability.MODULO: any(table.id_policy is IdPolicy.MODULO for table in self.tables),
+            Capability.POSITION_WEIGHTS: any(feature.position_weights is not None for feature in self.features),
+            Capability.SEQUENCES: any(table.is_sequence for table in self.tables),
+        }
+        return tuple(capability for capability in Capability if needed[capability])
 
     @property
     def sequence(self) -> int:
@@ -254,30 +267,9 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
 
 
-def format_version_of(
-    tables: Iterable[Table], features: Iterable[Feature], id_dtype: IdDtype, *, on_hosts: bool
-) -> int:
-    """The oldest format that has all features of a bundle without a dense part, so that older readers can read it.
-
-    Args:
-        tables: of the bundle.
-        features: of the bundle.
-        id_dtype: of its requests.
-        on_hosts: whether it is a router's, or a host's.
-    """
-    is_narrow = id_dtype is IdDtype.INT32 and not on_hosts
-    by_position = any(feature.position_weights is not None for feature in features)
-    tables = tuple(tables)
-    if any(table.id_map is not None and table.id_map.valid_ids is not None for table in tables):
-        return SCORES_FORMAT_VERSION
-    if any(table.id_map is not None or table.is_sequence for table in tables):
-        return SEQUENCES_FORMAT_VERSION
-    if is_narrow or by_position or any(table.id_policy is IdPolicy.MODULO for table in tables):
-        return IDS_FORMAT_VERSION
-    return HOSTS_FORMAT_VERSION if on_hosts else FORMAT_VERSION
-
-
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest` into `directory` as indented JSON."""
-    text = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    """Write `manifest` into `directory` as indented JSON, with its format and what it requires in front."""
+    header = {"format_version": FORMAT_VERSION, "requires": [capability.value for capability in manifest.requires]}
+    document = {**header, **msgspec.to_builtins(manifest)}
+    text = msgspec.json.format(msgspec.json.encode(document), indent=1)
     (directory / MANIFEST).write_bytes(text + b"\n")

@@ -11,34 +11,34 @@ from serving.bundle.id_maps import IDS
 from serving.bundle.manifest import (
     DEVICE,
     FORMAT_VERSION,
-    HOSTS_FORMAT_VERSION,
-    IDS_FORMAT_VERSION,
     MANIFEST,
     MODEL,
-    NEWEST_FORMAT_VERSION,
     PROGRAM,
-    SCORES_FORMAT_VERSION,
-    SEQUENCES_FORMAT_VERSION,
     SHARD_ALIGNMENT,
+    Capability,
     Manifest,
 )
-from serving.bundle.parse_dense_part import in_dense_part, say_shapes
+from serving.bundle.parse_dense_part import in_dense_part
 from serving.bundle.plan import COLUMN_MULTIPLE, Shard, host_model, tiling_error
 from serving.bundle.scores import SCORES
 from serving.bundle.tables import IdPolicy, is_name
 from serving.errors import BundleError
 from serving.files import UNREADABLE, json_tree
 
-# Version 3 has no shared keys, no left_out, no notes, and no parity with the trained module.
-_READABLE_VERSIONS = tuple(range(3, NEWEST_FORMAT_VERSION + 1))
+# Formats that only releases before the first one wrote.
+_PRE_RELEASES = range(1, FORMAT_VERSION)
 # The names of a bundle's other files.
 _RESERVED = (MANIFEST, Path(MANIFEST).with_suffix(".sig").name, MODEL, PROGRAM, SCORES, IDS)
 _LARGEST_FP32 = (2 - 2**-23) * 2.0**127
 _EXPECTED_NAME = "expected a name without commas and control characters"
 
 
-class _Header(msgspec.Struct):
+class _Format(msgspec.Struct):
     format_version: int
+
+
+class _Requirements(msgspec.Struct):
+    requires: list[str]
 
 
 def parse_manifest(path: Path, text: bytes) -> Manifest:
@@ -52,59 +52,52 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
         BundleError: naming the key that is missing, unknown, inconsistent or too new.
     """
     try:
-        # Check the version first: a newer manifest may have keys that this code does not know.
-        found = msgspec.json.decode(text, type=_Header).format_version
-        if found not in _READABLE_VERSIONS:
-            raise BundleError(
-                f"{path}: format_version: expected one of {_READABLE_VERSIONS}, got {found}: "
-                "serve it with the tbe-serving that exported it, or export it again"
-            )
-        manifest = _decoded(text, found)
+        document = msgspec.json.decode(text, type=dict[str, Any])
+        requires = _taken_header(path, document)
+        manifest = msgspec.convert(document, Manifest)
         keys = json_tree(text)
     except (ValueError, *UNREADABLE) as error:
         raise BundleError(f"{path}: {error}") from error
-    for wrong in _in_keys(keys, manifest.format_version):
+    for wrong in _nulls(keys):
         raise BundleError(f"{path}: {wrong}")
     _check_consistency(path, manifest)
+    if requires != (needed := [capability.value for capability in manifest.requires]):
+        raise BundleError(f"{path}: requires: expected {needed}, which is what the bundle has, got {requires}")
     return manifest
 
 
-def _decoded(text: bytes, version: int) -> Manifest:
-    if version != SEQUENCES_FORMAT_VERSION:
-        return msgspec.json.decode(text, type=Manifest)
-    document = msgspec.json.decode(text)
-    say_shapes(document)
-    return msgspec.convert(document, Manifest)
+def _taken_header(path: Path, document: dict[str, Any]) -> list[str]:
+    """Take `format_version` and `requires` out of a manifest, before its other keys are judged.
+
+    A later format, or a capability that this release does not know, may bring keys that it does not know either.
+
+    Returns:
+        `requires`.
+
+    Raises:
+        BundleError: the format is another one, or the bundle requires what this release does not know.
+        ValueError: one of them is missing or of another type.
+    """
+    version = msgspec.convert(document, _Format).format_version
+    if version != FORMAT_VERSION:
+        advice = "serve it with the tbe-serving that exported it, or export it again"
+        if version in _PRE_RELEASES:
+            advice = "exported by a pre-release: export it again"
+        raise BundleError(f"{path}: format_version: expected {FORMAT_VERSION}, got {version}: {advice}")
+    requires = msgspec.convert(document, _Requirements).requires
+    for name in requires:
+        if name not in [capability.value for capability in Capability]:
+            raise BundleError(
+                f"{path}: requires: this tbe-serving does not know {name!r}: serve the bundle with the tbe-serving "
+                "that exported it, or export it again"
+            )
+    del document["format_version"], document["requires"]
+    return requires
 
 
-def _in_keys(document: Any, version: int) -> Iterator[str]:
-    """Find keys that the manifest's version does not have; and nulls, which msgspec takes for missing keys."""
-    features, parities = document["features"], document["parity"]
-    places: list[tuple[int, str, Any, tuple[str, ...]]] = [
-        (HOSTS_FORMAT_VERSION, "$", document, ("hosts", "part_of", "id_dtype")),
-        (FORMAT_VERSION, "$", document, ("left_out", "notes")),
-        (SEQUENCES_FORMAT_VERSION, "$", document, ("dense_part",)),
-        (NEWEST_FORMAT_VERSION, "$", document, ("compacted",)),
-        *((FORMAT_VERSION, f"$.features[{n}]", feature, ("shared_key",)) for n, feature in enumerate(features)),
-        *(
-            (IDS_FORMAT_VERSION, f"$.features[{n}]", feature, ("position_weights",))
-            for n, feature in enumerate(features)
-        ),
-        *(
-            (SEQUENCES_FORMAT_VERSION, f"$.tables[{n}]", table, ("id_map",))
-            for n, table in enumerate(document["tables"])
-        ),
-        *(
-            (SCORES_FORMAT_VERSION, f"$.tables[{n}].id_map.hashed", _hashed(table), ("input_hash_size",))
-            for n, table in enumerate(document["tables"])
-        ),
-        *((FORMAT_VERSION, f"$.parity[{n}]", parity, ("trained",)) for n, parity in enumerate(parities)),
-    ]
-    for since, place, found, keys in places:
-        for key in keys:
-            if key in found and version < since:
-                yield f"format_version {version} has no key `{key}`, got it at `{place}`"
-    for feature in features:
+def _nulls(document: Any) -> Iterator[str]:
+    """Find nulls where the key should be missing; msgspec takes them for missing keys."""
+    for feature in document["features"]:
         if "shared_key" in feature and feature["shared_key"] is None:
             yield f"feature {feature['name']!r}: shared_key: expected a name, or no such key, got null"
         if "position_weights" in feature and feature["position_weights"] is None:
@@ -154,14 +147,10 @@ def _in_tables(manifest: Manifest) -> Iterator[str]:
             yield f"{where}: expected a dim that is a multiple of {multiple} for {table.dtype.value}, got {table.dim}"
         if table.policy_error is not None:
             yield f"{where}: {table.policy_error}"
-        if table.id_policy is IdPolicy.MODULO and manifest.format_version < IDS_FORMAT_VERSION:
-            yield f"{where}: format_version {manifest.format_version} has no id_policy `modulo`"
         if table.id_map is not None and table.id_policy is not IdPolicy.ERROR:
             yield f"{where}: expected id_policy `error` with an id_map, got {table.id_policy.value!r}"
         if table.id_map is not None and (wrong := table.id_map.contradiction(table.rows)) is not None:
             yield f"{where}: id_map: {wrong}"
-        if table.is_sequence and manifest.format_version < SEQUENCES_FORMAT_VERSION:
-            yield f"{where}: format_version {manifest.format_version} has no pooling `NONE`"
         if table.is_sequence and (table.weighted or manifest.part_of is not None):
             yield f"{where}: pooling: expected SUM or MEAN of a weighted table, and in the bundle of a host, got NONE"
 
@@ -207,9 +196,6 @@ def _in_hosts(manifest: Manifest) -> Iterator[str]:
     elsewhere = [rank.host for rank in manifest.plan.ranks if rank.weights_file is None]
     if [each.host for each in manifest.hosts] != sorted(set(elsewhere)) or len(set(elsewhere)) < len(elsewhere):
         yield f"hosts: expected one entry for each rank without a file of weights, hosts {elsewhere}"
-    is_for_hosts = manifest.format_version == HOSTS_FORMAT_VERSION
-    if manifest.is_on_hosts != is_for_hosts and manifest.format_version < IDS_FORMAT_VERSION:
-        yield f"format_version: expected {HOSTS_FORMAT_VERSION} with `hosts` or `part_of`, and only there"
     own = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
     if manifest.hosts and (manifest.part_of is not None or own != [0]):
         yield "hosts: expected a router's bundle, whose first rank, and no other, is its own"

@@ -1,44 +1,12 @@
-"""What a manifest says of its dense part, read strictly: also as earlier formats say it."""
+"""Contradictions in what a manifest says of its dense part."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from serving.bundle.manifest import SEQUENCES_FORMAT_VERSION, Manifest
+from serving.bundle.manifest import Manifest
 from serving.bundle.scores import DensePart, JaggedKind, wrong_names
 
 # numpy has arrays of at most 32 dimensions. An input has two more than a sample: [1, B, *shape].
 _MOST_SIZES = 30
-
-
-def say_shapes(document: Any) -> None:
-    """Change a manifest of format 7: the `width` of a dense input becomes its shape, [width].
-
-    Args:
-        document: JSON. It is not trusted.
-
-    Raises:
-        ValueError: an input lacks its width, or has a key that the format does not have. The message names it as
-            msgspec does.
-    """
-    part = document.get("dense_part")
-    if not isinstance(part, dict):
-        return
-    _expect_none(part, ("jagged", "fixed_lengths", "together"), "$.dense_part")
-    inputs = part.get("inputs")
-    for number, each in enumerate(inputs if isinstance(inputs, list) else ()):
-        if not isinstance(each, dict):
-            continue
-        place = f"$.dense_part.inputs[{number}]"
-        _expect_none(each, ("shape", "dtype", "key"), place)
-        if "width" not in each:
-            raise ValueError(f"Object missing required field `width` - at `{place}`")
-        each["shape"] = [each.pop("width")]
-
-
-def _expect_none(node: Any, keys: Sequence[str], place: str) -> None:
-    for key in keys:
-        if key in node:
-            raise ValueError(f"format_version {SEQUENCES_FORMAT_VERSION} has no key `{key}`, got it at `{place}`")
 
 
 def in_dense_part(manifest: Manifest) -> Iterator[str]:
@@ -47,10 +15,6 @@ def in_dense_part(manifest: Manifest) -> Iterator[str]:
     assert part is not None  # noqa: S101  as the caller has seen
     if manifest.part_of is not None:
         yield "dense_part: expected none in a host's bundle: its answers are partial sums"
-    if manifest.format_version == SEQUENCES_FORMAT_VERSION:
-        for table in manifest.tables:
-            if table.is_sequence:
-                yield f"dense_part: expected none beside a table that is not pooled, {table.name!r}"
     if not part.outputs:
         yield "dense_part: outputs: expected at least one"
     if part.mixed_by is not None and not part.mixes_samples:

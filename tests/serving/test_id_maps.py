@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from export import ExportConfig, Sharding, WeightDtype, export_model
 from export.errors import ModelError
 from export.trained.managed import looking_up
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from serving.errors import InvalidRequest
@@ -98,7 +99,7 @@ def test_every_dtype_and_every_command(specs: Several[Spec], tmp_path: Path) -> 
     dtype = {"user": WeightDtype.INT8, "item": WeightDtype.INT4, "word": WeightDtype.INT2}
     bundle = export_model(module, tmp_path / "r", "m", ExportConfig(dtype=dtype))
     manifest = open_bundle(bundle).manifest
-    assert manifest.format_version == 7
+    assert manifest.requires == (Capability.ID_MAPS,)
     assert all(parity.trained is not None and parity.trained.cosine > 0.6 for parity in manifest.parity)
     assert tbe_export("verify", str(bundle)).exit_code == 0
     shown = tbe_export("inspect", str(bundle)).stdout

@@ -12,6 +12,7 @@ import torch
 
 from export import ExportConfig, Sharding, export_model
 from serving.bundle.id_maps import IDS
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
@@ -70,10 +71,10 @@ def test_over_hosts(specs: Several[Spec], tmp_path: Path) -> None:
         ranks=2, ranks_per_host=1, types={"item": "row_wise", "word": "column_wise", "user": "data_parallel"}
     )
     router = export_hosts(tmp_path, module, ExportConfig(dtype=FP32.dtype, sharding=sharding))
-    assert open_bundle(router).manifest.format_version == 7
+    assert set(open_bundle(router).manifest.requires) == {Capability.HOSTS, Capability.ID_MAPS}
     for each in open_bundle(router).manifest.hosts:
         part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
-        assert part.format_version == 5
+        assert set(part.requires) == {Capability.HOSTS, Capability.INT32_IDS}
         assert IDS not in part.files
         assert all(table.id_map is None for table in part.tables)
     assert tbe_export("verify", str(router)).exit_code == 0

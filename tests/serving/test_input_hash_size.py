@@ -18,7 +18,7 @@ from export import ExportConfig, Sharding, export_model
 from export.errors import CheckpointError
 from export.trained.probe import make_probe
 from serving.bundle.id_maps import IDS
-from serving.bundle.manifest import MANIFEST
+from serving.bundle.manifest import MANIFEST, Capability
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
@@ -176,7 +176,7 @@ def test_every_command(tmp_path: Path) -> None:
     module = dealt()
     bundle = export_model(module, tmp_path / "r", "m")
     manifest = open_bundle(bundle).manifest
-    assert manifest.format_version == 8
+    assert Capability.INPUT_HASH_SIZE in manifest.requires
     assert tbe_export("verify", str(bundle)).exit_code == 0
     torch.save(module.state_dict(), tmp_path / "w.pt")
     given_both = ("--model", "tests.support.managed:undealt", "--checkpoint", str(tmp_path / "w.pt"))
@@ -186,32 +186,26 @@ def test_every_command(tmp_path: Path) -> None:
     assert "below the module's input_hash_size" in shown
 
 
-def test_bundles_without_it_keep_their_format(tmp_path: Path) -> None:
+def test_bundles_without_it_do_not_require_it(tmp_path: Path) -> None:
     bundle = export_model(managed(), tmp_path / "r", "m")
-    assert open_bundle(bundle).manifest.format_version == 7
+    assert open_bundle(bundle).manifest.requires == (Capability.ID_MAPS,)
     assert "input_hash_size" not in (bundle / MANIFEST).read_text()
 
 
 @pytest.mark.parametrize(
-    ("size", "version", "message"),
+    ("size", "message"),
     [
-        pytest.param(0, 8, r"input_hash_size: expected a number from 1 to 2⁶³ − 1, got 0", id="none"),
-        pytest.param(-1, 8, "got -1", id="negative"),
-        pytest.param(2**63, 8, f"got {2**63}", id="large"),
-        pytest.param(
-            None, 8, "table 'dealt': input_hash_size: expected a number, or no such key, got null", id="null"
-        ),
-        pytest.param("100", 8, "Expected `int", id="text"),
-        pytest.param(
-            100, 7, r"format_version 7 has no key `input_hash_size`, got it at `\$\.tables\[0\]", id="format"
-        ),
+        pytest.param(0, r"input_hash_size: expected a number from 1 to 2⁶³ − 1, got 0", id="none"),
+        pytest.param(-1, "got -1", id="negative"),
+        pytest.param(2**63, f"got {2**63}", id="large"),
+        pytest.param(None, "table 'dealt': input_hash_size: expected a number, or no such key, got null", id="null"),
+        pytest.param("100", "Expected `int", id="text"),
     ],
 )
-def test_a_manifest_that_contradicts_itself_is_refused(size: Any, version: int, message: str, tmp_path: Path) -> None:
+def test_a_manifest_that_contradicts_itself_is_refused(size: Any, message: str, tmp_path: Path) -> None:
     bundle = export_model(dealt(), tmp_path / "r", "m")
     manifest = json.loads((bundle / MANIFEST).read_text())
     manifest["tables"][0]["id_map"]["hashed"]["input_hash_size"] = size
-    manifest["format_version"] = version
     (bundle / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(BundleError, match=message):
         open_bundle(bundle)
@@ -302,10 +296,10 @@ def test_over_hosts(tmp_path: Path) -> None:
     module = dealt(4, 101)
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"dealt": "row_wise"})
     router = export_hosts(tmp_path, module, ExportConfig(dtype=FP32.dtype, sharding=sharding))
-    assert open_bundle(router).manifest.format_version == 8
+    assert open_bundle(router).manifest.requires == (Capability.HOSTS, Capability.ID_MAPS, Capability.INPUT_HASH_SIZE)
     for each in open_bundle(router).manifest.hosts:
         part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
-        assert part.format_version == 5
+        assert Capability.HOSTS in part.requires
         assert all(table.id_map is None for table in part.tables)
     assert tbe_export("verify", str(router)).exit_code == 0
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 60) as client:

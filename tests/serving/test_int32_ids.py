@@ -14,11 +14,11 @@ from tritonclient.utils import InferenceServerException
 from export import ExportConfig, IdDtype, IdPolicy, Sharding, export_model
 from export.errors import PublishError
 from export.pipeline import plan_model
-from serving.bundle.manifest import MANIFEST
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from serving.client import AsyncLookupClient, LookupClient
 from serving.engine import Engine
-from serving.errors import BundleError, ConfigurationError, InvalidRequest
+from serving.errors import ConfigurationError, InvalidRequest
 from tests.support.bundle_reader import Reader
 from tests.support.commands import TRAINED, tbe_export
 from tests.support.hosts import MODEL, export_hosts, fleet
@@ -60,7 +60,7 @@ def test_clients_send_int32_whatever_they_are_given(tmp_path: Path) -> None:
     bundle = export_model(collection(SUM), tmp_path / "r", "m", INT32)
     wide = Engine.open(export_model(collection(SUM), tmp_path / "wide", "m", ExportConfig(id_policy=INT32.id_policy)))
     manifest = open_bundle(bundle).manifest
-    assert (manifest.format_version, manifest.id_dtype) == (6, IdDtype.INT32)
+    assert (manifest.requires, manifest.id_dtype) == ((Capability.INT32_IDS, Capability.MODULO), IdDtype.INT32)
     assert manifest.contract == Reader(bundle).digest("contract") != wide.bundle.manifest.contract
     with running(tmp_path / "r") as server:
         assert_answers(server.grpc, "m", wide)
@@ -91,10 +91,10 @@ def test_a_router_takes_int32(tmp_path: Path) -> None:
         assert_answers(served.router.grpc, MODEL, one)
 
 
-def test_a_router_with_int32_alone_keeps_format_5(tmp_path: Path) -> None:
+def test_a_router_with_int32_says_that_it_requires_it(tmp_path: Path) -> None:
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise"})
     router = export_hosts(tmp_path, collection(SUM), ExportConfig(id_dtype=IdDtype.INT32, sharding=sharding))
-    assert open_bundle(router).manifest.format_version == 5
+    assert open_bundle(router).manifest.requires == (Capability.HOSTS, Capability.INT32_IDS)
 
 
 def test_versions_of_one_model_take_ids_of_one_dtype(tmp_path: Path) -> None:
@@ -108,18 +108,6 @@ def test_a_table_of_more_rows_than_int32_counts_is_refused() -> None:
         module = collection([Spec("large", 2**31 + 1, 8, "SUM", ("x",))])
     with pytest.raises(ConfigurationError, match="id_dtype: table 'large' has 2147483649 rows"):
         plan_model(module, ExportConfig(id_dtype=IdDtype.INT32))
-
-
-def test_formats_before_have_no_id_dtype_outside_of_hosts(tmp_path: Path) -> None:
-    bundle = export_model(collection(SUM), tmp_path / "r", "m", ExportConfig(id_dtype=IdDtype.INT32))
-    text = (bundle / MANIFEST).read_text()
-    for version, message in (
-        (4, "format_version 4 has no key `id_dtype`"),
-        (5, "format_version: expected 5 with `hosts` or `part_of`, and only there"),
-    ):
-        (bundle / MANIFEST).write_text(text.replace('"format_version": 6', f'"format_version": {version}'))
-        with pytest.raises(BundleError, match=message):
-            open_bundle(bundle)
 
 
 def test_the_option(tmp_path: Path) -> None:

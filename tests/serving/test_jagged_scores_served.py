@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from export import Sharding, export_model
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.engine import Engine
@@ -111,7 +112,7 @@ def test_over_hosts_rows_travel(tmp_path: Path) -> None:
     types = {"item": "row_wise", "word": "column_wise", "user": "table_wise", "genre": "data_parallel"}
     sharding = Sharding(ranks=4, ranks_per_host=2, types=types)
     router = with_histories(export_hosts(tmp_path, MODULE, replace(FP32, sharding=sharding)))
-    assert open_bundle(router).manifest.format_version == 8
+    assert {Capability.DENSE_PART, Capability.HOSTS} <= set(open_bundle(router).manifest.requires)
     with fleet(tmp_path, router) as served:
         with LookupClient(served.router.grpc, MODEL, 60) as client:
             check_client(client)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
@@ -60,7 +61,7 @@ def assert_right(answer: Any, asked: dict[str, Bags]) -> None:
 )
 def test_in_this_process(sharding: Sharding, tmp_path: Path) -> None:
     bundle = export_model(collection(MIXED), tmp_path / "r", "m", config(sharding))
-    assert open_bundle(bundle).manifest.format_version == 6
+    assert open_bundle(bundle).manifest.requires == (Capability.MODULO,)
     engine = Engine.open(bundle)
     for seed in range(5):
         asked = hashed(np.random.default_rng(seed), 7)
@@ -97,10 +98,10 @@ def test_over_hosts(tmp_path: Path) -> None:
     """The router applies it before it splits: hosts get rows of their shards, by INT32."""
     sharding = Sharding(ranks=2, ranks_per_host=1, types={"*": "row_wise", "genre": "data_parallel"})
     router = export_hosts(tmp_path, collection(MIXED), config(sharding))
-    assert open_bundle(router).manifest.format_version == 6
+    assert set(open_bundle(router).manifest.requires) == {Capability.HOSTS, Capability.MODULO}
     for each in open_bundle(router).manifest.hosts:
         part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
-        assert part.format_version == 5
+        assert set(part.requires) == {Capability.HOSTS, Capability.INT32_IDS}
         assert {table.id_policy for table in part.tables} == {IdPolicy.ERROR}
     with (
         fleet(tmp_path, router) as served,

@@ -14,6 +14,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from export import ExportConfig, IdPolicy, Sharding, WeightDtype, export_model
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient
 from serving.engine import Engine
@@ -93,7 +94,7 @@ def test_every_dtype_is_compared_with_the_module(by_key: bool, tmp_path: Path) -
     dtype = {"user": WeightDtype.INT8, "item": WeightDtype.INT4, "word": WeightDtype.INT2}
     bundle = export_model(module, tmp_path / "r", "m", ExportConfig(dtype=dtype))
     manifest = open_bundle(bundle).manifest
-    assert manifest.format_version == 6
+    assert manifest.requires == (Capability.POSITION_WEIGHTS,)
     assert not manifest.weighted
     assert manifest.longest_bags == (LONGEST if by_key else {"recent": 7})
     assert all(parity.trained is not None and parity.trained.cosine > 0.6 for parity in manifest.parity)
@@ -180,7 +181,7 @@ def test_over_hosts(tmp_path: Path) -> None:
     for each in open_bundle(router).manifest.hosts:
         part = open_bundle(router.parents[1] / each.model / str(each.version)).manifest
         assert part.weighted
-        assert part.format_version == 5
+        assert set(part.requires) == {Capability.HOSTS, Capability.INT32_IDS}
     with (
         fleet(tmp_path, router) as served,
         LookupClient(served.router.grpc, MODEL, 60) as client,

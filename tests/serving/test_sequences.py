@@ -14,6 +14,7 @@ from torch import nn
 from export import ExportConfig, IdPolicy, OutputDtype, Sharding, WeightDtype, export_model
 from export.errors import ModelError
 from serving.bundle import DefaultRow
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from serving.errors import IdsOutside, InvalidRequest, Reason
@@ -90,7 +91,7 @@ def test_every_dtype_is_compared_with_the_module(output: OutputDtype, tmp_path: 
     config = ExportConfig(dtype={each.value: each for each in WeightDtype}, output_dtype=output)
     bundle = export_model(Mixed(rows=specs), tmp_path / "r", "m", config)
     manifest = open_bundle(bundle).manifest
-    assert manifest.format_version == 7
+    assert manifest.requires == (Capability.SEQUENCES,)
     assert all(parity.trained is not None and parity.trained.cosine > 0.6 for parity in manifest.parity)
     assert tbe_export("verify", str(bundle)).exit_code == 0
     assert "NONE" in tbe_export("inspect", str(bundle)).stdout
@@ -104,7 +105,7 @@ def test_every_dtype_is_compared_with_the_module(output: OutputDtype, tmp_path: 
 
 def test_a_bundle_without_sequences_has_the_format_that_it_had(tmp_path: Path) -> None:
     manifest = open_bundle(export_model(collection(), tmp_path / "r", "m")).manifest
-    assert manifest.format_version == 4
+    assert manifest.requires == ()
 
 
 POLICIES: dict[str, Any] = {"item": IdPolicy.ZERO, "word": DefaultRow(default_row=9), "user": IdPolicy.MODULO}

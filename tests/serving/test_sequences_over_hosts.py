@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from export import Sharding
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from serving.client import LookupClient, Retries, Rows
 from serving.engine import Engine
@@ -40,10 +41,10 @@ def test_over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         types={"item": "row_wise", "word": "column_wise", "user": "table_wise", "genre": "data_parallel"},
     )
     router = export_hosts(tmp_path, module, replace(FP32, sharding=sharding))
-    assert open_bundle(router).manifest.format_version == 7
+    assert set(open_bundle(router).manifest.requires) == {Capability.HOSTS, Capability.SEQUENCES}
     for each in open_bundle(router).manifest.hosts:
         part = open_bundle(router.parents[1] / each.model / str(each.version))
-        assert part.manifest.format_version == 5
+        assert set(part.manifest.requires) == {Capability.HOSTS, Capability.INT32_IDS}
         config = read_config(part.path.parent)
         assert [output.name for output in config.output] == ["embeddings"]
         assert settings_of(config).max_request_samples < 70_000

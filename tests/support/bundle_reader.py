@@ -44,13 +44,32 @@ def murmur(x: int) -> int:
     return a ^ (c + a & WORD)
 
 
+def required(manifest: Any) -> list[str]:
+    """What `requires` has to name, in order: the table of section 2."""
+    tables, features = manifest["tables"], manifest["features"]
+    maps = [table["id_map"] for table in tables if "id_map" in table]
+    has = {
+        "compacted": manifest.get("compacted") is not None,
+        "dense_part": manifest.get("dense_part") is not None,
+        "hosts": bool(manifest.get("hosts")) or manifest.get("part_of") is not None,
+        "id_maps": bool(maps),
+        "input_hash_size": any("input_hash_size" in id_map.get("hashed", {}) for id_map in maps),
+        "int32_ids": manifest.get("id_dtype") == "INT32",
+        "modulo": any(table["id_policy"] == "modulo" for table in tables),
+        "position_weights": any("position_weights" in feature for feature in features),
+        "sequences": any(table["pooling"] == "NONE" for table in tables),
+    }
+    return sorted(name for name, is_there in has.items() if is_there)
+
+
 class Reader:
     """The pooled embeddings of a bundle. The numbers in brackets are sections of docs/bundle.md."""
 
     def __init__(self, bundle: Path) -> None:
         text = (bundle / "manifest.json").read_bytes()
         self.manifest = json.loads(text)
-        assert self.manifest["format_version"] in (3, 4, 5, 6, 7, 8)  # [2]
+        assert self.manifest["format_version"] == 10  # [2]
+        assert self.manifest["requires"] == required(self.manifest)  # [2]
         self.plan = self.manifest["plan"]
         self.tables = {table["name"]: table for table in self.manifest["tables"]}
         self.files = {}

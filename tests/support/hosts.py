@@ -102,7 +102,6 @@ def configure(model: Path, addresses: Mapping[int, Sequence[str]], *settings: st
 
 
 def edit_manifest(bundle: Path, **changes: object) -> None:
-    """Change a published manifest."""
-    manifest = open_bundle(bundle).manifest
+    """Change keys of a published manifest."""
     path = bundle / "manifest.json"
-    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, **changes)))
+    path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **changes}))

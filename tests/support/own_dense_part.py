@@ -8,7 +8,7 @@ import msgspec
 import torch
 from torch import nn
 
-from serving.bundle.manifest import SCORES_FORMAT_VERSION, FileDigest, write_manifest
+from serving.bundle.manifest import FileDigest, write_manifest
 from serving.bundle.opening import open_bundle
 from serving.bundle.scores import SCORES, DenseDtype, DenseInput, DensePart, ScoreOutput, ScoreParity
 from serving.lookup.program import torchscript
@@ -46,9 +46,7 @@ def with_dense_part(
     digest = FileDigest(size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     manifest = open_bundle(bundle).manifest
     files = {**manifest.files, SCORES: digest}
-    manifest = msgspec.structs.replace(
-        manifest, dense_part=change(part), files=files, left_out=(), format_version=SCORES_FORMAT_VERSION
-    )
+    manifest = msgspec.structs.replace(manifest, dense_part=change(part), files=files, left_out=())
     write_manifest(bundle, manifest)
     model = bundle.parent
     (model / CONFIG).write_text(model_config(model.name, manifest, settings_of(read_config(model))))

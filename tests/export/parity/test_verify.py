@@ -136,7 +136,7 @@ def test_versions_of_hosts_that_a_router_names_stay_whatever_the_path(
     "harm",
     [
         lambda manifest: manifest.write_text(
-            manifest.read_text().replace('"format_version": 5', '"format_version": 99')
+            manifest.read_text().replace('"format_version": 10', '"format_version": 99')
         ),
         lambda manifest: manifest.write_text(""),
     ],

@@ -19,6 +19,7 @@ from export.pipeline import plan_model
 from export.trained.checkpoint import open_checkpoint
 from export.trained.modules import find_collections
 from export.trained.tables import collect_tables
+from serving.bundle.manifest import Capability
 from serving.bundle.opening import open_bundle
 from tests.support.commands import tbe_export
 from tests.support.positioned import LONGEST, positioned
@@ -68,7 +69,7 @@ def test_a_checkpoint_is_exported_and_verified_as_the_module_is(tmp_path: Path) 
     expected = export_model(positioned(), tmp_path / "r", "m")
     assert open_bundle(found).manifest.features == open_bundle(expected).manifest.features
     assert all(each.position_weights for each in open_bundle(found).manifest.features)
-    assert plan_model(empty, ExportConfig()).format_version == 6
+    assert plan_model(empty, ExportConfig()).requires == (Capability.POSITION_WEIGHTS,)
     verify = ("verify", str(found), "--model", "tests.support.positioned:by_module", "--checkpoint")
     assert tbe_export(*verify, str(checkpoint)).exit_code == 0
     state = positioned().state_dict()

@@ -223,9 +223,9 @@ def test_an_edited_manifest_is_refused_or_changes_no_answer(bundle: Path, expect
     [
         pytest.param(b"[" * 200_000, id="deep list"),
         pytest.param(b'{"features":' * 100_000, id="deep object"),
-        pytest.param(b'{"format_version": 3, "features": ' + b"[" * 200_000, id="deep inside"),
+        pytest.param(b'{"format_version": 10, "requires": [], "features": ' + b"[" * 200_000, id="deep inside"),
         pytest.param(b"\xff\xfe" * 100, id="no UTF-8"),
-        pytest.param(b'{"format_version": 3', id="half"),
+        pytest.param(b'{"format_version": 10', id="half"),
         pytest.param(b'{"format_version": 1e999}', id="infinite"),
         pytest.param(b"3", id="a number"),
         pytest.param(b"null", id="null"),

@@ -77,11 +77,13 @@ def test_a_map_that_contradicts_itself_is_refused(bundle: Path, key: str, value:
         open_bundle(bundle)
 
 
-def test_a_manifest_that_has_no_maps_is_not_given_one(bundle: Path) -> None:
-    _edit(bundle, lambda manifest: manifest.__setitem__("format_version", 6))
-    with pytest.raises(BundleError, match="format_version 6 has no key `id_map`"):
+def test_a_map_needs_its_requirement_and_the_policy_error(bundle: Path) -> None:
+    _edit(bundle, lambda manifest: manifest.__setitem__("requires", []))
+    with pytest.raises(
+        BundleError, match=r"requires: expected \['id_maps'\], which is what the bundle has, got \[\]"
+    ):
         open_bundle(bundle)
-    _edit(bundle, lambda manifest: manifest.__setitem__("format_version", 7))
+    _edit(bundle, lambda manifest: manifest.__setitem__("requires", ["id_maps"]))
     _edit(bundle, lambda manifest: manifest["tables"][0].__setitem__("id_policy", "zero"))
     with pytest.raises(BundleError, match="expected id_policy `error` with an id_map"):
         open_bundle(bundle)
@@ -89,7 +91,7 @@ def test_a_manifest_that_has_no_maps_is_not_given_one(bundle: Path) -> None:
 
 def test_a_bundle_without_maps_may_not_have_the_file(tmp_path: Path) -> None:
     bundle = export_model(collection(), tmp_path / "r", "m")
-    assert open_bundle(bundle).manifest.format_version == 4
+    assert open_bundle(bundle).manifest.requires == ()
     (bundle / IDS).write_bytes(b"12345678")
     digest = digest_file(bundle / IDS)
     _edit(bundle, lambda m: m["files"].__setitem__(IDS, {"size_bytes": 8, "sha256": digest.sha256}))

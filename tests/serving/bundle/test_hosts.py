@@ -47,7 +47,7 @@ ONE_EACH = "hosts: expected one entry for each rank without a file of weights, h
 ITS_OWN = "hosts: expected a router's bundle, whose first rank, and no other, is its own"
 
 
-COMPACTED = {"format_version": 9, "compacted": {"lineage": "0" * 32, "sequence": 3}}
+COMPACTED = {"requires": ["compacted", "hosts"], "compacted": {"lineage": "0" * 32, "sequence": 3}}
 
 
 def with_lineage(manifest: Any, lineage: str) -> Any:
@@ -120,7 +120,7 @@ def no_own_rank(manifest: Any) -> None:
         ),
         pytest.param(lambda m: m["hosts"][0].update(more=1), "unknown field `more`", id="unknown key"),
         pytest.param(lambda m: m.update(id_dtype="INT16"), "INT16", id="id_dtype"),
-        pytest.param(lambda m: m.update(format_version=4), "format_version 4 has no key `hosts`", id="format 4"),
+        pytest.param(lambda m: m.update(requires=[]), "requires: expected ['hosts'", id="not required"),
         pytest.param(
             lambda m: m["plan"]["ranks"][1].pop("weights"), "missing required field `weights`", id="weights"
         ),
@@ -138,11 +138,11 @@ def test_a_router_s_manifest_that_contradicts_itself_is_refused(router: Path, ch
     ("change", "message"),
     [
         pytest.param(
-            lambda m: m.pop("part_of"), "expected 5 with `hosts` or `part_of`, and only there", id="neither"
+            lambda m: m.pop("part_of"), "requires: expected ['int32_ids'], which is what the bundle has", id="neither"
         ),
         pytest.param(lambda m: m["part_of"].pop("plan"), "missing required field `plan`", id="half"),
         pytest.param(lambda m: m["plan"]["ranks"][0].update(weights=None), "hosts [1]", id="no file"),
-        pytest.param(lambda m: m.update(format_version=4), "format_version 4 has no key `part_of`", id="format 4"),
+        pytest.param(lambda m: m.update(requires=[]), "requires: expected ['hosts'", id="not required"),
     ],
 )
 def test_a_host_s_manifest_that_contradicts_itself_is_refused(host: Path, change: Change, message: str) -> None:

@@ -31,24 +31,32 @@ def test_a_published_bundle_opens_and_its_digests_agree(bundle: Path) -> None:
     verify_digests(open_bundle(bundle))
 
 
-def test_a_bundle_of_the_format_before_is_read(bundle: Path) -> None:
-    edit(bundle, of_format_3)
-    manifest = open_bundle(bundle).manifest
-    assert list(manifest.keys) == [feature.name for feature in manifest.features]
+@pytest.mark.parametrize("version", range(3, 10))
+def test_a_bundle_of_a_pre_release_is_refused(bundle: Path, version: int) -> None:
+    def to_pre_release(manifest: Any) -> None:
+        del manifest["requires"]
+        manifest.update(format_version=version, another_key=1)
+
+    edit(bundle, to_pre_release)
+    with pytest.raises(BundleError, match=f"format_version: expected 10, got {version}: exported by a pre-release"):
+        open_bundle(bundle)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        pytest.param(lambda m: m["features"][1].update(position_weights=[1.0]), r"format_version 4 has no key `position_weights`, got it at `\$.features\[1\]`", id="position weights in format 4"),
-        pytest.param(lambda m: (m.update(format_version=6), m["features"][1].update(position_weights=[1.0])), "feature 'item_id': position_weights: expected them for a weighted table alone", id="position weights without weights"),
-        pytest.param(lambda m: (m.update(format_version=6), m["features"][1].update(position_weights=None)), "feature 'item_id': position_weights: expected numbers, or no such key, got null", id="position weights null"),
-        pytest.param(lambda m: (m.update(format_version=6), m["tables"][1].update(weighted=True), m["features"][1].update(position_weights=[1e39])), "feature 'item_id': position_weights: expected finite numbers of FP32", id="position weights beyond FP32"),
-        pytest.param(lambda m: m["tables"][1].update(id_policy="modulo"), "table 'item': format_version 4 has no id_policy `modulo`", id="modulo in format 4"),
-        pytest.param(lambda m: m["tables"][1].update(pooling="NONE"), "table 'item': format_version 4 has no pooling `NONE`", id="sequences in format 4"),
-        pytest.param(lambda m: (m.update(format_version=7), m["tables"][1].update(pooling="NONE", weighted=True)), "table 'item': pooling: expected SUM or MEAN of a weighted table", id="sequences with weights"),
-        pytest.param(lambda m: m.update(format_version=10), r"format_version: expected one of \(3, 4, 5, 6, 7, 8, 9\), got 10", id="newer format"),
-        pytest.param(lambda m: m.update(format_version=10, more={}), r"format_version: expected one of \(3, 4, 5, 6, 7, 8, 9\), got 10", id="newer format, new key"),
+        pytest.param(lambda m: m["features"][1].update(position_weights=[1.0]), "feature 'item_id': position_weights: expected them for a weighted table alone", id="position weights"),
+        pytest.param(lambda m: m["features"][1].update(position_weights=None), "feature 'item_id': position_weights: expected numbers, or no such key, got null", id="position weights null"),
+        pytest.param(lambda m: (m["tables"][1].update(weighted=True), m["features"][1].update(position_weights=[1e39])), "feature 'item_id': position_weights: expected finite numbers of FP32", id="position weights beyond FP32"),
+        pytest.param(lambda m: m["tables"][1].update(id_policy="modulo"), r"requires: expected \['modulo'\], which is what the bundle has, got \[\]", id="modulo not required"),
+        pytest.param(lambda m: m.update(requires=["dense_part"]), r"requires: expected \[\], which is what the bundle has, got \['dense_part'\]", id="requires what it has not"),
+        pytest.param(lambda m: m.update(requires=["lookups_by_name"]), "requires: this tbe-serving does not know 'lookups_by_name': serve the bundle", id="unknown requirement"),
+        pytest.param(lambda m: m.update(requires=["lookups_by_name"], more={}), "requires: this tbe-serving does not know 'lookups_by_name'", id="unknown requirement and key"),
+        pytest.param(lambda m: m.pop("requires"), "missing required field `requires`", id="requires is missing"),
+        pytest.param(lambda m: m.update(requires="hosts"), r"Expected `array`, got `str` - at `\$.requires`", id="requires is text"),
+        pytest.param(lambda m: m["tables"][1].update(pooling="NONE", weighted=True), "table 'item': pooling: expected SUM or MEAN of a weighted table", id="sequences with weights"),
+        pytest.param(lambda m: m.update(format_version=11), "format_version: expected 10, got 11: serve it with the tbe-serving that exported it", id="newer format"),
+        pytest.param(lambda m: m.update(format_version=11, more={}), "format_version: expected 10, got 11", id="newer format, new key"),
         pytest.param(lambda m: m.update(more=1), "unknown field `more`", id="unknown key"),
         pytest.param(lambda m: m["tables"][0].update(more=1), r"unknown field `more` - at `\$.tables\[0\]`", id="unknown key in a table"),
         pytest.param(lambda m: m.pop("plan"), "missing required field `plan`", id="missing key"),
@@ -75,31 +83,6 @@ def test_an_edited_manifest_is_refused(bundle: Path, change: Callable[[Any], Non
     with pytest.raises(BundleError, match=message) as refused:
         open_bundle(bundle)
     assert str(bundle) in str(refused.value)
-
-
-def of_format_3(manifest: Any) -> None:
-    manifest["format_version"] = 3
-    for key in ("left_out", "notes"):
-        manifest.pop(key, None)
-    for parity in manifest["parity"]:
-        parity.pop("trained", None)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        pytest.param(lambda m: m.update(notes=[]), r"format_version 3 has no key `notes`, got it at `\$`", id="notes"),
-        pytest.param(lambda m: m.update(left_out=["x"]), r"has no key `left_out`, got it at `\$`", id="left_out"),
-        pytest.param(lambda m: m["features"][1].update(shared_key="k"), r"has no key `shared_key`, got it at `\$.features\[1\]`", id="shared_key"),
-        pytest.param(lambda m: m["parity"][2].update(trained=None), r"has no key `trained`, got it at `\$.parity\[2\]`", id="trained"),
-    ],
-)  # fmt: skip
-def test_format_3_lacks_what_came_with_format_4(bundle: Path, change: Callable[[Any], None], message: str) -> None:
-    edit(bundle, of_format_3)
-    open_bundle(bundle)
-    edit(bundle, change)
-    with pytest.raises(BundleError, match=message):
-        open_bundle(bundle)
 
 
 def rename(what: str, number: int, name: str) -> Callable[[Any], None]:
@@ -142,7 +125,7 @@ def test_a_key_that_is_left_out_is_not_null(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "twice", "place"),
     [
-        pytest.param('"format_version": 4', '"format_version": 4, "format_version": 4', "$.format_version", id="top"),
+        pytest.param('"format_version": 10', '"format_version": 10, "format_version": 10', "$.format_version", id="top"),
         pytest.param('"rows": 300', '"rows": 300, "rows": 300', "$.tables[1].rows", id="table"),
         pytest.param('"genre": "table_wise"', '"genre": "table_wise", "genre": "row_wise"', "$.plan.sharding.genre", id="map"),
         pytest.param('"worst_row"', '"worst_row": 1, "worst_row"', "$.parity[0].quantized.worst_row", id="deep"),

@@ -18,7 +18,7 @@ from serving.errors import BundleError, InvalidRequest
 from tests.support.histories import with_histories
 from tests.support.json_edits import edits
 from tests.support.often import one_in
-from tests.support.scored import EXACT, WIDTH, dlrm
+from tests.support.scored import EXACT, dlrm
 from tests.support.sequences import FP32, Mixed
 
 
@@ -42,20 +42,10 @@ def part(**changes: Any) -> Callable[[Any], Any]:
     return lambda manifest: manifest["dense_part"].update(changes)
 
 
-def of_7(dense_input: Any, **changes: Any) -> Callable[[Any], Any]:
-    """A manifest of format 7, whose dense inputs had a width."""
-
-    def change(manifest: Any) -> None:
-        manifest["format_version"] = 7
-        manifest["dense_part"].update(changes, inputs=[dense_input])
-
-    return change
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda m: m.update(format_version=6), r"format_version 6 has no key `dense_part`, got it at `\$`"),
+        (lambda m: m.update(requires=[]), r"requires: expected \['dense_part'\], which is what the bundle has, got \[\]"),
         (lambda m: m.pop("dense_part"), "files: expected each file of the bundle .* got another 'scores.pt'"),
         (lambda m: m["files"].pop(SCORES), "got no 'scores.pt'"),
         (lambda m: m["files"][SCORES].update(sha256="0" * 64), "scores.pt: expected SHA-256 0000"),
@@ -87,16 +77,6 @@ def of_7(dense_input: Any, **changes: Any) -> Callable[[Any], Any]:
         (part(jagged=[{"kind": "NUMBERS", "name": "a"}]), r"jagged: expected NUMBERS of \[\], once each, got \['a'\]"),
         (lambda m: m["dense_part"]["outputs"][0].update(key="f9"), "dense output 'scores': key: expected one of the bundle's"),
         (lambda m: m["dense_part"]["outputs"][0].update(key="f0"), "dense output 'scores': expected a jagged input with a row"),
-        (of_7({"name": "a", "width": 1}, together=[]), "format_version 7 has no key `together`"),
-        (of_7({"name": "a", "width": 1, "key": "f0"}), "format_version 7 has no key `key`"),
-        (of_7({"name": "a", "width": 1}, jagged=[]), "format_version 7 has no key `jagged`"),
-        (of_7({"name": "a", "width": 1}, fixed_lengths={}), "format_version 7 has no key `fixed_lengths`"),
-        (of_7({"name": "a", "width": 0}), r"dense input 'a': expected sizes > 0, got \[0\]"),
-        (of_7({"name": "a", "width": 1.5}), r"Expected `int`, got `float`"),
-        (of_7({"name": "a"}), r"missing required field `width` - at `\$.dense_part.inputs\[0\]`"),
-        (of_7({"name": "a", "shape": [1]}), r"format_version 7 has no key `shape`, got it at `\$.dense_part.inputs\[0\]`"),
-        (of_7({"name": "a", "width": 1, "dtype": "INT64"}), "format_version 7 has no key `dtype`"),
-        (of_7("a"), r"Expected `object`, got `str` - at `\$.dense_part.inputs\[0\]`"),
         (lambda m: m["dense_part"]["outputs"][0].update(name="embeddings"), "dense output 'embeddings': expected a name"),
         (lambda m: m["dense_part"]["outputs"][0].update(shape=[-1]), r"dense output 'scores': expected sizes > 0"),
     ],
@@ -124,21 +104,6 @@ def test_whatever_is_edited_in_a_dense_part_it_is_refused_by_name_or_loaded(tmp_
     for said in refused:
         assert str(bundle) in said
         assert "\n" not in said
-
-
-def test_a_bundle_of_format_7_answers_as_before(bundle: Path) -> None:
-    ids = {f"f{number}": [[1, 2], [number]] for number in range(4)}
-    dense = {"dense_features": np.random.default_rng(0).random((2, WIDTH), np.float32)}
-    now = open_bundle(bundle)
-    expected = Engine(now).score(ids, dense)["scores"]
-    edit(bundle, of_7({"name": "dense_features", "width": WIDTH}))
-    earlier = open_bundle(bundle)
-    assert earlier.manifest.format_version == 7
-    assert (earlier.manifest.dense_part, earlier.manifest.contract) == (
-        now.manifest.dense_part,
-        now.manifest.contract,
-    )
-    np.testing.assert_array_equal(Engine(earlier).score(ids, dense)["scores"], expected)
 
 
 @pytest.mark.parametrize("at", [0, 5000, -1])

@@ -265,7 +265,7 @@ Engine.__init__ = init_with_little
             (for_another_device, r"rank 0: was made for device 'cuda', this is for 'cpu': export it again for that"),
             (
                 of_a_newer_format,
-                r"format_version: expected one of \(3, 4, 5, 6, 7, 8, 9\), got 99: serve it with the tbe-serving that exported it",
+                r"format_version: expected 10, got 99: serve it with the tbe-serving that exported it",
             ),
             (
                 with_wrong_pins,
