@@ -165,7 +165,7 @@ class Baseline:
         """
         types = {"*": strategy}
         if strategy == MIXED:
-            types = {glob.escape(name): each.sharding_type for name, each in advice.items()}
+            types = {glob.escape(name): advice_of_table.sharding_type for name, advice_of_table in advice.items()}
         sharding = self._sharding(ranks, types)
         try:
             manifest = self._tables.describe(self._dtype, sharding)
@@ -187,14 +187,14 @@ class Baseline:
     def placement(self) -> Placement:
         """The baseline itself. Its times are those beside the placements, so caches were as cold for both."""
         sharding = self._sharding(1)
-        found = _placement(ONE_RANK, self._manifest, sharding, self._measure(self._program, 1))
+        placement = _placement(ONE_RANK, self._manifest, sharding, self._measure(self._program, 1))
         if not self._times:
-            return found
-        latency_s = Figure.of([each.one_rank_s.median for each in self._times])
+            return placement
+        latency_s = Figure.of([times.one_rank_s.median for times in self._times])
         return msgspec.structs.replace(
-            found,
+            placement,
             latency_s=latency_s,
-            latency_p99_s=median(each.one_rank_p99_s for each in self._times),
+            latency_p99_s=median(times.one_rank_p99_s for times in self._times),
             one_rank_s=latency_s,
             slowest_rank_s=latency_s.median,
             samples_per_s=sharding.batch_size / latency_s.median,

@@ -68,8 +68,12 @@ def draw(study: Study, layout: Layout) -> Iterator[Picture]:
 
     The first three show the first dtype. Latency is for all numbers of ranks, memory and traffic for the largest.
     """
-    placed = [each for each in study.placements if each.error is None and each.dtype == next(iter(study.one_rank))]
-    most = [each for each in placed if each.ranks == study.recommended_ranks]
+    placed = [
+        placement
+        for placement in study.placements
+        if placement.error is None and placement.dtype == next(iter(study.one_rank))
+    ]
+    most = [placement for placement in placed if placement.ranks == study.recommended_ranks]
     if placed:
         yield Picture(
             "latency",
@@ -97,8 +101,8 @@ def draw(study: Study, layout: Layout) -> Iterator[Picture]:
 
 def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figure:
     """Bars of the latency of each strategy on each number of ranks."""
-    strategies = list(dict.fromkeys(each.strategy for each in placed))
-    ranks = sorted({each.ranks for each in placed})
+    strategies = list(dict.fromkeys(placement.strategy for placement in placed))
+    ranks = sorted({placement.ranks for placement in placed})
     figure = Figure(figsize=(layout.width, 2.2 + _INCH * len(strategies) * len(ranks)), layout="constrained")
     figure.suptitle(_LATENCY_TITLE.format(len(study.tables)), x=0.01, ha="left", fontsize=10)
     axes = figure.subplots()
@@ -107,10 +111,10 @@ def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figur
         for _, colour, hatch in zip(ranks, cycle(_COLOURS), cycle(_HATCHES), strict=False)
     ]
     height = 0.8 / len(ranks)
-    for each in placed:
-        number = ranks.index(each.ranks)
-        at = strategies.index(each.strategy) + (number - (len(ranks) - 1) / 2) * height
-        _draw_latency(axes, each, at, height, looks[number])
+    for placement in placed:
+        number = ranks.index(placement.ranks)
+        position = strategies.index(placement.strategy) + (number - (len(ranks) - 1) / 2) * height
+        _draw_latency(axes, placement, position, height, looks[number])
     one_rank_ms = 1e3 * next(iter(study.one_rank.values())).latency_s.median
     _draw_one_rank(axes, one_rank_ms)
     axes.set_yticks(range(len(strategies)), strategies)
@@ -136,14 +140,14 @@ def _latency(study: Study, placed: Sequence[Placement], layout: Layout) -> Figur
     return figure
 
 
-def _draw_latency(axes: Axes, placement: Placement, at: float, height: float, look: dict[str, Any]) -> None:
+def _draw_latency(axes: Axes, placement: Placement, position: float, height: float, look: dict[str, Any]) -> None:
     """A bar of the median in one process, a line over its interval, and a tick for ranks side by side."""
-    median, low, high = (1e3 * each for each in msgspec.structs.astuple(placement.latency_s))
+    median, low, high = (1e3 * seconds for seconds in msgspec.structs.astuple(placement.latency_s))
     side_by_side = 1e3 * placement.side_by_side_s
-    axes.barh(at, median, height * 0.9, **look)
-    axes.plot([low, high], [at, at], color="black", lw=1)
-    axes.plot([side_by_side] * 2, [at - height * 0.45, at + height * 0.45], color="black", lw=2.5)
-    axes.annotate(f" {median:.3g}", (max(high, side_by_side), at), va="center", fontsize=8)
+    axes.barh(position, median, height * 0.9, **look)
+    axes.plot([low, high], [position, position], color="black", lw=1)
+    axes.plot([side_by_side] * 2, [position - height * 0.45, position + height * 0.45], color="black", lw=2.5)
+    axes.annotate(f" {median:.3g}", (max(high, side_by_side), position), va="center", fontsize=8)
 
 
 def _draw_one_rank(axes: Axes, latency_ms: float) -> None:
@@ -166,9 +170,9 @@ def _panels(
     lines = -(-len(placed) // layout.panels)
     figure = Figure(figsize=(layout.width, 0.9 + 2.1 * lines), layout="constrained")
     grid = figure.subplots(lines, layout.panels, squeeze=False)
-    for axes, each in zip(grid.flat, placed, strict=False):
-        paint(axes, each)
-        axes.set_title(each.strategy, fontsize=9, loc="left")
+    for axes, placement in zip(grid.flat, placed, strict=False):
+        paint(axes, placement)
+        axes.set_title(placement.strategy, fontsize=9, loc="left")
         axes.set_xlabel(xlabel, fontsize=8)
         axes.tick_params(labelsize=7)
     for axes in list(grid.flat)[len(placed) :]:
@@ -184,26 +188,26 @@ def _memory_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]
     totals: Counter[str] = Counter()
     for rank in placed[0].rank_bytes:
         totals.update(rank)
-    for each in placed[1:]:
-        for rank in each.rank_bytes:
+    for placement in placed[1:]:
+        for rank in placement.rank_bytes:
             totals.update(dict.fromkeys(rank, 0))
     named = [table for table, _ in totals.most_common(len(_COLOURS))]
     others = [table for table in totals if table not in named]
-    top = max(each.largest_rank_bytes for each in placed)
+    top = max(placement.largest_rank_bytes for placement in placed)
 
-    def paint(axes: Axes, each: Placement) -> None:
-        below = np.zeros(each.ranks)
+    def paint(axes: Axes, placement: Placement) -> None:
+        below = np.zeros(placement.ranks)
         groups = [(table, [table], _COLOURS[n], _HATCHES[n]) for n, table in enumerate(named)]
         if others:
             groups.append((f"{len(others)} others", others, _GREY, ""))
         for label, tables, colour, hatch in groups:
-            heights = np.array([sum(rank.get(table, 0) for table in tables) for rank in each.rank_bytes], float)
+            heights = np.array([sum(rank.get(table, 0) for table in tables) for rank in placement.rank_bytes], float)
             look = {"facecolor": colour, "hatch": hatch, "edgecolor": "white", "lw": 0.3, "label": label}
-            axes.bar(range(each.ranks), heights, bottom=below, **look)  # type: ignore[arg-type]
+            axes.bar(range(placement.ranks), heights, bottom=below, **look)  # type: ignore[arg-type]
             below += heights
         axes.set_ylim(0, top * 1.05)
         axes.yaxis.set_major_formatter(EngFormatter(unit="B"))
-        axes.set_xticks(range(each.ranks))
+        axes.set_xticks(range(placement.ranks))
         axes.spines[["top", "right"]].set_visible(False)
 
     return paint
@@ -211,15 +215,15 @@ def _memory_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]
 
 def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None]:
     """A painter of the matrix of bytes from rank to rank, with numbers if there is space for them."""
-    largest = max((max(map(max, each.traffic)) for each in placed), default=0) or 1
+    largest = max((max(map(max, placement.traffic)) for placement in placed), default=0) or 1
 
-    def paint(axes: Axes, each: Placement) -> None:
-        axes.imshow(each.traffic, cmap="Blues", vmin=0, vmax=largest)
-        axes.set_xticks(range(each.ranks))
-        axes.set_yticks(range(each.ranks))
+    def paint(axes: Axes, placement: Placement) -> None:
+        axes.imshow(placement.traffic, cmap="Blues", vmin=0, vmax=largest)
+        axes.set_xticks(range(placement.ranks))
+        axes.set_yticks(range(placement.ranks))
         axes.set_ylabel("from rank", fontsize=8)
-        if each.ranks <= 8:
-            for source, sent in enumerate(each.traffic):
+        if placement.ranks <= 8:
+            for source, sent in enumerate(placement.traffic):
                 for target, moved in enumerate(sent):
                     shown = _short(moved) if source != target else "·"
                     dark = moved > largest / 2
@@ -228,7 +232,7 @@ def _traffic_of(placed: Sequence[Placement]) -> Callable[[Axes, Placement], None
                         (target, source),
                         ha="center",
                         va="center",
-                        fontsize=7 if each.ranks <= 4 else 5,
+                        fontsize=7 if placement.ranks <= 4 else 5,
                         color="white" if dark else "black",
                     )
 
@@ -248,7 +252,7 @@ def _errors(study: Study, layout: Layout) -> Figure:
     for name in reversed(by_size):
         table = study.tables[name]
         floats = 4 * table.rows * table.dim
-        points = [(each.bytes / floats, 1 - each.cosine) for each in table.dtypes if each.cosine < 1]
+        points = [(dtype.bytes / floats, 1 - dtype.cosine) for dtype in table.dtypes if dtype.cosine < 1]
         if not points:
             continue
         number = named.index(name) if name in named else None
@@ -261,11 +265,11 @@ def _errors(study: Study, layout: Layout) -> Figure:
             zorder=1 if number is None else 2,
         )
     largest = study.tables[by_size[0]]
-    for each in largest.dtypes:
-        share = each.bytes / (4 * largest.rows * largest.dim)
-        if each.cosine < 1:
+    for dtype in largest.dtypes:
+        share = dtype.bytes / (4 * largest.rows * largest.dim)
+        if dtype.cosine < 1:
             axes.axvline(share, color=_GREY, lw=0.6, linestyle=":", zorder=0)
-            axes.annotate(each.dtype, (share, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
+            axes.annotate(dtype.dtype, (share, 1.01), xycoords=("data", "axes fraction"), ha="center", fontsize=9)
     axes.set_yscale("log")
     axes.set_xlabel("stored bytes, as a share of FP32")
     axes.xaxis.set_major_formatter(PercentFormatter(1))

@@ -32,13 +32,13 @@ def measure_dtype_errors(tables: ComparedTables) -> dict[str, list[DtypeReport]]
     Raises:
         CheckpointError, QuantizeError: a table cannot be stored.
     """
-    found: dict[str, list[DtypeReport]] = {table.name: [] for table in tables.trained}
-    for dtype in sorted(WeightDtype, key=lambda each: each.format.bits):
+    reports: dict[str, list[DtypeReport]] = {table.name: [] for table in tables.trained}
+    for dtype in sorted(WeightDtype, key=lambda dtype: dtype.format.bits):
         held = [table for table in tables.trained if packs(table.dim, dtype)]
         agreements = _agreements(tables, held, dtype) if held else {}
         for table in held:
             agreement = agreements[table.name]
-            found[table.name].append(
+            reports[table.name].append(
                 DtypeReport(
                     dtype=dtype.value.lower(),
                     bytes=table.rows * dtype.row_bytes(table.dim),
@@ -47,7 +47,7 @@ def measure_dtype_errors(tables: ComparedTables) -> dict[str, list[DtypeReport]]
                     cosine=agreement.cosine,
                 )
             )
-    return found
+    return reports
 
 
 def _agreements(tables: ComparedTables, held: Sequence[TrainedTable], dtype: WeightDtype) -> dict[str, Agreement]:
@@ -55,7 +55,7 @@ def _agreements(tables: ComparedTables, held: Sequence[TrainedTable], dtype: Wei
     manifest = tables.describe(dtype, Sharding(), of=held)
     with tempfile.TemporaryDirectory(prefix="tbe-compare-") as folder:
         stored = store_rows(weights_paths(Path(folder), manifest), held, manifest, tables.weights)
-        return {each.table: each.error.tally.agreement for each in stored}
+        return {table.table: table.error.tally.agreement for table in stored}
 
 
 def make_study(

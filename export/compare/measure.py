@@ -94,7 +94,7 @@ def measure(
         seconds: how long all rounds take together.
     """
     with torchscript():
-        placed, single = (torch.jit.freeze(each.eval()).forward for each in (program, one_rank))
+        placed, single = (torch.jit.freeze(module.eval()).forward for module in (program, one_rank))
     endless = cycle(requests)
 
     def calls(least: int, seconds: float) -> npt.NDArray[np.float64]:
@@ -122,7 +122,7 @@ def summarize(rounds: Sequence[npt.NDArray[np.float64]]) -> Times:
         rounds: for each round, the seconds of its n calls, float64 [n, 5]: the placement, one rank beside it, and the
             three steps.
     """
-    latency, one, *steps = np.array([np.median(each, axis=0) for each in rounds]).T
+    latency, one, *steps = np.array([np.median(times, axis=0) for times in rounds]).T
     split, slowest, merge = (float(np.median(step)) for step in steps)
     p99, one_p99, *_ = np.percentile(np.concatenate(rounds), 99, axis=0)
     return Times(

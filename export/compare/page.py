@@ -33,13 +33,13 @@ def write_report(study: Study, folder: Path) -> list[Path]:
     pictures, narrow = list(draw(study, WIDE)), list(draw(study, NARROW))
     encoded = msgspec.json.format(msgspec.json.encode(study), indent=1)
     shown = {
-        each.name: {"alt": each.alt, "wide": _base64(each), "narrow": _base64(other)}
-        for each, other in zip(pictures, narrow, strict=True)
+        picture.name: {"alt": picture.alt, "wide": _base64(picture), "narrow": _base64(other)}
+        for picture, other in zip(pictures, narrow, strict=True)
     }
     files = {
         PAGE: _page(study, shown, encoded.decode()).encode(),
         NUMBERS: encoded + b"\n",
-        **{f"{each.name}.png": each.encoded("png") for each in pictures},
+        **{f"{picture.name}.png": picture.encoded("png") for picture in pictures},
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,21 +65,22 @@ def findings(study: Study) -> Iterator[str]:
             yield _fastest(study, verdict)
             if verdict.measure == IN_ONE_PROCESS and (advice := _advice(study, verdict)):
                 yield advice
-    placed = [each.over_one_rank for each in study.placements if each.error is None]
-    if placed and all(each.low > 1 for each in placed):
+    placed = [placement.over_one_rank for placement in study.placements if placement.error is None]
+    if placed and all(ratio.low > 1 for ratio in placed):
         yield "In one process every way of cutting is slower than one rank: cut only what does not fit."
-    elif placed and all(each.high >= 1 for each in placed):
+    elif placed and all(ratio.high >= 1 for ratio in placed):
         yield "In one process no way of cutting is certainly faster than one rank: cut only what does not fit."
 
 
 def _fastest(study: Study, verdict: Verdict) -> str:
     best, *others = verdict.fastest
-    found = _group(study, verdict)[best]
+    placements = _group(study, verdict)[best]
     where = "in one process" if verdict.measure == IN_ONE_PROCESS else "side by side, before the network,"
-    told = f"; {_listed(others)} cannot be told from it" if others else ", less than any other"
+    remark = f"; {_listed(others)} cannot be told from it" if others else ", less than any other"
     return (
-        f"On {verdict.ranks} ranks {where} {best} took {_times(found, verdict)} one rank's time{told}. Its fullest "
-        f"rank holds {size_text(found.largest_rank_bytes)}, a batch moves {size_text(found.traffic_bytes)}."
+        f"On {verdict.ranks} ranks {where} {best} took {_times(placements, verdict)} one rank's time{remark}. Its "
+        f"fullest rank holds {size_text(placements.largest_rank_bytes)}, "
+        f"a batch moves {size_text(placements.traffic_bytes)}."
     )
 
 
@@ -103,15 +104,15 @@ def _advice(study: Study, verdict: Verdict) -> str | None:
 def _group(study: Study, verdict: Verdict) -> dict[str, Placement]:
     """The placements that a verdict is about, by strategy."""
     return {
-        each.strategy: each
-        for each in study.placements
-        if each.error is None and (each.ranks, each.dtype) == (verdict.ranks, verdict.dtype)
+        placement.strategy: placement
+        for placement in study.placements
+        if placement.error is None and (placement.ranks, placement.dtype) == (verdict.ranks, verdict.dtype)
     }
 
 
 def _times(placement: Placement, verdict: Verdict) -> str:
-    found = figure_of(placement, verdict.measure)
-    return f"{found.median:.2f} ({found.low:.2f}–{found.high:.2f}) times"
+    figure = figure_of(placement, verdict.measure)
+    return f"{figure.median:.2f} ({figure.low:.2f}–{figure.high:.2f}) times"
 
 
 def _listed(names: list[str]) -> str:
@@ -129,7 +130,7 @@ def _page(study: Study, pictures: dict[str, dict[str, str]], encoded: str) -> st
         ratio=_ratio,
         pictures=pictures,
         findings=list(findings(study)),
-        fastest={(each.measure, each.ranks, each.dtype): each.fastest for each in study.verdicts},
+        fastest={(verdict.measure, verdict.ranks, verdict.dtype): verdict.fastest for verdict in study.verdicts},
         floats=sum(4 * table.rows * table.dim for table in study.tables.values()),
         first_dtype=next(iter(study.one_rank)),
         made_at=datetime.fromtimestamp(study.made_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),

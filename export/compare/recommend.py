@@ -35,14 +35,14 @@ def recommend(
     """
     share = sum(table.rows * table.row_bytes for table in tables) / sharding.ranks
     capacity = min(share, sharding.memory_bytes or share)
-    found = {}
+    advice = {}
     for table in tables:
         kind, reason = _recommend_type(table, readers[table.name], sharding, capacity)
         dtype, dtype_reason = _recommend_dtype(dtypes[table.name])
-        found[table.name] = Recommendation(
+        advice[table.name] = Recommendation(
             sharding_type=kind.value, reason=reason, dtype=dtype, dtype_reason=dtype_reason
         )
-    return found
+    return advice
 
 
 def _recommend_type(table: Table, readers: int, sharding: Sharding, capacity: float) -> tuple[ShardingType, str]:
@@ -81,8 +81,8 @@ def _recommend_type(table: Table, readers: int, sharding: Sharding, capacity: fl
 
 
 def _recommend_dtype(reports: Sequence[DtypeReport]) -> tuple[str, str]:
-    for report in sorted(reports, key=lambda each: each.bytes):
+    for report in sorted(reports, key=lambda report: report.bytes):
         if report.cosine >= MIN_COSINE:
             return report.dtype, f"the smallest with cosine ≥ {MIN_COSINE}: {report.cosine:.5f}"
-    widest = max(reports, key=lambda each: each.bytes)
+    widest = max(reports, key=lambda report: report.bytes)
     return widest.dtype, f"none of those compared has cosine ≥ {MIN_COSINE}; this is closest: {widest.cosine:.5f}"

@@ -13,7 +13,7 @@ from serving.errors import ConfigurationError
 
 # The strategy that places each table as `export.compare.recommend` says.
 MIXED = "mixed"
-STRATEGIES = (*(each for each in CHOICES if not each.startswith("auto")), MIXED, "auto", "auto-simple")
+STRATEGIES = (*(choice for choice in CHOICES if not choice.startswith("auto")), MIXED, "auto", "auto-simple")
 _MOST_SECONDS = 3600
 
 
@@ -152,7 +152,7 @@ class Placement(msgspec.Struct, frozen=True):
     @property
     def largest_rank_bytes(self) -> int:
         """Stored bytes of the fullest rank."""
-        return max(sum(each.values()) for each in self.rank_bytes)
+        return max(sum(bytes_by_table.values()) for bytes_by_table in self.rank_bytes)
 
     @property
     def traffic_bytes(self) -> int:
@@ -230,9 +230,9 @@ def judge(placements: Sequence[Placement]) -> list[Verdict]:
     Placements with an error are left out.
     """
     groups: dict[tuple[int, str], list[Placement]] = {}
-    for each in placements:
-        if each.error is None:
-            groups.setdefault((each.ranks, each.dtype), []).append(each)
+    for placement in placements:
+        if placement.error is None:
+            groups.setdefault((placement.ranks, placement.dtype), []).append(placement)
     return [
         Verdict(ranks=ranks, dtype=dtype, measure=measure, fastest=_fastest(group, measure))
         for (ranks, dtype), group in groups.items()
@@ -242,11 +242,14 @@ def judge(placements: Sequence[Placement]) -> list[Verdict]:
 
 def figure_of(placement: Placement, measure: str) -> Figure:
     """The figure of a placement that a verdict compares."""
-    found: Figure = getattr(placement, measure)
-    return found
+    figure: Figure = getattr(placement, measure)
+    return figure
 
 
 def _fastest(placements: Sequence[Placement], measure: str) -> list[str]:
-    best, *others = sorted(placements, key=lambda each: figure_of(each, measure).median)
+    best, *others = sorted(placements, key=lambda placement: figure_of(placement, measure).median)
     limit = figure_of(best, measure).high
-    return [best.strategy, *(each.strategy for each in others if figure_of(each, measure).low <= limit)]
+    return [
+        best.strategy,
+        *(placement.strategy for placement in others if figure_of(placement, measure).low <= limit),
+    ]

@@ -44,9 +44,9 @@ class PerfectHash:
 def perfect_hash(ids: Numbers, rows: Numbers) -> PerfectHash:
     """The perfect hash of `ids`, int64 [n], all different, with the row of each, int64 [n], not negative."""
     capacity = max(1, int(ids.size * _ENTRIES_PER_ID))
-    while (found := _placed(ids, rows, capacity)) is None:
+    while (built := _placed(ids, rows, capacity)) is None:
         capacity += 1 + capacity // 4  # a small number of ids may need more entries
-    return found
+    return built
 
 
 def _placed(ids: Numbers, rows: Numbers, capacity: int) -> PerfectHash | None:
@@ -166,17 +166,17 @@ def build_maps(trained: Sequence[TrainedTable], weights: Checkpoint) -> BuiltMap
     return BuiltMaps(by_table)
 
 
-def _holds(path: Path, found: IdMap | None, expected: IdMap | None, built: PerfectHash | None) -> bool:
+def _holds(path: Path, written: IdMap | None, expected: IdMap | None, built: PerfectHash | None) -> bool:
     """Whether the map that a manifest describes is the expected one, and the file has its bytes there."""
-    if found != expected:
+    if written != expected:
         return False
     return (
-        found is None
+        written is None
         or built is None
         or (
-            np.array_equal(np.fromfile(path, np.uint8, found.buckets, offset=found.seeds_offset), built.seeds)
+            np.array_equal(np.fromfile(path, np.uint8, written.buckets, offset=written.seeds_offset), built.seeds)
             and np.array_equal(
-                np.fromfile(path, "<i8", 2 * found.capacity, offset=found.entries_offset), built.entries.ravel()
+                np.fromfile(path, "<i8", 2 * written.capacity, offset=written.entries_offset), built.entries.ravel()
             )
         )
     )

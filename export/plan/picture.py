@@ -80,7 +80,7 @@ def _draw_memory(axes: Axes, report: PlanReport) -> None:
     for label, names, colour in _groups(report):
         heights = [sum(rank.tables.get(name, 0) for name in names) for rank in report.ranks]
         axes.bar(range(len(heights)), heights, bottom=below, label=label, color=colour)
-        below = [each + height for each, height in zip(below, heights, strict=True)]
+        below = [bottom + height for bottom, height in zip(below, heights, strict=True)]
     if report.transfers:
         _draw_limits(axes, report)
         for number, size in enumerate(below):
@@ -122,26 +122,28 @@ def _draw_traffic(axes: Axes, report: PlanReport) -> None:
 def _draw_transfers(axes: Axes, report: PlanReport) -> None:
     """A line for each host: to the left the bytes of ids that it gets, to the right those of sums that it sends."""
     hosts = [rank.host for rank in report.ranks[1:]]
-    _draw_direction(axes, report, hosts, lambda each: -each.to_host_bytes)
-    _draw_direction(axes, report, hosts, lambda each: each.to_router_bytes)
+    _draw_direction(axes, report, hosts, lambda transfer: -transfer.to_host_bytes)
+    _draw_direction(axes, report, hosts, lambda transfer: transfer.to_router_bytes)
     axes.axvline(0, color="black", linewidth=1.2)
     axes.set_yticks(range(len(hosts)), report.names[1:])
     axes.set_ylim(len(hosts) - 0.4, -0.6)  # host 0 is on top
     axes.xaxis.set_major_formatter(lambda size, _: EngFormatter(unit="B")(abs(size)))
     # Room for the bytes at the ends of bars.
-    sent, answered = (max(each) for each in zip(*((r.bytes_in, r.bytes_out) for r in report.ranks), strict=True))
+    sent, answered = (max(sizes) for sizes in zip(*((r.bytes_in, r.bytes_out) for r in report.ranks), strict=True))
     axes.set_xlim(-sent - 0.14 * (sent + answered), answered + 0.14 * (sent + answered))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
     axes.set_title(f"a request of {report.batch_size:,} samples", loc="left")
-    to_hosts, to_router = (sum(each) for each in zip(*((r.bytes_in, r.bytes_out) for r in report.ranks), strict=True))
+    to_hosts, to_router = (
+        sum(sizes) for sizes in zip(*((r.bytes_in, r.bytes_out) for r in report.ranks), strict=True)
+    )
     axes.set_xlabel(
         f"← router to hosts: ids, {size_text(to_hosts)}   |   hosts to router: sums, {size_text(to_router)} →"
     )
-    patterns = sorted({each.pattern for each in report.transfers})
+    patterns = sorted({transfer.pattern for transfer in report.transfers})
     axes.legend(
-        [Patch(facecolor="white", edgecolor="black", hatch=_HATCHES[each]) for each in patterns],
-        [f"{each}: {_MEANING[each]}" for each in patterns],
+        [Patch(facecolor="white", edgecolor="black", hatch=_HATCHES[pattern]) for pattern in patterns],
+        [f"{pattern}: {_MEANING[pattern]}" for pattern in patterns],
         loc="upper center", bbox_to_anchor=(0.5, -0.8 / _height(report)), ncols=2, frameon=False,
         fontsize="small",
     )  # fmt: skip
@@ -151,13 +153,15 @@ def _draw_direction(
     axes: Axes, report: PlanReport, hosts: Sequence[int], bytes_of: Callable[[Transfer], int]
 ) -> None:
     """Bars from 0 to one side, by table and pattern, with the bytes of each host at their ends."""
-    moved: Mapping[tuple[int, str], Transfer] = {(each.host, each.table): each for each in report.transfers}
+    moved: Mapping[tuple[int, str], Transfer] = {
+        (transfer.host, transfer.table): transfer for transfer in report.transfers
+    }
     ends = [0] * len(hosts)
     for _, names, colour in _groups(report):
         for name in names:
-            here = [moved.get((host, name)) for host in hosts]
-            pattern = next((each.pattern for each in here if each is not None), ALL_TO_ALL)
-            widths = [0 if each is None else bytes_of(each) for each in here]
+            transfers = [moved.get((host, name)) for host in hosts]
+            pattern = next((transfer.pattern for transfer in transfers if transfer is not None), ALL_TO_ALL)
+            widths = [0 if transfer is None else bytes_of(transfer) for transfer in transfers]
             axes.barh(
                 range(len(hosts)), widths, 0.6, left=ends, color=colour, hatch=_HATCHES[pattern],
                 edgecolor="white", linewidth=0.5,

@@ -92,7 +92,7 @@ def plan_shards(tables: Sequence[Table], features: Sequence[Feature], sharding: 
         PlanError: the tables do not fit the ranks. The message names a table, and how many bytes are missing.
     """
     sharding = sharding.measured(features)
-    readers = {table.name: [each.name for each in features if each.table == table.name] for table in tables}
+    readers = {table.name: [feature.name for feature in features if feature.table == table.name] for table in tables}
     sharding.check_tables(readers)
     placement = _placement(tables, readers, sharding)
     _check_plan(tables, placement)
@@ -124,12 +124,12 @@ def _placement(tables: Sequence[Table], readers: Mapping[str, Sequence[str]], sh
     hosts = [rank // sharding.local_ranks for rank in range(sharding.ranks)]
     if not sharding.hosts_as_models:
         return hosts, *_plan_ranks(tables, readers, sharding)
-    own = router_tables(tables, readers, sharding)
+    kept_by_router = router_tables(tables, readers, sharding)
     router = sharding.ranks
-    kinds, shards = _plan_ranks([table for table in tables if table.name not in own], readers, sharding)
+    kinds, shards = _plan_ranks([table for table in tables if table.name not in kept_by_router], readers, sharding)
     shards = {name: side_by_side(pieces) for name, pieces in shards.items()}
     for table in tables:
-        if table.name in own:
+        if table.name in kept_by_router:
             kinds[table.name], shards[table.name] = ShardingType.TABLE_WISE, [table.whole_shard(router)]
     return [*hosts, ROUTER], kinds, shards
 
@@ -140,9 +140,9 @@ def _with_whole_tables(placement: Placement) -> Placement:
     kinds, shards = dict(kinds), dict(shards)
     routers = {rank for rank, host in enumerate(hosts) if host == ROUTER}
     for table, pieces in shards.items():
-        ranks = {each.rank for each in pieces}
+        ranks = {shard.rank for shard in pieces}
         is_copied = (
-            kinds[table] is ShardingType.DATA_PARALLEL and len({(each.rows, each.columns) for each in pieces}) == 1
+            kinds[table] is ShardingType.DATA_PARALLEL and len({(shard.rows, shard.columns) for shard in pieces}) == 1
         )
         if is_copied and ranks <= routers and len(routers) < len(hosts):
             kinds[table], shards[table] = ShardingType.TABLE_WISE, pieces[:1]
@@ -216,10 +216,12 @@ def check_fits(tables: Sequence[Table], plan: Plan, limits: Sequence[int | None]
     """
     by_name = {table.name: table for table in tables}
     for rank, limit in enumerate(limits):
-        here = [(by_name[each.table].shard_bytes(each), each.table) for each in plan.shards if each.rank == rank]
-        total = sum(size for size, _ in here)
+        shards = [
+            (by_name[shard.table].shard_bytes(shard), shard.table) for shard in plan.shards if shard.rank == rank
+        ]
+        total = sum(size for size, _ in shards)
         if limit is not None and total > limit:
-            size, name = max(here)
+            size, name = max(shards)
             who, what_to_do = _named(plan, rank)
             raise PlanError(
                 f"{who} would hold {total:,} bytes, {total - limit:,} more than its {limit:,}: "
@@ -230,7 +232,7 @@ def check_fits(tables: Sequence[Table], plan: Plan, limits: Sequence[int | None]
 def _named(plan: Plan, rank: int) -> tuple[str, str]:
     """The name of a rank for a message, and the option that raises its limit."""
     more = "more --memory-per-rank or --ranks"
-    if all(each.weights_file is not None for each in plan.ranks):
+    if all(rank.weights_file is not None for rank in plan.ranks):
         return f"rank {rank}", more
     host = plan.ranks[rank].host
     return (

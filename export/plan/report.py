@@ -195,11 +195,11 @@ def report_plan(manifest: Manifest, sharding: Sharding, sums_dtype: OutputDtype 
                 host=host,
                 table=table,
                 pattern=sums_pattern(shards[table]),
-                to_host_bytes=round(there.to_host[table]),
-                to_router_bytes=round(there.to_router[table]),
+                to_host_bytes=round(transfers.to_host[table]),
+                to_router_bytes=round(transfers.to_router[table]),
             )
-            for host, there in traffic.items()
-            for table in there.to_host
+            for host, transfers in traffic.items()
+            for table in transfers.to_host
         ],
     )
 
@@ -226,9 +226,9 @@ def _rank_reports(
     moved = _moved(manifest, sharding, traffic)
     reports = []
     for number, rank in enumerate(manifest.plan.ranks):
-        here = [(name, shard.bytes) for name, t in tables.items() for shard in t.shards if shard.rank == number]
+        shards = [(name, shard.bytes) for name, t in tables.items() for shard in t.shards if shard.rank == number]
         held: Counter[str] = Counter()
-        for name, size in here:
+        for name, size in shards:
             held[name] += size
         reports.append(
             RankReport(
@@ -238,7 +238,7 @@ def _rank_reports(
                 share=held.total() / total,
                 bytes_in=round(moved[number][0]),
                 bytes_out=round(moved[number][1]),
-                shards=len(here),
+                shards=len(shards),
                 tables=dict(held),
             )
         )
@@ -250,8 +250,8 @@ def _moved(manifest: Manifest, sharding: Sharding, traffic: Mapping[int, HostTra
     ranks = manifest.plan.ranks
     if traffic:
         nothing = HostTraffic({}, {})
-        there = [traffic.get(rank.host, nothing) for rank in ranks]
-        return [(sum(each.to_host.values()), sum(each.to_router.values())) for each in there]
+        transfers = [traffic.get(rank.host, nothing) for rank in ranks]
+        return [(sum(transfer.to_host.values()), sum(transfer.to_router.values())) for transfer in transfers]
     moved = [(0.0, 0.0)] * len(ranks)
     for shard, sent, answered in shard_traffic(manifest, sharding, sharding.batch_size):
         before = moved[shard.rank]

@@ -30,7 +30,7 @@ def router_tables(tables: Sequence[Table], readers: Mapping[str, Sequence[str]],
     chosen = {name for name, types in allowed.items() if types == (copied,)}
     free = (sharding.own_bytes or 0) - sum(_stored(table) for table in tables if table.name in chosen)
     candidates = [table for table in tables if copied in allowed[table.name] and table.name not in chosen]
-    for table in sorted(candidates, key=lambda each: -_saved(each, readers[each.name], sharding) / _stored(each)):
+    for table in sorted(candidates, key=lambda table: -_saved(table, readers[table.name], sharding) / _stored(table)):
         if _stored(table) <= free:
             free -= _stored(table)
             chosen.add(table.name)
@@ -73,7 +73,7 @@ def fold_hosts(tables: Sequence[Table], placement: Placement) -> Placement:
             new_kinds[table.name] = ShardingType.TABLE_WISE
             new_shards[table.name] = [table.whole_shard(0)]
         else:
-            rank_of = {(each.rows, each.columns): hosts.index(host_of[each.rank]) for each in shards[table.name]}
+            rank_of = {(shard.rows, shard.columns): hosts.index(host_of[shard.rank]) for shard in shards[table.name]}
             new_shards[table.name] = _joined(table.name, rank_of)
     return list(range(ROUTER, len(hosts) + ROUTER)), new_kinds, new_shards
 
@@ -87,7 +87,7 @@ def side_by_side(shards: Sequence[Shard]) -> list[Shard]:
     ranks: dict[tuple[int, int], list[int]] = {}
     for each in sorted(shards, key=lambda shard: shard.rank):
         ranks.setdefault((each.height, each.width), []).append(each.rank)
-    dealt = {shape: iter(each) for shape, each in ranks.items()}
+    dealt = {shape: iter(shards_of_shape) for shape, shards_of_shape in ranks.items()}
     return [
         msgspec.structs.replace(each, rank=next(dealt[each.height, each.width]))
         for each in sorted(shards, key=lambda shard: (shard.columns, shard.rows))

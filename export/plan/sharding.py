@@ -127,12 +127,12 @@ class Sharding:
 
     def __post_init__(self) -> None:
         check_arguments(self)
-        for each in fields(self):
-            number = getattr(self, each.name)
-            if "bounds" in each.metadata and number is not None:
-                least, most = each.metadata["bounds"]
+        for option in fields(self):
+            number = getattr(self, option.name)
+            if "bounds" in option.metadata and number is not None:
+                least, most = option.metadata["bounds"]
                 if not least <= number <= most:
-                    raise ConfigurationError(f"{each.name}: expected {least} to {most}, got {number}")
+                    raise ConfigurationError(f"{option.name}: expected {least} to {most}, got {number}")
         if self.ranks % self.local_ranks:
             raise ConfigurationError(
                 f"ranks_per_host: expected a divisor of {self.ranks} ranks, got {self.local_ranks}"
@@ -247,17 +247,17 @@ class Sharding:
                 )
 
 
-def check_beside_plan(given: Container[str]) -> None:
+def check_beside_plan(names: Container[str]) -> None:
     """Refuse settings beside an explicit plan that has them itself.
 
     Args:
-        given: names of the fields of Sharding that were set, even to their defaults.
+        names: names of the fields of Sharding that were set, even to their defaults.
 
     Raises:
         ConfigurationError: naming them.
     """
-    if said := [name for name in _SAID_BY_A_PLAN if name in given]:
-        raise ConfigurationError(f"plan: expected no {', '.join(said)} beside it: the plan file says that")
+    if named := [name for name in _SAID_BY_A_PLAN if name in names]:
+        raise ConfigurationError(f"plan: expected no {', '.join(named)} beside it: the plan file says that")
 
 
 def captured_pooling(path: Path, features: Sequence[Feature]) -> dict[str, float]:
@@ -281,13 +281,13 @@ def captured_pooling(path: Path, features: Sequence[Feature]) -> dict[str, float
     requests = 0
     for request in read_captured(path, follow=True):
         requests += 1
-        asked = keys if request.features is None else request.features
-        lengths = _lengths(request, asked)
-        if lengths is None or request.tables is not None or not set(asked) <= ids.keys():
+        requested = keys if request.features is None else request.features
+        lengths = _lengths(request, requested)
+        if lengths is None or request.tables is not None or not set(requested) <= ids.keys():
             continue
-        samples = max(found.size for found in lengths.values())
-        for key, found in lengths.items():
-            ids[key] += int(found.sum())
+        samples = max(key_lengths.size for key_lengths in lengths.values())
+        for key, key_lengths in lengths.items():
+            ids[key] += int(key_lengths.sum())
             bags[key] += samples
     if not any(bags.values()):
         raise ConfigurationError(

@@ -172,7 +172,11 @@ class _StoredSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         types: list[str] = super().sharding_types(compute_device_type)
-        return [each for each in types if self._copies or each != ShardingType.DATA_PARALLEL.value]
+        return [
+            sharding_type
+            for sharding_type in types
+            if self._copies or sharding_type != ShardingType.DATA_PARALLEL.value
+        ]
 
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:  # noqa: ARG002
         return {
@@ -233,13 +237,13 @@ def _shards(table: Table, planned: ParameterSharding, ranks: int) -> list[Shard]
     if planned.sharding_spec is None:  # data-parallel
         return [table.whole_shard(rank) for rank in range(ranks)]
     shards = []
-    for each in planned.sharding_spec.shards:
-        (row, column), (rows, columns) = each.shard_offsets, each.shard_sizes
+    for shard in planned.sharding_spec.shards:
+        (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
         if rows:  # a table with fewer rows than ranks leaves some without
             shards.append(
                 Shard(
                     table=table.name,
-                    rank=each.placement.rank(),
+                    rank=shard.placement.rank(),
                     rows=(row, row + rows),
                     columns=(column, column + columns),
                     offset_bytes=0,

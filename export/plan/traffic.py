@@ -71,8 +71,8 @@ def host_traffic(
     """
     rank_of_host = manifest.plan.rank_of_host
     held: dict[int, list[tuple[Table, Shard, float, float]]] = {number: [] for number in rank_of_host.values()}
-    for asked in _asked(manifest, sharding.measured(manifest.features), samples):
-        held.get(asked[1].rank, []).append(asked)
+    for lookup in _asked(manifest, sharding.measured(manifest.features), samples):
+        held.get(lookup[1].rank, []).append(lookup)
     return {host: _host_traffic(held[rank], _HOST_SUM_BYTES[sums_dtype]) for host, rank in rank_of_host.items()}
 
 
@@ -110,4 +110,4 @@ def sums_pattern(shards: Sequence[Shard]) -> str:
     ranks: Mapping[tuple[int, int], set[int]] = {shard.columns: set() for shard in shards}
     for shard in shards:
         ranks[shard.columns].add(shard.rank)
-    return REDUCE_SCATTER if any(len(each) > 1 for each in ranks.values()) else ALL_TO_ALL
+    return REDUCE_SCATTER if any(len(ranks_of_shard) > 1 for ranks_of_shard in ranks.values()) else ALL_TO_ALL

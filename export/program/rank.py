@@ -60,13 +60,13 @@ class RankLookup(nn.Module):
         self, segments: Sequence[PlacedSegment], widths: Sequence[int], tile: int, row_alignment: int
     ) -> None:
         super().__init__()
-        self._constant("feature", [each.feature for each in segments])
-        self._constant("block", [each.block for each in segments])
-        self._constant("width", [each.shard.width // tile for each in segments])
-        self._constant("column", [each.shard.columns[0] // tile for each in segments])
+        self._constant("feature", [segment.feature for segment in segments])
+        self._constant("block", [segment.block for segment in segments])
+        self._constant("width", [segment.shard.width // tile for segment in segments])
+        self._constant("column", [segment.shard.columns[0] // tile for segment in segments])
         self._constant("widths", widths)
         self.tbe = TbeCall(
-            [Segment(each.dtype, each.shard.width, each.shard.offset_bytes) for each in segments],
+            [Segment(segment.dtype, segment.shard.width, segment.shard.offset_bytes) for segment in segments],
             Pooling.SUM,  # means are divided after the merge, by the whole bag's count
             WeightDtype.FP32,
             row_alignment,
@@ -105,10 +105,10 @@ class RankLookup(nn.Module):
             int64 [tiles of the segments asked for], the numbers of the answer's tiles.
         """
         position = positions.index_select(0, self.feature)
-        asked = position >= 0
-        width = self.width[asked]
+        is_requested = position >= 0
+        width = self.width[is_requested]
         widths = self.widths.index_select(0, features)
-        start = (torch.cumsum(widths, 0) - widths).index_select(0, position[asked]) + self.column[asked]
+        start = (torch.cumsum(widths, 0) - widths).index_select(0, position[is_requested]) + self.column[is_requested]
         moved = start - (torch.cumsum(width, 0) - width)
         return torch.repeat_interleave(moved, width) + torch.arange(int(width.sum()))
 

@@ -45,7 +45,7 @@ class ShardedProgram(nn.Module):
         super().__init__()
         tables = manifest.feature_tables
         by_rank = _place(manifest)
-        cuts = (column for segments in by_rank for each in segments for column in each.shard.columns)
+        cuts = (column for segments in by_rank for segment in segments for column in segment.shard.columns)
         self.tile = math.gcd(*cuts, *(table.dim for table in tables))
         widths = [table.dim // self.tile for table in tables]
         self.layout = manifest.layout
@@ -57,7 +57,7 @@ class ShardedProgram(nn.Module):
 
         pieces = manifest.plan.pieces_by_table
         blocks = [row_blocks(pieces[table.name]) for table in tables]
-        self.row_bounds = [torch.tensor([0, *(stop for _, stop in each)]) for each in blocks]
+        self.row_bounds = [torch.tensor([0, *(stop for _, stop in blocks_of_table)]) for blocks_of_table in blocks]
         self.most_blocks = max(map(len, blocks))
         everything = torch.arange(len(tables))
         self.register_buffer("order", self.split_order(everything, everything))
@@ -108,8 +108,8 @@ class ShardedProgram(nn.Module):
         if features is not None:
             positions = self.positions_of(features)
             order = self.split_order(features, positions)
-            asked: list[int] = features.tolist()
-            bounds = [self.row_bounds[feature] for feature in asked]
+            numbers: list[int] = features.tolist()
+            bounds = [self.row_bounds[feature] for feature in numbers]
         lengths, values, weights = self._cut_rows(values, offsets, per_sample_weights, bounds)
         if features is None and self.is_cut_in_order:
             lengths = lengths.index_select(0, order)

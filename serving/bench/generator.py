@@ -122,11 +122,11 @@ def generate(
         return _generate(connection, requests, bundle, 0.0, traffic)
     start = partial(_generate, connection, requests, bundle, time.time() + _HEAD_START_S)
     with ProcessPoolExecutor(len(shares), get_context("spawn")) as pool:
-        seen = list(pool.map(start, shares))
-    for others in seen[1:]:
-        for repeat, other in zip(seen[0], others, strict=True):
+        by_process = list(pool.map(start, shares))
+    for others in by_process[1:]:
+        for repeat, other in zip(by_process[0], others, strict=True):
             repeat.join(other)
-    return seen[0]
+    return by_process[0]
 
 
 def _shares(traffic: Traffic, processes: int) -> list[Traffic]:
@@ -137,9 +137,9 @@ def _shares(traffic: Traffic, processes: int) -> list[Traffic]:
 
 
 def _generate(
-    connection: Connection, requests: Sequence[Prepared], bundle: Bundle | None, at: float, traffic: Traffic
+    connection: Connection, requests: Sequence[Prepared], bundle: Bundle | None, start_at: float, traffic: Traffic
 ) -> list[Repeat]:
-    time.sleep(max(0.0, at - time.time()))
+    time.sleep(max(0.0, start_at - time.time()))
     return asyncio.run(_Generator(connection, requests, traffic, bundle).repeats())
 
 
@@ -168,13 +168,13 @@ class _Generator:
 
     async def _repeat(self, seconds: float) -> Repeat:
         repeat = Repeat()
-        kept: list[tuple[Prepared, bytes]] = []
+        checked: list[tuple[Prepared, bytes]] = []
         started, worked = time.perf_counter(), time.thread_time()
         loop = self._closed if self._traffic.clients else self._open
-        await loop(repeat, kept, started + seconds)
+        await loop(repeat, checked, started + seconds)
         repeat.seconds = time.perf_counter() - started
         repeat.busy = (time.thread_time() - worked) / repeat.seconds
-        for request, answer in kept:  # after the repeat, as checking takes longer than answering
+        for request, answer in checked:  # after the repeat, as checking takes longer than answering
             if self._right.get(id(request)) == answer:
                 continue
             assert self._checker is not None  # noqa: S101  else none is kept
@@ -184,20 +184,20 @@ class _Generator:
                 self._right[id(request)] = answer
         return repeat
 
-    async def _closed(self, repeat: Repeat, kept: list[tuple[Prepared, bytes]], end: float) -> None:
+    async def _closed(self, repeat: Repeat, checked: list[tuple[Prepared, bytes]], end: float) -> None:
         async def one() -> None:
             while (due := time.perf_counter()) < end:
-                await self._ask(repeat, kept, next(self._source), due)
+                await self._ask(repeat, checked, next(self._source), due)
 
         await asyncio.gather(*(one() for _ in range(self._traffic.clients)))
 
-    async def _open(self, repeat: Repeat, kept: list[tuple[Prepared, bytes]], end: float) -> None:
+    async def _open(self, repeat: Repeat, checked: list[tuple[Prepared, bytes]], end: float) -> None:
         """Send at a rate. Latency counts from when a request was due, so a stall shows in all requests it delays."""
         loop = asyncio.get_running_loop()
         running = set()
 
         def ask(due: float) -> None:
-            task = loop.create_task(self._ask(repeat, kept, next(self._source), due))
+            task = loop.create_task(self._ask(repeat, checked, next(self._source), due))
             running.add(task)
             task.add_done_callback(running.discard)
 
@@ -210,7 +210,9 @@ class _Generator:
         await asyncio.to_thread(keep_time)  # asyncio's own clock ticks in milliseconds
         await asyncio.gather(*running)
 
-    async def _ask(self, repeat: Repeat, kept: list[tuple[Prepared, bytes]], request: Prepared, due: float) -> None:
+    async def _ask(
+        self, repeat: Repeat, checked: list[tuple[Prepared, bytes]], request: Prepared, due: float
+    ) -> None:
         repeat.late_s.append(time.perf_counter() - due)
         try:
             answer: Any = await self._call(request.message, timeout=self._connection.timeout_s)
@@ -225,5 +227,5 @@ class _Generator:
             if self._answers % self._every == 0:
                 repeat.checked += 1
                 if self._right.get(id(request)) != answer:
-                    kept.append((request, answer))
+                    checked.append((request, answer))
             self._answers += 1

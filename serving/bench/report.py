@@ -92,12 +92,12 @@ def summarize(traffic: Traffic, samples: int | None, repeats: Sequence[Repeat]) 
     """The report of `traffic`. `samples` is the samples of each request, or None if they differ."""
 
     def rate(count: Callable[[Repeat], int]) -> Figure:
-        return Figure.of([count(each) / each.seconds for each in repeats])
+        return Figure.of([count(repeat) / repeat.seconds for repeat in repeats])
 
-    answers = sum(len(each.latencies_s) for each in repeats)
-    told = [percent for percent in PERCENTILES if answers * (1 - percent / 100) >= _BEYOND]
-    if not all(each.latencies_s for each in repeats):
-        told = []
+    answers = sum(len(repeat.latencies_s) for repeat in repeats)
+    percents = [percent for percent in PERCENTILES if answers * (1 - percent / 100) >= _BEYOND]
+    if not all(repeat.latencies_s for repeat in repeats):
+        percents = []
     return Report(
         clients=traffic.clients,
         rate=traffic.rate,
@@ -106,17 +106,17 @@ def summarize(traffic: Traffic, samples: int | None, repeats: Sequence[Repeat]) 
         repeats=len(repeats),
         # All repeats lie on one side of the true median as rarely as so many coins fall on the same side.
         confidence=1 - 2.0 ** (1 - len(repeats)),
-        answers_per_s=rate(lambda each: len(each.latencies_s)),
-        samples_per_s=rate(lambda each: each.samples),
-        ids_per_s=rate(lambda each: each.ids),
+        answers_per_s=rate(lambda repeat: len(repeat.latencies_s)),
+        samples_per_s=rate(lambda repeat: repeat.samples),
+        ids_per_s=rate(lambda repeat: repeat.ids),
         latency_s={
-            f"p{percent:g}": Figure.of([float(np.percentile(each.latencies_s, percent)) for each in repeats])
-            for percent in told
+            f"p{percent:g}": Figure.of([float(np.percentile(repeat.latencies_s, percent)) for repeat in repeats])
+            for percent in percents
         },
-        errors=dict(sum((each.errors for each in repeats), Counter[str]())),
+        errors=dict(sum((repeat.errors for repeat in repeats), Counter[str]())),
         answers=answers,
-        checked=sum(each.checked for each in repeats),
-        busy=max(each.busy for each in repeats),
+        checked=sum(repeat.checked for repeat in repeats),
+        busy=max(repeat.busy for repeat in repeats),
     )
 
 
@@ -124,10 +124,10 @@ def refusal(traffic: Traffic, repeats: Sequence[Repeat]) -> str | None:
     """Why the numbers of `repeats` cannot be trusted. None if they can."""
     if wrong := [line for repeat in repeats for line in repeat.wrong]:
         return f"wrong answers ({len(wrong)} of {sum(each.checked for each in repeats)} checked): {wrong[0]}"
-    if (busy := max(each.busy for each in repeats)) > _BUSY:
+    if (busy := max(repeat.busy for repeat in repeats)) > _BUSY:
         return f"the generator was the bottleneck: it was at work {busy:.0%} of the time: share it with --processes"
-    late = [each for repeat in repeats for each in repeat.late_s]
-    latencies = [each for repeat in repeats for each in repeat.latencies_s]
+    late = [late_s for repeat in repeats for late_s in repeat.late_s]
+    latencies = [latency_s for repeat in repeats for latency_s in repeat.latencies_s]
     # If most requests failed, the report says so, and the latency of the few others is no measure for lateness.
     if traffic.rate and 2 * len(latencies) > len(late) and np.median(late) > _LATE * np.median(latencies):
         return (
@@ -156,10 +156,10 @@ def table(reports: Sequence[Report]) -> Table:
         rates, times = _rates(report), _times(report)
         shown.add_row(
             named(report),
-            *(_rate(each.median) for each in rates),
-            *("–" if each is None else f"{1e3 * each.median:.2f}" for each in times),
+            *(_rate(figure.median) for figure in rates),
+            *("–" if figure is None else f"{1e3 * figure.median:.2f}" for figure in times),
         )
-        shown.add_row("", *(_spread(each, report.repeats) for each in (*rates, *times)), style="dim")
+        shown.add_row("", *(_spread(figure, report.repeats) for figure in (*rates, *times)), style="dim")
     return shown
 
 
@@ -186,13 +186,13 @@ def summary(reports: Sequence[Report]) -> str:
             f"Medians of {first.repeats} runs of {first.seconds:g} s. ± is half the distance between the extremes.",
             f"The true median lies between the extremes with {first.confidence:.0%} confidence.",
         ]
-        shown = [each for report in reports for each in (*_rates(report), *_times(report)) if each is not None]
-        if any(each.spread is None for each in shown):
+        shown = [figure for report in reports for figure in (*_rates(report), *_times(report)) if figure is not None]
+        if any(figure.spread is None for figure in shown):
             lines.append("unclear: the distance is as much as the median.")
-    if checked := sum(each.checked for each in reports):
-        answers = sum(each.answers for each in reports)
+    if checked := sum(report.checked for report in reports):
+        answers = sum(report.answers for report in reports)
         lines.append(f"{checked:,} of {answers:,} answers were compared with the bundle: all right.")
-    errors = sum((Counter(each.errors) for each in reports), Counter[str]())
+    errors = sum((Counter(report.errors) for report in reports), Counter[str]())
     lines.append(f"Errors: {', '.join(f'{count:,} {kind}' for kind, count in errors.items()) or 'none'}.")
     return "\n".join(lines)
 

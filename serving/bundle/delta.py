@@ -85,7 +85,7 @@ class Rows(NamedTuple):
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
         """Rows of a table, one part behind the other."""
-        return cls(np.concatenate([each.ids for each in parts]), np.concatenate([each.rows for each in parts]))
+        return cls(np.concatenate([part.ids for part in parts]), np.concatenate([part.rows for part in parts]))
 
 
 class Delta(NamedTuple):
@@ -163,12 +163,12 @@ def parse_delta(path: Path, content: bytes, manifest: Manifest, lineage: str, st
         )
     if unknown := names - tables.keys():
         raise BundleError(f"{path}: expected tables of the model, got {min(unknown)!r}: {_AGAIN}")
-    found = {name: Rows(arrays[name + IDS], arrays[name + ROWS]) for name in sorted(names)}
-    for name, rows in found.items():
+    changed = {name: Rows(arrays[name + IDS], arrays[name + ROWS]) for name in sorted(names)}
+    for name, rows in changed.items():
         if problem := _problem_of(rows, tables[name]):
             raise BundleError(f"{path}: table {name!r}: {problem}: {_AGAIN}")
     last = metadata.last_sha256 or metadata.sha256
-    return Delta(step.sequence, float(metadata.written_at), found, metadata.sha256, last)
+    return Delta(step.sequence, float(metadata.written_at), changed, metadata.sha256, last)
 
 
 def open_delta(folder: Path, step: Step, manifest: Manifest, trusted: "TrustedKeys | None" = None) -> Delta:
@@ -204,8 +204,8 @@ def find_step(folder: Path, sequence: int, digest: str, manifest: Manifest, *, a
             path = delta_path(folder, *step)
             with suppress(BundleError):
                 metadata, *_ = _unpacked(path, read_delta(path, manifest))
-                found = (metadata.sha256, metadata.last_sha256) if as_last else (metadata.sha256,)
-                if metadata.step == step and digest in found:
+                digests = (metadata.sha256, metadata.last_sha256) if as_last else (metadata.sha256,)
+                if metadata.step == step and digest in digests:
                     return step
     return None
 
@@ -224,7 +224,7 @@ def _unpacked(path: Path, content: bytes) -> tuple[_Metadata, dict[str, _Tensor]
         json_tree(header)  # refuses a key that is there twice
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=_Metadata)
-        tensors = {name: msgspec.json.decode(each, type=_Tensor) for name, each in raw.items()}
+        tensors = {name: msgspec.json.decode(tensor, type=_Tensor) for name, tensor in raw.items()}
     except (*UNREADABLE, ValueError) as error:
         raise BundleError(f"{path}: expected the header of a delta: {error}: {_AGAIN}") from error
     as_hashed = header.replace(sha256_text(metadata.sha256), sha256_text(NO_SHA256))
@@ -250,7 +250,7 @@ def _arrays(path: Path, tensors: Mapping[str, _Tensor], data: memoryview) -> dic
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     start = 0
-    for name, tensor in sorted(tensors.items(), key=lambda each: each[1].data_offsets):
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_offsets):
         dtype, size = _DTYPES[tensor.dtype], math.prod(tensor.shape)
         stop = start + size * dtype.itemsize
         if tensor.data_offsets != (start, stop) or stop > len(data):

@@ -93,13 +93,13 @@ def delta_signature(path: Path, content: bytes) -> Path:
 
 def step_of(name: str) -> Step | None:
     """What the file of that name does. None: it is no delta."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         return None
-    sequence = int(found[1])
-    if found[2] is None:
+    sequence = int(match[1])
+    if match[2] is None:
         return Step(sequence, sequence - 1)
-    step = Step(sequence, int(found[2]))
+    step = Step(sequence, int(match[2]))
     return step if step.is_squashed else None
 
 
@@ -133,46 +133,47 @@ def files_in(folder: Path) -> list[str]:
         return []
 
 
-def next_step(steps: Iterable[Step], at: int, until: int = MOST_DELTAS) -> Step:
+def next_step(steps: Iterable[Step], applied: int, until: int = MOST_DELTAS) -> Step:
     """The step that brings rows furthest: of squashed deltas if they can be taken, else the next delta, there or not.
 
     Args:
         steps: that there are; of those that are not squashed, none is needed.
-        at: the delta after which the rows are as they are.
+        applied: the delta after which the rows are as they are.
         until: the last delta that counts.
     """
-    squashed = (each for each in steps if each.is_squashed and each.since <= at < each.sequence <= until)
-    return max(squashed, default=Step(at + 1, at))
+    squashed = (step for step in steps if step.is_squashed and step.since <= applied < step.sequence <= until)
+    return max(squashed, default=Step(applied + 1, applied))
 
 
-def reached(steps: Iterable[Step], at: int) -> int:
-    """The last delta before a gap: how far steps, in order, bring rows that are as they are after delta `at`."""
+def reached(steps: Iterable[Step], applied: int) -> int:
+    """The last delta before a gap: how far steps, in order, bring rows that are as they are after delta `applied`."""
     for step in steps:
-        if step.since <= at < step.sequence:
-            at = step.sequence
-    return at
+        if step.since <= applied < step.sequence:
+            applied = step.sequence
+    return applied
 
 
-def are_squashed(names: Iterable[str], there: Iterable[str]) -> set[str]:
+def are_squashed(names: Iterable[str], existing: Iterable[str]) -> set[str]:
     """Those of some names of files that are of deltas for which squashed ones stand that are there."""
-    squashed = [step for name in there if ".since-" in name and (step := step_of(name)) is not None]
+    squashed = [step for name in existing if ".since-" in name and (step := step_of(name)) is not None]
     owners = ((name, owner_of(name)) for name in names)
     return {
         name
-        for name, own in owners
-        if own is not None and any(each.since <= own.since and own.sequence <= each.sequence for each in squashed)
+        for name, step in owners
+        if step is not None
+        and any(squash.since <= step.since and step.sequence <= squash.sequence for squash in squashed)
     }
 
 
-def needed_files(there: Collection[str], after: int) -> list[str]:
+def needed_files(existing: Collection[str], after: int) -> list[str]:
     """The files of a lineage that bring rows from the delta `after`, or the next, as far as all do.
 
     Of squashed deltas that is the one file which goes furthest. What a running server has applied, it does not need.
     """
-    first = next_step(filter(None, map(step_of, there)), after).sequence
+    first = next_step(filter(None, map(step_of, existing)), after).sequence
     applied = delta_path(Path(), after + 1).name
     return [
         name
-        for name in there
-        if int(name[:12]) >= first and not (".since-" in name and int(name[:12]) == after + 1 and applied in there)
+        for name in existing
+        if int(name[:12]) >= first and not (".since-" in name and int(name[:12]) == after + 1 and applied in existing)
     ]

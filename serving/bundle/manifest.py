@@ -188,13 +188,15 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     def weighted_keys(self) -> tuple[str, ...]:
         """The keys whose ids carry per-id weights: a weighted table without position weights reads them."""
         sends = self.sends_weights
-        return tuple(key for key, read in self.keys.items() if any(sends[each.name] for each in read))
+        return tuple(key for key, read in self.keys.items() if any(sends[feature.name] for feature in read))
 
     @property
     def sends_weights(self) -> dict[str, bool]:
         """Whether a request has per-id weights for a feature, by the feature's name."""
         weighted = {table.name for table in self.tables if table.weighted}
-        return {each.name: each.table in weighted and each.position_weights is None for each in self.features}
+        return {
+            feature.name: feature.table in weighted and feature.position_weights is None for feature in self.features
+        }
 
     @property
     def longest_bags(self) -> dict[str, int]:
@@ -213,7 +215,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         It is `ANY_INT64` if any int64 is a valid id of all these tables.
         """
         rows = {table.name: table.valid_ids for table in self.tables}
-        return {key: min(rows[each.table] for each in read) for key, read in self.keys.items()}
+        return {key: min(rows[feature.table] for feature in read) for key, read in self.keys.items()}
 
     @property
     def feature_tables(self) -> tuple[Table, ...]:
@@ -263,8 +265,8 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     @property
     def layout(self) -> str:
         """SHA-256, in hex, of all that a program is compiled for: features, tables, plan and output dtype."""
-        seen = [self.features, self.tables, self.plan, self.output_dtype]
-        return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
+        compiled_for = [self.features, self.tables, self.plan, self.output_dtype]
+        return hashlib.sha256(msgspec.json.encode(compiled_for, order="sorted")).hexdigest()
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

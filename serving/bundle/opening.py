@@ -44,9 +44,9 @@ def check_size(path: Path, expected: FileDigest, *, follow: bool = False) -> Non
         BundleError: naming the file, what was expected and what came.
     """
     with _reading(path), open_file(path, follow=follow) as file:
-        found = os.fstat(file.fileno()).st_size
-    if found != expected.size_bytes:
-        raise BundleError(f"{path}: expected {expected.size_bytes} bytes, got {found}: publish the bundle again")
+        size = os.fstat(file.fileno()).st_size
+    if size != expected.size_bytes:
+        raise BundleError(f"{path}: expected {expected.size_bytes} bytes, got {size}: publish the bundle again")
 
 
 def check_digest(path: Path, expected: FileDigest, *, follow: bool = False) -> None:
@@ -56,8 +56,8 @@ def check_digest(path: Path, expected: FileDigest, *, follow: bool = False) -> N
         BundleError: naming the file, what was expected and what came.
     """
     with _reading(path):
-        found = digest_file(path, follow=follow).sha256
-    check_sha256(path, found, expected)
+        sha256 = digest_file(path, follow=follow).sha256
+    check_sha256(path, sha256, expected)
 
 
 def read_checked(path: Path, expected: FileDigest) -> bytes:
@@ -73,15 +73,15 @@ def read_checked(path: Path, expected: FileDigest) -> bytes:
     return content
 
 
-def check_sha256(path: Path, found: str, expected: FileDigest) -> None:
-    """Refuse a file whose SHA-256 `found` is not the expected one.
+def check_sha256(path: Path, sha256: str, expected: FileDigest) -> None:
+    """Refuse a file whose SHA-256 `sha256` is not the expected one.
 
     Raises:
         BundleError: naming the file, what was expected and what came.
     """
-    if found != expected.sha256:
+    if sha256 != expected.sha256:
         raise BundleError(
-            f"{path}: expected SHA-256 {expected.sha256[:12]}…, got {found[:12]}…: the file changed after export; "
+            f"{path}: expected SHA-256 {expected.sha256[:12]}…, got {sha256[:12]}…: the file changed after export; "
             "publish the bundle again"
         )
 
@@ -106,10 +106,10 @@ def weights_path(directory: Path, manifest: Manifest, rank: int) -> Path:
     Returns:
         The bundle's own file; of a rank on another host, that of the host's bundle in the same repository.
     """
-    found = manifest.plan.ranks[rank]
-    if found.weights_file is not None:
-        return directory / found.weights_file
-    host = next(each for each in manifest.hosts if each.host == found.host)
+    host_rank = manifest.plan.ranks[rank]
+    if host_rank.weights_file is not None:
+        return directory / host_rank.weights_file
+    host = next(host for host in manifest.hosts if host.host == host_rank.host)
     return path_of(directory, host) / FIRST_WEIGHTS
 
 
@@ -154,10 +154,10 @@ def newest(model: Path) -> int:
     Raises:
         BundleError: it has no version.
     """
-    found = versions(model)
-    if not found:
+    published = versions(model)
+    if not published:
         raise BundleError(f"{model}: expected versions made by tbe-export, found none")
-    return found[-1]
+    return published[-1]
 
 
 def check_published(model: Path, wanted: Iterable[int]) -> None:
@@ -170,9 +170,9 @@ def check_published(model: Path, wanted: Iterable[int]) -> None:
     Raises:
         ConfigurationError: naming the missing version, and those that are published.
     """
-    there = [version for version in reversed(versions(model)) if (model / str(version) / MANIFEST).exists()]
-    if missing := sorted({*wanted} - {*there}):
-        raise ConfigurationError(f"{model}: expected one of versions {there}, got {missing[0]}")
+    published = [version for version in reversed(versions(model)) if (model / str(version) / MANIFEST).exists()]
+    if missing := sorted({*wanted} - {*published}):
+        raise ConfigurationError(f"{model}: expected one of versions {published}, got {missing[0]}")
 
 
 def open_bundle(path: Path, trusted: "TrustedKeys | None" = None) -> Bundle:

@@ -194,22 +194,22 @@ def _in_plan(manifest: Manifest) -> Iterator[str]:
 
 def _in_hosts(manifest: Manifest) -> Iterator[str]:
     elsewhere = [rank.host for rank in manifest.plan.ranks if rank.weights_file is None]
-    if [each.host for each in manifest.hosts] != sorted(set(elsewhere)) or len(set(elsewhere)) < len(elsewhere):
+    if [host.host for host in manifest.hosts] != sorted(set(elsewhere)) or len(set(elsewhere)) < len(elsewhere):
         yield f"hosts: expected one entry for each rank without a file of weights, hosts {elsewhere}"
-    own = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
-    if manifest.hosts and (manifest.part_of is not None or own != [0]):
+    own_ranks = [number for number, rank in enumerate(manifest.plan.ranks) if rank.weights_file is not None]
+    if manifest.hosts and (manifest.part_of is not None or own_ranks != [0]):
         yield "hosts: expected a router's bundle, whose first rank, and no other, is its own"
-    for each in manifest.hosts:
-        if not each.is_possible or (each.lineage is None) != (manifest.compacted is None):
+    for host in manifest.hosts:
+        if not host.is_possible or (host.lineage is None) != (manifest.compacted is None):
             yield (
-                f"hosts: host {each.host}: expected the name of a model, a version and a SHA-256, and a lineage "
-                f"if `compacted`, got {each.model!r}, {each.version} and {each.manifest!r}, and {each.lineage!r}"
+                f"hosts: host {host.host}: expected the name of a model, a version and a SHA-256, and a lineage "
+                f"if `compacted`, got {host.model!r}, {host.version} and {host.manifest!r}, and {host.lineage!r}"
             )
-        if each.router is None or each.router != manifest.hosts[0].router:
+        if host.router is None or host.router != manifest.hosts[0].router:
             first = manifest.hosts[0]
-            expected = host_model(first.router or "<router>", each.host)
-            yield f"hosts: host {each.host}: expected the model {expected!r}, got {each.model!r}"
-    yield from _twice("hosts: the bundle", (each.manifest for each in manifest.hosts))
+            expected = host_model(first.router or "<router>", host.host)
+            yield f"hosts: host {host.host}: expected the model {expected!r}, got {host.model!r}"
+    yield from _twice("hosts: the bundle", (host.manifest for host in manifest.hosts))
     part = manifest.part_of
     if part is not None and (not part.is_possible or [rank.host for rank in manifest.plan.ranks] != [part.host]):
         yield (
@@ -235,8 +235,8 @@ def _in_files(manifest: Manifest) -> Iterator[str]:
     if manifest.dense_part is not None:
         used.add(SCORES)
     for name in sorted(used ^ manifest.files.keys()):
-        there = "no" if name in used else "another"
-        yield f"files: expected each file of the bundle but its manifest and signature, got {there} {name!r}"
+        difference = "no" if name in used else "another"
+        yield f"files: expected each file of the bundle but its manifest and signature, got {difference} {name!r}"
 
 
 def _in_shards(manifest: Manifest) -> Iterator[str]:
@@ -255,7 +255,7 @@ def _in_offsets(manifest: Manifest) -> Iterator[str]:
     """Find shards that are misplaced in the weights files of their ranks."""
     plan, tables = manifest.plan, {table.name: table for table in manifest.tables}
     last: dict[int, tuple[int, Shard]] = {}
-    for shard in sorted(plan.shards, key=lambda each: each.offset_bytes):
+    for shard in sorted(plan.shards, key=lambda shard: shard.offset_bytes):
         where, file = _described(shard), plan.ranks[shard.rank].weights_file
         start, end = shard.offset_bytes, shard.offset_bytes + tables[shard.table].shard_bytes(shard)
         if file is None:

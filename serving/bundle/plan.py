@@ -157,8 +157,8 @@ def tiling_error(kind: ShardingType, rows: int, dim: int, shards: Sequence[Shard
     cuts = row_blocks(shards)
     if (gap := _gap(cuts, rows)) is not None:
         return f"its shards do not cover rows exactly once: look at row {gap}"
-    found = sorted((shard.rows, shard.columns) for shard in shards)
-    if found != sorted((block, column) for block in cuts for column in columns):
+    rectangles = sorted((shard.rows, shard.columns) for shard in shards)
+    if rectangles != sorted((block, column) for block in cuts for column in columns):
         return "expected every block of columns cut at the same rows, each shard on one rank"
     return None
 

@@ -50,8 +50,8 @@ def planned_host(manifest: Manifest, host: int) -> PlannedHost:
     """A host in the plan of a router's manifest."""
     segments = segments_by_rank(manifest)[manifest.plan.rank_of_host[host]]
     return PlannedHost(
-        segments=tuple(each.name for each in segments),
-        columns=sum(each.shard.width for each in segments),
+        segments=tuple(segment.name for segment in segments),
+        columns=sum(segment.shard.width for segment in segments),
         id_dtype=id_dtype_of(segments),
         is_weighted=takes_weights(manifest, segments),
         part_of=part_text(host, manifest.layout),
@@ -89,12 +89,12 @@ def name_twice(manifest: Manifest) -> str | None:
 def takes_weights(manifest: Manifest, segments: Iterable[FeatureShard]) -> bool:
     """Whether requests for these segments have per-id weights: one of their tables is weighted."""
     weighted = {table.name for table in manifest.tables if table.weighted}
-    return any(each.shard.table in weighted for each in segments)
+    return any(segment.shard.table in weighted for segment in segments)
 
 
 def id_dtype_of(segments: Iterable[FeatureShard]) -> IdDtype:
     """The dtype of row numbers in requests for these segments: INT32 if all of them fit, else INT64."""
-    return IdDtype.INT32 if all(each.shard.height <= _MOST_INT32 for each in segments) else IdDtype.INT64
+    return IdDtype.INT32 if all(segment.shard.height <= _MOST_INT32 for segment in segments) else IdDtype.INT64
 
 
 def _name_of(table: Table, shard: Shard) -> str:

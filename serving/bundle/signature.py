@@ -68,11 +68,11 @@ class TrustedKeys:
         except OSError as error:
             raise ConfigurationError(f"{path}: trusted keys: cannot be read: {error.strerror}") from error
         keys = []
-        for found in _PEM.finditer(content):
+        for match in _PEM.finditer(content):
             try:
-                key = load_pem_public_key(found.group())
+                key = load_pem_public_key(match.group())
             except (ValueError, UnsupportedAlgorithm) as error:
-                raise ConfigurationError(f"{expected}, got {found.group(1).decode()}: {error}") from error
+                raise ConfigurationError(f"{expected}, got {match.group(1).decode()}: {error}") from error
             if not isinstance(key, Ed25519PublicKey):
                 raise ConfigurationError(f"{expected}, got a key of another kind")
             keys.append(key)
@@ -123,19 +123,19 @@ class TrustedKeys:
             BundleError: it cannot be read, or has no signature by one of the keys.
         """
         content = _read(path, most_bytes, f"is {path.parent} what tbe-export made?")
-        found = signature_of(path)
+        signature_path = signature_of(path)
         signature = _read(
-            found, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: sign it: {again}"
+            signature_path, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: sign it: {again}"
         )
         if self._signed(signature, _statement(path.name, model, version) + content):
             return content
         if self._signed(signature, content):
             raise BundleError(
-                f"{found}: expected a signature that says which model and version it is for, got one of an earlier "
-                f"tbe-serving: sign it again: {again}"
+                f"{signature_path}: expected a signature that says which model and version it is for, got one of an "
+                f"earlier tbe-serving: sign it again: {again}"
             )
         raise BundleError(
-            f"{found}: expected a signature by a key of {self.path} over {path.name} of model {model!r}"
+            f"{signature_path}: expected a signature by a key of {self.path} over {path.name} of model {model!r}"
             f"{f', version {version}' if version else ''}, got another: it was changed after it was signed, is "
             f"another model's or version's, or somebody else's: sign it again: {again}"
         )
@@ -152,8 +152,10 @@ class TrustedKeys:
         Raises:
             BundleError: it has none, or another's.
         """
-        found = _read(signature, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: {_DELTA}")
-        if not self._signed(found, _statement(path.name, model, lineage) + content):
+        content_of_signature = _read(
+            signature, _SIGNATURE_BYTES, f"only what a key of {self.path} signed is served: {_DELTA}"
+        )
+        if not self._signed(content_of_signature, _statement(path.name, model, lineage) + content):
             raise BundleError(
                 f"{signature}: expected a signature by a key of {self.path} over {path.name} of model {model!r}, "
                 f"lineage {lineage}, got another: {_DELTA}"

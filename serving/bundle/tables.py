@@ -250,8 +250,8 @@ class Table(Strict, frozen=True, omit_defaults=True):
         """The valid ids are those in [0, valid_ids). `ANY_INT64`: any int64 is one."""
         if self.id_map is None:
             return self.rows
-        found = self.id_map.valid_ids
-        return ANY_INT64 if found is None else found
+        valid_ids = self.id_map.valid_ids
+        return ANY_INT64 if valid_ids is None else valid_ids
 
     @property
     def row_bytes(self) -> int:

@@ -39,12 +39,12 @@ class BufferPool:
     def _block(self, size: int) -> "_Block":
         """A free block of at least `size` numbers."""
         free = [block for block in self._blocks if block.user() is None]
-        block = next((each for each in free if each.memory.numel() >= size), None)
+        block = next((free_block for free_block in free if free_block.memory.numel() >= size), None)
         if block is None:
             # Drop the free blocks: all are too small. The new one takes their place.
-            self._blocks = [each for each in self._blocks if each not in free]
+            self._blocks = [used for used in self._blocks if used not in free]
             block = _Block(torch.empty(size, dtype=self._dtype))
-            if sum(each.memory.nbytes for each in [*self._blocks, block]) <= MOST:
+            if sum(kept_block.memory.nbytes for kept_block in [*self._blocks, block]) <= MOST:
                 self._blocks.append(block)
         return block
 

@@ -55,8 +55,10 @@ class Sizes:
         self.samples = (offsets.size - 1) // len(of_id)
         self._offsets, self._of_id, self._of_bag = offsets, of_id, of_bag
         bounds = offsets[:: self.samples].tolist()
-        bags = (self.samples * each for each in of_bag)
-        ids = ((last - first) * each for (first, last), each in zip(pairwise(bounds), of_id, strict=True))
+        bags = (self.samples * bags_per_sample for bags_per_sample in of_bag)
+        ids = (
+            (last - first) * bytes_per_id for (first, last), bytes_per_id in zip(pairwise(bounds), of_id, strict=True)
+        )
         self.ends = [*accumulate(map(int.__add__, ids, bags))]
 
     def place(self, share: float, slack: float) -> tuple[int, int]:
@@ -161,8 +163,8 @@ class Pieces:
         bags = offsets.size - 1
         if not bags or batch.values.size * self._most[0] + bags * self._most[1] < 2 * LEAST:
             return None
-        here = selection.positions
-        sizes = Sizes(offsets, self._id_bytes[here].tolist(), self._bag_bytes[here].tolist())
+        positions = selection.positions
+        sizes = Sizes(offsets, self._id_bytes[positions].tolist(), self._bag_bytes[positions].tolist())
         total = float(sizes.ends[-1])
         threads = min(self._count, int(total // max(LEAST, 1)))
         if threads < 2:
@@ -242,11 +244,11 @@ class _Program(nn.Module):
                     weights: Tensor | None = None
                     if per_sample_weights is not None:
                         weights = per_sample_weights.narrow(0, id_, ids)
-                    found = self.forward(
+                    pooled = self.forward(
                         values.narrow(0, id_, ids),
                         offsets.narrow(0, bag, bags + 1) - id_,
                         weights,
                         features.narrow(0, first, last - first),
                     )
-                    answer.narrow(0, sample, rows).narrow(1, column, width).copy_(found)
+                    answer.narrow(0, sample, rows).narrow(1, column, width).copy_(pooled)
                 first = last

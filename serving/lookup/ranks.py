@@ -57,16 +57,16 @@ def failed_of(answered: Sequence[BatchAnswer]) -> dict[int, ServingError]:
     Returns:
         Errors that name the first few lost hosts, with the first few tables of each in all batches.
     """
-    if not any(each.lost for each in answered):
+    if not any(answer.lost for answer in answered):
         return {}
     losses: dict[int, dict[str, LostHost]] = {}
-    for each in answered:
-        for position, lost in each.lost.items():
-            kept = losses.setdefault(position, {})
+    for answer in answered:
+        for position, lost in answer.lost.items():
+            lost_hosts = losses.setdefault(position, {})
             for error, tables in lost:
-                before = kept.get(str(error))
-                kept[str(error)] = LostHost(error, tables if before is None else before.tables | tables)
-    return {position: _error_of([*kept.values()]) for position, kept in losses.items()}
+                before = lost_hosts.get(str(error))
+                lost_hosts[str(error)] = LostHost(error, tables if before is None else before.tables | tables)
+    return {position: _error_of([*lost_hosts.values()]) for position, lost_hosts in losses.items()}
 
 
 def zeroed_of(answered: Sequence[BatchAnswer]) -> dict[str, int]:
@@ -76,10 +76,10 @@ def zeroed_of(answered: Sequence[BatchAnswer]) -> dict[str, int]:
         answered: as in `failed_of`.
     """
     tables: dict[int, frozenset[str]] = {}
-    for each in answered:
-        for position, zeroed in each.zeroed.items():
+    for answer in answered:
+        for position, zeroed in answer.zeroed.items():
             tables[position] = tables.get(position, frozenset()) | zeroed
-    failed = {position for each in answered for position in each.lost}
+    failed = {position for answer in answered for position in answer.lost}
     counts: dict[str, int] = {}
     for position, zeroed in tables.items():
         for table in zeroed if position not in failed else ():
@@ -88,10 +88,10 @@ def zeroed_of(answered: Sequence[BatchAnswer]) -> dict[str, int]:
 
 
 def _error_of(losses: Sequence[LostHost]) -> ServingError:
-    said = [f"tables {listed(map(repr, sorted(tables)))}: {error}" for error, tables in losses[:_MOST_HOSTS]]
-    if (more := len(losses) - len(said)) > 0:
-        said.append(f"and {more} more hosts")
-    return HostUnavailable(shown("; ".join(said)))
+    messages = [f"tables {listed(map(repr, sorted(tables)))}: {error}" for error, tables in losses[:_MOST_HOSTS]]
+    if (more := len(losses) - len(messages)) > 0:
+        messages.append(f"and {more} more hosts")
+    return HostUnavailable(shown("; ".join(messages)))
 
 
 class LocalRanks:
@@ -132,8 +132,8 @@ class LocalRanks:
         return self._look_up(batch)
 
     def _look_up(self, batch: Batch) -> Embeddings:
-        found = None if self._pieces is None else self._pieces.answer(batch)
-        return self.forward(*arguments(batch)).numpy() if found is None else found
+        pooled = None if self._pieces is None else self._pieces.answer(batch)
+        return self.forward(*arguments(batch)).numpy() if pooled is None else pooled
 
     def check(self) -> None:
         """Do nothing: there are no hosts that could fail."""

@@ -37,7 +37,7 @@ class Threads:
         Raises:
             Exception: the first that an item raised. All items are done by then.
         """
-        tasks = [_Task(each) for each in work]
+        tasks = [_Task(work_item) for work_item in work]
         if self._end.alive:
             for task in tasks[1:]:
                 self._tasks.put(task)

@@ -123,7 +123,7 @@ class AppliedCopy:
         # The newest delta that was there when the copy was taken: a model that is loaded waits for it.
         self._awaited = 0
         with suppress(OSError):  # the folder cannot be read: the first step says so
-            self._awaited = max((each.sequence for each in steps_in(self._folder)), default=0)
+            self._awaited = max((step.sequence for step in steps_in(self._folder)), default=0)
         self.next_at = 0.0
 
     def close(self) -> None:
@@ -180,26 +180,26 @@ class AppliedCopy:
 
     def _next(self) -> Delta | None:
         """The next delta. None: it is not there, or cannot be applied, which the state says."""
-        path, seen = self._folder, None
+        path, identity = self._folder, None
         try:
             self._check_applied()
             step = self._next_step()
             path = delta_path(self._folder, *step)
-            seen = _identity(path)
-            if seen is not None and (path, seen) == self._refused and time.monotonic() < self._retry_at:
+            identity = _identity(path)
+            if identity is not None and (path, identity) == self._refused and time.monotonic() < self._retry_at:
                 return None
-            delta = None if seen is None else self._read(step)
+            delta = None if identity is None else self._read(step)
         except Exception as error:
             why = str(error) if isinstance(error, ServingError) else f"{path}: cannot be read: {error!r}"
-            self._refuse((path, seen), why)
+            self._refuse((path, identity), why)
             return None
-        self._refused, self._reading = None, (path, seen)
+        self._refused, self._reading = None, (path, identity)
         self._state.note_stopped("")
         return delta
 
-    def _refuse(self, seen: object, why: str) -> None:
+    def _refuse(self, identity: object, why: str) -> None:
         """Say why the next delta is not applied. It is tried again: its signature or a key may come later."""
-        self._refused, self._retry_at = seen, time.monotonic() + _RETRY_S
+        self._refused, self._retry_at = identity, time.monotonic() + _RETRY_S
         self._state.note_stopped(why)
 
     def _next_step(self) -> Step:
@@ -210,8 +210,8 @@ class AppliedCopy:
         Raises:
             BundleError: that is gone, or another has its place.
         """
-        at, begun = self._state.sequence, self._state.begun
-        if begun != at:
+        applied, begun = self._state.sequence, self._state.begun
+        if begun != applied:
             step = find_step(self._folder, begun, self._state.written[begun], self._manifest, as_last=False)
             if step is None:
                 path = delta_path(self._folder, begun)
@@ -220,7 +220,7 @@ class AppliedCopy:
         if time.monotonic() >= self._lists_at:
             self._lists_at = time.monotonic() + _LISTS_S
             self._squashed = squashed_in(self._folder)
-        return next_step(self._squashed, at)
+        return next_step(self._squashed, applied)
 
     def _check_applied(self) -> None:
         """Refuse to go on if the newest delta that was applied is gone, or another has its number now.
@@ -236,15 +236,15 @@ class AppliedCopy:
         digest = self._state.written.get(sequence)
         if digest is None:
             return
-        path, seen = self._applied
-        if seen is not None and seen == _identity(path):
+        path, identity = self._applied
+        if identity is not None and identity == _identity(path):
             return
         path = delta_path(self._folder, sequence)
-        found = None if self._is_other else find_step(self._folder, sequence, digest, self._manifest, as_last=True)
-        if found is None:
+        step = None if self._is_other else find_step(self._folder, sequence, digest, self._manifest, as_last=True)
+        if step is None:
             self._is_other = self._is_other or _identity(path) is not None
             raise BundleError(f"{path}: was applied, and is gone or another by now: {_START_AGAIN}")
-        path = delta_path(self._folder, *found)
+        path = delta_path(self._folder, *step)
         self._applied = path, _identity(path)
 
     def _read(self, step: Step) -> Delta:
@@ -264,26 +264,26 @@ class AppliedCopy:
     def _apply(self, delta: Delta) -> Iterator[float]:
         """Write the rows of a delta, a slice at each step. It yields the processor's time for that, in seconds."""
         begun = self._state.half_written  # by an applier that was killed: what came before is written
-        self._left = sum(len(each.ids) for each in delta.tables.values())
+        self._left = sum(len(changed.ids) for changed in delta.tables.values())
         self._due_at = time.monotonic() + _WITHIN_S
-        place = 0
+        rows_written = 0
         self._state.note_begun(delta.sequence, delta.digest)
         for name, (ids, rows) in delta.tables.items():
-            start = 0 if begun is None else min(max(begun[0] - place, 0), len(ids))
+            start = 0 if begun is None else min(max(begun[0] - rows_written, 0), len(ids))
             while start < len(ids):
-                stop = min(start + self._rows, len(ids)) if begun is None else begun[1] - place
+                stop = min(start + self._rows, len(ids)) if begun is None else begun[1] - rows_written
                 begun = None
-                parts = [each.part(ids[start:stop], rows[start:stop]) for each in self._shards[name]]
+                parts = [shard_rows.part(ids[start:stop], rows[start:stop]) for shard_rows in self._shards[name]]
                 began = time.thread_time()  # without what others took of the core meanwhile
-                with self._state.writing(place + start, stop - start):
-                    for target, at, columns in parts:
-                        target[at] = columns
+                with self._state.writing(rows_written + start, stop - start):
+                    for target, offset, columns in parts:
+                        target[offset] = columns
                 took_s = time.thread_time() - began
                 self._adapt(took_s, stop - start)
                 self._left -= stop - start
                 yield took_s
                 start = stop
-            place += len(ids)
+            rows_written += len(ids)
         self._applied = self._reading
         self._state.note_applied(delta.last_digest)
 
@@ -300,12 +300,12 @@ def _identity(path: Path) -> object:
         BundleError: nobody can tell.
     """
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror}") from error
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 if __name__ == "__main__":

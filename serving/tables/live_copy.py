@@ -93,9 +93,9 @@ class LiveCopy:
         digest = digest_file(directory / MANIFEST).sha256
         about = _about(directory, manifest, digest)
         end = offsets_of(manifest)[""]
-        folders = [(each.path, "" if each.is_hugetlbfs else lacks) for each in huge_page_folders(MOUNTS)]
+        folders = [(folder.path, "" if folder.is_hugetlbfs else lacks) for folder in huge_page_folders(MOUNTS)]
         folders.append((_SMALL_PAGES, lacks))
-        folders.sort(key=lambda each: not _left(each[0], digest))
+        folders.sort(key=lambda entry: not _left(entry[0], digest))
         problems = []
         for folder, lacking in folders:
             path = folder / f"{LIVE_PREFIX}{server}-{digest[:32]}"
@@ -144,10 +144,10 @@ class LiveCopy:
         Raises:
             ServerUnavailable: nothing applied them for a minute.
         """
-        since, seen = time.monotonic(), self.state.rows
+        since, changed_rows = time.monotonic(), self.state.rows
         while not self.state.is_caught_up:
-            if self.state.rows != seen:
-                since, seen = time.monotonic(), self.state.rows
+            if self.state.rows != changed_rows:
+                since, changed_rows = time.monotonic(), self.state.rows
             if time.monotonic() > since + _CATCH_UP_S:
                 raise ServerUnavailable("no deltas were applied for a minute: is `tbe-serve run` well?")
             time.sleep(0.01)
@@ -181,17 +181,17 @@ class ShardRows:
 
     def __init__(self, pages: memoryview, start: int, table: Table, shard: Shard) -> None:
         width = table.dtype.row_bytes(shard.width)
-        at = start + shard.offset_bytes
+        offset = start + shard.offset_bytes
         # A row is one item, so that numpy copies it at once.
-        self._rows = np.frombuffer(pages, f"V{width}", shard.height, at)
+        self._rows = np.frombuffer(pages, f"V{width}", shard.height, offset)
         self._first, self._last = shard.rows
         self._table, self._shard = table, shard
 
     def part(self, ids: npt.NDArray[np.int64], rows: Bytes) -> tuple[_Items, npt.NDArray[np.int64], _Items]:
         """What is written of some rows: the shard, the places there, and the bytes."""
         low, high = np.searchsorted(ids, (self._first, self._last))
-        own = self._table.shard_columns(rows[low:high], self._shard)
-        columns = np.ascontiguousarray(own).view(self._rows.dtype).reshape(-1)
+        own_columns = self._table.shard_columns(rows[low:high], self._shard)
+        columns = np.ascontiguousarray(own_columns).view(self._rows.dtype).reshape(-1)
         return self._rows, np.asarray(ids[low:high] - self._first), columns
 
 
@@ -199,13 +199,13 @@ def shard_rows(copy: LiveCopy, manifest: Manifest) -> Mapping[str, Sequence[Shar
     """The shards of each table that lie in a copy."""
     tables = {table.name: table for table in manifest.tables}
     offsets, pages = offsets_of(manifest), memoryview(copy.pages)
-    found: dict[str, list[ShardRows]] = {name: [] for name in tables}
+    shard_rows: dict[str, list[ShardRows]] = {name: [] for name in tables}
     for table, shards in manifest.plan.shards_by_table.items():
         for shard in shards:
             file = manifest.plan.ranks[shard.rank].weights_file
             if file is not None:
-                found[table].append(ShardRows(pages, offsets[file], tables[table], shard))
-    return found
+                shard_rows[table].append(ShardRows(pages, offsets[file], tables[table], shard))
+    return shard_rows
 
 
 def _about(directory: Path, manifest: Manifest, digest: str) -> About:
@@ -303,8 +303,8 @@ def state_of(path: Path) -> Iterator[State]:
 
 def live_copies(server: str) -> list[Path]:
     """The live copies of a server, whole ones."""
-    found = (path for folder in _folders() for path in folder.glob(f"{LIVE_PREFIX}{server}-*"))
-    return sorted(path for path in found if not path.suffix)
+    paths = (path for folder in _folders() for path in folder.glob(f"{LIVE_PREFIX}{server}-*"))
+    return sorted(path for path in paths if not path.suffix)
 
 
 def remove_unused_live_copies() -> None:
@@ -313,4 +313,4 @@ def remove_unused_live_copies() -> None:
 
 
 def _folders() -> list[Path]:
-    return [*(each.path for each in huge_page_folders(MOUNTS)), _SMALL_PAGES]
+    return [*(folder.path for folder in huge_page_folders(MOUNTS)), _SMALL_PAGES]

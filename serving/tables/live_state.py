@@ -74,8 +74,8 @@ class State:
 
     def close(self) -> None:
         """Let the pages go."""
-        for each in (self._numbers, self._pages):
-            each.release()
+        for view in (self._numbers, self._pages):
+            view.release()
 
     @property
     def about(self) -> About:
@@ -122,16 +122,16 @@ class State:
         """From now on, models may serve from this copy."""
         self._numbers[self._CAUGHT_UP] = 1
 
-    def _text(self, at: int) -> bytes:
-        size = min(self._numbers_at(at), _TEXT_BYTES - 8)
-        return bytes(self._pages[at + 8 : at + 8 + size])
+    def _text(self, offset: int) -> bytes:
+        size = min(self._numbers_at(offset), _TEXT_BYTES - 8)
+        return bytes(self._pages[offset + 8 : offset + 8 + size])
 
-    def _numbers_at(self, at: int) -> int:
-        return int.from_bytes(self._pages[at : at + 8], "little")
+    def _numbers_at(self, offset: int) -> int:
+        return int.from_bytes(self._pages[offset : offset + 8], "little")
 
-    def _write_text(self, at: int, text: bytes) -> None:
-        self._pages[at + 8 : at + 8 + len(text)] = text
-        self._pages[at : at + 8] = len(text).to_bytes(8, "little")
+    def _write_text(self, offset: int, text: bytes) -> None:
+        self._pages[offset + 8 : offset + 8 + len(text)] = text
+        self._pages[offset : offset + 8] = len(text).to_bytes(8, "little")
 
     def begin(self, about: About, sequence: int) -> None:
         """Write the first state: of a version whose rows have the deltas up to `sequence`."""
@@ -159,9 +159,9 @@ class State:
         if _IS_ORDERED:
             for _ in range(_TRIES):
                 before = numbers[fence]
-                found = look_up()
+                result = look_up()
                 if numbers[fence] == before and not before & 1:
-                    return found
+                    return result
         return self._read_locked(look_up)
 
     def _read_locked(self, look_up: Callable[[], T]) -> T:
@@ -183,17 +183,17 @@ class State:
         return (numbers[self._PLACE], numbers[self._STOP]) if numbers[self._FENCE] & 1 else None
 
     @contextmanager
-    def writing(self, place: int, rows: int) -> Iterator[None]:
+    def writing(self, first: int, rows: int) -> Iterator[None]:
         """In the block, write a slice of a delta's rows. It must be short: lookups wait.
 
         Args:
-            place: how many rows of the delta come before the slice.
+            first: how many rows of the delta come before the slice.
             rows: how many it has. A slice that is half written has to be written as it was begun.
         """
         numbers = self._numbers
         with _locked_state(self._file, fcntl.F_WRLCK):
             if not numbers[self._FENCE] & 1:
-                numbers[self._PLACE], numbers[self._STOP] = place, place + rows
+                numbers[self._PLACE], numbers[self._STOP] = first, first + rows
                 numbers[self._FENCE] += 1
             yield
             numbers[self._FENCE] += 1
@@ -206,11 +206,11 @@ class State:
         Empty: no delta was written to this copy.
         """
         digests = {self.begun: self._digest(is_applied=False), self.sequence: self._digest(is_applied=True)}
-        return {sequence: found.hex() for sequence, found in digests.items() if any(found)}
+        return {sequence: digest.hex() for sequence, digest in digests.items() if any(digest)}
 
     def _digest(self, *, is_applied: bool) -> memoryview:
-        place = self._numbers[self._APPLIED] & 1 ^ (not is_applied)
-        start = 8 * (self._DIGESTS + 4 * place)
+        slot = self._numbers[self._APPLIED] & 1 ^ (not is_applied)
+        start = 8 * (self._DIGESTS + 4 * slot)
         return self._pages[start : start + 32]
 
     def note_begun(self, sequence: int, digest: str) -> None:

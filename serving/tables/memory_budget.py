@@ -45,11 +45,11 @@ def _limits(groups: Path, cgroups: Path) -> Iterator[int]:
         group = root / path.lstrip("/")
         # A group's limit holds for all groups below it. In a container the path may be the host's, and is not there:
         # then the container's own group is the root.
-        for each in (group, *group.parents):
-            if each.is_relative_to(root) and (each / name).exists():
-                said = (each / name).read_text().strip()
-                if said != "max":
-                    yield int(said)
+        for directory in (group, *group.parents):
+            if directory.is_relative_to(root) and (directory / name).exists():
+                text = (directory / name).read_text().strip()
+                if text != "max":
+                    yield int(text)
 
 
 # The least memory of a process that imports torch. tritonserver and `tbe-serve run` together take about as much.
@@ -85,20 +85,20 @@ def weights_of_others(directory: Path, files: Iterable[Path]) -> dict[Path, int]
     for bundle in _others_in_use(directory):
         for file in bundle.glob(WEIGHTS_FILES):
             with suppress(FileNotFoundError):  # removed meanwhile
-                found = file.stat()
-                used[found.st_dev, found.st_ino] = file, found.st_size
+                status = file.stat()
+                used[status.st_dev, status.st_ino] = file, status.st_size
     for file in files:
-        found = file.stat()
-        used.pop((found.st_dev, found.st_ino), None)
+        status = file.stat()
+        used.pop((status.st_dev, status.st_ino), None)
     return dict(used.values())
 
 
 def _others_in_use(directory: Path) -> Iterator[Path]:
-    own = directory.resolve()
-    for model in own.parent.parent.iterdir():
+    resolved = directory.resolve()
+    for model in resolved.parent.parent.iterdir():
         for version in versions(model):
             bundle = model / str(version)
-            if bundle != own and _is_in_use(bundle):
+            if bundle != resolved and _is_in_use(bundle):
                 yield bundle
 
 

@@ -210,12 +210,12 @@ def cached(path: Path) -> Cached | None:
     """
     try:
         with open_file(path, follow=True) as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() and not os.access(path, os.W_OK, effective_ids=True):
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() and not os.access(path, os.W_OK, effective_ids=True):
                 return None
-            starts = range(0, found.st_size, _LOOKED_AT_BYTES)
-            parts = [_cached(file.fileno(), start, min(_LOOKED_AT_BYTES, found.st_size - start)) for start in starts]
-            return Cached(sum(each.size for each in parts), sum(each.huge for each in parts))
+            starts = range(0, status.st_size, _LOOKED_AT_BYTES)
+            parts = [_cached(file.fileno(), start, min(_LOOKED_AT_BYTES, status.st_size - start)) for start in starts]
+            return Cached(sum(part.size for part in parts), sum(part.huge for part in parts))
     except OSError:
         return None
 
@@ -228,9 +228,9 @@ def in_huge_pages(size_bytes: int) -> int:
 def huge_bytes_at(address: int) -> int:
     """Bytes of the mapping at `address` that this process has in huge pages. 0 if there is no such mapping."""
     first = f"{address:x}-"
-    said = _SMAPS.read_text()
-    at = 0 if said.startswith(first) else said.find("\n" + first)
-    return huge_bytes_of(said[at : said.find("\nVmFlags:", at)]) if at >= 0 else 0
+    smaps = _SMAPS.read_text()
+    start = 0 if smaps.startswith(first) else smaps.find("\n" + first)
+    return huge_bytes_of(smaps[start : smaps.find("\nVmFlags:", start)]) if start >= 0 else 0
 
 
 def huge_bytes_of(smaps: str) -> int:
@@ -259,10 +259,10 @@ def _cached(file: int, start: int, size_bytes: int) -> Cached:
         if _LIBC.mincore(address, size_bytes, states):
             raise OSError(ctypes.get_errno(), "mincore")
         # The lowest bit of each byte says whether that page is in memory.
-        there = np.frombuffer(memoryview(states).cast("B"), np.uint8) & 1
-        windows = there[: pages // _PAGES * _PAGES].reshape(-1, _PAGES)
+        is_resident = np.frombuffer(memoryview(states).cast("B"), np.uint8) & 1
+        windows = is_resident[: pages // _PAGES * _PAGES].reshape(-1, _PAGES)
         for window in np.flatnonzero(windows.all(axis=1)).tolist():
             ctypes.string_at(address + window * HUGE_PAGE, 1)  # touching a byte maps its page: all of a huge one
-        return Cached(int(there.sum()) * mmap.PAGESIZE, huge_bytes_at(address) if windows.any() else 0)
+        return Cached(int(is_resident.sum()) * mmap.PAGESIZE, huge_bytes_at(address) if windows.any() else 0)
     finally:
         _LIBC.munmap(address, size_bytes)

@@ -48,8 +48,8 @@ class ReadAhead:
             if rank.weights_file in opened:
                 for feature, shard, _, _ in segments:
                     row_bytes = tables[shard.table].dtype.row_bytes(shard.width)
-                    found = _Shard(opened[rank.weights_file], *shard.rows, row_bytes, shard.offset_bytes)
-                    self._shards.setdefault(feature, []).append(found)
+                    shard_file = _Shard(opened[rank.weights_file], *shard.rows, row_bytes, shard.offset_bytes)
+                    self._shards.setdefault(feature, []).append(shard_file)
 
     def ask(self, batch: Batch) -> None:
         """Ask the disk for the rows of a batch. It returns at once, before they are read."""
@@ -70,8 +70,8 @@ class ReadAhead:
         for position, start, stop in zip(batch.selection.positions.tolist(), bounds[:-1], bounds[1:], strict=True):
             ids = batch.values[start:stop]
             for shard in self._shards.get(position, ()):
-                here = ids[(ids >= shard.first) & (ids < shard.last)]
-                begin = (here - shard.first) * shard.row_bytes + shard.offset_bytes
+                local = ids[(ids >= shard.first) & (ids < shard.last)]
+                begin = (local - shard.first) * shard.row_bytes + shard.offset_bytes
                 pages = touched.setdefault(shard.file, [])
                 for page in range(-(-(shard.row_bytes - 1) // mmap.PAGESIZE) + 1):
                     last = np.minimum(begin + page * mmap.PAGESIZE, begin + shard.row_bytes - 1)

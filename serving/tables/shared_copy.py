@@ -84,7 +84,7 @@ class SharedCopies:
             BundleError: the file differs from its digest, or cannot be read.
             ConfigurationError: the copy does not fit. The message names the folders and the pages that it takes.
         """
-        remove_unused((each.path for each in self._folders), COPY_PREFIX)
+        remove_unused((folder.path for folder in self._folders), COPY_PREFIX)
         problems = []
         for folder in self._folders:
             copy = folder.path / f"{COPY_PREFIX}{digest.sha256}"
@@ -116,7 +116,7 @@ def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
     Args:
         mounts: /proc/self/mountinfo, in the format of proc(5).
     """
-    found: list[HugeFolder] = []
+    folders: list[HugeFolder] = []
     for line in mounts.read_text().splitlines():
         where, _, what = line.partition(" - ")
         kind, _, options = what.split(" ", 2)
@@ -126,13 +126,13 @@ def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
         is_hugetlbfs = kind == "hugetlbfs" and bool(wanted & {"pagesize=2M", "pagesize=2048K"})
         is_huge = is_hugetlbfs or (kind == "tmpfs" and bool(wanted & _KINDS_OF_TMPFS))
         if is_huge and os.access(folder, os.W_OK) and _is_on(folder, device):
-            found.append(HugeFolder(folder, is_hugetlbfs))
-    yield from sorted(found, key=lambda each: not each.is_hugetlbfs)
+            folders.append(HugeFolder(folder, is_hugetlbfs))
+    yield from sorted(folders, key=lambda folder: not folder.is_hugetlbfs)
 
 
 def _is_on(folder: Path, device: str) -> bool:
-    found = os.stat(folder).st_dev
-    return device == f"{os.major(found)}:{os.minor(found)}"
+    number = os.stat(folder).st_dev
+    return device == f"{os.major(number)}:{os.minor(number)}"
 
 
 def taken(
@@ -204,8 +204,8 @@ def _files_of_any_size() -> Iterator[None]:
 
 def _expect_size(file: int, size_bytes: int) -> int:
     """Return the descriptor if its file has the size of a copy. Otherwise close it and raise OSError."""
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != size_bytes:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size_bytes:
         os.close(file)
         raise OSError(errno.EINVAL, "is no copy of it: remove it")
     return file
@@ -260,7 +260,7 @@ def copy_checked(source: Path, digest: FileDigest, pages: mmap.mmap, offset: int
 
 def remove_unused_copies() -> None:
     """Remove the copies that no process holds a lock on."""
-    remove_unused((each.path for each in huge_page_folders(MOUNTS)), COPY_PREFIX)
+    remove_unused((folder.path for folder in huge_page_folders(MOUNTS)), COPY_PREFIX)
 
 
 def remove_unused(folders: Iterable[Path], prefix: str, *, but: str | None = None) -> None:

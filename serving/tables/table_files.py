@@ -151,7 +151,7 @@ class TableFiles:
                 sha256.update(chunk)
             check_sha256(file.path, sha256.hexdigest(), self._manifest.files[name])
 
-    def populate(self, done: Callable[[PagesUsed], None] = lambda _: None) -> None:
+    def populate(self, report: Callable[[PagesUsed], None] = lambda _: None) -> None:
         """Read all files into memory on another thread, while lookups go on.
 
         Memory is checked every `_LOOKS_S` seconds from now on, since other bundles may be unloaded and the limit of
@@ -159,15 +159,15 @@ class TableFiles:
         one by one again.
 
         Args:
-            done: called on that thread each time all files are in memory.
+            report: called on that thread each time all files are in memory.
         """
-        if self._thread is None and any(each.bytes.size >= HUGE_PAGE for each in self._files.values()):
+        if self._thread is None and any(mapped.bytes.size >= HUGE_PAGE for mapped in self._files.values()):
             # A weak reference: while the thread waits, it must not keep these files mapped.
-            arguments = (weakref.ref(self), self._stopping, done)
+            arguments = (weakref.ref(self), self._stopping, report)
             self._thread = threading.Thread(target=_keep_populated, args=arguments, name="weights", daemon=True)
             self._thread.start()
 
-    def look(self, done: Callable[[PagesUsed], None]) -> None:
+    def look(self, report: Callable[[PagesUsed], None]) -> None:
         """Check memory once: read the files into memory if they fit by now, or go back to single rows if they do not.
 
         The thread of `populate` calls it.
@@ -177,14 +177,14 @@ class TableFiles:
         """
         if not self._is_populated:
             if self.fits or self._fits_by_now():
-                self._populate(done)
+                self._populate(report)
         elif not self._is_kept and self._size_bytes > self._most_alone():
             ahead = self._read_ahead_of_all()
             for file in self._files.values():
                 file.read_row_by_row()
             self.fits, self._is_populated, self.ahead = False, False, ahead
 
-    def _populate(self, done: Callable[[PagesUsed], None]) -> None:
+    def _populate(self, report: Callable[[PagesUsed], None]) -> None:
         for name, file in self._files.items():
             if self._is_copied:
                 file.populate()
@@ -193,7 +193,7 @@ class TableFiles:
                 if self._stopping.is_set():
                     return
         self._is_populated, self.ahead = True, None
-        done(self.used())
+        report(self.used())
 
     def _brings(self, name: str, stop: int) -> None:
         """End read-ahead for bytes [0, stop) of a file: it reads small pages, and huge ones are being read now."""
@@ -238,16 +238,16 @@ class TableFiles:
         """How much this process has mapped, and how much of it in huge pages."""
         files = self._files.values()
         return PagesUsed(
-            mapped=sum(each.bytes.size for each in files),
-            huge=sum(each.huge_bytes() for each in files),
-            most_huge=sum(each.bytes.size // HUGE_PAGE * HUGE_PAGE for each in files),
+            mapped=sum(mapped.bytes.size for mapped in files),
+            huge=sum(mapped.huge_bytes() for mapped in files),
+            most_huge=sum(mapped.bytes.size // HUGE_PAGE * HUGE_PAGE for mapped in files),
         )
 
     def why_small(self) -> str:
         """Why not all is in huge pages: what this machine lacks."""
         if self._size_bytes > self._free_bytes():
             return self._lacks()
-        return next((each.why_small() for each in self._files.values()), "there is nothing to map")
+        return next((mapped.why_small() for mapped in self._files.values()), "there is nothing to map")
 
     def close(self) -> None:
         """Stop populating, and let the copies go."""
@@ -274,12 +274,12 @@ class TableFiles:
 
 
 def _keep_populated(
-    of: "weakref.ref[TableFiles]", stopping: threading.Event, done: Callable[[PagesUsed], None]
+    of: "weakref.ref[TableFiles]", stopping: threading.Event, report: Callable[[PagesUsed], None]
 ) -> None:
     """Check memory every `_LOOKS_S`, until the files are closed or unreferenced, or one cannot be read."""
     while (weights := of()) is not None and not stopping.is_set():
         try:
-            weights.look(done)
+            weights.look(report)
         except OSError:  # the kernel's log says why. A lookup that needs the page kills this process; it is recovered
             return
         del weights

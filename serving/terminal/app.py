@@ -83,7 +83,7 @@ def progress_bar(width: int, first: str, *columns: "bars.ProgressColumn") -> Ite
         disable=not err.is_terminal,
     ) as bar:
         task = bar.add_task(first, total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield lambda what, amount, total: bar.update(task, description=what, completed=amount, total=total)
 
 
 @contextmanager
@@ -106,7 +106,7 @@ class Command(TyperCommand):
         """The command's own options, and --verbose, which may be typed before or after the command's name."""
         return [
             *super().get_params(ctx),
-            *(each for each in ctx.find_root().command.params if each.name == "verbose"),
+            *(parameter for parameter in ctx.find_root().command.params if parameter.name == "verbose"),
         ]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -123,9 +123,9 @@ class Command(TyperCommand):
                 raise typer.BadParameter("expected it once, got it twice", ctx=ctx, param=param)
             if typed.get(param.name) == "" and param.type_descriptor.is_path:
                 raise typer.BadParameter("expected a path, got ''", ctx=ctx, param=param)
-            if param.type_descriptor.is_path and isinstance(given := typed.get(param.name), str) and is_url(given):
+            if param.type_descriptor.is_path and isinstance(value := typed.get(param.name), str) and is_url(value):
                 raise typer.BadParameter(
-                    f"expected a path, got the URL {given}: `tbe-serve pull` fills a folder", ctx=ctx, param=param
+                    f"expected a path, got the URL {value}: `tbe-serve pull` fills a folder", ctx=ctx, param=param
                 )
         return super().parse_args(ctx, args)
 
@@ -170,7 +170,7 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", is_eager=True, callback=lambda asked: _show_versions(asked), help="Show versions and exit."
+            "--version", is_eager=True, callback=lambda is_set: _show_versions(is_set), help="Show versions and exit."
         ),
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the whole trace of an error.")] = False,
@@ -178,8 +178,8 @@ def _options(
     pass
 
 
-def _show_versions(asked: bool) -> None:
-    if asked:
+def _show_versions(is_set: bool) -> None:
+    if is_set:
         print("\n".join(tested_versions()))
         raise typer.Exit
 
@@ -207,6 +207,6 @@ def _typed(ctx: Any) -> Iterator[tuple[str, str, set[str]]]:
         source = ctx.get_parameter_source(param.name)
         if param.param_type_name == "option" and source is not None and source.name in _TYPED:
             value = ctx.params.get(param.name)
-            values = {str(each) or "''" for each in (value if isinstance(value, list | tuple) else [value])}
+            values = {str(item) or "''" for item in (value if isinstance(value, list | tuple) else [value])}
             option = param.envvar if source.name == "ENVIRONMENT" else param.opts[0]
-            yield param.name, option, values | {os.path.abspath(each) for each in values}
+            yield param.name, option, values | {os.path.abspath(item) for item in values}

@@ -55,13 +55,15 @@ def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            options = {option: given.pop(option) for option in shared}
-            command(**given, **{name: lambda *own: read(*own, **options)})
+        def run(**arguments: Any) -> None:
+            options = {option: arguments.pop(option) for option in shared}
+            command(**arguments, **{name: lambda *values: read(*values, **options)})
 
-        own = [each for each in inspect.signature(command).parameters.values() if each.name != name]
+        parameters = [
+            parameter for parameter in inspect.signature(command).parameters.values() if parameter.name != name
+        ]
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *shared.values())]
+            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*parameters, *shared.values())]
         )
         run.__annotations__ = command.__annotations__ | read.__annotations__ | {"return": None}
         return run
@@ -86,30 +88,30 @@ def with_options(read: Callable[..., Any], options: Mapping[str, tuple[Any, Any]
     return read
 
 
-def by_name(given: Sequence[str] | None) -> dict[str, str]:
+def by_name(texts: Sequence[str] | None) -> dict[str, str]:
     """Options of the form [NAME=]X, by name: ["int8", "item*=fp16"] gives {"*": "int8", "item*": "fp16"}.
 
     They keep their order. If a name is given twice, the last one counts, in its place.
     """
     values: dict[str, str] = {}
-    for each in given or ():
-        name, _, text = each.rpartition("=")
+    for option_text in texts or ():
+        name, _, text = option_text.rpartition("=")
         values.pop(name or EVERY, None)
         values[name or EVERY] = text
     return values
 
 
-def named(option: str, given: Sequence[str] | None) -> dict[str, str]:
+def named(option: str, texts: Sequence[str] | None) -> dict[str, str]:
     """Options of the form NAME=X, by name: ["0=a:8001"] gives {"0": "a:8001"}. X may hold "=".
 
     Raises:
         ConfigurationError: an option has no name, or a name is given twice.
     """
     values: dict[str, str] = {}
-    for each in given or ():
-        name, equals, text = each.partition("=")
+    for option_text in texts or ():
+        name, equals, text = option_text.partition("=")
         if not (name and equals):
-            raise ConfigurationError(f"{option}: expected NAME=X, got {each!r}")
+            raise ConfigurationError(f"{option}: expected NAME=X, got {option_text!r}")
         if name in values:
             raise ConfigurationError(f"{option}: expected {name!r} once, got it twice")
         values[name] = text

@@ -127,8 +127,8 @@ def key_options(restricted: Sequence[str], key: str) -> list[str]:
     """The options by which the `restricted` protocols need `key`, over gRPC and HTTP."""
     if not restricted:
         return []
-    said = f"{','.join(restricted)}:{KEY_HEADER}={key}"
-    return [f"--grpc-restricted-protocol={said}", f"--http-restricted-api={said}"]
+    restriction = f"{','.join(restricted)}:{KEY_HEADER}={key}"
+    return [f"--grpc-restricted-protocol={restriction}", f"--http-restricted-api={restriction}"]
 
 
 def tls_options(certificate: Path, private_key: Path, client_root: Path | None) -> list[str]:
@@ -158,5 +158,5 @@ def connection_age_of(options: Sequence[str]) -> float:
 
 
 def _said(options: Sequence[str], name: str, default: float) -> float:
-    said = [option.partition("=")[2] for option in options if option.startswith(f"{name}=")]
-    return float(said[-1]) if said and said[-1].isdigit() else default
+    values = [option.partition("=")[2] for option in options if option.startswith(f"{name}=")]
+    return float(values[-1]) if values and values[-1].isdigit() else default

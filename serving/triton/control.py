@@ -79,16 +79,16 @@ class Control:
 
     def index(self) -> tuple[VersionState, ...]:
         """Every version that the server has loaded, or tried to load."""
-        found = self._call("v2/repository/index", {})
+        index = self._call("v2/repository/index", {})
         return tuple(
-            VersionState(each["name"], int(each["version"]), each.get("state", ""), each.get("reason", ""))
-            for each in found
-            if each.get("version")
+            VersionState(entry["name"], int(entry["version"]), entry.get("state", ""), entry.get("reason", ""))
+            for entry in index
+            if entry.get("version")
         )
 
     def ready(self, model: str) -> tuple[int, ...]:
         """The versions of `model` that serve."""
-        return tuple(each.version for each in self.index() if each.model == model and each.state == "READY")
+        return tuple(entry.version for entry in self.index() if entry.model == model and entry.state == "READY")
 
     def config(self, model: str) -> Any:
         """The ModelConfig that `model` is served with, as JSON."""
@@ -137,10 +137,10 @@ class Control:
                 of several was unloaded.
             since: Unix time. Weights files that have not changed since then are not verified again.
         """
-        said = _pinned(config, versions)
-        said["parameters"][RECOVERED] = {"string_value": str(since)}
+        override = _pinned(config, versions)
+        override["parameters"][RECOVERED] = {"string_value": str(since)}
         self._call(f"v2/repository/models/{_quoted(model)}/unload", {})
-        self._load(model, said)
+        self._load(model, override)
 
     def answered(self) -> dict[tuple[str, int], int]:
         """The number of requests that were answered without an error, by (model, version).
@@ -148,8 +148,8 @@ class Control:
         Errors do not count: while a model's process hangs, Triton itself refuses requests to it.
         """
         return {
-            (each["name"], int(each["version"])): each["inference_stats"]["success"]["count"]
-            for each in self._call("v2/models/stats")["model_stats"]
+            (entry["name"], int(entry["version"])): entry["inference_stats"]["success"]["count"]
+            for entry in self._call("v2/models/stats")["model_stats"]
         }
 
     def infer(self, model: str, version: int, request: Any) -> None:
@@ -242,8 +242,8 @@ def _pinned(config: Any, versions: Sequence[int]) -> Any:
     parameters = dict(config["parameters"])
     parameters.pop(RECOVERED, None)
     if _INSTEAD_OF not in parameters:
-        said = config.get("version_policy", {}).get("specific", {}).get("versions", [])
-        parameters[_INSTEAD_OF] = {"string_value": str(said[0]) if said else _NEWEST}
+        own_versions = config.get("version_policy", {}).get("specific", {}).get("versions", [])
+        parameters[_INSTEAD_OF] = {"string_value": str(own_versions[0]) if own_versions else _NEWEST}
     return {**config, "parameters": parameters, "version_policy": {"specific": {"versions": list(versions)}}}
 
 

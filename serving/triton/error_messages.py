@@ -58,31 +58,31 @@ _NOT_KNOWN_YET = _Words(
 _NOT_LOADED_VERSION = re.compile(r"version (\d+) is at UNAVAILABLE state: (?:Internal: TritonModelException: )?")
 
 
-def load_failure(said: str, ready: Callable[[], Collection[int]]) -> str:
+def load_failure(message: str, ready: Callable[[], Collection[int]]) -> str:
     """Triton's message of a failed load, corrected: a version that it calls unavailable may still serve.
 
     Args:
-        said: Triton's message.
+        message: Triton's message.
         ready: returns the versions of the model that serve now.
     """
-    found = _NOT_LOADED_VERSION.search(said)
-    if found is None:
-        return said
-    how = ", which serves on, cannot be loaded anew" if int(found[1]) in ready() else " cannot be loaded"
-    return f"{said[: found.start()]}version {found[1]}{how}: {said[found.end() :]}"
+    match = _NOT_LOADED_VERSION.search(message)
+    if match is None:
+        return message
+    how = ", which serves on, cannot be loaded anew" if int(match[1]) in ready() else " cannot be loaded"
+    return f"{message[: match.start()]}version {match[1]}{how}: {message[match.end() :]}"
 
 
-def error_of(code: str, said: str, where: str = "", *, is_known: bool = False) -> ServingError:
+def error_of(code: str, message: str, where: str = "", *, is_known: bool = False) -> ServingError:
     """The error for a gRPC status and its message.
 
     Args:
         code: the name of the status, such as "UNAVAILABLE".
-        said: the message that came with it. It is not trusted.
+        message: the message that came with it. It is not trusted.
         where: put before it in the error's message.
         is_known: whether the server has had the model that the call was for.
     """
-    text = f"{where}{shown(said)}"
+    text = f"{where}{shown(message)}"
     for words in (*_MESSAGES, *([_NOT_KNOWN_YET] if is_known else [])):
-        if words.code == code and re.search(words.words, said):
+        if words.code == code and re.search(words.words, message):
             return words.kind(f"{text}: {words.advice}")
     return from_status(code, text)

@@ -50,13 +50,13 @@ def triton_release(version: str) -> TritonRelease:
         version: of the server, as it says it, such as "2.51.0".
     """
     major, minor = map(int, version.split(".")[:2])
-    older = (each for each in TRITON_RELEASES if each.version <= (major, minor))
+    older = (release for release in TRITON_RELEASES if release.version <= (major, minor))
     return max(older, key=_version, default=TRITON_RELEASES[0])
 
 
 def oldest_secure() -> TritonRelease:
     """The oldest Triton release for a server that other machines can reach."""
-    return min((each for each in TRITON_RELEASES if each.is_secure), key=_version)
+    return min((release for release in TRITON_RELEASES if release.is_secure), key=_version)
 
 
 def _version(release: TritonRelease) -> tuple[int, int]:

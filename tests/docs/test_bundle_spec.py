@@ -163,7 +163,7 @@ def test_raw_ids_read_the_rows_that_the_specification_says(divided: bool, tmp_pa
     }
     bundle = export_model(trained(behind(modules)), tmp_path / "repository", "raw")
     reader = Reader(bundle)
-    assert "sequences" in reader.manifest["requires"]
+    assert "id_maps" in reader.manifest["requires"]
     request = bags_of(np.random.default_rng(0), 30)
     expected = Engine.open(bundle).lookup(request)
     for name, answer in reader.lookup(request).items():
@@ -177,7 +177,7 @@ def test_raw_ids_of_an_input_hash_size_read_the_rows_that_the_specification_says
     module = dealt(buckets=3, size=100, divided=divided)
     bundle = export_model(module, tmp_path / "repository", "raw")
     reader = Reader(bundle)
-    assert "dense_part" in reader.manifest["requires"]
+    assert "input_hash_size" in reader.manifest["requires"]
     request: dict[str, Bags] = {"x": [[id_] for id_ in range(102)], "y": [[]] * 102}
     expected = Engine.open(bundle).lookup(request)
     for name, answer in reader.lookup(request).items():
