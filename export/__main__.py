@@ -6,7 +6,7 @@ from export.commands.compare import compare
 from export.commands.delta import compact, delta, squash
 from export.commands.library_warnings import quiet_libraries
 from export.commands.manifests import manifests
-from export.commands.model import complete, model, plan
+from export.commands.model import model, plan, publish_router
 from export.commands.versions import inspect, prune, push, release, verify
 from export.errors import ExportError
 from serving.terminal.app import Command, new_app
@@ -24,7 +24,7 @@ class _Command(Command):
 app = new_app("tbe-export", "Export the embedding tables of a trained TorchRec model as a bundle that Triton serves.")
 for command in (
     model,
-    complete,
+    publish_router,
     plan,
     inspect,
     verify,

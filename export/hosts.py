@@ -60,7 +60,7 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
         exported_at=router.exported_at,
         versions=router.versions,
         files={},
-        part_of=Part(model=name, host=host, plan=router.layout),
+        part_of=Part(model=name, host=host, plan=router.placement_digest),
         id_dtype=id_dtype_of(segments),
     )
 
@@ -117,7 +117,7 @@ def open_parts(repository: Path, router: Manifest, name: str, version: int) -> d
             wrong.append(f"host {host}: {error}")
             continue
         part = bundle.manifest.part_of
-        if part is None or (part.model, part.host, part.plan) != (name, host, router.layout):
+        if part is None or (part.model, part.host, part.plan) != (name, host, router.placement_digest):
             wrong.append(
                 f"host {host}: {path}: expected a part of this plan of {name!r}, got one of another: "
                 "export it again with the same options, --memory-per-rank among them"

@@ -244,7 +244,9 @@ def export_next(
         )
         exported = Lineage.of(folder / "r", name, None, None)
         hosts = exported.bundle.manifest.hosts
-        if (hosts or len(lineages) > 1) and exported.bundle.manifest.layout != lineage.bundle.manifest.layout:
+        if (
+            hosts or len(lineages) > 1
+        ) and exported.bundle.manifest.placement_digest != lineage.bundle.manifest.placement_digest:
             raise ConfigurationError(
                 f"expected the tables of {lineage.bundle.path}, cut over the same hosts: export with its dtypes and "
                 "sharding"

@@ -1,4 +1,4 @@
-"""`tbe-export plan`, `model` and `complete`: where a model's tables would go, and its export as a bundle."""
+"""`tbe-export plan`, `model` and `publish-router`: where a model's tables would go, and its export as a bundle."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ def model(
     checkpoint: CheckpointOption = None,
     version: Annotated[int | None, typer.Option(help="The version's number; by default the next free one.")] = None,
     signing_key: SigningKeyOption = None,
-    same_lineage: Annotated[
+    continue_deltas: Annotated[
         bool,
         typer.Option(
             help="Go on with the deltas of the newest version: rows that changed are published as a delta first, and "
@@ -71,8 +71,8 @@ def model(
         str | None,
         typer.Option(
             metavar="N[,N]",
-            help="Export the bundles of these hosts alone, reading only their rows. `tbe-export complete` publishes "
-            "the router's when all are there. Needs --hosts-as-models and --version.",
+            help="Export the bundles of these hosts alone, reading only their rows. `tbe-export publish-router` "
+            "publishes the router's when all are there. Needs --hosts-as-models and --version.",
         ),
     ] = None,
 ) -> None:
@@ -82,19 +82,19 @@ def model(
     """
     settings = config()
     hosts = None if only_hosts is None else _numbers(only_hosts)
-    if is_url(repository) and (hosts is not None or same_lineage):
+    if is_url(repository) and (hosts is not None or continue_deltas):
         raise ConfigurationError(
-            "--repository: expected a folder with --only-hosts or --same-lineage: `tbe-serve pull` fills one, "
+            "--repository: expected a folder with --only-hosts or --continue-deltas: `tbe-serve pull` fills one, "
             "`tbe-export push` publishes it"
         )
     if hosts is not None and version is None:
         raise ConfigurationError("--only-hosts: expected --version beside it: all bundles of a set have one number")
-    if hosts is not None and same_lineage:
-        raise ConfigurationError("--same-lineage: expected all hosts at once, without --only-hosts")
-    if same_lineage and not versions(Path(repository) / name):
-        raise ConfigurationError(f"--same-lineage: expected versions in {repository}/{name}: the first is without")
-    if deltas is not None and not same_lineage:
-        raise ConfigurationError("--deltas: expected --same-lineage beside it")
+    if hosts is not None and continue_deltas:
+        raise ConfigurationError("--continue-deltas: expected all hosts at once, without --only-hosts")
+    if continue_deltas and not versions(Path(repository) / name):
+        raise ConfigurationError(f"--continue-deltas: expected versions in {repository}/{name}: the first is without")
+    if deltas is not None and not continue_deltas:
+        raise ConfigurationError("--deltas: expected --continue-deltas beside it")
     check_pins()
     from export.machines import export_hosts
     from export.next_version import export_next
@@ -105,7 +105,7 @@ def model(
         common: dict[str, Any] = {"checkpoint": checkpoint, "signing_key": signing_key, "progress": _steps(show)}
         if hosts is not None:
             paths = export_hosts(module, folder, name, hosts, settings, cast(int, version), **common)
-        elif same_lineage:
+        elif continue_deltas:
             paths = [export_next(module, folder, name, settings, version, deltas=deltas, **common)]
         else:
             paths = [export_model(module, folder, name, settings, version, **common)]
@@ -113,7 +113,7 @@ def model(
     if hosts is not None:
         for path in paths:
             out.print(f"published {path}", soft_wrap=True)
-        out.print("next, when all hosts are there: tbe-export complete, with the same options", soft_wrap=True)
+        out.print("next, when all hosts are there: tbe-export publish-router, with the same options", soft_wrap=True)
     else:
         _show(paths[0], manifests[0], settings, repository)
 
@@ -145,7 +145,7 @@ def _numbers(text: str) -> list[int]:
 
 
 @takes_settings
-def complete(
+def publish_router(
     model: ModelOption,
     repository: Annotated[Path, typer.Option(help="Triton's model repository, with the bundles of all hosts.")],
     name: Annotated[str, typer.Option(help="The router's name in the repository.")],

@@ -252,12 +252,12 @@ def answer_assembled(
 @contextmanager
 def _as_compiled_for(program: torch.jit.ScriptModule, manifest: Manifest) -> Iterator[torch.jit.ScriptModule]:
     """`program`, as one that was compiled for `manifest`, which differs from its own only in where weights are."""
-    layout = program.layout
-    program.layout = manifest.layout
+    digest = program.placement_digest
+    program.placement_digest = manifest.placement_digest
     try:
         yield program
     finally:
-        program.layout = layout
+        program.placement_digest = digest
 
 
 def by_id(

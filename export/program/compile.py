@@ -30,7 +30,7 @@ class OneRankProgram(nn.Module):
 
     Attributes:
         weights_host: one tensor, uint8, the bytes of the rank. It is empty until the engine sets it.
-        layout: `Manifest.layout` of the manifest that this was compiled for.
+        placement_digest: `Manifest.placement_digest` of the manifest that this was compiled for.
     """
 
     weights_host: list[Tensor]
@@ -43,7 +43,7 @@ class OneRankProgram(nn.Module):
         self.mixed = len(poolings) > 1
         # Where means are divided afterwards, the call answers FP32, which is rounded once.
         half = manifest.output_dtype is OutputDtype.FP16 and not self.mixed
-        self.layout = manifest.layout
+        self.placement_digest = manifest.placement_digest
         self.weights_host = [torch.empty(0, dtype=torch.uint8)]
         self.tbe = TbeCall(
             [Segment(table.dtype, table.dim, offsets[table.name]) for table in tables],

@@ -29,7 +29,7 @@ class ShardedProgram(nn.Module):
 
     Attributes:
         weights_host: of each rank, uint8, its bytes. They are empty until the engine sets them.
-        layout: `Manifest.layout` of the manifest that this was compiled for.
+        placement_digest: `Manifest.placement_digest` of the manifest that this was compiled for.
         row_bounds: of each feature, int64 [blocks + 1], where the blocks of its table's rows begin and end.
         most_blocks: the number of blocks of rows of the table that has most.
         order: int32 [segments], `split_order` where all features are asked for.
@@ -48,7 +48,7 @@ class ShardedProgram(nn.Module):
         cuts = (column for segments in by_rank for segment in segments for column in segment.shard.columns)
         self.tile = math.gcd(*cuts, *(table.dim for table in tables))
         widths = [table.dim // self.tile for table in tables]
-        self.layout = manifest.layout
+        self.placement_digest = manifest.placement_digest
         self.weights_host = [torch.empty(0, dtype=torch.uint8) for _ in by_rank]
         self.ranks = nn.ModuleList(
             RankLookup(segments, widths, self.tile, manifest.plan.row_alignment) for segments in by_rank

@@ -69,7 +69,7 @@ class Draft:
             The bundle's path.
 
         Raises:
-            PublishError: the version exists, or the model's other versions have another contract.
+            PublishError: the version exists, or the model's other versions have another schema.
         """
         model = self.repository / self.name
         if not model.exists() and (published := self._publish_model(model)):
@@ -129,7 +129,7 @@ def draft(
 
     Raises:
         ConfigurationError: the name or version cannot be used.
-        PublishError: the version exists; the model's other versions have another contract or settings; no draft can
+        PublishError: the version exists; the model's other versions have another schema or settings; no draft can
             be made beside the repository; or the disk is full.
     """
     if is_url(repository):
@@ -202,7 +202,7 @@ def _rename(source: Path, target: Path) -> bool:
 
 
 def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings | None) -> None:
-    """Refuse a new version with another contract or other settings than the versions already there.
+    """Refuse a new version with another schema or other settings than the versions already there.
 
     Args:
         model: the published model's folder.
@@ -216,10 +216,10 @@ def check_compatible(model: Path, manifest: Manifest, settings: ServingSettings 
     config = read_config(model)
     served = settings_of(config)
     parameters = parameters_of(config)
-    if parameters.get("contract") != manifest.contract:
+    if parameters.get("schema_digest") != manifest.schema_digest:
         features = ",".join(feature.name for feature in manifest.features)
         raise PublishError(
-            f"{model / CONFIG}: expected the contract of the versions already there (features "
+            f"{model / CONFIG}: expected the schema of the versions already there (features "
             f"{parameters.get('features')}, dims {parameters.get('dims')}), "
             f"got features {features}, dims {','.join(str(t.dim) for t in manifest.feature_tables)}, "
             f"{manifest.id_dtype.value} ids, {manifest.output_dtype.value} out, "

@@ -49,7 +49,7 @@ def push(
     Raises:
         ConfigurationError: there is no such model.
         BundleError: a version cannot be read, or is damaged.
-        PublishError: a number is taken by another bundle; or the store's versions have another contract.
+        PublishError: a number is taken by another bundle; or the store's versions have another schema.
         ServerUnavailable: the store cannot be reached, or lets nobody write.
     """
     model = Path(os.path.abspath(model))
@@ -108,7 +108,7 @@ def staged(url: str, name: str, progress: Progress = lambda *_: None) -> Iterato
     """A folder that stands for a store's repository while a model is exported or released in it.
 
     It has the settings and releases of the model and of its hosts' models, and their versions without their files: so
-    an export finds the next number, and the contract to keep. What is new or changed when the block ends goes to the
+    an export finds the next number, and the schema to keep. What is new or changed when the block ends goes to the
     store: bundles of hosts before their router's, and releases last.
 
     Args:

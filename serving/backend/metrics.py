@@ -173,8 +173,8 @@ class LookupMetrics:
         self._ids = total("tbe_ids_total", "Ids looked up")
         self._empty = total("tbe_empty_bags_total", "Bags without ids, which are answered with zeros")
         self._failed = total("tbe_failed_total", "Requests that failed by a fault of the server; its log says why")
-        self._shed = total("tbe_turned_away_total", "Requests refused as UNAVAILABLE by load shedding")
-        self._cancelled = total("tbe_gone_total", "Requests cancelled or past their deadline before their lookup")
+        self._shed = total("tbe_shed_total", "Requests refused as UNAVAILABLE by load shedding")
+        self._cancelled = total("tbe_cancelled_total", "Requests cancelled or past their deadline before lookup")
         self._overflows = total("tbe_overflow_total", "Requests whose FP16 answer is not finite: beyond 65504")
         self._lost = total("tbe_lost_total", "Requests refused as UNAVAILABLE because a host did not answer")
         self._zeroed = totals(

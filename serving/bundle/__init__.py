@@ -1,4 +1,4 @@
-"""The bundle: what export writes and serving loads, and the contract between the two (docs/bundle.md)."""
+"""The bundle: what export writes and serving loads, and the format that both agree on (docs/bundle.md)."""
 
 from serving.bundle.manifest import Agreement, Manifest, Parity
 from serving.bundle.opening import Bundle, open_bundle, verify_digests

@@ -239,12 +239,12 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         return self.weights_files | {IDS for table in self.tables if table.id_map is not None}
 
     @property
-    def contract(self) -> str:
+    def schema_digest(self) -> str:
         """SHA-256, in hex, of all that a client can see.
 
         These are the features with their dims, whether each is pooled and has per-id weights, the dtypes of ids and
         output, and the names, shapes and dtypes of dense inputs and scores. A version can replace another one with
-        the same contract while clients run.
+        the same schema while clients run.
         """
         tables = zip(self.features, self.feature_tables, strict=True)
         sends = self.sends_weights
@@ -263,7 +263,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         return hashlib.sha256(msgspec.json.encode([features, self.output_dtype.value, *ids, *scores])).hexdigest()
 
     @property
-    def layout(self) -> str:
+    def placement_digest(self) -> str:
         """SHA-256, in hex, of all that a program is compiled for: features, tables, plan and output dtype."""
         compiled_for = [self.features, self.tables, self.plan, self.output_dtype]
         return hashlib.sha256(msgspec.json.encode(compiled_for, order="sorted")).hexdigest()

@@ -226,7 +226,7 @@ class Part(Strict, frozen=True):
     Attributes:
         model: name of the router's model.
         host: number of the host in the router's plan.
-        plan: `Manifest.layout` of the router's manifest, in hex.
+        plan: `Manifest.placement_digest` of the router's manifest, in hex.
     """
 
     model: str
@@ -254,7 +254,7 @@ def part_text(host: int, plan: str) -> str:
 
     Args:
         host: number of the host.
-        plan: `Manifest.layout` of the router's manifest, in hex.
+        plan: `Manifest.placement_digest` of the router's manifest, in hex.
     """
     return f"{plan}/{host}"
 

@@ -54,7 +54,7 @@ def planned_host(manifest: Manifest, host: int) -> PlannedHost:
         columns=sum(segment.shard.width for segment in segments),
         id_dtype=id_dtype_of(segments),
         is_weighted=takes_weights(manifest, segments),
-        part_of=part_text(host, manifest.layout),
+        part_of=part_text(host, manifest.placement_digest),
     )
 
 

@@ -23,7 +23,7 @@ from serving.request.encoding import Features, decode, decode_rows, encode, enco
 from serving.request.sequences import Rows
 from serving.request.tensors import EMBEDDINGS, ONCE, SEQUENCES, Embeddings, Tensors
 
-_PARAMETERS = {"features", "dims", "contract"}
+_PARAMETERS = {"features", "dims", "schema_digest"}
 
 # Of outputs by name, without the leading 1.
 Shapes = dict[str, tuple[int, ...]]

@@ -49,7 +49,7 @@ class ModelInfo:
         keys: the keys that requests bring ids for, in the model's default order, each with the features that read it.
         weighted: the keys whose ids have weights.
         output_dtype: float32 or float16.
-        contract: a digest. It is equal for versions that answer the same features with the same dims and dtype.
+        schema_digest: equal for versions that answer the same features with the same dims and dtype.
         ids_dtype: of ids as they travel, int64 or int32.
         dense: the inputs that scores need beside ids.
         scores: the shape of each score of a sample, or of an id, by the name of the output.
@@ -64,7 +64,7 @@ class ModelInfo:
     keys: dict[str, tuple[str, ...]]
     weighted: tuple[str, ...]
     output_dtype: np.dtype[Any]
-    contract: str
+    schema_digest: str
     ids_dtype: np.dtype[Any]
     sequences: frozenset[str] = frozenset()
     tables: Mapping[str, int] = field(default_factory=dict)

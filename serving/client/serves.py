@@ -42,7 +42,7 @@ def info_of(config: Any) -> ModelInfo:
         keys=keys,
         weighted=tuple(filter(None, parameters.get("weighted", "").split(","))),
         output_dtype=np.dtype(np.float16 if types.get(EMBEDDINGS) == _TYPE_FP16 else np.float32),
-        contract=parameters["contract"],
+        schema_digest=parameters["schema_digest"],
         ids_dtype=np.dtype(np.int32 if types.get("values") == _TYPE_INT32 else np.int64),
         sequences=frozenset(filter(None, parameters.get("sequences", "").split(","))),
         tables=dict(zip(parameters["tables"].split(","), dims, strict=True)) if "tables" in parameters else {},

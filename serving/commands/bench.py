@@ -57,7 +57,7 @@ class Source:
             BundleError: the bundle is not a version of this model.
             ConfigurationError: there are no requests to send.
         """
-        if self.bundle is not None and self.bundle.manifest.contract != info.contract:
+        if self.bundle is not None and self.bundle.manifest.schema_digest != info.schema_digest:
             raise BundleError(
                 f"{self.bundle.path}: expected a version of the model that is served, {model!r}: features differ"
             )

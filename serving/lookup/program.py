@@ -68,7 +68,7 @@ def load_program(bundle: Bundle) -> torch.jit.ScriptModule:
     """
     load_fbgemm()
     program = load_torchscript(bundle, PROGRAM)
-    if getattr(program, "layout", None) != bundle.manifest.layout:
+    if getattr(program, "placement_digest", None) != bundle.manifest.placement_digest:
         raise BundleError(f"{bundle.path / PROGRAM}: was compiled for another manifest: publish the bundle again")
     return program
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # clients have no use for cryptography
 
 CONFIG = "config.pbtxt"
 # A parameter in the config of every model that tbe-export made.
-OURS = "contract"
+OURS = "schema_digest"
 # The versions to serve, by model, whatever config.pbtxt says.
 Pins = Mapping[str, tuple[int, ...]]
 
@@ -234,7 +234,7 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
         "features": ",".join(feature.name for feature in manifest.features),
         "dims": ",".join(str(table.dim) for table in manifest.feature_tables),
         "weighted": ",".join(manifest.weighted_keys),
-        OURS: manifest.contract,
+        OURS: manifest.schema_digest,
     }
     if len(manifest.keys) < len(keys):
         parameters["keys"] = ",".join(keys)

@@ -202,7 +202,7 @@ class ServingSettings:
         otherwise=300,
         is_of_router=True,
     )
-    on_lost: Mapping[str, str] | None = _setting(
+    on_shard_failure: Mapping[str, str] | None = _setting(
         None,
         Allowed(lambda value: {*value.values()} <= {"error", "zero"} and all(map(is_utf8, value)), "error or zero"),
         "For a router: what a request gets that needs rows of a lost host. error (default): it is refused. zero: it "

@@ -17,7 +17,7 @@ from serving.model.settings import ServingSettings
 DEFAULT_TIMEOUT_S = 0.3
 
 
-class OnLost(enum.Enum):
+class OnShardFailure(enum.Enum):
     """What a request gets if it needs rows of a lost host: an error, or zeros in place of the rows."""
 
     ERROR = "error"
@@ -34,8 +34,8 @@ class HostsConfig:
         timeout_s: for a call to a host with all its attempts, in seconds.
         tls: certificates. None: no TLS.
         metadata: sent with each call.
-        on_lost: what a request gets if a host is lost, by name or glob of a table. The last match counts. Without a
-            match it is `error`.
+        on_shard_failure: what a request gets if a host is lost, by name or glob of a table. The last match counts.
+            Without a match it is `error`.
 
     Raises:
         ConfigurationError: an argument has another type, or an address or the timeout cannot be used.
@@ -45,7 +45,7 @@ class HostsConfig:
     timeout_s: float = DEFAULT_TIMEOUT_S
     tls: Tls | None = None
     metadata: Metadata = field(default_factory=dict)
-    on_lost: Mapping[str, OnLost] = field(default_factory=dict)
+    on_shard_failure: Mapping[str, OnShardFailure] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -64,10 +64,10 @@ class HostsConfig:
             metadata=self.metadata,
         )
 
-    def on_lost_of(self, table: str) -> OnLost:
+    def on_lost_of(self, table: str) -> OnShardFailure:
         """What a request gets that needs rows of `table` from a lost host."""
-        found = [choice for pattern, choice in self.on_lost.items() if fnmatchcase(table, pattern)]
-        return found[-1] if found else OnLost.ERROR
+        found = [choice for pattern, choice in self.on_shard_failure.items() if fnmatchcase(table, pattern)]
+        return found[-1] if found else OnShardFailure.ERROR
 
     def check(self, manifest: Manifest) -> None:
         """Refuse addresses and tables that do not fit a bundle.
@@ -81,9 +81,9 @@ class HostsConfig:
         for host in [*expected.keys() - self.addresses.keys(), *self.addresses.keys() - expected.keys()]:
             what = "got none for" if host in expected else "got some for"
             raise ConfigurationError(f"hosts: expected addresses for hosts {named}, {what} {host}")
-        for pattern in self.on_lost:
+        for pattern in self.on_shard_failure:
             if not any(fnmatchcase(table.name, pattern) for table in manifest.tables):
-                raise ConfigurationError(f"on_lost {pattern!r}: the model has no such table")
+                raise ConfigurationError(f"on_shard_failure {pattern!r}: the model has no such table")
 
 
 def hosts_of(settings: ServingSettings) -> HostsConfig:
@@ -98,7 +98,9 @@ def hosts_of(settings: ServingSettings) -> HostsConfig:
         timeout_s=DEFAULT_TIMEOUT_S if settings.shard_timeout_ms is None else settings.shard_timeout_ms / 1000,
         tls=_tls_of(settings),
         metadata={} if settings.hosts_metadata is None else MetadataFile(Path(settings.hosts_metadata)),
-        on_lost={pattern: OnLost(choice) for pattern, choice in (settings.on_lost or {}).items()},
+        on_shard_failure={
+            pattern: OnShardFailure(choice) for pattern, choice in (settings.on_shard_failure or {}).items()
+        },
     )
 
 

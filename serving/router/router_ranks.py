@@ -20,7 +20,7 @@ from serving.lookup.ranks import BatchAnswer, LostHost, arguments
 from serving.request.tensors import Batch
 from serving.router.calls import HostCallers, HostTime, wait_all
 from serving.router.host import TRACE, Host, HostCounts, host_of
-from serving.router.hosts_config import HostsConfig, OnLost
+from serving.router.hosts_config import HostsConfig, OnShardFailure
 from serving.router.messages import PartialRequest, PartialSums
 from serving.router.replicas import HostReplicas, LoopThread, check_all, replicas_of
 from serving.tables.table_files import TableFiles
@@ -241,7 +241,7 @@ class RouterRanks:
             for request in np.flatnonzero(needed.any(axis=0)).tolist():
                 here = np.flatnonzero(needed[:, request])
                 tables = frozenset(split.asked[rank].tables[segment] for segment in here)
-                if refused := frozenset(each for each in tables if self._on_lost[each] is OnLost.ERROR):
+                if refused := frozenset(each for each in tables if self._on_lost[each] is OnShardFailure.ERROR):
                     losses.setdefault(request, []).append(LostHost(error, refused))
                 zeroed[request] = zeroed.get(request, frozenset()) | tables
         return BatchAnswer(embeddings, losses, zeroed)

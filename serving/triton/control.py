@@ -35,7 +35,7 @@ UNLOADED = "unloaded"
 UNIX = "unix:"
 # A parameter of the config that a model is loaded with, never of config.pbtxt. It says that the model serves other
 # versions than config.pbtxt says. Its value is the version that config.pbtxt says: a number, or the newest.
-_INSTEAD_OF = "instead_of_version"
+_INSTEAD_OF = "expected_version"
 _NEWEST = "newest"
 _ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFound, 503: ServerUnavailable}
 

@@ -149,9 +149,11 @@ def test_a_reader_written_from_the_specification_answers_as_the_engine(
         assert answer.dtype == found[name].dtype
         np.testing.assert_allclose(found[name], answer, rtol=rounding, atol=rounding, err_msg=name)
 
-    said = re.search(r'"contract"\s+value \{\s+string_value: "(\w+)"', (bundle.parent / "config.pbtxt").read_text())
+    said = re.search(
+        r'"schema_digest"\s+value \{\s+string_value: "(\w+)"', (bundle.parent / "config.pbtxt").read_text()
+    )
     assert said is not None
-    assert said[1] == reader.digest("contract")
+    assert said[1] == reader.digest("schema_digest")
 
 
 @pytest.mark.parametrize("divided", [False, True])
@@ -213,7 +215,7 @@ def test_a_reader_written_from_the_specification_scores_as_the_engine(output_dty
         np.testing.assert_allclose(found[name], np.float32(answer), rtol=rounding, atol=rounding)
 
     text = (bundle.parent / "config.pbtxt").read_text()
-    assert reader.digest("contract") in text
+    assert reader.digest("schema_digest") in text
     for each in reader.manifest["dense_part"]["inputs"]:  # [9]
         said = rf'name: "{each["name"]}"\s+data_type: TYPE_FP32\s+dims: -1\s+dims: {each["shape"][0]}\s+.*\s+optional: true'
         assert re.search(said, text)
@@ -232,7 +234,7 @@ def test_a_reader_written_from_the_specification_scores_sequences(output_dtype: 
         found = reader.score(bags, dense)
     for name, answer in Engine.open(bundle).score(bags, dense).items():
         np.testing.assert_allclose(found[name], answer, rtol=2e-3, atol=2e-3)
-    assert reader.digest("contract") in (bundle.parent / "config.pbtxt").read_text()
+    assert reader.digest("schema_digest") in (bundle.parent / "config.pbtxt").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -250,7 +252,7 @@ def test_a_reader_written_from_the_specification_scores_with_numbers_of_ids(tmp_
             found = reader.score(bags, flat)
         candidates.assert_right(found, candidates.expected(bags, dense))
     config = (bundle.parent / "config.pbtxt").read_text()
-    assert reader.digest("contract") in config
+    assert reader.digest("schema_digest") in config
     names = [
         "session.times",
         "session.paid",
@@ -263,12 +265,12 @@ def test_a_reader_written_from_the_specification_scores_with_numbers_of_ids(tmp_
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_program_is_called_as_the_specification_says(ranks: int, tmp_path: Path) -> None:
-    """Section 6: `layout`, `weights_host` and `forward`, by torch alone."""
+    """Section 6: `placement_digest`, `weights_host` and `forward`, by torch alone."""
     config = ExportConfig(sharding=Sharding(ranks=ranks, types={"*": "row_wise"}))
     bundle = export_model(collection(), tmp_path / "repository", "all", config)
     reader = Reader(bundle)
     program = torch.jit.load(bundle / "program.pt")  # type: ignore[no-untyped-call]
-    assert program.layout == reader.digest("layout")
+    assert program.placement_digest == reader.digest("placement_digest")
     program.weights_host = [
         torch.frombuffer(bytearray(reader.files[rank["weights"]]), dtype=torch.uint8) for rank in reader.plan["ranks"]
     ]

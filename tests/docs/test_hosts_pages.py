@@ -64,7 +64,7 @@ def test_operating_s_settings_are_taken(built: Built) -> None:
         run(text, built.folder)
     settings = settings_of(read_config(built.folder / "repository" / "movies"))
     assert settings.hosts == {"0": "a:8001,b:8001", "1": "dns:///movies-host-1:8001"}
-    assert (settings.shard_timeout_ms, settings.on_lost) == (100, {"item*": "zero"})
+    assert (settings.shard_timeout_ms, settings.on_shard_failure) == (100, {"item*": "zero"})
 
 
 def test_operating_names_every_setting_of_routers() -> None:

@@ -70,7 +70,7 @@ class Router(Reader):
         shards = {self.name_of(shard): shard for _, shard, _ in here}
         assert "hosts" in found["requires"]
         assert "hosts" not in found
-        assert found["part_of"] == {"model": model, "host": host, "plan": self.digest("layout")}
+        assert found["part_of"] == {"model": model, "host": host, "plan": self.digest("placement_digest")}
         assert found["features"] == [{"name": name, "table": self.name_of(shard)} for _, shard, name in here]
         assert found["plan"]["ranks"] == [{"host": host, "device": "cpu", "weights": "weights.0.bin"}]
         assert found["plan"]["sharding"] == dict.fromkeys(shards, "table_wise")
@@ -249,6 +249,6 @@ def test_a_router_is_answered_for_by_the_page_alone(
         *((reader, repositories[rank - 1]) for rank, reader in router.hosts.items()),
     ]:
         (config_file,) = [model / "config.pbtxt"] if reader is router else model.glob("*/config.pbtxt")
-        said = re.search(r'"contract"\s+value \{\s+string_value: "(\w+)"', config_file.read_text())
+        said = re.search(r'"schema_digest"\s+value \{\s+string_value: "(\w+)"', config_file.read_text())
         assert said is not None
-        assert said[1] == reader.digest("contract")
+        assert said[1] == reader.digest("schema_digest")

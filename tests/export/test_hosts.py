@@ -63,7 +63,7 @@ def test_each_host_has_a_bundle_of_its_own_and_the_router_names_them(tmp_path: P
         assert each.manifest == part.digest == hashlib.sha256(content).hexdigest()
         assert part.manifest.part_of is not None
         assert (part.manifest.part_of.model, part.manifest.part_of.host) == (MODEL, each.host)
-        assert part.manifest.part_of.plan == manifest.layout
+        assert part.manifest.part_of.plan == manifest.placement_digest
         assert part.manifest.id_dtype is IdDtype.INT32
         assert len(part.manifest.plan.ranks) == 1
         assert {parity.table for parity in part.manifest.parity} == {table.name for table in part.manifest.tables}
@@ -128,7 +128,7 @@ def test_machines_that_write_a_host_each_write_what_one_machine_writes(tmp_path:
     assert found == several / MODEL / "1"
     for model in MODELS:
         ours, theirs = (open_bundle(folder / model / "1").manifest for folder in (several, tmp_path / "r"))
-        assert ours.layout == theirs.layout
+        assert ours.placement_digest == theirs.placement_digest
         names = ours.weights_files
         assert {name: ours.files[name] for name in names} == {name: theirs.files[name] for name in names}
         for mine, other in zip(ours.parity, theirs.parity, strict=True):

@@ -36,11 +36,11 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
     runner = CliRunner()
     done = runner.invoke(app, ["model", *common, "--only-hosts", "0,2"])
     assert done.exit_code == 0, done.output
-    done = runner.invoke(app, ["complete", *common])
+    done = runner.invoke(app, ["publish-router", *common])
     assert done.exit_code == 1
     assert "host 1: " in done.output
     assert runner.invoke(app, ["model", *common, "--only-hosts", "1"]).exit_code == 0
-    done = runner.invoke(app, ["complete", *common])
+    done = runner.invoke(app, ["publish-router", *common])
     assert done.exit_code == 0, done.output
     assert f"published {tmp_path / 'r' / MODEL / '3'}" in done.output
     configure = f"tbe-serve configure {tmp_path / 'r' / MODEL} --host 0=ADDRESS --host 1=ADDRESS --host 2=ADDRESS"
@@ -64,8 +64,8 @@ def test_the_commands_do_what_the_functions_do(tmp_path: Path) -> None:
         done = runner.invoke(app, ["model", *common, f"--only-hosts={wrong}"])
         assert done.exit_code != 0
         assert "--only-hosts" in done.output
-    done = runner.invoke(app, ["model", *common, "--only-hosts=0", "--same-lineage"])
-    assert "--same-lineage: expected all hosts at once" in done.output
+    done = runner.invoke(app, ["model", *common, "--only-hosts=0", "--continue-deltas"])
+    assert "--continue-deltas: expected all hosts at once" in done.output
 
 
 def test_an_engine_over_published_files_answers_for_every_host(tmp_path: Path) -> None:

@@ -373,7 +373,7 @@ def test_what_cannot_go_on_is_named_and_leaves_nothing(tmp_path: Path) -> None:
         export_next(model, r, "m", ExportConfig(dtype={"a": WeightDtype.FP16}))
     assert sorted(path.name for path in (r / "m").iterdir()) == ["1", "config.pbtxt"]
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
-    with pytest.raises(PublishError, match="expected the contract of the versions already there"):
+    with pytest.raises(PublishError, match="expected the schema of the versions already there"):
         export_next(model, r, "m", ExportConfig(output_dtype=OutputDtype.FP16))
     with pytest.raises(PublishError, match="exists; published versions are never changed"):
         export_next(model, r, "m", version=1)
@@ -455,12 +455,12 @@ def test_the_command_goes_on_with_a_lineage(tmp_path: Path) -> None:
     r, model = tmp_path / "r", "tests.export.test_next_version:further"
     first = open_bundle(export_model(collection(SUM), r, "m"))
     command = "model", "--model", model, "--repository", str(r), "--name", "m"
-    done = tbe_export(*command, "--same-lineage", "--deltas", str(tmp_path / "elsewhere"))
+    done = tbe_export(*command, "--continue-deltas", "--deltas", str(tmp_path / "elsewhere"))
     assert done.exit_code == 0, done.output
     second = open_bundle(r / "m" / "2")
     assert (names(second), second.manifest.sequence) == (names(first), 1)
     assert len(listed(tmp_path / "elsewhere" / "m" / names(first))) == 1
-    assert "--deltas: expected --same-lineage" in tbe_export(*command, "--deltas", str(tmp_path)).output
+    assert "--deltas: expected --continue-deltas" in tbe_export(*command, "--deltas", str(tmp_path)).output
 
 
 def further() -> EmbeddingBagCollection:

@@ -61,7 +61,7 @@ def test_clients_send_int32_whatever_they_are_given(tmp_path: Path) -> None:
     wide = Engine.open(export_model(collection(SUM), tmp_path / "wide", "m", ExportConfig(id_policy=INT32.id_policy)))
     manifest = open_bundle(bundle).manifest
     assert (manifest.requires, manifest.id_dtype) == ((Capability.INT32_IDS, Capability.MODULO), IdDtype.INT32)
-    assert manifest.contract == Reader(bundle).digest("contract") != wide.bundle.manifest.contract
+    assert manifest.schema_digest == Reader(bundle).digest("schema_digest") != wide.bundle.manifest.schema_digest
     with running(tmp_path / "r") as server:
         assert_answers(server.grpc, "m", wide)
         with triton.InferenceServerClient(server.grpc) as client:
@@ -99,7 +99,7 @@ def test_a_router_with_int32_says_that_it_requires_it(tmp_path: Path) -> None:
 
 def test_versions_of_one_model_take_ids_of_one_dtype(tmp_path: Path) -> None:
     export_model(collection(SUM), tmp_path / "r", "m")
-    with pytest.raises(PublishError, match=r"expected the contract of the versions already there .* INT32 ids"):
+    with pytest.raises(PublishError, match=r"expected the schema of the versions already there .* INT32 ids"):
         export_model(collection(SUM), tmp_path / "r", "m", INT32)
 
 

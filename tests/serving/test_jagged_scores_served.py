@@ -18,7 +18,7 @@ from serving.client import AsyncLookupClient, LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import HostUnavailable, InvalidRequest, ServerUnavailable
 from serving.model.settings import ServingSettings
-from serving.router.hosts_config import OnLost
+from serving.router.hosts_config import OnShardFailure
 from tests.support.histories import assert_scores, expected, random_histories, with_histories
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.sequences import FP32, Mixed, assert_mixed
@@ -137,7 +137,7 @@ def test_of_a_lost_host_scores_that_need_its_rows_fail_alone_or_are_made_of_zero
     with (
         fleet(tmp_path, router, "--shard-timeout-ms", "1000") as served,
         LookupClient(served.router.grpc, MODEL, 60, retries=Retries(attempts=1)) as client,
-        Engine.open(served.bundle, replace(served.hosts, on_lost={"item": OnLost.ZERO})) as engine,
+        Engine.open(served.bundle, replace(served.hosts, on_shard_failure={"item": OnShardFailure.ZERO})) as engine,
     ):
         assert_scores(client.score(bags, dense), expected(MODULE, bags, dense))
         lose(served.servers[lost])

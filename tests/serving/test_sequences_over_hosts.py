@@ -17,7 +17,7 @@ from serving.engine import Engine
 from serving.errors import HostUnavailable, ServerUnavailable
 from serving.model.config_file import read_config, settings_of
 from serving.router.calls import HostCall, HostCallers
-from serving.router.hosts_config import OnLost
+from serving.router.hosts_config import OnShardFailure
 from tests.support.hosts import MODEL, export_hosts, fleet
 from tests.support.models import random_bags
 from tests.support.sequences import FP32, SPECS, Mixed, assert_mixed, check_together
@@ -90,7 +90,7 @@ def test_of_a_lost_host_requests_fail_alone_or_have_zeros(tmp_path: Path) -> Non
     with (
         fleet(tmp_path, router, "--shard-timeout-ms", "1000") as served,
         LookupClient(served.router.grpc, MODEL, 60, retries=Retries(attempts=1)) as client,
-        Engine.open(served.bundle, replace(served.hosts, on_lost={"item": OnLost.ZERO})) as engine,
+        Engine.open(served.bundle, replace(served.hosts, on_shard_failure={"item": OnShardFailure.ZERO})) as engine,
     ):
         expected = [engine.lookup(each) for each in no_need]
         before = engine.lookup(whole)

@@ -100,7 +100,7 @@ def test_a_command_exports_to_a_store_and_another_brings_it(url: str, tmp_path: 
     assert said.stdout.endswith(f"published {url}/m/1\nnext: tbe-serve run {url}\n")
     assert tbe_export(*export).stdout.count(f"published {url}/m/2\n") == 1
     changed = tbe_export(*export, "--output-dtype", "fp16")
-    assert (changed.exit_code, "expected the contract of the versions already there" in changed.stderr) == (1, True)
+    assert (changed.exit_code, "expected the schema of the versions already there" in changed.stderr) == (1, True)
     assert versions_in(Store(url).names()) == {"m": (1, 2)}
 
     brought = CliRunner().invoke(serve_app, ("pull", url, str(tmp_path / "r"), "--model", "m"))
@@ -113,8 +113,8 @@ def test_a_command_exports_to_a_store_and_another_brings_it(url: str, tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--same-lineage",), "expected a folder with --only-hosts or --same-lineage"),
-        (("--only-hosts", "0", "--version", "1"), "expected a folder with --only-hosts or --same-lineage"),
+        (("--continue-deltas",), "expected a folder with --only-hosts or --continue-deltas"),
+        (("--only-hosts", "0", "--version", "1"), "expected a folder with --only-hosts or --continue-deltas"),
     ],
 )
 def test_an_export_that_needs_what_is_there_is_refused(url: str, arguments: tuple[str, ...], message: str) -> None:

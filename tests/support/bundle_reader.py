@@ -88,7 +88,7 @@ class Reader:
         return found
 
     def digest(self, name: str) -> str:
-        """`contract` or `layout` of the manifest [7]."""
+        """`schema_digest` or `placement_digest` of the manifest [7]."""
         features, tables = self.manifest["features"], self.tables
         shared = [
             [feature.get("shared_key"), "sequence"]
@@ -102,14 +102,14 @@ class Reader:
             [tables[each["table"]]["dim"], tables[each["table"]]["weighted"] and "position_weights" not in each]
             for each in features
         ]
-        contract = [
+        schema = [
             [[each["name"], *of, *key] for each, of, key in zip(features, of_table, shared, strict=True)],
             self.manifest["output_dtype"],
             *(["INT32"] if self.manifest.get("id_dtype") == "INT32" else []),
             *([self.names_of_scores] if self.manifest.get("dense_part") else []),
         ]
-        layout = [self.manifest[key] for key in ("features", "tables", "plan", "output_dtype")]
-        said = {"contract": contract, "layout": layout}[name]
+        placement = [self.manifest[key] for key in ("features", "tables", "plan", "output_dtype")]
+        said = {"schema_digest": schema, "placement_digest": placement}[name]
         text = json.dumps(said, separators=(",", ":"), ensure_ascii=False, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -21,7 +21,7 @@ class Fake(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
 
     def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: ARG002, N802
         response = pb.ModelConfigResponse()
-        for key, value in {"features": "x", "dims": "2", "weighted": "", "contract": "c"}.items():
+        for key, value in {"features": "x", "dims": "2", "weighted": "", "schema_digest": "c"}.items():
             response.config.parameters[key].string_value = value
         response.config.output.add(name="embeddings", data_type=11)
         return response

@@ -16,7 +16,7 @@ from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import ServerUnavailable, ServingError
 from serving.model.config_file import read_config, write_config
-from serving.router.hosts_config import HostsConfig, OnLost
+from serving.router.hosts_config import HostsConfig, OnShardFailure
 from tests.support.hosts import MODEL, configure, export_hosts, in_one_process, only
 from tests.support.models import Spec, collection, random_bags, table_of
 from tests.support.relay import Relay
@@ -148,7 +148,7 @@ def faulty(folder: Path) -> Iterator[Faulty]:
         (lost,) = open_plan(versions[1])["blank"]
         at = {name: relay.address for name, relay in relays.items()}
         settings = ["--version", "1", "--shard-timeout-ms", str(int(1000 * TIMEOUT_S))]
-        settings += [part for table in ZEROED for part in ("--on-lost", f"{table}=zero")]
+        settings += [part for table in ZEROED for part in ("--on-shard-failure", f"{table}=zero")]
         own = folder / "router"
         _add_router(
             own, versions[1].bundle, MODEL, {lost: [at["b"]], 1 - lost: [at["a"]]}, *settings, "--instances", "2"
@@ -213,7 +213,9 @@ def by_engine(bundle: Path, addresses: Mapping[int, Sequence[str]]) -> Iterator[
 
 def hosts(addresses: Mapping[int, Sequence[str]]) -> HostsConfig:
     """As the router's settings say."""
-    return HostsConfig(addresses=addresses, timeout_s=TIMEOUT_S, on_lost=dict.fromkeys(ZEROED, OnLost.ZERO))
+    return HostsConfig(
+        addresses=addresses, timeout_s=TIMEOUT_S, on_shard_failure=dict.fromkeys(ZEROED, OnShardFailure.ZERO)
+    )
 
 
 def same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:

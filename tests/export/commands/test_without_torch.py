@@ -32,7 +32,7 @@ _EXPORT = ("--model", "no.such:module", "--repository", "r", "--name", "m")
 
 
 def _export_names() -> list[str]:
-    return [str(each.callback.__name__) for each in export_app.registered_commands if each.callback]
+    return [str(each.callback.__name__).replace("_", "-") for each in export_app.registered_commands if each.callback]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ _LIGHT: dict[tuple[str, ...], int] = dict(
         (("model", *_EXPORT, "--only-hosts", "a"), 1),
         (("model", *_EXPORT, "--ranks", "0"), 1),
         (("plan", "--model", "no.such:module", "--sharding", "none"), 1),
-        (("complete", *_EXPORT, "--version", "1", "--config", "no-such-file"), 1),
+        (("publish-router", *_EXPORT, "--version", "1", "--config", "no-such-file"), 1),
         (("compare", "--out", "out"), 1),
         (("compare", "--out", "out", "--tables", "t.toml", "--dtype", "int7"), 1),
         (("verify", "MODEL", "--checkpoint", "c.pt"), 1),
@@ -96,7 +96,7 @@ def test_what_needs_no_torch_does_not_import_it(done: dict[tuple[str, ...], Any]
 
 _NEEDS_TORCH: dict[str, tuple[str, ...]] = {
     "model": _EXPORT,
-    "complete": (*_EXPORT, "--version", "1"),
+    "publish-router": (*_EXPORT, "--version", "1"),
     "plan": ("--model", "no.such:module"),
     "verify": ("MODEL/1",),
     "delta": ("MODEL", "--model", "no.such:module"),

@@ -113,7 +113,7 @@ class Bench:
     @property
     def turned_away(self) -> float:
         self.metrics.publish()
-        return self.counts.get("tbe_turned_away_total", 0)
+        return self.counts.get("tbe_shed_total", 0)
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ def test_who_waits_no_more_is_not_looked_up(mixed: Path, monkeypatch: pytest.Mon
     assert bench.answer(200, 1, gone=lambda _: True) == "g" * 200
     assert bench.decoded == 1
     bench.metrics.publish()
-    assert bench.counts["tbe_gone_total"] == 200
+    assert bench.counts["tbe_cancelled_total"] == 200
 
 
 def test_among_others_too(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,12 @@ def test_configure_shows_and_changes_what_is_said_and_nothing_else(tmp_path: Pat
 
 @pytest.mark.parametrize(
     "options",
-    [("--host", "0=a:8001"), ("--shard-timeout-ms", "50"), ("--on-lost", "zero"), ("--hosts-server-name", "m")],
+    [
+        ("--host", "0=a:8001"),
+        ("--shard-timeout-ms", "50"),
+        ("--on-shard-failure", "zero"),
+        ("--hosts-server-name", "m"),
+    ],
     ids=lambda options: options[0],
 )
 def test_what_only_a_router_has_a_use_for_is_refused_elsewhere(options: tuple[str, ...], tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_what_only_a_router_has_a_use_for_is_refused_elsewhere(options: tuple[st
     assert done.exit_code == 1
     assert done.stderr.startswith(f"tbe-serve: {options[0]}: expected a router, got {bundle.parent}")
     assert (bundle.parent / "config.pbtxt").read_bytes() == before
-    done = CliRunner().invoke(app, ["configure", str(bundle.parent), "--no-hosts", "--no-on-lost"])
+    done = CliRunner().invoke(app, ["configure", str(bundle.parent), "--no-hosts", "--no-on-shard-failure"])
     assert done.exit_code == 0, done.stderr
 
 
@@ -127,21 +132,27 @@ def test_what_holds_is_shown_where_nothing_is_set(tmp_path: Path) -> None:
     router = export_hosts(tmp_path, collection(SUM), ExportConfig(sharding=sharding)).parent
     scores = export_model(dlrm(), tmp_path / "r", "scores", EXACT).parent
     text, as_json = shown(router)
-    assert (text["shard-timeout-ms"], text["on-lost"], text["score-threads"]) == (
+    assert (text["shard-timeout-ms"], text["on-shard-failure"], text["score-threads"]) == (
         "300 (default)",
         "error (default)",
         "none",
     )
-    assert (as_json["shard_timeout_ms"], as_json["on_lost"], as_json["score_threads"]) == (300, {"*": "error"}, None)
+    assert (as_json["shard_timeout_ms"], as_json["on_shard_failure"], as_json["score_threads"]) == (
+        300,
+        {"*": "error"},
+        None,
+    )
     assert as_json["shard_timeout_ms"] == HostsConfig(addresses={}).timeout_s * 1000
     assert HostsConfig(addresses={}).on_lost_of("any").value == "error"
-    text, as_json = shown(router, "--shard-timeout-ms", "50", "--on-lost", "zero", "--on-lost", "item=error")
-    assert (text["shard-timeout-ms"], text["on-lost"]) == ("50", "zero, item=error")
-    assert (as_json["shard_timeout_ms"], as_json["on_lost"]) == (50, {"*": "zero", "item": "error"})
+    text, as_json = shown(
+        router, "--shard-timeout-ms", "50", "--on-shard-failure", "zero", "--on-shard-failure", "item=error"
+    )
+    assert (text["shard-timeout-ms"], text["on-shard-failure"]) == ("50", "zero, item=error")
+    assert (as_json["shard_timeout_ms"], as_json["on_shard_failure"]) == (50, {"*": "zero", "item": "error"})
     for host in ("movies-host-0", "scores"):
         text, as_json = shown(tmp_path / "r" / host)
-        assert (text["shard-timeout-ms"], text["on-lost"]) == ("none", "none")
-        assert (as_json["shard_timeout_ms"], as_json["on_lost"]) == (None, None)
+        assert (text["shard-timeout-ms"], text["on-shard-failure"]) == ("none", "none")
+        assert (as_json["shard_timeout_ms"], as_json["on_shard_failure"]) == (None, None)
     text, as_json = shown(scores)
     assert (text["score-threads"], as_json["score_threads"]) == ("1 (default)", 1)
     assert settings_of(read_config(scores)).score_threads is None

@@ -24,7 +24,7 @@ version_policy { specific { versions: 3 } }
 parameters { key: "capture" value { string_value: "/captured" } }
 parameters { key: "capture_max_bytes" value { string_value: "1000" } }
 parameters { key: "capture_slow_ms" value { string_value: "2.5" } }
-parameters { key: "contract" value { string_value: "c" } }
+parameters { key: "schema_digest" value { string_value: "c" } }
 parameters { key: "max_busy_ms" value { string_value: "5" } }
 parameters { key: "max_call_ids" value { string_value: "3" } }
 parameters { key: "max_call_samples" value { string_value: "4" } }
@@ -38,7 +38,7 @@ LATER: dict[str, Any] = {
     "score_threads": 2,
     "hosts": {"0": "a:8001,b:8001", "1": "dns:///c:8001"},
     "shard_timeout_ms": 50,
-    "on_lost": {"*": "zero", "item": "error"},
+    "on_shard_failure": {"*": "zero", "item": "error"},
     "hosts_root_certificates": "/roots.pem",
     "hosts_certificate_chain": "/chain.pem",
     "hosts_private_key": "/key.pem",
@@ -123,7 +123,7 @@ def test_configure_has_an_option_for_each_setting_that_says_what_it_is() -> None
         pytest.param("hosts", {"٣": "a:1"}, r"expected NUMBER=.*, got {'٣': 'a:1'}", id="digit of another script"),
         pytest.param("hosts", {"x": "a:1"}, r"expected NUMBER=HOST:PORT\[,HOST:PORT\], got {'x': 'a:1'}", id="host"),
         pytest.param("hosts_server_name", "a b", "expected the name of a host, got 'a b'", id="name"),
-        pytest.param("on_lost", {"a": "none"}, "expected error or zero, got {'a': 'none'}", id="choice"),
+        pytest.param("on_shard_failure", {"a": "none"}, "expected error or zero, got {'a': 'none'}", id="choice"),
     ],
 )
 def test_a_value_that_a_setting_may_not_have_is_refused_by_name(name: str, value: Any, said: str) -> None:

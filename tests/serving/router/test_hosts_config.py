@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from serving.errors import ConfigurationError
-from serving.router.hosts_config import HostsConfig, OnLost
+from serving.router.hosts_config import HostsConfig, OnShardFailure
 from serving.terminal.options import named
 
 
@@ -18,10 +18,20 @@ from serving.terminal.options import named
         pytest.param({"addresses": {"0": "a:1"}}, "addresses '0': expected int", id="text for a number"),
         pytest.param({"addresses": ["a:1"]}, "addresses: expected Mapping", id="list"),
         pytest.param({"addresses": "a:1"}, "addresses: expected Mapping", id="text"),
-        pytest.param({"addresses": {0: "a:1"}, "on_lost": [1]}, "on_lost: expected Mapping", id="list of tables"),
-        pytest.param({"addresses": {0: "a:1"}, "on_lost": OnLost.ZERO}, "on_lost: expected Mapping", id="for all"),
         pytest.param(
-            {"addresses": {0: "a:1"}, "on_lost": {"*": "zero"}}, "on_lost '\\*': expected OnLost", id="word"
+            {"addresses": {0: "a:1"}, "on_shard_failure": [1]},
+            "on_shard_failure: expected Mapping",
+            id="list of tables",
+        ),
+        pytest.param(
+            {"addresses": {0: "a:1"}, "on_shard_failure": OnShardFailure.ZERO},
+            "on_shard_failure: expected Mapping",
+            id="for all",
+        ),
+        pytest.param(
+            {"addresses": {0: "a:1"}, "on_shard_failure": {"*": "zero"}},
+            "on_shard_failure '\\*': expected OnShardFailure",
+            id="word",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from serving.bundle.opening import open_bundle
 from serving.client import LookupClient, Retries
 from serving.engine import Engine
 from serving.errors import ServerUnavailable, ServingError
-from serving.router.hosts_config import OnLost
+from serving.router.hosts_config import OnShardFailure
 from serving.server import Supervisor
 from tests.support.host_faults import until
 from tests.support.hosts import MODEL, export_hosts, fleet, in_one_process
@@ -104,10 +104,10 @@ def test_scores_that_need_a_lost_host_are_refused_by_its_name_and_the_others_are
         right.clear()
         until(lambda: all(right[number] for number in numbers), "right answers")
 
-    zeroed = dict.fromkeys(needed, OnLost.ZERO)
+    zeroed = dict.fromkeys(needed, OnShardFailure.ZERO)
     with (
         fleet(tmp_path, router, "--shard-timeout-ms", f"{1000 * TIMEOUT_S:.0f}") as served,
-        Engine.open(router, replace(served.hosts, on_lost=zeroed)) as engine,
+        Engine.open(router, replace(served.hosts, on_shard_failure=zeroed)) as engine,
         ThreadPoolExecutor(5) as pool,
     ):
         supervisor = Supervisor(served.servers[lost], True)
