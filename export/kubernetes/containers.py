@@ -161,8 +161,8 @@ def _secret(name: str) -> Object:
 
 
 _PROBE_S = 5
-# Seconds before a pod is told to stop, in which clients and endpoints drop it.
-_FORGET_S = 5
+# Seconds in which a pod that is told to stop answers on, while clients and endpoints drop it.
+DRAIN_S = 20
 _SECURITY = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -187,7 +187,6 @@ def server(fleet: Fleet, member: Member, options: PodOptions) -> Object:
         "securityContext": _SECURITY,
         "volumeMounts": list(server_mounts(fleet, member, options)),
         **_probes(member),
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_FORGET_S)]}}},
     }
 
 
@@ -200,6 +199,7 @@ def before_server(fleet: Fleet, member: Member, options: PodOptions) -> list[Obj
 def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
     yield "--host=0.0.0.0"
     yield "--operations-host=0.0.0.0"  # for probes, and for the scrapers that the network policy allows
+    yield f"--drain-s={DRAIN_S}"
     yield f"--serve={member.model}={','.join(map(str, member.versions))}"
     yield from ["--insecure"] if options.insecure else arguments(member)
     if member.live_bytes:

@@ -5,7 +5,7 @@ from importlib.resources import files
 import yaml
 
 from export.kubernetes.addresses import GRPC_PORT, OPERATIONS_PORT
-from export.kubernetes.containers import before_server, server, volumes
+from export.kubernetes.containers import DRAIN_S, before_server, server, volumes
 from export.kubernetes.fleet import (
     Fleet,
     Member,
@@ -91,8 +91,8 @@ def _pods(labels: dict[str, str]) -> Object:
     return {"podSelector": {"matchLabels": labels}}
 
 
-# Seconds to stop a pod, with the pause before SIGTERM. After SIGTERM, accepted requests are still answered.
-_GRACE_S = 45
+# Seconds to stop a pod: it drains, and then answers the requests that it accepted.
+_GRACE_S = DRAIN_S + 40
 _USER = 1000
 
 

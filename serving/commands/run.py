@@ -34,6 +34,7 @@ from serving.server import (
     run_local_hosts,
     run_server,
 )
+from serving.server.launch.drain import MOST_S
 from serving.server.launch.private import Trust
 from serving.server.launch.process import SHM_BYTES
 from serving.server.local_hosts import FleetSupervisor
@@ -169,6 +170,15 @@ def run(
             "REPOSITORY.deltas, a folder or a URL as the repository is."
         ),
     ] = None,
+    drain_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=MOST_S,
+            help="Seconds, 2 or more, in which clients of any kind leave before a stop: the server is not ready, and "
+            "answers until their connections are closed. 0: stop at once. A second signal always does.",
+        ),
+    ] = 0.0,
     recover: Annotated[
         bool,
         typer.Option(
@@ -190,7 +200,7 @@ def run(
 ) -> None:
     """Run a tritonserver on a model repository until SIGINT or SIGTERM. Exits with its exit code.
 
-    Requests that were accepted before the signal are answered.
+    Requests that were accepted before the signal are answered. A second signal ends it without that.
     """
     versions, unload_after_s, trusted = pins(), follow(), trust()
     if deltas is None and is_url(repository):
@@ -205,6 +215,7 @@ def run(
         "trust": trusted,
         "deltas": deltas,
         "shm_bytes": shm_mib << 20,
+        "drain_s": drain_s,
         "options": triton_options or (),
     }
     serve = partial(_fleet if local_hosts else _alone, log_format=log_format)
@@ -227,8 +238,6 @@ def run(
             told = (log, every_s or _EVERY_S, [server.condition for server in servers.values()])
             threading.Thread(target=mirror.keep, args=told, name="store", daemon=True).start()
         code = supervisor.wait()
-        if code:
-            log.critical("tritonserver exited with %d", code, extra={"event": "exited"})
     raise typer.Exit(code if code >= 0 else 128 - code)
 
 

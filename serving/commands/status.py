@@ -59,6 +59,9 @@ def _server(status: Status) -> Table:
     at = "" if last is None else time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(last.at))
     what = "" if last is None else f"; the last at {at}: {f'{last.model}: ' if last.model else ''}{last.why}"
     table.add_row("recoveries", f"{status.recoveries}{what}")
+    if status.drains_until is not None:
+        until = time.strftime("%H:%M:%S %Z", time.localtime(status.drains_until))
+        table.add_row("draining", f"not ready, and answers until its connections are closed, or {until}")
     return table
 
 

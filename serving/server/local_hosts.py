@@ -81,6 +81,7 @@ def run_local_hosts(
     logs: Path | None = None,
     log_format: LogFormat = LogFormat.TEXT,
     shm_bytes: int = SHM_BYTES,
+    drain_s: float = 0.0,
     options: Sequence[str] = (),
 ) -> Iterator[LocalFleet]:
     """Serve the router of a repository, and its hosts, until the block ends.
@@ -98,6 +99,7 @@ def run_local_hosts(
         logs: a folder for the log of each server, `<model>.log`. None: stderr.
         log_format: of these logs.
         shm_bytes: as `run_server`, of each server.
+        drain_s: as `run_server`, of the router's server: it alone calls the others.
         options: as `run_server`, of each server.
 
     Raises:
@@ -135,6 +137,7 @@ def run_local_hosts(
                 pins={model: found for model, found in pins.items() if model in models},
                 hosts={placed.router: {str(number): server.grpc for number, server in hosts.items()}},
                 access=access,
+                drain_s=drain_s,
                 trust=_trust_in(trust, models),
                 log=log_of(placed.router),
             )
@@ -208,9 +211,14 @@ class FleetSupervisor:
     def __init__(self, hosts: Sequence[Supervisor], router: Supervisor) -> None:
         self._hosts, self._router = hosts, router
         self._number: int | None = None
+        self._at_once = False
 
     def stop(self, number: int) -> None:
-        """Stop all by signal `number`: the router first, which needs its hosts for what it has accepted."""
+        """Stop all by signal `number`: the router first, which needs its hosts for what it has accepted.
+
+        The second time, all end at once.
+        """
+        self._at_once = self._number is not None
         self._number = number
 
     def wait(self) -> int:
@@ -227,15 +235,17 @@ class FleetSupervisor:
             hosts = [pool.submit(each.wait) for each in self._hosts]
             while self._number is None and not wait([router, *hosts], 0, FIRST_COMPLETED).done:
                 time.sleep(_PERIOD_S)
-            number = signal.SIGTERM if self._number is None else self._number
-            _stop([self._router], [router], number)
-            _stop(self._hosts, hosts, number)
+            self._stop([self._router], [router])
+            self._stop(self._hosts, hosts)
         return next((code for code in (each.result() for each in (router, *hosts)) if code), 0)
 
-
-def _stop(supervisors: Sequence[Supervisor], running: Sequence["Future[int]"], number: int) -> None:
-    """Stop those that run, and wait until they have ended."""
-    for supervisor, each in zip(supervisors, running, strict=True):
-        if not each.done():
-            supervisor.stop(number)
-    wait(running)
+    def _stop(self, supervisors: Sequence[Supervisor], running: Sequence["Future[int]"]) -> None:
+        """Stop those that run, and wait until they have ended."""
+        told = 0
+        while not all(each.done() for each in running):
+            if told < 1 + self._at_once:
+                told += 1
+                for supervisor, each in zip(supervisors, running, strict=True):
+                    if not each.done():
+                        supervisor.stop(signal.SIGTERM if self._number is None else self._number)
+            wait(running, _PERIOD_S)

@@ -8,9 +8,11 @@ it (/proc/PID/mem). The options were copied by the time that the library of the 
 Run with Triton 24.10. The source of 26.04 was read for the name of that library.
 """
 
+import math
 import subprocess
 import time
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 _BACKEND = "libtriton_python"
@@ -63,10 +65,11 @@ RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
 # of Triton.
 KEY_HEADER = "tbe-serving-key"
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
+_AGE = "--grpc-max-connection-age"
 # The default of --exit-timeout-secs.
 _EXIT_TIMEOUT_S = 30.0
 # After so long a client connects anew, and sees a certificate that was renewed meanwhile.
-_CONNECTION_AGE_MS = 300_000
+RENEWAL_AGE_MS = 300_000
 
 
 def serving_options(repository: Path, backends: Path | None) -> list[str]:
@@ -98,9 +101,13 @@ def serving_options(repository: Path, backends: Path | None) -> list[str]:
 
 
 def port_options(grpc: int, http: int, *, share: bool) -> list[str]:
-    """The ports to listen on. `share`: several processes may listen on the gRPC port, which ends old connections."""
-    shared = ["--reuse-grpc-port=true", f"--grpc-max-connection-age={_CONNECTION_AGE_MS}"] if share else []
-    return [f"--grpc-port={grpc}", f"--http-port={http}", *shared]
+    """The ports to listen on. `share`: several processes may listen on the gRPC port."""
+    return [f"--grpc-port={grpc}", f"--http-port={http}", *(["--reuse-grpc-port=true"] if share else [])]
+
+
+def age_options(age_ms: int | None) -> list[str]:
+    """The age at which gRPC closes connections, in milliseconds. None: it does not."""
+    return [] if age_ms is None else [f"{_AGE}={age_ms}"]
 
 
 def region_options(prefix: str) -> list[str]:
@@ -150,13 +157,18 @@ def exit_timeout_of(options: Sequence[str]) -> float:
 
 
 def connection_age_of(options: Sequence[str]) -> float:
-    """The longest time, in seconds, for which a server with these options keeps a connection, where ports are shared.
+    """The longest time, in seconds, for which a server with these options keeps a connection.
 
     gRPC draws each connection's time from 0.9 to 1.1 of the option (MAX_CONNECTION_AGE of its proposal A9).
     """
-    return 1.1e-3 * _said(options, "--grpc-max-connection-age", _CONNECTION_AGE_MS)
+    return 1.1e-3 * _said(options, _AGE, math.inf)
 
 
 def _said(options: Sequence[str], name: str, default: float) -> float:
-    values = [option.partition("=")[2] for option in options if option.startswith(f"{name}=")]
-    return float(values[-1]) if values and values[-1].isdigit() else default
+    """The number that an option has, as "NAME=N" or as "NAME", "N"; the last one if it is there several times."""
+    number = default
+    for option, following in zip_longest(options, options[1:], fillvalue=""):
+        value = following if option == name else option.removeprefix(f"{name}=")
+        if option.startswith(name) and value.isdigit():
+            number = float(value)
+    return number

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from export.__main__ import app as export_app
 from serving.__main__ import app
 from serving.server.launch.operations import Condition
+from serving.triton.command_line import exit_timeout_of
 from tests.requirements.test_setup import pins
 from tests.serving.server.launch.test_operations import listening
 
@@ -134,6 +135,17 @@ def test_who_asks_the_operations_port_reaches_it() -> None:
     for image in ("Dockerfile", "debian.Dockerfile"):
         arguments = arguments_of_the_image(image)
         assert arguments[arguments.index("--operations-host") + 1] == "0.0.0.0"
+
+
+def test_a_pod_and_a_container_have_time_to_drain_and_to_answer_what_they_accepted() -> None:
+    pod = of_kind("Deployment")["spec"]["template"]["spec"]
+    (drain_s,) = [float(each.partition("=")[2]) for each in arguments_of_kubernetes() if each.startswith("--drain-s")]
+    probe = pod["containers"][0]["readinessProbe"]
+    assert drain_s / 2 >= probe["periodSeconds"]  # a first look, until it refuses new connections
+    assert pod["terminationGracePeriodSeconds"] >= drain_s + exit_timeout_of([])
+    for image in ("Dockerfile", "debian.Dockerfile"):
+        arguments = arguments_of_the_image(image)
+        assert float(arguments[arguments.index("--drain-s") + 1]) <= 10 - 3  # of `docker stop`
 
 
 def arguments_of_kubernetes() -> list[str]:

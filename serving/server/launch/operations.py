@@ -55,7 +55,8 @@ class Condition:
     Attributes:
         server: why tritonserver does not serve. None: it does.
         models: why models do not serve, by name. Others do.
-        is_stopping: whether it was told to stop.
+        is_draining: whether it was told to stop, and still answers.
+        is_stopping: whether it stops.
         seen: when its supervisor last looked after it, by `time.monotonic`. None: it has none.
         tls: the certificate that tritonserver reads as it starts. None: it has none.
         restarts: how often tritonserver was started anew.
@@ -69,6 +70,7 @@ class Condition:
 
     server: str | None = "starting"
     models: dict[str, str] = field(default_factory=dict)
+    is_draining: bool = False
     is_stopping: bool = False
     seen: float | None = None
     tls: ServerTls | None = None
@@ -106,6 +108,8 @@ class Condition:
         reasons = [f"model {model!r}: {why}" for model, why in sorted(self.models.copy().items())]
         if self.server is not None:
             reasons = [self.server]
+        if self.is_draining:
+            reasons = ["draining: requests are still answered"]
         if self.is_stopping:
             reasons = ["stopping"]
         if reasons:

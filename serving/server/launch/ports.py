@@ -15,8 +15,9 @@ from typing import cast
 from serving.arguments import check_arguments
 from serving.errors import ConfigurationError
 from serving.server.launch.access import EVERYWHERE, Access
+from serving.server.launch.drain import connection_age_ms
 from serving.server.launch.run_file import unix_socket
-from serving.triton.command_line import port_options
+from serving.triton.command_line import age_options, port_options
 
 # <asm-generic/socket.h>, <linux/filter.h>: a program's one step, "return this number".
 _SO_ATTACH_REUSEPORT_CBPF, _RETURN = 51, 0x06
@@ -48,8 +49,8 @@ class Endpoints:
         control: the address of the control API, see `Control`. It is `http` if that is set: Triton has one HTTP
             endpoint. Otherwise it is a Unix socket.
         metrics: the Unix socket of Triton's metrics, "unix:/path".
-        gate: of the gRPC port. None: two processes cannot share it, since there is no TLS, or since they would both
-            have HTTP, too.
+        gate: of the gRPC port. None: nothing needs one, or a sandbox allows none. A renewed certificate needs it,
+            unless HTTP is on: two processes cannot share that. Draining needs it.
         options: the options of tritonserver for its ports.
     """
 
@@ -156,6 +157,10 @@ class Gate:
         self._fillers += fillers
         self._spare = fillers[1:]
 
+    def refuse(self) -> None:
+        """Lead new connections to the first socket of ours, which resets them. Open ones stay."""
+        self._lead_to(0)
+
     def settle(self) -> None:
         """The process before has ended."""
         for each in self._spare:
@@ -215,8 +220,13 @@ def _has_ipv6() -> bool:
 
 
 @contextlib.contextmanager
-def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
+def free_endpoints(access: Access, ports: Ports, drain_s: float = 0.0) -> Iterator[Endpoints]:
     """Find free ports for a server. No other server of ours takes them until the block ends.
+
+    Args:
+        access: where it listens.
+        ports: the ports to listen on.
+        drain_s: how long it drains before it stops, in seconds.
 
     Raises:
         ConfigurationError: a port is taken, or there is no place for the control socket.
@@ -227,7 +237,7 @@ def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
         control = http or stack.enter_context(unix_socket("control"))
         metrics = stack.enter_context(unix_socket("metrics"))
         gate = None
-        if access.tls is not None and not access.http:
+        if drain_s or (access.tls is not None and not access.http):
             with contextlib.suppress(OSError):  # a sandbox allows no program
                 gate = Gate(access.host, taken.grpc)
                 stack.callback(gate.close)
@@ -241,7 +251,10 @@ def free_endpoints(access: Access, ports: Ports) -> Iterator[Endpoints]:
             control=control,
             metrics=metrics,
             gate=gate,
-            options=port_options(taken.grpc, taken.http, share=gate is not None),
+            options=[
+                *port_options(taken.grpc, taken.http, share=gate is not None),
+                *age_options(connection_age_ms(drain_s, renews=gate is not None)),
+            ],
         )
 
 

@@ -17,6 +17,7 @@ from serving.log import close_log, server_log
 from serving.model.config_file import OURS, Pins, check_pins, find_models, read_config, settings_of
 from serving.server.launch.access import Access
 from serving.server.launch.child import Launch, signals_deferred
+from serving.server.launch.drain import check_drain
 from serving.server.launch.live import LiveCopies
 from serving.server.launch.operations import Condition, operations_port
 from serving.server.launch.ports import Ports, free_endpoints
@@ -27,7 +28,6 @@ from serving.server.launch.server import FIRST_REGIONS, Server
 from serving.server.launch.shared_memory import region_prefix
 from serving.tables.shared_copy import remove_unused_copies
 from serving.triton.command_line import (
-    connection_age_of,
     erase_from_command_line,
     exit_timeout_of,
     model_options,
@@ -55,6 +55,7 @@ def run_server(
     ready_timeout_s: float = 120.0,
     log: Path | logging.Logger | None = None,
     shm_bytes: int = SHM_BYTES,
+    drain_s: float = 0.0,
     options: Sequence[str] = (),
 ) -> Iterator[Server]:
     """Start a tritonserver on `repository`, wait until its models are ready, and stop it afterwards.
@@ -74,6 +75,7 @@ def run_server(
         log: the server's log (`serving.log`), or its file. None: stderr.
         shm_bytes: most bytes of shared memory of an instance, for the requests that it answers together. The kernel's
             limit on the size of files enforces it (RLIMIT_FSIZE).
+        drain_s: how long its supervisor lets clients leave before a stop, in seconds. 0: they get no time.
         options: further options of tritonserver, such as "--log-info=true".
 
     Raises:
@@ -92,16 +94,15 @@ def run_server(
         folder = Path(private.path) if private else None
         expect_not_hidden(folder or Path.cwd())
         installation = find_tritonserver(stack)
-        endpoints = stack.enter_context(free_endpoints(access, ports))
+        endpoints = stack.enter_context(free_endpoints(access, ports, drain_s))
+        connection_age_s = check_drain(drain_s, [*endpoints.options, *options])
         environment = installation.environment | (private.environment if private else {})
         if not isinstance(log, logging.Logger):
             log = server_log(log)
             stack.callback(close_log, log)
-        folders = [repository / model for model in models]
         condition = Condition(tls=access.tls)
-        copies = stack.enter_context(
-            _live_copies(folders, deltas or deltas_folder(repository), environment, log, condition)
-        )
+        folders = [repository / model for model in models]
+        copies = stack.enter_context(_live_copies(folders, deltas, environment, log, condition))
         scrape = partial(metrics_page, endpoints.metrics, CONTROL_TIMEOUT_S)
         stack.enter_context(operations_port(endpoints.listener, condition, scrape, access))
         regions = stack.enter_context(region_prefix())
@@ -131,10 +132,11 @@ def run_server(
             condition=condition,
             key=key,
             launch=launch,
-            certificates=() if access.tls is None else (*access.tls.files, *_certificates(served, models)),
+            certificates=tuple(_certificates(access, served, models)),
             regions=f"{regions}{FIRST_REGIONS}",
             exit_timeout_s=exit_timeout_of(options) + _GRACE_S,
-            connection_age_s=connection_age_of(options),
+            connection_age_s=connection_age_s,
+            drain_s=drain_s,
             repository=served,
             private=private,
         )
@@ -147,12 +149,13 @@ def run_server(
 @contextlib.contextmanager
 def _live_copies(
     models: Sequence[Path],
-    deltas: Path | str,
+    deltas: Path | str | None,
     environment: Mapping[str, str],
     log: logging.Logger,
     condition: Condition,
 ) -> Iterator[LiveCopies]:
     """The live copies of models, to which deltas are applied in the block: of a folder, or of a store by its URL."""
+    deltas = deltas or deltas_folder(models[0].parent)
     store = store_of(deltas)
     folder = Path(deltas) if store is None else store.folder
     condition.copies = copies = LiveCopies(folder.absolute(), environment, log)
@@ -163,8 +166,14 @@ def _live_copies(
         yield copies
 
 
-def _certificates(repository: Path, models: Sequence[str]) -> Iterator[Path]:
-    """The files by which routers and their hosts trust one another."""
+def _certificates(access: Access, repository: Path, models: Sequence[str]) -> Iterator[Path]:
+    """The files of its certificate, and those by which routers and their hosts trust one another.
+
+    With HTTP there are none: no second process could take over with those that are renewed.
+    """
+    if access.tls is None or access.http:
+        return
+    yield from access.tls.files
     for model in models:
         config = read_config(repository / model)
         if OURS in config.parameters:

@@ -58,8 +58,13 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
         )
     if is_open(server.regions):
         yield "users of this machine can read requests and rows in /dev/shm: a sandbox forbids seccomp(2) here"
-    if server.gate is None and server.condition.tls is not None:
+    if server.condition.tls is not None and (server.gate is None or not server.certificates):
         yield "a renewed certificate is served after the next start: HTTP is on, or a sandbox forbids to share a port"
+    if server.drain_s and server.gate is None:
+        yield (
+            "--drain-s: new connections cannot be refused, since a sandbox forbids to share a port: a client that "
+            "connects again while the server drains may lose calls"
+        )
     if not is_erased:
         yield "the key to what the server keeps closed can be read in its command line by users of this machine"
 

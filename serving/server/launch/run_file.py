@@ -67,6 +67,7 @@ class RunFile(Strict, frozen=True):
         hosts: addresses of hosts in place of those in config.pbtxt, by router.
         recoveries: how often a model was loaded again or tritonserver started again.
         last_recovery: the last of them. None: there was none.
+        drains_until: when it stops at the latest, Unix time. None: it does not drain.
     """
 
     grpc: str
@@ -81,6 +82,7 @@ class RunFile(Strict, frozen=True):
     hosts: dict[str, dict[str, str]] = msgspec.field(default_factory=dict)
     recoveries: int = 0
     last_recovery: Recovery | None = None
+    drains_until: float | None = None
 
     def __repr__(self) -> str:
         """Without the key: errors and logs show this text."""

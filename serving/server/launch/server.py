@@ -81,10 +81,11 @@ class Server:
         key: the key of its restricted protocols. Each server has a new one.
         launch: how its process is started.
         certificates: the files of certificates, authorities and keys that its process and its models read as they
-            start, and not again.
+            start, and not again. None, if a second process could not take over with those that are renewed.
         regions: prefix of the names of its processes' shared-memory regions.
         exit_timeout_s: longest time to stop, in seconds. It is killed then.
-        connection_age_s: longest time for which it keeps a connection, in seconds, if there is a `gate`.
+        connection_age_s: longest time for which it keeps a connection, in seconds.
+        drain_s: how long it drains before it stops, in seconds. 0: not at all.
         repository: the model repository that its process serves.
         private: the private folder with that repository, if it serves only signed bundles. Otherwise None.
         child: its present process.
@@ -109,6 +110,7 @@ class Server:
     regions: str
     exit_timeout_s: float
     connection_age_s: float
+    drain_s: float
     repository: Path
     private: PrivateFolder | None
     child: Child = field(init=False)

@@ -137,6 +137,7 @@ class Status(Strict, frozen=True):
         models: its models, by name.
         recoveries: how often a model was loaded again or tritonserver started again.
         last_recovery: the last of them. None: there was none.
+        drains_until: when it stops at the latest, Unix time. None: it does not drain.
     """
 
     address: str
@@ -146,6 +147,7 @@ class Status(Strict, frozen=True):
     models: tuple[ModelStatus, ...]
     recoveries: int
     last_recovery: Recovery | None
+    drains_until: float | None = None
 
 
 def status_of(run: RunFile, timeout_s: float) -> Status:
@@ -169,6 +171,7 @@ def status_of(run: RunFile, timeout_s: float) -> Status:
         models=tuple(_model(name, index, stubs, run, control) for name in sorted({each.model for each in index})),
         recoveries=run.recoveries,
         last_recovery=run.last_recovery,
+        drains_until=run.drains_until,
     )
 
 

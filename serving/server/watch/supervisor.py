@@ -1,6 +1,7 @@
 """Supervise a tritonserver: keep its models serving, start it again when it dies, replace it when its certificate is
-renewed, and stop it on a signal."""
+renewed, and drain and stop it on a signal."""
 
+import math
 import signal
 import threading
 import time
@@ -8,6 +9,7 @@ import time
 from serving.errors import ServingError
 from serving.server.launch.ports import Gate
 from serving.server.launch.server import Served, Server
+from serving.server.watch.drain import Drain
 from serving.server.watch.model_watcher import ModelWatcher
 from serving.server.watch.release_follower import ReleaseFollower
 from serving.triton.stubs import living_stubs
@@ -97,18 +99,32 @@ class _Renewal:
         if self._before is not None:
             self._before.signal(number)
 
+    def stop_looking(self) -> None:
+        """Look for no further renewal, and end a second process that is not ready yet."""
+        self._next_look = math.inf
+        self._end_second()
+
+    @property
+    def processes(self) -> list[int]:
+        """Those that may have connections of clients: the present one, and that before it."""
+        return [each.process.pid for each in (self._server, self._before) if each is not None]
+
     def end(self) -> None:
         """End the processes beside the present one. That before it answers what it has."""
+        self._end_second()
+        if self._ending is not None:
+            self._ending.join()
+        elif self._before is not None:
+            self._before.end()
+        self._before = self._ending = None
+
+    def _end_second(self) -> None:
         if self._second is not None:
             second, watcher, _ = self._second
             watcher.end()
             second.process.kill()
             second.end()
-        if self._ending is not None:
-            self._ending.join()
-        elif self._before is not None:
-            self._before.end()
-        self._second = self._before = self._ending = None
+        self._second = None
 
     def _is_due(self) -> bool:
         """Whether files are there that were not read, that fit, and that have not changed since the last look."""
@@ -193,12 +209,41 @@ class Supervisor:
         self._has_served = False
         self._failure: ServingError | None = None
         self._renewal = _Renewal(server, self._served, recover)
+        self._drain: Drain | None = None
+        # The signal that the server is stopped by, and that which ends it at once.
+        self._number: int = signal.SIGTERM
+        self._killed_by: int | None = None
         self._stopping = False
         # Whether no model was answering at the last check, while stopping.
         self._is_idle = False
 
     def stop(self, number: int) -> None:
-        """Stop: send signal `number` to the server. It answers the requests that it accepted, and ends."""
+        """Stop by signal `number`: drain if the server is to, then answer what it accepted. The second time: at once.
+
+        It may be called by the handler of a signal, so it waits for nothing.
+        """
+        if self._stopping or self._drain is not None:
+            self._kill(number)
+        elif self._server.drain_s and self._server.condition.server is None:
+            self._number = number
+            self._drain = Drain(self._server.drain_s, self._server.gate, time.monotonic())
+            self._server.condition.is_draining = True
+            if self._follower is not None:
+                self._follower.end()
+            line = "drains for up to %g s: not ready, and still answers; once more ends it at once"
+            self._log.info(line, self._server.drain_s, extra={"event": "draining"})
+        else:
+            self._stop(number)
+
+    def _kill(self, number: int) -> None:
+        """End it at once. Requests that it accepted are lost."""
+        self._stopping = self._server.condition.is_stopping = True
+        self._killed_by = number
+        self._server.signal(signal.SIGKILL)
+        self._renewal.signal(signal.SIGKILL)
+
+    def _stop(self, number: int) -> None:
+        """Send a signal to the server. It answers the requests that it accepted, and ends."""
         self._stopping = self._server.condition.is_stopping = True
         self._is_idle = not self._is_answering()
         if self._follower is not None:
@@ -209,7 +254,7 @@ class Supervisor:
         self._log.info("stops: what was accepted is answered", extra={"event": "stopping"})
 
     def wait(self) -> int:
-        """Watch until the server has ended and is not started again. Returns its exit code.
+        """Watch until the server has ended and is not started again. Returns its exit code, or less than 0: a signal.
 
         If a server crashes while it stops, and no request was left, the exit code is 0. Triton 2.51 sometimes does so
         after many clients gave up.
@@ -220,10 +265,26 @@ class Supervisor:
         if self._follower is not None:
             self._follower.start()
         code = self._watch(is_anew=False)
-        while code and self._recover and not self._stopping and self._start_anew(code):
+        while code and self._recover and not self._is_told_to_stop and self._start_anew(code):
             code = self._watch(is_anew=True)
         if self._failure is not None:
             raise self._failure
+        if self._killed_by is not None:
+            self._log.warning("stopped at once: what was accepted is lost", extra={"event": "stopped"})
+            return -self._killed_by
+        code = self._code_of_stop(code)
+        if code:
+            self._log.critical("tritonserver exited with %d", code, extra={"event": "exited"})
+        else:
+            self._log.info("stopped", extra={"event": "stopped"})
+        return code
+
+    @property
+    def _is_told_to_stop(self) -> bool:
+        return self._stopping or self._drain is not None
+
+    def _code_of_stop(self, code: int) -> int:
+        """The exit code, of which a crash takes nothing if nothing was left to answer."""
         if self._stopping and code < 0 and self._is_idle:
             self._log.warning(
                 "tritonserver ended with %s while it stopped, with nothing left to answer",
@@ -245,7 +306,7 @@ class Supervisor:
             self._server.kept.restore()
             if watcher.failure is not None:
                 self._failure = watcher.failure
-                self.stop(signal.SIGTERM)
+                self._stop(signal.SIGTERM)
             elif watcher.lost is not None:
                 self._log.error(
                     "tritonserver does not answer, and is killed: %s", watcher.lost, extra={"event": "server_hangs"}
@@ -254,6 +315,8 @@ class Supervisor:
                 self._server.process.wait()
             else:
                 watcher = self._renewal.step(watcher)
+                if self._drain is not None and self._has_drained(self._drain):
+                    self._stop(self._number)
                 time.sleep(_PERIOD_S)
         watcher.end()
         self._has_served = watcher.has_loaded
@@ -263,6 +326,13 @@ class Supervisor:
             self._renewal.signal(signal.SIGKILL)
         self._renewal.end()
         return code
+
+    def _has_drained(self, drain: Drain) -> bool:
+        """Whether the server has no connection any more, or has drained for long enough."""
+        if self._server.run_file.drains_until is None:
+            self._server.kept.note(drains_until=time.time() + drain.drain_s)
+            self._renewal.stop_looking()
+        return drain.is_over(self._renewal.processes)
 
     def _await_end(self) -> int:
         """Wait until a server that was told to stop has ended. Returns its exit code.
@@ -308,11 +378,11 @@ class Supervisor:
             "tritonserver died (%s); starting it anew, %s%s", reason, count, pause, extra={"event": "server_died"}
         )
         until = time.monotonic() + pause_s
-        while time.monotonic() < until and not self._stopping:
+        while time.monotonic() < until and not self._is_told_to_stop:
             self._server.condition.seen = time.monotonic()
             time.sleep(_PERIOD_S)
-        if not self._stopping:
+        if not self._is_told_to_stop:
             self._server.start_anew()
         if self._stopping:  # the signal came before the new server could get it
-            self._server.signal(signal.SIGTERM)
-        return not self._stopping or self._server.process.poll() is None
+            self._server.signal(signal.SIGTERM if self._killed_by is None else signal.SIGKILL)
+        return not self._is_told_to_stop or self._server.process.poll() is None

@@ -11,8 +11,11 @@ import yaml
 
 from export.errors import PublishError
 from export.kubernetes.base import base_files, write_base
+from export.kubernetes.containers import DRAIN_S
 from export.kubernetes.fleet import METRICS_FROM, Fleet, PodOptions, Replicas, read_fleet
+from export.kubernetes.workloads import pod_template
 from serving.__main__ import app
+from serving.triton.command_line import exit_timeout_of
 from tests.export.kubernetes.conftest import IMAGE, given
 from tests.support.commands import tbe_export
 
@@ -205,6 +208,16 @@ def test_what_is_run_has_the_options_that_it_is_given(fleet: Fleet, options: Pod
         server = server_of(workload)
         assert server["command"] == ["tbe-serve", "run", "/repository"]
         assert {argument.partition("=")[0] for argument in server["args"]} <= known
+
+
+def test_a_pod_has_time_to_drain_and_to_answer_what_it_accepted(published: Path) -> None:
+    fleet = read_fleet(published / "m" / "1", Replicas())
+    pod = pod_template(fleet, fleet.front, PodOptions(image=IMAGE, claim="models"))["spec"]
+    (container,) = pod["containers"]
+    assert f"--drain-s={DRAIN_S}" in container["args"]
+    assert container["readinessProbe"]["periodSeconds"] <= DRAIN_S / 2  # a first look, until it refuses connections
+    assert pod["terminationGracePeriodSeconds"] >= DRAIN_S + exit_timeout_of([])
+    assert "lifecycle" not in container
 
 
 def test_memory_is_that_of_the_plan(published: Path) -> None:
