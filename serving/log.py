@@ -141,11 +141,12 @@ class Sampled:
         self._log = log
         self._count, self._next = 0, 0.0
 
-    def __call__(self, message: str) -> None:
-        """Count an event, and log it if none was lately. Of a long message, the beginning."""
-        self._count += 1
+    def __call__(self, message: str, count: int = 1) -> None:
+        """Count an event, or several, and log it if none was lately. Of a long message, the beginning."""
+        self._count += count
         if (now := time.monotonic()) >= self._next:
-            first = f"{self._count} since the last line, such as: " if self._count > 1 else ""
+            since = "since the last line" if self._next else "at once"
+            first = f"{self._count} {since}, such as: " if self._count > 1 else ""
             self._log(f"{first}{message[:_LONGEST]}")
             self._count, self._next = 0, now + _SAMPLED_S
 

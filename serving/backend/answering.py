@@ -108,6 +108,7 @@ class Answerer:
         say_refused: takes why each request was refused that was not as it should be.
         largest_handover: most requests that Triton hands over together.
         spans: makes spans; None makes none.
+        say_shed: takes why requests were refused because of load, and how many.
     """
 
     def __init__(
@@ -120,12 +121,13 @@ class Answerer:
         say_refused: Callable[[str], None],
         largest_handover: int = LARGEST_HANDOVER,
         spans: Spans | None = None,
+        say_shed: Callable[[str, int], None] = lambda *_: None,
     ) -> None:
         self._engine = engine
         self._limits = limits
         self._metrics = metrics
         self._recorder = recorder
-        self._log, self._say_refused, self._spans = log, say_refused, spans
+        self._log, self._say_refused, self._say_shed, self._spans = log, say_refused, say_shed, spans
         self._backlog = Backlog(limits.max_busy_ms, largest_handover)
 
     def answer(
@@ -168,6 +170,7 @@ class Answerer:
             f"busy: {len(handover.outcomes)} requests or more waited, "
             f"which is more than {self._limits.max_busy_ms} ms of work: try again later"
         )
+        self._say_shed(str(error), len(positions))
         for position in positions:
             handover.outcomes[position] = error
 

@@ -143,7 +143,8 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
     recorder = Recorder.of(settings, args["model_name"], metrics.count_captured, warns("capture"))
     fails = about_model(pb_utils.Logger.log_error, "failed", args["model_name"], args["model_version"])
     spans = Spans.of_environment(args["model_name"], args["model_version"])
-    answerer = Answerer(engine, settings, metrics, recorder, fails, Sampled(warns("refused")), spans=spans)
+    refused, shed = Sampled(warns("refused")), Sampled(warns("shed"))
+    answerer = Answerer(engine, settings, metrics, recorder, fails, refused, spans=spans, say_shed=shed)
     published, ended = [metrics.publish, pages.publish, freed_memory.give_back], []
     if spans is not None:
         ended.append(spans.close)

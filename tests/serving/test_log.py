@@ -92,6 +92,12 @@ def test_what_happens_often_is_logged_now_and_then(monkeypatch: pytest.MonkeyPat
         f"500 since the last line, such as: 500 {'x' * 2}",
     ]
     assert max(map(len, said)) < 1100
+    several = list[str]()
+    sampled = Sampled(several.append)
+    for _ in range(3):
+        sampled("busy", 256)
+        now[0] += 6
+    assert several == ["256 at once, such as: busy", "512 since the last line, such as: busy"]
 
 
 def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from serving.backend.answering import Answerer
 from serving.backend.metrics import LookupMetrics
 from serving.engine import Engine
 from serving.errors import InvalidRequest, RequestCancelled, ServerUnavailable, ServingError
+from serving.log import Sampled
 from serving.lookup.ranks import BatchAnswer
 from serving.model.settings import LARGEST_HANDOVER, ServingSettings
 from serving.request.batches import Limits
@@ -57,6 +58,7 @@ class Bench:
         self.decoded = self.asked_for = 0
         self.counts: dict[str, float] = {}
         self.refused: list[str] = []
+        self.shed: list[str] = []
         self.engine = Engine.open(bundle)
         look_up = self.engine.ranks.answer
 
@@ -69,7 +71,14 @@ class Bench:
         monkeypatch.setattr(self.engine.ranks, "answer", slow)
         self.metrics = LookupMetrics(lambda name, *_: Counter(name, self.counts), {}, ["a"], 0.0)
         self.answerer = Answerer(
-            self.engine, limits, self.metrics, None, lambda _: None, self.refused.append, largest_handover
+            self.engine,
+            limits,
+            self.metrics,
+            None,
+            lambda _: None,
+            self.refused.append,
+            largest_handover,
+            say_shed=Sampled(self.shed.append),
         )
         self.tensors = Tensors(["user_id"], np.array([1]), np.array([1], np.int32))
         self.expected = self.engine.outputs(self.tensors)[EMBEDDINGS]
@@ -126,6 +135,8 @@ def test_of_what_takes_too_long_those_that_waited_longest_are_refused_unseen(ben
     assert bench.answer(7, 30) == "rrraaaa"
     assert bench.decoded == 4
     assert bench.turned_away == 3
+    (line,) = bench.shed  # one every ten seconds at most
+    assert line.startswith("busy: 7 requests or more waited")
 
 
 def test_what_can_be_answered_in_time_is(bench: Bench) -> None:
