@@ -21,8 +21,8 @@ import triton_python_backend_utils as pb_utils
 from serving.backend.answering import Answerer
 from serving.backend.host_metrics import HostMetrics
 from serving.backend.metrics import LookupMetrics, Publisher, triton_families
-from serving.backend.own_process import FreedMemory, Pauses, busy_byte, end_with_parent
 from serving.backend.page_metrics import PageMetrics
+from serving.backend.process_health import FreedMemory, Pauses, busy_byte, end_with_parent
 from serving.backend.recorder import Recorder
 from serving.backend.spans import Spans
 from serving.bundle.opening import open_bundle, verify_digests, weights_changed_since

@@ -15,7 +15,7 @@ from serving.bundle.manifest import PROGRAM, Manifest
 from serving.bundle.opening import Bundle, read_checked
 from serving.bundle.scores import SCORES, DensePart, JaggedKind
 from serving.errors import BundleError
-from serving.lookup.products import prefer_onednn
+from serving.lookup.gemm import prefer_onednn
 from serving.pins import check_pins, mismatch
 from serving.request.bags import joined, place
 from serving.request.jagged import jagged_inputs, sample_bounds, zero_jagged

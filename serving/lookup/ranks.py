@@ -12,7 +12,7 @@ import torch
 
 from serving.bundle.opening import Bundle
 from serving.errors import HostUnavailable, ServingError, listed, shown
-from serving.lookup.pieces import Pieces
+from serving.lookup.parallel_lookup import ParallelLookup
 from serving.lookup.program import load_program, torchscript
 from serving.request.tensors import Batch, Embeddings
 from serving.tables.table_files import TableFiles
@@ -117,7 +117,7 @@ class LocalRanks:
         # Freezing folds constants. `forward` avoids the hooks of nn.Module.__call__: a third of a small lookup.
         with torchscript():
             self.forward = torch.jit.freeze(program.eval()).forward
-        self._pieces = Pieces(program, bundle.manifest, threads) if threads > 1 else None
+        self._pieces = ParallelLookup(program, bundle.manifest, threads) if threads > 1 else None
 
     def answer(self, batches: Sequence[Batch]) -> list[BatchAnswer]:
         """Look up each batch: one TBE call for each rank. For a large batch, several threads make several."""

@@ -34,9 +34,9 @@ from serving.bundle.signature import TrustedKeys
 from serving.bundle.tables import Bytes, Table
 from serving.errors import ConfigurationError, ServerUnavailable, ServingError
 from serving.files import UNREADABLE, open_file
+from serving.tables.huge_page_copy import MOUNTS, copy_checked, huge_page_folders, locked, remove_unused, taken
 from serving.tables.live_state import About, State
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
-from serving.tables.shared_copy import MOUNTS, copy_checked, huge_page_folders, locked, remove_unused, taken
 
 # The environment variables with the name of the server, its process and a token, which the names of its live copies
 # begin with; and with the folder of all deltas.

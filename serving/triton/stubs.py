@@ -4,8 +4,8 @@ Run with Triton 24.10, which does not notice that a stub died. The source of 26.
 name and arguments.
 
 Busy or idle: a stub has a byte in memory that says whether it is answering requests now
-(`serving.backend.own_process`). `tbe-serve run` reads it while it stops, because tritonserver may wait for requests
-that it has lost. It is read through proc(5), is no file of a file system, and disappears with its process.
+(`serving.backend.process_health`). `tbe-serve run` reads it while it stops, because tritonserver may wait for
+requests that it has lost. It is read through proc(5), is no file of a file system, and disappears with its process.
 """
 
 import os

@@ -26,7 +26,7 @@ from serving.server.launch.ready import CONTROL_TIMEOUT_S, make_ready
 from serving.server.launch.run_file import KeptRunFile, RunFile
 from serving.server.launch.server import FIRST_REGIONS, Server
 from serving.server.launch.shared_memory import region_prefix
-from serving.tables.shared_copy import remove_unused_copies
+from serving.tables.huge_page_copy import remove_unused_copies
 from serving.triton.command_line import (
     erase_from_command_line,
     exit_timeout_of,

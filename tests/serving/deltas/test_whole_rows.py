@@ -26,6 +26,7 @@ from serving.errors import ServerUnavailable
 from serving.log import server_log
 from serving.server.launch.live import LiveCopies
 from serving.tables import applier, live_copy, live_state
+from serving.tables.huge_page_copy import locked
 from serving.tables.live_copy import (
     LIVE_DELTAS,
     LIVE_PREFIX,
@@ -35,7 +36,6 @@ from serving.tables.live_copy import (
     remove_unused_live_copies,
 )
 from serving.tables.live_state import State
-from serving.tables.shared_copy import locked
 from serving.tables.table_files import WeightsMemory
 from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
 from tests.support.often import one_in

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.engine import Engine
-from serving.lookup import buffer_pool, pieces
+from serving.lookup import buffer_pool, parallel_lookup
 from serving.lookup.buffer_pool import BufferPool
 
 
@@ -104,7 +104,7 @@ def test_no_two_arrays_share_memory_and_little_is_kept(steps: list[tuple[int, in
 
 def test_answers_to_large_requests_stay_what_they_were(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("LEAST", "HEAD_START", "CALL"):
-        monkeypatch.setattr(pieces, size, 0)
+        monkeypatch.setattr(parallel_lookup, size, 0)
     with Engine.open(mixed, threads=2) as engine:
         asked = [{"genres": [[number % 20], [1]]} for number in range(20)]
         expected = [engine.lookup(features)["genres"].tobytes() for features in asked]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.lookup.pieces import Piece, Sizes, cut
+from serving.lookup.parallel_lookup import Piece, Sizes, cut
 
 LENGTHS = st.one_of(st.integers(0, 3), st.integers(0, 100), st.just(0), st.just(5000))
 

@@ -13,7 +13,7 @@ from serving.engine import Engine
 from serving.errors import ServingError
 from serving.model.settings import ServingSettings
 from serving.server import run_server
-from serving.tables.shared_copy import huge_page_folders
+from serving.tables.huge_page_copy import huge_page_folders
 from tests.support.huge_pages import run_beside_huge_pages
 from tests.support.models import Spec, collection
 from tests.support.servers import FREE
@@ -27,8 +27,8 @@ from pathlib import Path
 from serving.bundle import open_bundle
 from serving.bundle.opening import FileDigest
 from serving.errors import ServingError
-from serving.tables import shared_copy
-from serving.tables.shared_copy import SharedCopies
+from serving.tables import huge_page_copy
+from serving.tables.huge_page_copy import SharedCopies
 folder, bundle = Path(sys.argv[1]), open_bundle(Path(sys.argv[2]))
 file, digest = bundle.path / "weights.0.bin", bundle.manifest.files["weights.0.bin"]
 def copies():
@@ -42,7 +42,7 @@ OTHER = '''
 import sys
 from pathlib import Path
 from serving.bundle import open_bundle
-from serving.tables.shared_copy import SharedCopies
+from serving.tables.huge_page_copy import SharedCopies
 bundle = open_bundle(Path(sys.argv[2]))
 held = SharedCopies()
 held.take(bundle.path / "weights.0.bin", bundle.manifest.files["weights.0.bin"])

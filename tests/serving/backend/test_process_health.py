@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from export import export_model
-from serving.backend.own_process import _LONGEST_S, KEPT_BYTES, Pauses, stood_still_s
+from serving.backend.process_health import _LONGEST_S, KEPT_BYTES, Pauses, stood_still_s
 from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import ServingError
@@ -134,7 +134,7 @@ def test_waiting_for_python_s_lock_is_not_to_stand_still(elapsed_s: float, waits
 _LARGE_ANSWERS = """
 import resource, sys
 import torch
-from serving.backend.own_process import FreedMemory
+from serving.backend.process_health import FreedMemory
 
 def faults():
     for _ in range(20):
@@ -165,7 +165,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import numpy as np
-from serving.backend.own_process import FreedMemory
+from serving.backend.process_health import FreedMemory
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10

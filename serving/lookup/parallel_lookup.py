@@ -128,7 +128,7 @@ CALL = 1 << 17
 _MOVES = 2
 
 
-class Pieces:
+class ParallelLookup:
     """Looks up batches by the program of a bundle, on several threads.
 
     Args:

@@ -15,7 +15,7 @@ from serving.bundle.plan import ShardingType
 from serving.bundle.tables import OutputDtype
 from serving.engine import Engine
 from serving.errors import ConfigurationError
-from serving.lookup import pieces
+from serving.lookup import parallel_lookup
 from serving.lookup.threads import Threads
 from serving.request.accept import accept
 from serving.request.encoding import encode
@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[Spec, ...], ExportConfig]] = {
 def _parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every batch is cut, as evenly as it can be. In how many parts, one after the other."""
     for size in ("LEAST", "HEAD_START", "CALL"):
-        monkeypatch.setattr(pieces, size, 0)
+        monkeypatch.setattr(parallel_lookup, size, 0)
     seen: list[int] = []
     run = Threads.run
 
@@ -129,7 +129,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_threads_answer_as_one_bit_for_bit(
     model: Any, parts: list[int], block: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "BLOCK", block)
+    monkeypatch.setattr(parallel_lookup, "BLOCK", block)
     name, specs, _, engines = model
     for request in requests(name, specs, most):
         expected = engines[1].lookup(request)
@@ -146,7 +146,7 @@ def test_threads_answer_as_one_bit_for_bit(
 def test_merged_requests_are_answered_as_by_one_thread(
     model: Any, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "BLOCK", 3000)
+    monkeypatch.setattr(parallel_lookup, "BLOCK", 3000)
     name, specs, _, engines = model
     every = list(requests(name, specs))
     for first in range(0, len(every), 5):
@@ -163,7 +163,7 @@ def test_merged_requests_are_answered_as_by_one_thread(
 def test_small_requests_are_left_to_one_thread(
     mixed: Path, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "LEAST", 1 << 20)
+    monkeypatch.setattr(parallel_lookup, "LEAST", 1 << 20)
     random = np.random.default_rng(1)
     with Engine.open(mixed, threads=4) as engine, Engine.open(mixed) as one:
         for samples in (0, 1, 30):

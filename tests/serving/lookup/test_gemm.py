@@ -10,8 +10,8 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from export import export_model
 from serving.engine import Engine
-from serving.lookup import products
-from serving.lookup.products import _is_amd, linear, replace_large_products
+from serving.lookup import gemm
+from serving.lookup.gemm import _is_amd, linear, replace_large_products
 from serving.lookup.program import torchscript
 from tests.support.models import Spec, collection
 from tests.support.scored import EXACT
@@ -119,7 +119,7 @@ def test_scores_are_the_model_s_on_any_processor(tmp_path: Path, monkeypatch: py
     bundle = export_model(model, tmp_path, "m", EXACT)
     random = np.random.default_rng(0)
     for is_amd in (True, False):
-        monkeypatch.setattr(products, "_is_amd", lambda _, is_amd=is_amd: is_amd)
+        monkeypatch.setattr(gemm, "_is_amd", lambda _, is_amd=is_amd: is_amd)
         engine = Engine.open(bundle)
         assert engine._dense is not None
         graph = engine._dense._forward.graph  # type: ignore[attr-defined]
