@@ -14,18 +14,19 @@ import grpc.aio
 import numpy.typing as npt
 
 from serving.arguments import check_argument, check_timeout
+from serving.client.channels import LiveChannel
 from serving.client.connection import DEFAULT_TIMEOUT_S, Connection, Tls
 from serving.client.exchange import Ask, Call, Exchange
+from serving.client.forks import calling
 from serving.client.messages import Answer, ModelInfo, Scores
 from serving.client.metadata import Metadata
 from serving.client.retries import Retries, with_retries
 from serving.closing import AsyncClosing, Closing
-from serving.errors import RequestCancelled
+from serving.errors import InternalError, RequestCancelled
 from serving.protocol.messages import unary
 from serving.request.dense import NO_DENSE, DenseFeatures
 from serving.request.encoding import Features
 from serving.request.tensors import Embeddings
-from serving.triton.error_messages import error_of
 
 T = TypeVar("T")
 
@@ -68,10 +69,15 @@ class _Client:
             tls=tls,
             metadata={} if metadata is None else metadata,
         )
+        self._model = model
         self._where = f"{','.join(self._connection.addresses)}: model {model!r}"
         self._exchange = Exchange(self._where, model)
         self._closed = False
-        self._channel = self._connection.channel(self._library())
+        self._channel = LiveChannel(self._connection, self._library(), _methods)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A client that is pickled, as for another process, is one with the same arguments there."""
+        return _made_again, (type(self), self._model, self._connection)
 
     def _library(self) -> Any:
         raise NotImplementedError
@@ -85,7 +91,7 @@ class _Client:
 
     def _deadline(self, timeout_s: float | None) -> float:
         if self._closed:
-            raise RequestCancelled(f"{self._where}: the client is closed")
+            raise self._is_closed()
         if timeout_s is not None:
             check_argument("timeout_s", timeout_s, float)
             if not timeout_s <= 0:  # a deadline that has passed is gRPC's to tell
@@ -105,16 +111,45 @@ class _Client:
 
     async def _attempt(self, call: Call, trace: str | None, timeout_s: float) -> Any:
         metadata = self._connection.call_metadata(trace)
+        method = self._channel.methods(timeout_s)[call.method]
         try:
-            method = unary(self._channel, call.method)
-            return await self._response(method(call.request, timeout=timeout_s, metadata=metadata))
+            with calling():
+                return await self._response(method(call.request, timeout=timeout_s, metadata=metadata))
         except grpc.RpcError as error:
-            said, is_known = error.details() or "", self._exchange.is_known
-            raise error_of(error.code().name, said, f"{self._where}: ", is_known=is_known) from None
+            where, is_known = f"{self._where}: ", self._exchange.is_known
+            raise self._connection.error_of(error, where, is_known=is_known) from None
+        except (
+            ValueError,
+            grpc.aio.UsageError,
+        ):  # of a channel that another thread has closed
+            if not self._closed:
+                raise
+            raise self._is_closed() from None
+
+    def _is_closed(self) -> RequestCancelled:
+        return RequestCancelled(f"{self._where}: the client is closed")
+
+
+def _made_again(kind: type[_Client], model: str, connection: Connection) -> _Client:
+    return kind(
+        connection.addresses,
+        model,
+        connection.timeout_s,
+        retries=connection.retries,
+        tls=connection.tls,
+        metadata=connection.metadata,
+    )
+
+
+def _methods(channel: Any) -> dict[str, Any]:
+    return {name: unary(channel, name) for name in ("ModelConfig", "ModelInfer")}
 
 
 class LookupClient(_Client, Closing):
-    """A client of one model, with one channel. Several threads may use it at once."""
+    """A client of one model, with one channel. Several threads may use it at once.
+
+    In a forked child it makes a connection of its own, unless the parent was in a call at the fork.
+    """
 
     def info(self) -> ModelInfo:
         """Features and dims of the model. They are asked for once.
@@ -218,9 +253,8 @@ class LookupClient(_Client, Closing):
 
     def close(self) -> None:
         """Close the channel."""
-        if not self._closed:
-            self._closed = True
-            self._channel.close()
+        self._closed = True
+        self._channel.close()
 
     def _library(self) -> Any:
         return grpc
@@ -233,7 +267,10 @@ class LookupClient(_Client, Closing):
 
 
 class AsyncLookupClient(_Client, AsyncClosing):
-    """LookupClient for asyncio: many lookups at once without threads. Make it and use it in one event loop."""
+    """LookupClient for asyncio: many lookups at once without threads.
+
+    Use it in one event loop, and not in a forked child.
+    """
 
     async def info(self) -> ModelInfo:
         """As `LookupClient.info`."""
@@ -272,15 +309,24 @@ class AsyncLookupClient(_Client, AsyncClosing):
 
     async def close(self) -> None:
         """As `LookupClient.close`."""
-        if not self._closed:
-            self._closed = True
-            await self._channel.close()
+        self._closed = True
+        for closing in self._channel.close():
+            await closing
 
     def _library(self) -> Any:
         return grpc.aio
 
     async def _response(self, started: Any) -> Any:
-        return await started
+        try:
+            response = await started
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._closed or (task is not None and task.cancelling()):
+                raise
+            raise self._is_closed() from None  # gRPC cancels what is awaited when its channel is closed
+        if response is None:  # grpc raises an error of it, and grpc.aio does not
+            raise InternalError(f"{self._where}: expected a message of KServe's protocol, got other bytes")
+        return response
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

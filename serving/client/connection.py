@@ -2,7 +2,7 @@
 
 import ipaddress
 import json
-import socket
+import os
 import ssl
 import sys
 from collections.abc import Sequence
@@ -14,8 +14,11 @@ import grpc
 
 from serving.arguments import check_arguments, check_timeout, is_address, is_host_name
 from serving.client.metadata import Metadata, check_metadata, check_text
+from serving.client.proxies import may_be_proxied, proxy_note
 from serving.client.retries import Retries
-from serving.errors import ConfigurationError, ServerUnavailable
+from serving.client.targets import Target
+from serving.errors import ConfigurationError, DeadlineExceeded, ServerUnavailable, ServingError
+from serving.triton.error_messages import error_of
 
 DEFAULT_TIMEOUT_S = 1.0
 
@@ -27,6 +30,9 @@ _RECONNECT_MS = (100, 1000)
 # How long an attempt to connect may take, to the server's first word: where the network is slow, that is several ways
 # there and back. gRPC's option for it has the name of a pause; its own default is 20 s.
 _CONNECT_MS = 2000
+# The least time between two resolutions of a name. gRPC resolves it again when a connection is lost or cannot be
+# made. With its own default, 30 s, it goes on with addresses that are gone.
+_RESOLVE_MS = 1000
 # gRPC keeps messages of up to this size, to send them again. Larger ones are sent once.
 _RETRY_BUFFER_BYTES = 64 << 20
 # A connection with calls on it is sent a keepalive ping when it has been silent for so long.
@@ -144,18 +150,6 @@ class Connection:
             )
 
     @property
-    def target(self) -> str:
-        """The target of a channel. gRPC resolves a single name, now and later; several are resolved here, once.
-
-        Raises:
-            ServerUnavailable: a name among several cannot be resolved.
-        """
-        if len(self.addresses) == 1:
-            return self.addresses[0]
-        found = [_resolved(address) for address in self.addresses]
-        return f"ipv4:{','.join(found)}"
-
-    @property
     def _server_name(self) -> str | None:
         """The name in certificates. gRPC would look for all of several addresses as one name."""
         if self.tls is not None and self.tls.server_name is not None:
@@ -172,6 +166,18 @@ class Connection:
     def _keepalive_timeout_s(self) -> float:
         least, most = _KEEPALIVE_TIMEOUT_S
         return min(max(self.timeout_s / 3, least), most)
+
+    def error_of(self, error: grpc.RpcError, where: str = "", *, is_known: bool = False) -> ServingError:
+        """The error of a call that failed. One that may be the proxy's names it.
+
+        Args:
+            error: of grpc or grpc.aio.
+            where, is_known: as `serving.triton.error_messages.error_of`.
+        """
+        found = error_of(error.code().name, error.details() or "", where, is_known=is_known)
+        if isinstance(found, ServerUnavailable | DeadlineExceeded) and (note := proxy_note(self.addresses)):
+            return type(found)(f"{found}: {note}")
+        return found
 
     def call_metadata(self, trace: str | None) -> list[tuple[str, str | bytes]]:
         """The metadata of one call. `trace` is its W3C traceparent; None: that of OpenTelemetry's current span.
@@ -190,22 +196,33 @@ class Connection:
             trace = _current_trace()
         return pairs if trace is None else [*pairs, ("traceparent", trace)]
 
-    def channel(self, library: Any, more_options: Sequence[tuple[str, Any]] = ()) -> Any:
+    def check_tls(self) -> None:
+        """Read the TLS files.
+
+        Raises:
+            ConfigurationError: as `Tls.credentials`.
+        """
+        if self.tls is not None:
+            self.tls.credentials()
+
+    def channel(self, library: Any, more_options: Sequence[tuple[str, Any]] = (), target: str | None = None) -> Any:
         """A channel of `library`: grpc or grpc.aio.
 
         Args:
             library: the module.
             more_options: of the channel. They go before its own of the same name.
+            target: of the channel. None: what the addresses stand for now.
 
         Raises:
             ConfigurationError: as `Tls.credentials`.
-            ServerUnavailable: as `target`.
+            ServerUnavailable: a name among several addresses cannot be resolved.
         """
+        target = Target(self.addresses).now() if target is None else target
         # Of two options with one name gRPC takes the first.
         options = [*{**dict(self._options()), **dict(more_options)}.items()]
         if self.tls is None:
-            return library.insecure_channel(self.target, options)
-        return library.secure_channel(self.target, self.tls.credentials(), options)
+            return library.insecure_channel(target, options)
+        return library.secure_channel(target, self.tls.credentials(), options)
 
     def _options(self) -> list[tuple[str, Any]]:
         config: dict[str, Any] = {"loadBalancingConfig": [_BALANCING]}
@@ -222,6 +239,9 @@ class Connection:
         options: list[tuple[str, Any]] = [
             ("grpc.service_config", json.dumps(config)),
             ("grpc.service_config_disable_resolution", 1),
+            ("grpc.dns_min_time_between_resolutions_ms", _RESOLVE_MS),
+            # Connections are shared by channels of a process that have the same options: not with a forked child.
+            ("tbe.process", os.getpid()),
             ("grpc.max_send_message_length", _UNLIMITED),
             ("grpc.max_receive_message_length", _UNLIMITED),
             ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
@@ -232,6 +252,7 @@ class Connection:
             ("grpc.keepalive_timeout_ms", int(1000 * self._keepalive_timeout_s)),
             # Where a ping of gRPC's own is on its way, a keepalive waits for that one: by default a minute.
             ("grpc.http2.ping_timeout_ms", int(1000 * self._keepalive_timeout_s)),
+            ("grpc.enable_http_proxy", int(may_be_proxied(self.addresses))),
             # No ping without calls, and one in a long call: servers answer more pings with GOAWAY.
             ("grpc.keepalive_permit_without_calls", 0),
             ("grpc.http2.max_pings_without_data", 1),
@@ -267,12 +288,3 @@ def _is_one_host(host: str) -> bool:
     except ValueError:
         return host == "localhost"
     return True
-
-
-def _resolved(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    try:
-        ip = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
-    except (OSError, ValueError) as error:
-        raise ServerUnavailable(f"{address}: expected host:port of a host with an IPv4 address: {error}") from error
-    return f"{ip}:{port}"

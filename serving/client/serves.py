@@ -22,7 +22,6 @@ from serving.protocol.messages import (
     unary,
 )
 from serving.request.tensors import EMBEDDINGS, IDS, LOOKED_UP, ONCE
-from serving.triton.error_messages import error_of
 
 _TYPE_FP16, _TYPE_INT32 = DataType.TYPE_FP16, DataType.TYPE_INT32
 
@@ -98,7 +97,7 @@ def _ask(connection: Connection) -> Serves:
             try:
                 return unary(channel, method)(request, timeout=connection.timeout_s, metadata=metadata)
             except grpc.RpcError as error:
-                raise error_of(error.code().name, error.details() or "") from None
+                raise connection.error_of(error) from None
 
         try:
             triton = call("ServerMetadata", ServerMetadataRequest()).version

@@ -25,7 +25,6 @@ from serving.errors import DeadlineExceeded, InternalError, ServingError
 from serving.router.host import TRACE, Channels, Host, most_attempts
 from serving.router.messages import MORE_THAN_ONE, PartialRequest, PartialSums, largest_answer
 from serving.router.replicas import LoopThread
-from serving.triton.error_messages import error_of
 
 _ON_ONE_THREAD = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
 # An answer is late after this share of the timeout. The number of checks for late answers in one timeout.
@@ -62,6 +61,7 @@ class HostCallers:
 
     def __init__(self, hosts: Mapping[int, Host], loop: LoopThread) -> None:
         self.by_rank = {rank: HostCaller(host, loop) for rank, host in hosts.items()}
+        self._loop = loop
         self._readers = ThreadPoolExecutor(_MOST_READERS, "late hosts")
         self._watch = loop.start(self._look())
 
@@ -73,7 +73,12 @@ class HostCallers:
         self._readers.shutdown()
 
     def ask(self, requests: Mapping[int, PartialRequest]) -> "dict[int, HostCall]":
-        """Send requests, by rank. It returns before they are answered."""
+        """Send requests, by rank. It returns before they are answered.
+
+        Raises:
+            ConfigurationError: this process was forked from the one that the callers were made in.
+        """
+        self._loop.check()
         return {rank: self.by_rank[rank].ask(request) for rank, request in requests.items()}
 
     async def _look(self) -> None:
@@ -102,7 +107,6 @@ class HostCaller:
         self._loop = loop
         self._known_s = float("inf")
         self._channels = Channels(host.connection, grpc, _ON_ONE_THREAD)
-        self._channels.call(0)
         self.asked: set[HostCall] = set()
 
     def close(self) -> None:
@@ -119,7 +123,7 @@ class HostCaller:
         """Make the first attempt of a call. It returns before it is answered. Arguments as `Host.attempts`."""
         metadata = self.host.connection.call_metadata(TRACE.get())
         self.host.counts.add(bytes_out=len(message))
-        return self._channels.call(largest)(message, timeout=self.timeout_s, metadata=metadata)
+        return self._channels.call(largest, self.timeout_s)(message, timeout=self.timeout_s, metadata=metadata)
 
     def ask_elsewhere(
         self, message: bytes, largest: int, deadline: float, *before: ServingError
@@ -249,8 +253,9 @@ class HostCall:
             self.caller.took(self.ended - self.started, waited_s > _WAITED_S)
 
     def _answer(self) -> bytes | None:
+        host = self.caller.host
         if self._not_sent is not None:
-            raise self.caller.host.failed([self._not_sent])
+            raise host.failed([self._not_sent])
         try:
             message: bytes | None = next(self._attempt, None)
             # As in any call of gRPC, a message is valid only if the status after it is OK.
@@ -258,10 +263,9 @@ class HostCall:
                 self._attempt.cancel()
                 raise InternalError(MORE_THAN_ONE)
         except grpc.RpcError as error:
-            failed = error_of(error.code().name, error.details() or "")
+            failed = host.connection.error_of(error)
         else:
             return message
-        host = self.caller.host
         if self._elsewhere is not None:
             try:
                 found: bytes | None = self._elsewhere.result()

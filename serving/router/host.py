@@ -19,7 +19,9 @@ import numpy as np
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import HostBundle
 from serving.bundle.segments import PlannedHost, planned_host
+from serving.client.channels import LiveChannel
 from serving.client.connection import Connection
+from serving.client.forks import calling
 from serving.errors import (
     DeadlineExceeded,
     HostUnavailable,
@@ -32,7 +34,6 @@ from serving.errors import (
     shown,
 )
 from serving.router.messages import METHOD, MORE_THAN_ONE, Messages, PartialRequest, PartialSums, largest_answer
-from serving.triton.error_messages import error_of
 
 # If a host has several replicas, another attempt begins after each of these shares of the timeout without an answer.
 _OTHERS_AT = (0.5, 0.75)
@@ -111,21 +112,35 @@ class Channels:
         self._connection = connection
         self._library = library
         self._options = options
-        self._channels: dict[int, tuple[Any, Any]] = {}
+        self._channels: dict[int, LiveChannel[Any]] = {}
+        self._channel(0)
 
-    def call(self, largest: int) -> Any:
-        """The callable of a method of gRPC, bytes to a stream of bytes, for a response of at most `largest` bytes."""
+    def call(self, largest: int, timeout_s: float) -> Any:
+        """The callable of a method of gRPC, bytes to a stream of bytes, for a call.
+
+        Args:
+            largest: the most bytes of its response.
+            timeout_s: the longest time that it takes.
+
+        Raises:
+            ConfigurationError: as `LiveChannel.methods`.
+        """
+        return self._channel(largest).methods(timeout_s)
+
+    def _channel(self, largest: int) -> LiveChannel[Any]:
         limit = next((each for each in _LARGEST if largest <= each), _LARGEST[-1])
-        found = self._channels.get(limit)
-        if found is None:
-            options = [*self._options, ("grpc.max_receive_message_length", limit)]
-            channel = self._connection.channel(self._library, options)
-            found = self._channels[limit] = (channel, channel.unary_stream(METHOD))
-        return found[1]
+        if limit not in self._channels:
+            options = (*self._options, ("grpc.max_receive_message_length", limit))
+            self._channels[limit] = LiveChannel(self._connection, self._library, _unary_stream, *options)
+        return self._channels[limit]
 
     def close(self) -> list[Any]:
         """Close all channels. Returns what each `close` returned: of grpc.aio, something to await."""
-        return [channel.close() for channel, _ in self._channels.values()]
+        return [closed for channel in self._channels.values() for closed in channel.close()]
+
+
+def _unary_stream(channel: Any) -> Any:
+    return channel.unary_stream(METHOD)
 
 
 class Host:
@@ -157,7 +172,6 @@ class Host:
         # Attempts that have not ended. asyncio has only weak references to them.
         self._running: set[asyncio.Task[Any]] = set()
         self._channels = Channels(connection, grpc.aio)
-        self._channels.call(0)
 
     async def close(self) -> None:
         """Close the channels. Attempts without an answer are cancelled."""
@@ -290,15 +304,17 @@ class Host:
         left_s = max(0.0, deadline - asyncio.get_running_loop().time())
         try:
             metadata = self.connection.call_metadata(TRACE.get())
-            call = self._channels.call(largest)(message, timeout=left_s, metadata=metadata)
-            found = await call.read()
-            if found is not grpc.aio.EOF and await call.read() is not grpc.aio.EOF:
-                call.cancel()
-                return InternalError(MORE_THAN_ONE)
+            method = self._channels.call(largest, left_s)
+            with calling():
+                call = method(message, timeout=left_s, metadata=metadata)
+                found = await call.read()
+                if found is not grpc.aio.EOF and await call.read() is not grpc.aio.EOF:
+                    call.cancel()
+                    return InternalError(MORE_THAN_ONE)
         except ServingError as error:
             return error
         except grpc.aio.AioRpcError as error:
-            return error_of(error.code().name, error.details() or "")
+            return self.connection.error_of(error)
         return None if found is grpc.aio.EOF else found
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from serving.bundle.manifest import Manifest
 from serving.bundle.plan import HostBundle
 from serving.client.connection import Connection, Tls
-from serving.errors import HostUnavailable, InternalError, ModelNotFound, ServingError
+from serving.errors import ConfigurationError, HostUnavailable, InternalError, ModelNotFound, ServingError
 from serving.files import Strict
 from serving.router.host import Host, host_of
 from serving.router.hosts_config import HostsConfig
@@ -60,6 +60,23 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True)
         self._thread.start()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a forked child, which has no such thread."""
+        return not self._thread.is_alive()
+
+    def check(self) -> None:
+        """Refuse a forked child.
+
+        Raises:
+            ConfigurationError: this process is one.
+        """
+        if self.is_forked:
+            raise ConfigurationError(
+                "hosts: this process was forked from the one that connected to them: start it by `spawn` or "
+                "`forkserver`, and open the bundle in it"
+            )
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
         """Run a coroutine on that loop. It returns at once."""

@@ -143,11 +143,15 @@ class RouterRanks:
 
         Raises:
             HostUnavailable: naming each host that does not, or that lacks its bundle.
+            ConfigurationError: this process was forked from the one that opened the bundle.
         """
+        self._loop.check()
         self._loop.start(check_all(self._hosts, 0.0)).result()
 
     def close(self) -> None:
-        """Close the channels, and end the threads."""
+        """Close the channels, and end the threads. A forked child has none of its own."""
+        if self._loop.is_forked:
+            return
         self._callers.close()
         self._disconnect()
 

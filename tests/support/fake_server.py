@@ -37,13 +37,13 @@ class Fake(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
 
 
 @contextmanager
-def serving(fake: Fake) -> Iterator[str]:
+def serving(fake: Fake, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
     limits = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     server = grpc.server(futures.ThreadPoolExecutor(8), options=limits)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"{host}:{port}")
     server.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"{host}:{port}"
     finally:
         server.stop(None).wait()

@@ -72,9 +72,10 @@ class Replicas:
     timeouts: list[float] = field(default_factory=list)
     requests: list[Any] = field(default_factory=list)
 
-    def called(self, largest: int) -> Any:
+    def called(self, largest: int, timeout_s: float) -> Any:
         """What `Channels.call` gives."""
         assert largest >= 12
+        assert timeout_s <= TIMEOUT_S
         return self
 
     def __call__(self, message: bytes, timeout: float, metadata: Any) -> "Attempt":
