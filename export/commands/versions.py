@@ -25,11 +25,11 @@ from export.publish.published import bundle_of, read_deltas
 from export.publish.published import prune as prune_versions
 from export.publish.published import prune_squashed as prune_squashed_deltas
 from export.publish.published import release as write_release
+from export.publish.push import check_stored, repository_at
 from export.publish.push import push as push_model
-from export.publish.push import repository_at
 from serving.bundle.lineage import deltas_folder
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import open_bundle
+from serving.bundle.opening import check_published, open_bundle
 from serving.bundle.release import release_path
 from serving.bundle.signature import TrustedKeys, read_signing_key, signature_of
 from serving.errors import ConfigurationError
@@ -148,15 +148,26 @@ def release(
     signing_key: Annotated[
         Path | None, typer.Option(help="PEM file with the Ed25519 private key that signs the release.")
     ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            help="Read every file of the versions first, and compare it with its digest; of weights in a store, "
+            "compare the size."
+        ),
+    ] = True,
 ) -> None:
     """Have every server that follows the model's releases (`tbe-serve run --follow`) serve these versions.
 
-    To go back, release the older version. Nothing is restarted.
+    To go back, release the older version; with --no-verify at once. Nothing is restarted.
     """
     key = None if signing_key is None else read_signing_key(signing_key)
     repository, _, name = (model.rstrip("/") if is_url(model) else os.path.abspath(model)).rpartition("/")
     with repository_at(repository or "/", name) as folder:
-        written = write_release(folder / name, versions, key)
+        if verify and is_url(model):
+            check_published(folder / name, versions)
+            for version in versions:
+                check_stored(Store(repository), folder / name / str(version))
+        written = write_release(folder / name, versions, key, verify=verify and not is_url(model))
         path = release_path(folder / name)
         was_signed = key is None and os.path.lexists(signature_of(path))
     out.print(f"{repository}/{path.name}: version {', '.join(map(str, written.versions))}", soft_wrap=True)

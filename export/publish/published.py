@@ -24,7 +24,16 @@ from serving.bundle.lineage import (
     steps_in,
 )
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, check_published, in_use, newest, open_bundle, remove_version, versions
+from serving.bundle.opening import (
+    Bundle,
+    check_published,
+    in_use,
+    newest,
+    open_bundle,
+    remove_version,
+    verify_digests,
+    versions,
+)
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import Release, next_release, read_release, release_path
 from serving.bundle.signature import TrustedKeys, sign
@@ -50,20 +59,26 @@ def bundle_of(path: Path, trusted: TrustedKeys | None = None) -> Path:
     return path / str(settings_of(read_config(path, trusted)).version or newest(path))
 
 
-def release(model: Path, versions: Sequence[int], signing_key: Ed25519PrivateKey | None = None) -> Release:
+def release(
+    model: Path, versions: Sequence[int], signing_key: Ed25519PrivateKey | None = None, *, verify: bool = False
+) -> Release:
     """Write the release of a model. A reader sees the old one or the new one.
 
     Args:
         model: the model's folder, <repository>/<name>.
         versions: what is to be served.
         signing_key: signs the release. None: it is not signed.
+        verify: whether every file of these versions is read first, and compared with its digest.
 
     Raises:
         ConfigurationError: there is no such model, or a version is not published.
+        BundleError: a version is damaged.
         PublishError: the repository cannot be written to.
     """
     read_config(model)
     check_published(model, versions)
+    for version in versions if verify else ():
+        verify_digests(open_bundle(model / str(version)))
     before = None
     with suppress(BundleError):  # what cannot be read is replaced
         before = read_release(model)

@@ -459,6 +459,27 @@ def test_a_folder_has_what_the_store_has(url: str, s3: S3, tmp_path: Path) -> No
     assert sorted(path.name for path in (here / "m").iterdir()) == ["1", "config.pbtxt"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("weights.0.bin", b"", "weights.0.bin: expected "),
+        ("model.py", b"pass", "model.py: expected SHA-256"),
+        ("manifest.json", b"{}", "manifest.json: "),
+    ],
+)
+def test_what_is_damaged_in_a_store_is_not_released(
+    url: str, s3: S3, name: str, content: bytes, message: str
+) -> None:
+    for seed in range(2):
+        published(url, seed)
+    assert tbe_export("release", f"{url}/m", "1").exit_code == 0
+    s3.put(key_of(url, f"m/2/{name}"), content)
+    refused = tbe_export("release", f"{url}/m", "2")
+    assert refused.exit_code == 1
+    assert f"{url}/m/2/{message}" in refused.stderr
+    assert tbe_export("release", f"{url}/m", "2", "--no-verify").exit_code == 0
+
+
 def test_a_release_says_what_is_brought(url: str, tmp_path: Path) -> None:
     for seed in range(3):
         published(url, seed)

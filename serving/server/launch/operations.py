@@ -2,7 +2,8 @@
 
 `/livez` and `/readyz` follow Kubernetes: 200 with one word, or 503 with the reason. They start no process, look
 nothing up and ask no model: an overload makes nobody unready. `/readyz?verbose` also names the hosts that a router
-has lost, which stays ready for what needs none of them, and the models to which no further delta is applied.
+has lost, which stays ready for what needs none of them, the models whose release is not served, and those to which no
+further delta is applied.
 `/metrics` passes on what Triton says on a Unix socket that only its own user reaches, and adds those of the server as
 a whole.
 
@@ -63,6 +64,7 @@ class Condition:
         certificate_expires: when the certificate expires that tritonserver read as it started, Unix time. None: it
             has none, or is not started yet.
         store_read: when each store that it follows was last read, Unix time, by URL.
+        releases: of each model whose release is followed, why it is not served. None: it is.
         copies: its live copies. None: it has none.
         context: the TLS of the operations port, which goes over to the certificate when tritonserver does. None: it
             has none.
@@ -77,6 +79,7 @@ class Condition:
     restarts: int = 0
     certificate_expires: float | None = None
     store_read: dict[str, float] = field(default_factory=dict)
+    releases: dict[str, str | None] = field(default_factory=dict)
     copies: LiveCopies | None = None
     context: ssl.SSLContext | None = None
 
@@ -129,6 +132,13 @@ class Condition:
             name, text = "tbe_store_read_timestamp_seconds", "When a store was last read that is followed, Unix time"
             lines.append(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
             lines += [f'{name}{{store="{url}"}} {at:.0f}\n' for url, at in sorted(read.items())]
+        if releases := self.releases.copy():
+            name, text = (
+                "tbe_release_failed",
+                "Whether a release that is followed is refused or cannot be served: 1 or 0",
+            )
+            lines.append(f"# HELP {name} {text}\n# TYPE {name} gauge\n")
+            lines += [f'{name}{{model="{model}"}} {why is not None:d}\n' for model, why in sorted(releases.items())]
         return "".join(lines).encode() + (b"" if self.copies is None else self.copies.metrics())
 
 
@@ -262,6 +272,8 @@ class _Port:
         if is_verbose and status == HTTPStatus.OK:
             with suppress(ServingError):
                 said += _lost_hosts(await asyncio.to_thread(self._scrape))
+            problems = sorted(self._condition.releases.copy().items())
+            said += "".join(f"release: model {model!r}: {why}\n" for model, why in problems if why).encode()
             if (copies := self._condition.copies) is not None:
                 said += "".join(f"stopped: {line}\n" for line in copies.said()).encode()
         return status, said

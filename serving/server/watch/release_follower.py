@@ -34,6 +34,7 @@ class ReleaseFollower:
         released = released_versions(files)
         pinned = {model: versions for model, versions in server.run_file.pinned.items() if model not in released}
         server.kept.note(pinned=pinned, released=released)
+        server.condition.releases = {file.model: None for file in files}
 
     def start(self) -> None:
         """Begin to follow."""
@@ -47,6 +48,7 @@ class ReleaseFollower:
         while not self._ended.wait(_PERIOD_S):
             for each in self._followed:
                 each.follow(self._server)
+                self._server.condition.releases[each.model] = each.problem
 
     def _tell(self, level: int, event: str, model: str, line: str, release: Release | None = None) -> None:
         if not self._ended.is_set():  # a server that stops loads nothing
@@ -60,6 +62,7 @@ class _Followed:
 
     def __init__(self, file: ReleaseFile, unload_after_s: float, tell: Callable[..., None]) -> None:
         self._file = file
+        self.model = file.model
         self._unload_after_s = unload_after_s
         self._present = self._tried = file.newest
         self._unload_at: float | None = None
@@ -67,6 +70,11 @@ class _Followed:
         self._tell = tell
         self._say_of_file = _Once(partial(tell, logging.WARNING, "release_refused", file.model))
         self._say_of_loading = _Once(partial(tell, logging.ERROR, "release_failed", file.model))
+
+    @property
+    def problem(self) -> str | None:
+        """Why its release is not served. None: it is, or nothing is known of it."""
+        return self._say_of_file.said or self._say_of_loading.said
 
     def follow(self, server: Server) -> None:
         """Read the release file. Load or unload versions that are due."""
@@ -137,16 +145,16 @@ class _Followed:
 
 
 class _Once:
-    """Says a problem once, as long as it stays the same. After None, it says it again."""
+    """Says a problem once, as long as it stays the same. After None, it says it again. `said` is the present one."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._said: str | None = None
+        self.said: str | None = None
 
     def __call__(self, problem: str | None) -> None:
-        if problem is not None and problem != self._said:
+        if problem is not None and problem != self.said:
             self._say(problem)
-        self._said = problem
+        self.said = problem
 
 
 def _listed(release: Release | None) -> str:

@@ -131,7 +131,11 @@ def pages(first_scrape: str, routed: Server) -> str:
     return (
         first_scrape
         + scrape(routed)
-        + Condition(certificate_expires=time.time(), store_read={"s3://bucket/models": time.time()})
+        + Condition(
+            certificate_expires=time.time(),
+            store_read={"s3://bucket/models": time.time()},
+            releases={"m": None},
+        )
         .metrics()
         .decode()
     )

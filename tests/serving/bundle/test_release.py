@@ -57,6 +57,19 @@ def test_what_is_not_published_is_not_released(target: Target, name: str, versio
     assert read_release(target.model) is None
 
 
+@pytest.mark.parametrize("name", ["weights.0.bin", "program.pt", "manifest.json"])
+def test_what_is_damaged_is_not_released(target: Target, name: str) -> None:
+    release(target, "1")
+    flip(target.model / "2" / name)
+    done = tbe_export("release", str(target.model), "1", "2")
+    assert done.exit_code == 1
+    assert f"{target.model}/2/{name}: " in done.stderr
+    found = read_release(target.model)
+    assert found is not None
+    assert found.versions == (1,)
+    assert tbe_export("release", str(target.model), "2", "--no-verify").exit_code == 0
+
+
 def test_openssl_verifies_a_release(target: Target, tmp_path: Path) -> None:
     release(target, "1")
     path = release_path(target.model)

@@ -15,7 +15,7 @@ from serving.server.launch.run_file import find_run_file
 from tests.serving.server.test_versions import Seen, ask_until, broken_version, export_version
 from tests.support.attackers import Target, answers, flip
 from tests.support.commands import tbe_export
-from tests.support.servers import Running, read_only, running, stubs, tbe_serve, wait_for_answer
+from tests.support.servers import Running, page, read_only, running, stubs, tbe_serve, wait_for_answer
 
 
 def release(model: Path, *versions: int, key: Path | None = None) -> None:
@@ -108,8 +108,15 @@ def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once
     release(model, 1)
     with running(repository, "--follow", "--unload-after-s", "0") as server:
         said = Said(server)
-        release(model, 2)
-        said.wait_for(f"release cannot be served, version 1 goes on: {model}/2/weights.0.bin: expected")
+        assert 'tbe_release_failed{model="m"} 0' in page(server, "/metrics")
+        refused = tbe_export("release", str(model), "2")
+        assert refused.exit_code == 1
+        assert f"{model}/2/weights.0.bin: expected 800 bytes" in refused.stderr
+        assert tbe_export("release", str(model), "2", "--no-verify").exit_code == 0
+        problem = f"release cannot be served, version 1 goes on: {model}/2/weights.0.bin: expected"
+        said.wait_for(problem)
+        wait_until(lambda: 'tbe_release_failed{model="m"} 1' in page(server, "/metrics"))
+        assert f"ready\nrelease: model 'm': {problem}" in page(server, "/readyz?verbose")
         done = tbe_serve("load", "m", "--url", server.grpc)
         assert done.returncode == 1
         assert "m: its release says what is served here, as --follow says: `tbe-export release`" in done.stderr
@@ -120,6 +127,8 @@ def test_a_version_that_cannot_be_loaded_leaves_the_present_one_and_is_said_once
         wait_for_versions(server, 3)
         said.wait_for("serves version 3")
         assert len(said.lines) == 2, said.lines
+        wait_until(lambda: page(server, "/readyz?verbose") == "ready\n")
+        assert 'tbe_release_failed{model="m"} 0' in page(server, "/metrics")
     # A server that is started anew serves what the release says, and nothing else.
     export_version(repository, 4)
     with running(repository, "--follow") as server:
