@@ -58,6 +58,7 @@ def part_manifest(router: Manifest, rank: int, name: str, sums_dtype: OutputDtyp
         ),
         parity=(),
         exported_at=router.exported_at,
+        checkpoint=router.checkpoint,
         versions=router.versions,
         files={},
         part_of=Part(model=name, host=host, plan=router.placement_digest),
@@ -102,7 +103,8 @@ def open_parts(repository: Path, router: Manifest, name: str, version: int) -> d
         version: of all bundles.
 
     Raises:
-        PublishError: a line for each bundle that is missing, damaged, or part of another plan.
+        PublishError: a line for each bundle that is missing, damaged, part of another plan, or exported from another
+            checkpoint.
     """
     found: dict[int, Bundle] = {}
     wrong: list[str] = []
@@ -122,9 +124,20 @@ def open_parts(repository: Path, router: Manifest, name: str, version: int) -> d
                 f"host {host}: {path}: expected a part of this plan of {name!r}, got one of another: "
                 "export it again with the same options, --memory-per-rank among them"
             )
+        elif bundle.manifest.checkpoint != router.checkpoint:
+            wrong.append(
+                f"host {host}: {path}: expected one that was exported from the checkpoint given here, "
+                f"{_short(router.checkpoint)}, got one from {_short(bundle.manifest.checkpoint)}: give every machine "
+                "the same files; of safetensors, with their time of modification (cp -p)"
+            )
     if wrong:
         raise PublishError("\n".join(["the set is not whole:", *wrong]))
     return found
+
+
+def _short(fingerprint: str | None) -> str:
+    """A fingerprint of a checkpoint in a line."""
+    return "the module itself" if fingerprint is None else f"checkpoint {fingerprint[:12]}"
 
 
 def recorded_errors(

@@ -76,7 +76,7 @@ def export_model(
         ModelError: the module's tables cannot be served, or a module around them changes ids or weights; what
             follows the collections cannot be followed or compiled.
         ConfigurationError: a setting, or the signing key, cannot be used.
-        CheckpointError: the checkpoint does not hold the tables.
+        CheckpointError: the checkpoint does not hold the tables, or changed while it was read.
         QuantizeError: a row does not fit its dtype.
         PlanError: the tables do not fit the ranks.
         ParityError: a table's answers move further than its limit, or the module itself answers otherwise.
@@ -210,6 +210,7 @@ class Export:
                 done += 4 * stored.elements
                 prepared.progress(Progress(stored.table, done, total))
             by_rank = digests.finish()
+        prepared.weights.check_unchanged()  # from here on, nothing is read from it
         prepared.progress(Progress("parity", total, total))
         return Stored(errors, {files[rank]: digest for rank, digest in by_rank.items()})
 
@@ -312,8 +313,11 @@ def plan_model(
         ModelError, ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
     trained = collect_tables(module, follow=config.example is None).tables
-    if checkpoint is not None:  # it has to hold the tables, even where the plan needs no row
-        weights = open_weights(module, trained, checkpoint)
-        for table in trained:
-            weights.check(table)
-    return describe(trained, config, lambda: open_weights(module, trained, checkpoint), progress)
+    if checkpoint is None:
+        return describe(trained, config, lambda: open_weights(module, trained, None), progress)
+    weights = open_weights(module, trained, checkpoint)
+    for table in trained:  # it has to hold the tables, even where the plan needs no row
+        weights.check(table)
+    manifest = describe(trained, config, lambda: weights, progress)
+    weights.check_unchanged()
+    return manifest

@@ -232,7 +232,9 @@ def prepare(
     manifest = describe(trained.tables, config, lambda: weights, progress)
     manifest = with_position_weights(manifest, trained.tables, weights)
     maps = build_maps(trained.tables, weights)
-    manifest = msgspec.structs.replace(maps.described(manifest), left_out=trained.found.left_out)
+    manifest = msgspec.structs.replace(
+        maps.described(manifest), left_out=trained.found.left_out, checkpoint=weights.fingerprint
+    )
     scored = None
     if config.scores:
         given = None if checkpoint is None else weights

@@ -136,6 +136,7 @@ class Baseline:
         self._manifest = tables.describe(dtype, Sharding())
         for _ in store_rows(weights_paths(directory, self._manifest), tables.trained, self._manifest, tables.weights):
             pass
+        tables.weights.check_unchanged()
         self._requests = _requests(self._manifest, tables, options.batch_size)
         self._program = _checked_program(directory, self._manifest)
 

@@ -108,7 +108,7 @@ def verify(
             manifest lacks the parity of a table; a host's bundle is not the one that the router's names.
         ModelError: the bundle holds other tables or scores than `trained`; with `trained`, the bundle is a host's, or
             a host's bundle is not there.
-        CheckpointError: the weights are not all there.
+        CheckpointError: the weights are not all there, or changed while they were read.
         ParityError: a fresh process cannot answer from it.
     """
     bundle = open_bundle(path, trusted)
@@ -138,6 +138,8 @@ def verify(
         else:
             answers = answer_probe(path, manifest, program, fresh, request)
     verification = _compare(bundle, answers, trained, weights)
+    if weights is not None:
+        weights.check_unchanged()
     if part is None or request is None:
         return verification
     part, failures = verify_scores(bundle, part, request, answers.requested, scored)

@@ -79,6 +79,7 @@ def publish_changes(
         if differing.ids.size:
             check_takes(tables[table.name])
             stored[table.name] = differing
+    weights.check_unchanged()
     return lineage.publish(stored, key) if stored else None
 
 

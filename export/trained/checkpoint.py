@@ -2,34 +2,24 @@
 any size that take 16 MiB, for benchmarks, studies and tests.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import prod
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from export.errors import CheckpointError
-from export.trained import dcp
-from export.trained.sources import InFile, StoredTable, locate_tensors
+from export.trained import dcp, safetensors_file
+from export.trained.archive import locate_tensors
+from export.trained.checkpoint_files import CheckpointFiles
+from export.trained.sources import StoredTable
 from export.trained.tables import TrainedTable
 
-# Hugging Face's tools write it beside the files of a sharded set: {"weight_map": {key: file name}}.
-_SAFETENSORS_INDEX = "*.safetensors.index.json"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_SAFETENSORS_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-    "I64": torch.int64,
-}
 
 # Float bytes of a block of rows: large enough that threads rarely wait for Python's lock, and small enough that
 # memory does not matter.
@@ -63,11 +53,29 @@ class Checkpoint:
     Args:
         source: the file, folder or class with the rows, for messages.
         stored: every tensor that may be a table. Several threads read from them at once.
+        files: the files that they are read from; None: they are in none.
     """
 
-    def __init__(self, source: str, stored: Mapping[str, StoredTable]) -> None:
+    _files: CheckpointFiles | None = None  # also of a class that reads rows in its own way
+
+    def __init__(self, source: str, stored: Mapping[str, StoredTable], files: CheckpointFiles | None = None) -> None:
         self._source = source
         self._stored = stored
+        self._files = files
+
+    @property
+    def fingerprint(self) -> str | None:
+        """As `CheckpointFiles.fingerprint`; None: the weights are in no file."""
+        return None if self._files is None else self._files.fingerprint
+
+    def check_unchanged(self) -> None:
+        """Refuse what was read so far, if a file has changed since it was opened. Call it before rows are published.
+
+        Raises:
+            CheckpointError: as `CheckpointFiles.check_unchanged`.
+        """
+        if self._files is not None:
+            self._files.check_unchanged()
 
     def rows(self, table: TrainedTable, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of `table`: float32 or float16 [stop − start, dim], on the CPU.
@@ -90,7 +98,7 @@ class Checkpoint:
         """
         where = f"{self._source}: {what}"
         stored = self._at(what, key)
-        if stored.shape not in (shape, (*shape, 1), (*shape, 1, 1)[:2]):  # a number is [1], or in DCP [1, 1]
+        if stored.shape not in (shape, (*shape, 1)):  # a number is [1]
             raise CheckpointError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)}")
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
@@ -226,48 +234,27 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     path = Path(path)
     if path.is_dir() and (path / dcp.METADATA).exists():
-        return Checkpoint(str(path), dcp.open_folder(path))
-    if path.is_dir() and len(indexes := list(path.glob(_SAFETENSORS_INDEX))) == 1:
-        return Checkpoint(str(path), _open_safetensors_set(indexes[0]))
-    if path.is_file() and path.match(_SAFETENSORS_INDEX):
-        return Checkpoint(str(path), _open_safetensors_set(path))
+        files = CheckpointFiles(path, dcp.FILES)
+        return Checkpoint(str(path), dcp.open_folder(path, files), files)
+    index = _safetensors_index(path)
+    if index is not None:
+        files = CheckpointFiles(index.parent, safetensors_file.FILES)
+        return Checkpoint(str(path), safetensors_file.locate_in_set(files, index.name), files)
     if path.is_file():
-        return Checkpoint(
-            str(path), _open_safetensors(path) if path.suffix == ".safetensors" else locate_tensors(path)
-        )
+        files = CheckpointFiles(path.parent)
+        locate = safetensors_file.locate_in_file if path.suffix == ".safetensors" else locate_tensors
+        return Checkpoint(str(path), locate(files.open(path.name)), files)
     found = "a folder with neither" if path.is_dir() else "nothing"
     raise CheckpointError(
-        f"{path}: expected a file, or a folder with a {dcp.METADATA} or a {_SAFETENSORS_INDEX}, found {found}"
+        f"{path}: expected a file, or a folder with a {dcp.METADATA} or a {safetensors_file.INDEX}, found {found}"
     )
 
 
-def _open_safetensors_set(index: Path) -> dict[str, InFile]:
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: expected an index of safetensors files: {error!r}") from error
-    return {key: table for name in sorted(names) for key, table in _open_safetensors(index.parent / name).items()}
-
-
-def _open_safetensors(path: Path) -> dict[str, InFile]:
-    """The tensors of a safetensors file: a header that says where each is, then their numbers.
-
-    The format: https://huggingface.co/docs/safetensors#format.
-    """
-    stored = {}
-    try:
-        with safe_open(path, framework="pt"), path.open("rb") as file:  # the library checks the header
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: expected a safetensors file: {error}") from error
-    header.pop("__metadata__", None)
-    for key, tensor in header.items():
-        dtype = _SAFETENSORS_DTYPES.get(tensor["dtype"], torch.uint8)
-        shape = tuple(tensor["shape"]) or (1,)
-        strides = tuple(dtype.itemsize * prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        stored[key] = InFile(path, 8 + header_bytes + tensor["data_offsets"][0], shape, strides, dtype)
-    return stored
+def _safetensors_index(path: Path) -> Path | None:
+    """The index of a sharded set of safetensors; None: `path` is no such set."""
+    indexes = list(path.glob(safetensors_file.INDEX)) if path.is_dir() else [path]
+    is_one = len(indexes) == 1 and indexes[0].match(safetensors_file.INDEX)
+    return indexes[0] if is_one and indexes[0].is_file() else None
 
 
 # Number of floats in the pool that generated rows are windows of: 16 MiB, so that reading a row costs as much as from

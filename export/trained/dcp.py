@@ -9,19 +9,22 @@ allowed. A name in it stands for a harmless class of ours, never for an object o
 name makes a Part, and a state becomes the Part's attributes.
 """
 
+import io
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
 from export.errors import CheckpointError
-from export.trained.sources import InFile, locate_tensors
-from serving.files import open_file
+from export.trained.archive import locate_tensors
+from export.trained.checkpoint_files import CheckpointFile, CheckpointFiles
+from export.trained.sources import InFile, StoredTable
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -97,48 +100,52 @@ class _Unpickler(pickle._Unpickler):  # the one written in Python: the one in C 
         return _NAMES[module, name]
 
 
-def read_parts(path: Path) -> object:
-    """Read the metadata at `path` as nested parts. `open_folder` checks whether they fit together.
+def read_parts(file: CheckpointFile) -> object:
+    """Read metadata as nested parts. `open_folder` checks whether they fit together.
 
     Raises:
         CheckpointError: the file cannot be read, or is no such metadata.
     """
+    content = file.read_part(0, file.size)
     try:
-        with open_file(path, follow=True) as file:
-            return _Unpickler(file).load()
+        return _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{path}: expected the metadata of torch.distributed.checkpoint: {error!r}") from error
+        raise CheckpointError(
+            f"{file.path}: expected the metadata of torch.distributed.checkpoint: {error!r}"
+        ) from error
 
 
 METADATA = ".metadata"
+# The names of the files of a folder.
+FILES = (f"{METADATA}*", "*.distcp")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A rectangle of a table: its first row, its first column, and where its numbers are."""
+    """A box of a tensor: its first index in each dimension, and where its numbers are."""
 
-    row: int
-    column: int
+    offsets: tuple[int, ...]
     numbers: InFile
 
 
 @dataclass(frozen=True, slots=True)
 class InChunks:
-    """A table as chunks that cover it. `shape` is (rows, dim)."""
+    """A tensor [rows, …] as chunks that cover it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Read rows [start, stop) from the chunks that have them, into a new tensor [stop − start, dim]."""
-        rows = torch.empty((stop - start, self.shape[1]), dtype=self.dtype)
+        """Read rows [start, stop) from the chunks that have them, into a new tensor [stop − start, …]."""
+        rows = torch.empty((stop - start, *self.shape[1:]), dtype=self.dtype)
         for chunk in self.chunks:
-            height, width = chunk.numbers.shape
-            first, last = max(start, chunk.row), min(stop, chunk.row + height)
+            row, *others = chunk.offsets
+            height, *sizes = chunk.numbers.shape
+            first, last = max(start, row), min(stop, row + height)
             if first < last:
-                columns = slice(chunk.column, chunk.column + width)
-                rows[first - start : last - start, columns] = chunk.numbers.read(first - chunk.row, last - chunk.row)
+                box = [slice(offset, offset + size) for offset, size in zip(others, sizes, strict=True)]
+                rows[(slice(first - start, last - start), *box)] = chunk.numbers.read(first - row, last - row)
         return rows
 
 
@@ -177,23 +184,23 @@ class _Metadata(msgspec.Struct):
 Places = Mapping[tuple[str, tuple[int, ...]], _Place]
 
 
-def open_folder(path: Path) -> dict[str, InChunks]:
-    """The matrices of the checkpoint in the folder `path`, by state-dict key.
+def open_folder(path: Path, files: CheckpointFiles) -> dict[str, StoredTable]:
+    """The tensors of the checkpoint in the folder `path`, by state-dict key. A number is a vector [1].
 
-    A vector [n] becomes a matrix [n, 1], a number [1, 1]. All else in the checkpoint is ignored.
+    All else in the checkpoint is ignored.
 
     Raises:
         CheckpointError: the metadata cannot be read, or does not fit the files beside it.
     """
     try:
-        metadata = msgspec.convert(read_parts(path / METADATA), _Metadata, from_attributes=True)
+        metadata = msgspec.convert(read_parts(files.open(METADATA)), _Metadata, from_attributes=True)
         places = {_key(index): place for index, place in metadata.storage_data.items()}
-        matrices = dict(_matrices(metadata))
+        tensors = dict(_tensors(metadata))
     except (msgspec.ValidationError, RecursionError) as error:
         raise CheckpointError(
             f"{path / METADATA}: expected the metadata of torch.distributed.checkpoint: {error}"
         ) from error
-    return {key: _table(path, key, stored, places) for key, stored in matrices.items()}
+    return {key: _table(path, key, stored, places, files) for key, stored in tensors.items()}
 
 
 def _key(index: object) -> tuple[str, tuple[int, ...]]:
@@ -201,16 +208,14 @@ def _key(index: object) -> tuple[str, tuple[int, ...]]:
     return found.fqn, found.offset or ()
 
 
-def _matrices(metadata: _Metadata) -> Iterator[tuple[str, _Stored]]:
+def _tensors(metadata: _Metadata) -> Iterator[tuple[str, _Stored]]:
     for key, part in metadata.state_dict_metadata.items():
         if isinstance(part, TensorPart):
-            stored = msgspec.convert(part, _Stored, from_attributes=True)
-            if len(stored.size) <= 2:
-                yield key, stored
+            yield key, msgspec.convert(part, _Stored, from_attributes=True)
 
 
-def _table(path: Path, key: str, stored: _Stored, places: Places) -> InChunks:
-    dtype, dimensions = stored.properties.state[0], len(stored.size)
+def _table(path: Path, key: str, stored: _Stored, places: Places, files: CheckpointFiles) -> InChunks:
+    dtype = stored.properties.state[0]
     chunks = []
     for chunk in stored.chunks:
         if 0 in chunk.sizes:
@@ -218,20 +223,16 @@ def _table(path: Path, key: str, stored: _Stored, places: Places) -> InChunks:
         place = places.get((key, chunk.offsets))
         if place is None or place.transform_descriptors or Path(place.relative_path).name != place.relative_path:
             raise CheckpointError(f"{path}: {key}: expected a plain chunk at {chunk.offsets}, found {place}")
-        tensor = locate_tensors(path / place.relative_path, place.offset, place.length).get("")
-        sizes = chunk.sizes or (1,)
-        if tensor is None or tensor.shape != sizes or tensor.dtype != dtype or len(chunk.offsets) != dimensions:
+        tensor = locate_tensors(files.open(place.relative_path), place.offset, place.length).get("")
+        is_plain = isinstance(tensor, InFile) and (tensor.shape, tensor.dtype) == (chunk.sizes or (1,), dtype)
+        if not is_plain or len(chunk.offsets) != len(stored.size):
             raise CheckpointError(
                 f"{path / place.relative_path}: {key}: expected {dtype} {list(chunk.sizes)} "
                 f"at byte {place.offset}, found {tensor}"
             )
-        if dimensions < 2:
-            tensor = replace(tensor, shape=(*tensor.shape, 1), strides=2 * tensor.strides)
-        row, column = (*chunk.offsets, 0, 0)[:2]
-        chunks.append(Chunk(row, column, tensor))
-    # Chunks of one tensor never overlap, so the sum of their areas shows whether one is missing.
-    area = sum(chunk.numbers.shape[0] * chunk.numbers.shape[1] for chunk in chunks)
-    rows, columns = (*stored.size, 1, 1)[:2]
-    if area != rows * columns:
-        raise CheckpointError(f"{path}: {key}: expected chunks of {rows * columns} elements in all, found {area}")
-    return InChunks((rows, columns), dtype, tuple(chunks))
+        chunks.append(Chunk(chunk.offsets or (0,), cast(InFile, tensor)))
+    # Chunks of one tensor never overlap, so the sum of their elements shows whether one is missing.
+    count = sum(prod(chunk.numbers.shape) for chunk in chunks)
+    if count != prod(stored.size):
+        raise CheckpointError(f"{path}: {key}: expected chunks of {prod(stored.size)} elements in all, found {count}")
+    return InChunks(stored.size or (1,), dtype, tuple(chunks))

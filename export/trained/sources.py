@@ -1,118 +1,104 @@
 """The places of a table's rows: in memory, or in a file. Rows that are read from a file do not stay in memory."""
 
-import pickle
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any, Protocol
+from typing import NoReturn, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from export.errors import CheckpointError
-from serving.files import open_file
+from export.trained.checkpoint_files import CheckpointFile
 
-# numpy has no bfloat16: its numbers are read as the integers with their bits.
-_READ_AS = {torch.bfloat16: torch.int16}
+# Bytes of a file that are read at once although not all are needed: a view of a larger tensor.
+_SPAN_BYTES = 1 << 22
 
 
 class StoredTable(Protocol):
-    """A matrix [rows, dim] in a module or a file, or a vector [rows]. A single number is a vector [1]."""
+    """A tensor [rows, …] in a module or a file, such as a matrix [rows, dim]. A single number is a vector [1]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(rows, dim)."""
+        """(rows, …)."""
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of its elements."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) on the CPU, [stop − start, dim]."""
+        """Rows [start, stop) on the CPU, [stop − start, …]."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFile:
-    """A table in a file: element (r, c) is at byte `offset` + r·strides[0] + c·strides[1]."""
+    """A tensor in a file: element (i, j, …) is at byte `offset` + i·strides[0] + j·strides[1] + …"""
 
-    path: Path
+    file: CheckpointFile
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Rows [start, stop): a copy [stop − start, dim]. Nothing of the file stays in memory."""
-        kind = torch.empty(0, dtype=_READ_AS.get(self.dtype, self.dtype)).numpy().dtype
-        begin = self.offset + start * self.strides[0]
-        shape = (stop - start, *self.shape[1:])
-        if self.strides == (prod(self.shape[1:]) * kind.itemsize, kind.itemsize)[-len(shape) :]:
-            numbers = np.fromfile(self.path, kind, prod(shape), offset=begin)
-            return torch.from_numpy(numbers.reshape(shape)).view(self.dtype)
-        # The table is a view of a larger tensor: the file is mapped while its rows are copied.
-        mapped = np.memmap(self.path, np.uint8, mode="r")
-        rows: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = np.ndarray(shape, kind, mapped, begin, self.strides)
-        return torch.from_numpy(rows.copy()).view(self.dtype)
+        """Rows [start, stop): a copy [stop − start, …]. Nothing of the file stays in memory.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        return self._read(self.offset + start * self.strides[0], (stop - start, *self.shape[1:]), self.strides)
+
+    def _read(self, begin: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        if 0 in shape:
+            return torch.empty(shape, dtype=self.dtype)
+        size = self.dtype.itemsize
+        span = size + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+        # A file is not mapped: a process that reads a mapped file which was cut dies by a signal.
+        if span <= max(_SPAN_BYTES, 2 * size * prod(shape)):
+            numbers = self.file.read(begin, span).view(self.dtype)
+            return numbers.as_strided(shape, [stride // size for stride in strides]).contiguous()
+        axis = max((axis for axis, count in enumerate(shape) if count > 1), key=lambda axis: strides[axis])
+        slices = [
+            self._read(begin + number * strides[axis], _without(shape, axis), _without(strides, axis))
+            for number in range(shape[axis])
+        ]
+        return torch.stack(slices, axis)
 
 
-def locate_tensors(path: Path, start: int = 0, length: int | None = None) -> dict[str, InFile]:
-    """Find the tensors of the archive at bytes [start, start + length) of `path`.
+def _without(numbers: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*numbers[:axis], *numbers[axis + 1 :])
 
-    Only tensors and plain containers are unpickled (`weights_only`).
 
-    Args:
-        path: the file.
-        start: the archive's first byte.
-        length: the archive's bytes. None: up to the end of the file.
+@dataclass(frozen=True, slots=True)
+class NotPlain:
+    """A tensor of a checkpoint that is no plain one: it is only in the way if a model needs it.
 
-    Returns:
-        Tensors by key. A key in nested dicts is "outer.inner". If the archive is one tensor, its key is "".
-
-    Raises:
-        CheckpointError: there is no such archive, or it has something else.
+    Attributes:
+        where: the file.
+        key: its key.
+        kind: what it is, such as "a DTensor".
+        instead: what to do.
     """
-    length = path.stat().st_size - start if length is None else length
-    try:
-        # A fake tensor has a shape, and knows where in the archive its storage lies. It has no numbers.
-        with open_file(path, follow=True) as file, FakeTensorMode():
-            archive: Any = _create_file_view(file, start, length)
-            loaded = torch.load(archive, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's own message advises to run the file's code
+
+    where: str
+    key: str
+    kind: str
+    instead: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Raises CheckpointError."""
+        self._refuse()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Raises CheckpointError."""
+        self._refuse()
+
+    def read(self, start: int, stop: int) -> Tensor:  # noqa: ARG002  as every stored table
+        """Raises CheckpointError."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise CheckpointError(
-            f"{path}: expected tensors and plain containers alone at byte {start}, found what only running code "
-            "could read: save a state dict, torch.save(module.state_dict(), …)"
-        ) from error
-    except Exception as error:  # zip, pickle and torch raise errors of their own; none names the file
-        why = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path}: expected an archive of torch.save at byte {start}: {why}") from error
-    return {key: _locate(path, start, tensor) for key, tensor in _flatten(loaded).items()}
-
-
-def _locate(path: Path, start: int, tensor: Tensor) -> InFile:
-    size = tensor.element_size()
-    archived = tensor.untyped_storage()._checkpoint_offset
-    if archived is None:
-        raise CheckpointError(f"{path}: holds a tensor whose numbers are not in it: save it with torch.save")
-    return InFile(
-        path=path,
-        offset=start + archived + int(tensor.storage_offset()) * size,
-        shape=tuple(tensor.shape) or (1,),
-        strides=tuple(stride * size for stride in tensor.stride()) or (size,),
-        dtype=tensor.dtype,
-    )
-
-
-def _flatten(loaded: object, prefix: str = "") -> dict[str, Tensor]:
-    if isinstance(loaded, Tensor):
-        return {prefix: loaded}
-    if not isinstance(loaded, Mapping):
-        return {}
-    return {
-        name: tensor
-        for key, value in loaded.items()
-        for name, tensor in _flatten(value, f"{prefix}.{key}" if prefix else str(key)).items()
-    }
+            f"{self.where}: {self.key!r}: expected a plain tensor, found {self.kind}: {self.instead}"
+        )

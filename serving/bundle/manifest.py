@@ -136,6 +136,8 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
         id_dtype: the dtype of `values` in a request.
         dense_part: the program that turns pooled embeddings into scores. None: only embeddings are served.
         compacted: the deltas that are in its rows. None: there are none, and it begins a lineage of its own.
+        checkpoint: the fingerprint of the files that its weights were read from: SHA-256, in hex. Bundles that were
+            exported from the same save have the same. None: the weights were in no file.
     """
 
     features: tuple[Feature, ...]
@@ -153,6 +155,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
     id_dtype: IdDtype = IdDtype.INT64
     dense_part: DensePart | None = None
     compacted: Compacted | None = None
+    checkpoint: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
 
     @property
     def requires(self) -> tuple[Capability, ...]:

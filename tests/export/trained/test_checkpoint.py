@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_folder_is_refused(sharded: Path, tmp_path: Path) -
     (data,) = folder.glob("__1_0.distcp")
     content = data.read_bytes()
     data.write_bytes(content[:100])
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: expected an archive of torch\.save"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: expected [0-9,]+ bytes, found 100"):
         open_checkpoint(folder)
     data.unlink()
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp"):

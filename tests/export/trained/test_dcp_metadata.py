@@ -18,9 +18,17 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from export.errors import CheckpointError
-from export.trained.dcp import open_folder
+from export.trained import dcp
+from export.trained.checkpoint_files import CheckpointFiles
+from export.trained.sources import StoredTable
 
 HEAD = b"\x80\x04"
+
+
+def open_folder(folder: Path) -> dict[str, StoredTable]:
+    return dcp.open_folder(folder, CheckpointFiles(folder, dcp.FILES))
+
+
 ALLOWED = (
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta")),
     ("torch.distributed.checkpoint.metadata", "TensorProperties"),
@@ -245,9 +253,9 @@ def test_a_pickle_cannot_end_the_process(tmp_path: Path) -> None:
     nested = HEAD + b"]" * 1_000_000 + b"a" * 999_999 + b"."
     folders = [str(write(tmp_path / str(number), content)) for number, content in enumerate((deep, nested))]
     code = (
-        "from pathlib import Path; from export.trained.dcp import open_folder; from export.errors import CheckpointError\n"
+        "from export.trained.checkpoint import open_checkpoint; from export.errors import CheckpointError\n"
         f"for folder in {folders}:\n"
-        "    try: open_folder(Path(folder))\n"
+        "    try: open_checkpoint(folder)\n"
         "    except CheckpointError: print('refused')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -273,7 +281,8 @@ def test_a_checkpoint_of_an_older_python_is_read_as_it_is(checkpoint: Path, monk
     assert b"getattr" in older
     (checkpoint / ".metadata").write_bytes(older)
     try:
-        assert open_folder(checkpoint) == tables
+        again = open_folder(checkpoint)
+        assert all(torch.equal(again[key].read(0, 2), table.read(0, 2)) for key, table in tables.items())
     finally:
         (checkpoint / ".metadata").write_bytes(content)
 
@@ -287,5 +296,5 @@ def test_a_chunk_is_not_read_from_elsewhere(checkpoint: Path, tmp_path: Path) ->
         folder = write(tmp_path / "c", pickle.dumps(found))
         if place == "pipe":
             os.mkfifo(folder / place)
-        with pytest.raises(CheckpointError, match=r"expected a plain chunk|pipe: expected an archive"):
+        with pytest.raises(CheckpointError, match=r"expected a plain chunk|pipe: cannot be opened"):
             open_folder(folder)
