@@ -261,7 +261,7 @@ class Engine(Closing):
             once: the features that have one bag, and dense inputs that have one row, which count for all samples.
 
         Returns:
-            {output: float32 [B, …]}.
+            {output: [B, …]}, each in the dtype of the output.
 
         Raises:
             InvalidRequest: naming the feature or input, what was expected and what came; or the bundle has no scores.

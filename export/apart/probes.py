@@ -1,7 +1,7 @@
 """Inputs of a dense part of many sizes: they show where two programs differ, and where samples meet."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +34,27 @@ def largest(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
     """The largest |difference|; infinity where shapes differ, or one number is finite and the other is not."""
     if one.shape != other.shape:
         return float("inf")
-    moved = np.abs(np.subtract(*finite(one, other)))
-    return float(np.nan_to_num(moved, nan=np.inf).max(initial=0))
+    return float(np.nan_to_num(moved(one, other), nan=np.inf).max(initial=0))
+
+
+def moved(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """|difference| of each number. Of integers and booleans it is a float64, which holds that of any two."""
+    if one.dtype.kind != "f":
+        # Beyond 2**53 float64 has not all integers: another one is another one.
+        difference = np.abs(one.astype(np.float64) - other.astype(np.float64))
+        is_other: npt.NDArray[Any] = one != other
+        return np.maximum(difference, is_other.astype(np.float64))
+    return cast(npt.NDArray[Any], np.abs(np.subtract(*finite(one, other))))
 
 
 def scale_of(numbers: npt.NDArray[Any]) -> float:
     """The largest |number|, of those that are finite."""
-    return float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0))
+    return float(np.abs(numbers[np.isfinite(numbers)].astype(np.float64)).max(initial=0))
+
+
+def as_served(score: Tensor) -> Tensor:
+    """A score of a model in the dtype that it is served in: FP16 and BF16 as float32, which has them all."""
+    return score.float() if score.dtype in (torch.float16, torch.bfloat16) else score
 
 
 Numbers = npt.NDArray[Any]

@@ -1,4 +1,4 @@
-"""A graph of torch.export → one that TorchScript compiles: it takes the inputs that it uses, and answers float32."""
+"""A graph of torch.export → one that TorchScript compiles: it takes the inputs that it uses."""
 
 import math
 import operator
@@ -44,7 +44,7 @@ def scriptable(
         collections: of the model.
 
     Returns:
-        The graph. It takes the inputs that come next, `embeddings` first, and answers a tuple of tensors float32.
+        The graph. It takes the inputs that come next, `embeddings` first, and answers a tuple of tensors.
         The inputs that it uses.
         Its outputs by name: without those that are an input of the request, or have a row neither for each sample nor
             for each id of a key.
@@ -92,8 +92,8 @@ class _Converter:
             if node in needed and node.op in ("get_attr", "call_function"):
                 self._copies[node] = self._convert(node)
                 self._keep_meta(node)
-        floats = [(self._method("float", self._copies[node]), dim) for node, dim in outputs]
-        self._graph.output(tuple(self._method("movedim", each, dim, 0) if dim else each for each, dim in floats))
+        own = [(self._copies[node], dim) for node, dim in outputs]
+        self._graph.output(tuple(self._method("movedim", each, dim, 0) if dim else each for each, dim in own))
         for node in [each for each in self._graph.nodes if each.op == "get_attr" and not each.users]:
             self._graph.erase_node(node)  # it is of a layer
         named = {str(each.target) for each in self._graph.nodes if each.op in ("get_attr", "call_module")}

@@ -190,7 +190,7 @@ def show_scores(manifest: Manifest, part: DensePart | None) -> None:
         parity = each.parity
         table.add_row(
             each.name,
-            _shape(each),
+            _typed(each),
             f"{parity.scale:.3g}",
             _error(parity.scripted),
             _error(parity.merged),
@@ -289,9 +289,13 @@ def _shape(of: DenseInput | ScoreOutput) -> str:
     return f"[{', '.join((rows, *map(str, of.shape)))}]"
 
 
+def _typed(of: DenseInput | ScoreOutput) -> str:
+    """The dtype, but for FP32, and the shape."""
+    return _shape(of) if of.dtype.value == InputDtype.FP32.value else f"{of.dtype.value} {_shape(of)}"
+
+
 def _described(of: DenseInput) -> str:
-    dtype = "" if of.dtype is InputDtype.FP32 else f"{of.dtype.value} "
-    return f"{of.name} {dtype}{_shape(of)}"
+    return f"{of.name} {_typed(of)}"
 
 
 def _show_auc(measured: Mapping[str, LabelledAuc]) -> None:

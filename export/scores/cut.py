@@ -314,7 +314,7 @@ def _name_outputs(entry: nn.Module, graph: fx.Graph) -> tuple[str, ...]:
         raise not_tensors(entry, repr(answer))
     with graph.inserting_before(output):
         output.type = None
-        output.args = (tuple(graph.call_method("float", (each,)) for each in named.values()),)
+        output.args = (tuple(named.values()),)
     if made is not None:
         graph.erase_node(made)
     return tuple(named)

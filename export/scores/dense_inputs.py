@@ -4,23 +4,25 @@ import copy
 import operator
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.fx.node import map_aggregate
 
+from export.apart.probes import as_served
 from export.capture.graph import EMBEDDINGS
-from export.errors import CheckpointError
+from export.errors import CheckpointError, ModelError
 from export.scores.cut import Cut, as_taken
 from export.trained.checkpoint import Checkpoint
 from export.trained.keyed import line_of
 from export.trained.running import copied, dotted
-from serving.bundle.scores import DenseDtype, DenseInput
+from serving.bundle.scores import SCORE_DTYPES, DenseDtype, DenseInput
 from serving.errors import ConfigurationError
 
 
@@ -201,11 +203,43 @@ def with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.Gra
     return module
 
 
-def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
-    """A dense part with weights of `dtype`. It takes and returns float32 all the same.
+def answer_as_served(module: fx.GraphModule, answers: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Have a dense part bring each answer to the dtype that it is served in, whatever that of its weights will be.
 
     Args:
-        module: as it was cut out. Its outputs end in `.float()`.
+        module: as it was cut out.
+        answers: its answers to anything.
+        names: of them.
+
+    Raises:
+        ModelError: no request could be answered with such numbers.
+    """
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    served = []
+    with module.graph.inserting_before(output):
+        for node, answer, name in zip(output.args[0], answers, names, strict=True):
+            if (dtype := as_served(answer).dtype) not in _SCORES:
+                known = (str(each).removeprefix("torch.") for each in (*_SCORES, torch.float16, torch.bfloat16))
+                raise ModelError(
+                    f"output {name!r}: expected one of {', '.join(known)}, got {str(dtype).removeprefix('torch.')}: "
+                    "convert it in the forward; of complex numbers, answer with both parts"
+                )
+            # Integers may be a view of what a request brings: they are copied. Floats may be narrower than they are.
+            cast_or_copy = {torch.float32: "float", torch.float64: "double"}.get(dtype, "clone")
+            served.append(module.graph.call_method(cast_or_copy, (node,)))
+    output.args = (tuple(served),)
+    module.recompile()
+
+
+# Dtypes of scores.
+_SCORES = tuple(torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in SCORE_DTYPES)
+
+
+def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
+    """A dense part with weights of `dtype`. It takes float32, and returns what it did, all the same.
+
+    Args:
+        module: as it was cut out. Its outputs end in a cast to their own dtype.
         dtype: BF16 does all in bfloat16; INT8 quantizes the weights of nn.Linear, and its inputs by the
             range that they have in a batch.
     """

@@ -12,15 +12,26 @@ import torch
 from torch import Tensor, fx, nn
 
 from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
-from export.apart.probes import Numbers, Run, allowed, answered, largest, pieces_of, scale_of, scaled, shown_to_mix
+from export.apart.probes import (
+    Numbers,
+    Run,
+    allowed,
+    answered,
+    as_served,
+    largest,
+    moved,
+    pieces_of,
+    scale_of,
+    scaled,
+    shown_to_mix,
+)
 from export.capture.given import Given
 from export.capture.stand_ins import Collections
 from export.config import Example
 from export.errors import ModelError, ParityError, compiler_line
-from export.rows.table_error import finite
 from export.scores.behind import behind_example, behind_forward, behind_own
 from export.scores.cut import WAY_OUT, Cut, changes_inputs, keep_inputs
-from export.scores.dense_inputs import with_dtype, with_weights, without_copies
+from export.scores.dense_inputs import answer_as_served, with_dtype, with_weights, without_copies
 from export.scores.eager_model import answers_behind, model_errors
 from export.scores.requests import ByFeature, columns_of, other_requests, with_answer
 from export.trained.checkpoint import Checkpoint
@@ -30,7 +41,7 @@ from export.trained.probe import listening
 from export.trained.running import evaluating, quiet
 from export.trained.tables import Trained
 from serving.bundle.manifest import Manifest
-from serving.bundle.scores import DenseDtype, DensePart, ScoreOutput, ScoreParity
+from serving.bundle.scores import SCORE_DTYPES, DenseDtype, DensePart, ScoreOutput, ScoreParity
 from serving.lookup.program import torchscript
 from serving.request.tensors import Ids, Tensors
 
@@ -106,6 +117,7 @@ def dense_part(
         given, own_answers = _answers_of_model(entry, found, columns, given)
     module = with_weights(found, behind.path, None if own is not None else checkpoint)
     run = partial(_run, entry, module, found)
+    answer_as_served(module, _answers(entry, module, found, given), found.outputs)
     probes = [given, *(probe for probe, _ in answered(run, scaled(given)))]
     if own is None:
         others = [] if example is None else [*other_requests(given, columns)]
@@ -178,9 +190,8 @@ def compare_scores(scored: Scored, answer: ByFeature) -> DensePart:
     served = {name: each.numpy() for name, each in zip(names, found, strict=True)}
     outputs = []
     for each in scored.part.outputs:
-        ours, theirs = finite(served[each.name], scored.trained[each.name])
-        moved = np.abs(ours - theirs)
-        parity = msgspec.structs.replace(each.parity, trained=float(moved.max()), trained_mean=float(moved.mean()))
+        off = moved(served[each.name], scored.trained[each.name])
+        parity = msgspec.structs.replace(each.parity, trained=float(off.max()), trained_mean=float(off.mean()))
         outputs.append(msgspec.structs.replace(each, parity=parity))
     return msgspec.structs.replace(scored.part, outputs=tuple(outputs))
 
@@ -215,7 +226,7 @@ def _own_answer(entry: nn.Module, found: Cut, given: Given) -> dict[str, Numbers
     """What the model itself answers, by output, to ids and dense inputs."""
     with torch.no_grad(), evaluating(entry), looking_up(entry), quiet():
         answer = found.answer(entry, given.copied())
-    return {name: each.float().cpu().numpy() for name, each in answer.items()}
+    return {name: as_served(each).cpu().numpy() for name, each in answer.items()}
 
 
 def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], cut_out: Mapping[str, Numbers]) -> None:
@@ -247,9 +258,15 @@ def _check_other(
 
 def _run(entry: nn.Module, module: nn.Module, found: Cut, given: Given) -> dict[str, Numbers]:
     """The outputs of a dense part, by name."""
+    answers = _answers(entry, module, found, given)
+    return {name: each.cpu().numpy() for name, each in zip(found.outputs, answers, strict=True)}
+
+
+def _answers(entry: nn.Module, module: nn.Module, found: Cut, given: Given) -> Sequence[Tensor]:
+    """What a dense part answers, in the order of its outputs."""
     what = f"its forward cannot be run for {given.samples} samples behind its collections"
     with torch.no_grad(), quiet(), model_errors(entry, what):
-        answer = module(*(each.clone() for each in given.tensors(found.jagged)))
+        answer: Sequence[Tensor] = module(*(each.clone() for each in given.tensors(found.jagged)))
     for name, each in zip(found.outputs, answer, strict=True):
         key = found.by_id.get(name)
         rows, what = (given.samples, "samples") if key is None else (len(given.bags[key].ids), f"ids of {key!r}")
@@ -258,7 +275,7 @@ def _run(entry: nn.Module, module: nn.Module, found: Cut, given: Given) -> dict[
                 f"{type(entry).__name__}: output {name!r}: expected shape [{rows}, …] for {rows} {what}, got "
                 f"{list(each.shape)}: {WAY_OUT}"
             )
-    return {name: each.cpu().numpy() for name, each in zip(found.outputs, answer, strict=True)}
+    return answer
 
 
 def _compared(
@@ -284,7 +301,7 @@ def _compared(
     for name, numbers in exact.items():
         alone = np.concatenate([piece[name] for piece in pieces])
         parity = ScoreParity(scale_of(numbers), largest(served[name], numbers), largest(served[name], alone))
-        outputs.append(ScoreOutput(name, numbers.shape[1:], parity, by_id.get(name)))
+        outputs.append(ScoreOutput(name, numbers.shape[1:], parity, by_id.get(name), SCORE_DTYPES[numbers.dtype]))
     return tuple(outputs)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
+from export.apart.probes import as_served
 from export.capture.given import Given
 from export.capture.outside import NO_TIME, OutsideReads
 from export.capture.stand_ins import Collections, Columns, answering, jagged_tensors, keyed_tensor
@@ -57,7 +58,8 @@ def answers_behind(
         others: what may be given, and some models cannot be run on.
 
     Returns:
-        Float32 [B, …] by output, for each probe, then for each of the others; None: it cannot be run on it.
+        [B, …] by output, as they are served, for each probe, then for each of the others; None: it cannot be run on
+        it.
 
     Raises:
         ModelError: it cannot be run on a probe, answers with something else, or changes a buffer.
@@ -152,7 +154,7 @@ def _answer_behind(model: nn.Module, found: Cut, collections: Collections, given
 
     what = f"its forward fails for embeddings and dense inputs [{given.samples}, width]"
     with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), model_errors(model, what):
-        answered = {name: each.float() for name, each in found.answer(model, given.copied()).items()}
+        answered = {name: as_served(each) for name, each in found.answer(model, given.copied()).items()}
     if wrong:
         raise ParityError(
             f"{type(model).__name__}: gives a collection ids, lengths or weights of key {wrong[0]!r} that are not "

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from serving.bench.requests import Prepared
 from serving.bundle.opening import Bundle
-from serving.bundle.scores import DensePart
+from serving.bundle.scores import DensePart, ScoreDtype
 from serving.bundle.tables import OutputDtype
 from serving.protocol.messages import ModelInferResponse
 from serving.reference import Pooled, pool
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 # How far rounding may move scores, relative to the largest score. If requests are merged, matrix products are summed
 # in another order. Each FP16 embedding is off by up to 2⁻¹¹.
 _ROUNDING = {OutputDtype.FP32: 1e-5, OutputDtype.FP16: 2**-10}
+
+
+# Of outputs, by their KServe names.
+_DTYPES = {"FP16": np.dtype(np.float16), **{dtype.value: dtype.numpy for dtype in ScoreDtype}}
 
 
 class Checker:
@@ -62,9 +66,7 @@ class Checker:
         if found != shapes:
             return [f"expected outputs of shapes {shapes}, got {found}"]
         outputs: dict[str, Any] = {
-            output.name: np.frombuffer(content, np.float16 if output.datatype == "FP16" else np.float32).reshape(
-                output.shape[1:]
-            )
+            output.name: np.frombuffer(content, _DTYPES[output.datatype]).reshape(output.shape[1:])
             for output, content in zip(response.outputs, response.raw_output_contents, strict=True)
         }
         misses = [
@@ -117,7 +119,10 @@ class Checker:
         for each in part.outputs:
             if each.name in outputs:
                 right = scores[each.name]
-                scale = max(each.parity.scale, float(np.abs(right[np.isfinite(right)]).max(initial=0)))
+                if outputs[each.name].dtype != right.dtype:
+                    yield f"output {each.name!r}: expected {right.dtype}, got {outputs[each.name].dtype}"
+                    continue
+                scale = max(each.parity.scale, float(np.abs(right[np.isfinite(right)].astype(float)).max(initial=0)))
                 allowed = _ROUNDING[manifest.output_dtype] * scale + 2 * each.parity.scripted
                 error = _largest_difference(outputs[each.name], right)
                 if not error <= allowed:
@@ -127,4 +132,5 @@ class Checker:
 def _largest_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
     """The largest |difference|. It is NaN or infinity if one number is finite and the other is not."""
     is_same = (one == other) | (np.isnan(one) & np.isnan(other))
-    return float(np.abs(one[~is_same] - other[~is_same]).max(initial=0))
+    # As float64: booleans have no difference, and that of integers may not fit.
+    return float(np.abs(one[~is_same].astype(float) - other[~is_same].astype(float)).max(initial=0))

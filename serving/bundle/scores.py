@@ -47,6 +47,24 @@ class InputDtype(enum.Enum):
         return self.numpy.kind in "iu"
 
 
+class ScoreDtype(enum.Enum):
+    """The dtype of a score, by its KServe name: that of the model, and FP32 for FP16 and BF16."""
+
+    FP32 = "FP32"
+    FP64 = "FP64"
+    INT64 = "INT64"
+    INT32 = "INT32"
+    INT16 = "INT16"
+    INT8 = "INT8"
+    UINT8 = "UINT8"
+    BOOL = "BOOL"
+
+    @cached_property
+    def numpy(self) -> np.dtype[Any]:
+        """The same of numpy."""
+        return np.dtype(np.float64) if self is ScoreDtype.FP64 else InputDtype(self.value).numpy
+
+
 _NUMPY: dict[InputDtype, np.dtype[Any]] = {
     InputDtype.FP32: np.dtype(np.float32),
     InputDtype.INT64: np.dtype(np.int64),
@@ -58,6 +76,8 @@ _NUMPY: dict[InputDtype, np.dtype[Any]] = {
 }
 # Of each dtype that a dense input may have.
 INPUT_DTYPES = {numpy: dtype for dtype, numpy in _NUMPY.items()}
+# Of each dtype that a score may have.
+SCORE_DTYPES = {dtype.numpy: dtype for dtype in ScoreDtype}
 
 
 class DenseInput(Strict, frozen=True, omit_defaults=True):
@@ -144,7 +164,7 @@ class ScoreParity(Strict, frozen=True, omit_defaults=True):
 
 
 class ScoreOutput(Strict, frozen=True, omit_defaults=True):
-    """An output of the dense part: FP32 [B, *shape]; or, with a key, [n, *shape].
+    """An output of the dense part: [B, *shape]; or, with a key, [n, *shape].
 
     Attributes:
         shape: of one sample, or of one id. () is one number.
@@ -155,11 +175,13 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
     shape: tuple[int, ...]
     parity: ScoreParity
     key: str | None = None
+    dtype: ScoreDtype = ScoreDtype.FP32
 
     @property
     def contract(self) -> list[object]:
-        """All of it that a client can see."""
-        return [self.name, self.shape, *([] if self.key is None else [self.key])]
+        """All of it that a client can see. That of FP32 is as it was when there was nothing else."""
+        dtype = [] if self.dtype is ScoreDtype.FP32 else [[self.dtype.value]]
+        return [self.name, self.shape, *([] if self.key is None else [self.key]), *dtype]
 
 
 class DensePart(Strict, frozen=True, omit_defaults=True):

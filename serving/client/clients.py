@@ -223,7 +223,8 @@ class LookupClient(_Client, Closing):
                 current span, if the program uses that.
 
         Returns:
-            {output: float32 [B, …]}, in the order of the model or of `outputs`. The arrays are read-only.
+            {output: [B, …]}, in the order of the model or of `outputs`, each in the dtype of the output. The arrays
+            are read-only.
 
         Raises:
             InvalidRequest: ids, dense inputs or names cannot be answered, or the model has no scores.

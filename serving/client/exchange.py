@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from serving.bundle.scores import SCORE_DTYPES
 from serving.client.messages import Answer, ModelInfo, Scores, infer_request
 from serving.client.serves import info_of
 from serving.errors import ConfigurationError, InternalError, InvalidRequest
@@ -134,7 +135,7 @@ class Exchange:
         outputs: Collection[str] | None,
         **options: Any,
     ) -> Scores:
-        """What the whole model answers for B samples, {output: float32 [B, …]}.
+        """What the whole model answers for B samples, {output: [B, …]}, each in the dtype of the output.
 
         Args:
             ask: makes calls.
@@ -165,14 +166,20 @@ class Exchange:
         ids = {key: int(lengths[key].sum()) for key in info.by_id.values()}
         accept_dense(info.dense, tensors.dense, samples, tensors.once, ids)
         response = await ask(Call("ModelInfer", infer_request(self._model, tensors, info)))
-        found: dict[str, Embeddings] = {}
+        found: dict[str, npt.NDArray[Any]] = {}
         for output, content in zip(response.outputs, response.raw_output_contents, strict=True):
             key = info.by_id.get(output.name)
             rows = samples if key is None else ids[key] * (samples if key in tensors.once else 1)
             shape = (rows, *info.scores.get(output.name, ()))
             if list(output.shape) != [1, *shape] or output.name not in wanted:
                 raise self._other_model(output, shape)
-            found[output.name] = np.frombuffer(content, np.float32).reshape(shape)
+            dtype = info.score_dtypes[output.name]
+            if output.datatype != SCORE_DTYPES[dtype].value:
+                raise InternalError(
+                    f"{self._where}: expected {output.name} as {SCORE_DTYPES[dtype].value}, got {output.datatype}: "
+                    "another model took this one's name: make a new client"
+                )
+            found[output.name] = np.frombuffer(content, dtype).reshape(shape)
         return Scores({name: found[name] for name in wanted}, int(response.model_version))
 
     def _encoded(self, info: ModelInfo, features: Features, **options: Any) -> Tensors:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from serving.bundle.scores import INPUT_DTYPES, DenseInput
 from serving.errors import InvalidRequest
 from serving.protocol.messages import ModelInferRequest
 from serving.request.sequences import Rows
-from serving.request.tensors import Embeddings, Tensors, encode_parameters
+from serving.request.tensors import Embeddings, Outputs, Tensors, encode_parameters
 
 
 class Answer(dict[str, Any]):
@@ -28,14 +29,15 @@ class Answer(dict[str, Any]):
         self.version = version
 
 
-class Scores(dict[str, Embeddings]):
-    """What a whole model answers, {output: [B, …]}, float32. The arrays are read-only views of the response's bytes.
+class Scores(dict[str, npt.NDArray[Any]]):
+    """What a whole model answers, {output: [B, …]}, each in the dtype of the output. The arrays are read-only views
+    of the response's bytes.
 
     Attributes:
         version: the version of the model that gave the whole answer.
     """
 
-    def __init__(self, scores: Mapping[str, Embeddings], version: int) -> None:
+    def __init__(self, scores: Outputs, version: int) -> None:
         super().__init__(scores)
         self.version = version
 
@@ -53,6 +55,7 @@ class ModelInfo:
         ids_dtype: of ids as they travel, int64 or int32.
         dense: the inputs that scores need beside ids.
         scores: the shape of each score of a sample, or of an id, by the name of the output.
+        score_dtypes: the dtype of each score, likewise.
         by_id: the dense inputs and scores that have a row for each id of a key, and the key of each.
         sequences: the features that are answered by a row for each id.
         tables: dim of each table whose rows can be asked for. Models that were exported without it have none.
@@ -70,6 +73,7 @@ class ModelInfo:
     tables: Mapping[str, int] = field(default_factory=dict)
     dense: tuple[DenseInput, ...] = ()
     scores: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    score_dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
     takes_once: bool = False
     by_id: Mapping[str, str] = field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from serving.bundle.scores import DenseInput, InputDtype
+from serving.bundle.scores import DenseInput, InputDtype, ScoreDtype
 from serving.client.connection import Connection
 from serving.client.messages import ModelInfo
 from serving.errors import ServingError
@@ -47,14 +47,21 @@ def info_of(config: Any) -> ModelInfo:
         tables=dict(zip(parameters["tables"].split(","), dims, strict=True)) if "tables" in parameters else {},
         dense=tuple(_dense_input(each, by_id.get(each.name)) for each in config.input if each.name not in IDS),
         scores={each.name: tuple(each.dims[1:]) for each in config.output if each.name not in LOOKED_UP},
+        score_dtypes={
+            each.name: ScoreDtype(_kserve_name(each)).numpy for each in config.output if each.name not in LOOKED_UP
+        },
         by_id=by_id,
         takes_once=any(each.name == ONCE for each in config.output),
     )
 
 
 def _dense_input(tensor: Any, key: str | None) -> DenseInput:
-    dtype = DataType.Name(tensor.data_type).removeprefix("TYPE_")
-    return DenseInput(tensor.name, tuple(tensor.dims[1:]), InputDtype(dtype), key=key)
+    return DenseInput(tensor.name, tuple(tensor.dims[1:]), InputDtype(_kserve_name(tensor)), key=key)
+
+
+def _kserve_name(tensor: Any) -> str:
+    name: str = DataType.Name(tensor.data_type)
+    return name.removeprefix("TYPE_")
 
 
 # Most servers that are asked at the same time.

@@ -92,12 +92,14 @@ def print_arrays(arrays: Mapping[str, Array | Rows]) -> None:
 
 
 def _decimals(rows: Array) -> Any:
-    return rows.astype(str).astype(np.float64).tolist()
+    """Integers and booleans are themselves."""
+    return rows.astype(str).astype(np.float64).tolist() if rows.dtype.kind == "f" else rows.tolist()
 
 
 def brief(row: Array) -> str:
     """The first six numbers of an array of one dimension, for a column of a table."""
-    return " ".join(f"{number:+.4f}" for number in row[:6]) + (" …" if row.size > 6 else "")
+    form = "{:+.4f}" if row.dtype.kind == "f" else "{}"
+    return " ".join(map(form.format, row[:6])) + (" …" if row.size > 6 else "")
 
 
 @takes_tls

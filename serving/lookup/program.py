@@ -126,13 +126,17 @@ class DenseProgram:
         _warn_of_read_only()
         for samples in _FIRST_CALLS:
             try:
-                shapes = [numbers.shape for numbers in self._first_call(bundle.manifest, samples, 1).values()]
+                answers = [*self._first_call(bundle.manifest, samples, 1).values()]
             except _FAILURES as error:
                 why = next((line for line in reversed(str(error).splitlines()) if line.strip()), "")
                 raise BundleError(f"{path}: cannot score: {why}: export it again") from error
             counts = [1 if each.key is None else part.fixed_lengths.get(each.key, 1) for each in part.outputs]
-            if shapes != [(samples * n, *each.shape) for n, each in zip(counts, part.outputs, strict=True)]:
-                raise BundleError(f"{path}: answers {shapes}: was compiled for another manifest: export it again")
+            said = [
+                (each.dtype.numpy, (samples * n, *each.shape)) for n, each in zip(counts, part.outputs, strict=True)
+            ]
+            if (given := [(each.dtype, each.shape) for each in answers]) != said:
+                what = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in given)
+                raise BundleError(f"{path}: answers {what}: was compiled for another manifest: export it again")
         if part.jagged:
             # A model may fail without ids. Then so does such a request, alone.
             with suppress(*_FAILURES):
@@ -158,7 +162,7 @@ class DenseProgram:
                 request sends once is repeated for each of its samples.
 
         Returns:
-            By the position of the request in `checked`: the outputs that it asks for by name, float32 [B_r, …], or
+            By the position of the request in `checked`: the outputs that it asks for by name, [B_r, …], or
             [n_r, …] with a row for each id of a key.
         """
         asking = [number for number, request in enumerate(checked.requests) if request.dense is not None]
@@ -210,7 +214,7 @@ class DenseProgram:
             samples: B_r of each request [R]. Their sum is B.
 
         Returns:
-            The outputs of each request by name, float32 [B_r, *shape]; [n_r, *shape] with a row for each id of a key.
+            The outputs of each request by name, [B_r, *shape]; [n_r, *shape] with a row for each id of a key.
         """
         if len(samples) == 1 and not self.part.mixes_samples:
             return [self._sliced(embeddings, inputs[0])]
@@ -242,7 +246,7 @@ class DenseProgram:
 
     def _run(self, embeddings: Embeddings, inputs: Sequence[Array]) -> Outputs:
         if not len(embeddings):
-            return {each.name: np.empty((0, *each.shape), np.float32) for each in self.part.outputs}
+            return {each.name: np.empty((0, *each.shape), each.dtype.numpy) for each in self.part.outputs}
         with torch.inference_mode():
             # Rows may be columns of an answer, and what comes once is one row: a program may take views of neither.
             found = self._forward(*(torch.from_numpy(np.ascontiguousarray(each)) for each in (embeddings, *inputs)))

@@ -225,7 +225,11 @@ def model_config(name: str, manifest: Manifest, settings: ServingSettings) -> st
                 optional=True,
             )
         for output in part.outputs:
-            config.output.add(name=output.name, data_type=DataType.TYPE_FP32, dims=[-1, *output.shape])
+            config.output.add(
+                name=output.name,
+                data_type=DataType.Value(f"TYPE_{output.dtype.value}"),
+                dims=[-1, *output.shape],
+            )
     if manifest.part_of is None:  # a router does not ask its hosts for these
         config.output.add(name=SEQUENCES, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1])
         config.output.add(name=ONCE, data_type=_DATA_TYPE[manifest.output_dtype], dims=[-1, -1])

@@ -37,7 +37,7 @@ Mask = npt.NDArray[np.bool_]
 Dense = Sequence[Array]
 # What a request is answered with, by the name of the output. Each has the samples of the request first, [B, …], but
 # `sequences` does not.
-Outputs = Mapping[str, Embeddings]
+Outputs = Mapping[str, npt.NDArray[Any]]
 
 
 @dataclass(eq=False, slots=True)

@@ -124,7 +124,13 @@ class Reader:
             for each in part["inputs"]
         ]
         outputs = [
-            [each["name"], each["shape"], *([each["key"]] if "key" in each else [])] for each in part["outputs"]
+            [
+                each["name"],
+                each["shape"],
+                *([each["key"]] if "key" in each else []),
+                *([[each["dtype"]]] if each.get("dtype", "FP32") != "FP32" else []),
+            ]
+            for each in part["outputs"]
         ]
         fixed = sorted([key, length] for key, length in part.get("fixed_lengths", {}).items())
         together = part.get("together", [])
