@@ -17,7 +17,7 @@ from benchmarks.workload import Arrays, Workload
 from export import ExportConfig, Sharding
 from serving.bundle.plan import ShardingType
 from serving.engine import Engine
-from serving.lookup.ranks import LocalRanks
+from serving.lookup.local_ranks import LocalRanks
 
 RANKS = (2, 4)
 ROUNDS = {1: 1000, 128: 200}

@@ -16,8 +16,9 @@ from serving.bundle.opening import Bundle, hold, open_bundle
 from serving.closing import Closing
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
 from serving.lookup.program import DenseProgram
-from serving.lookup.ranks import BatchAnswer, LocalRanks, failed_of
+from serving.lookup.ranks import BatchAnswer, failed_of
 from serving.model.settings import ServingSettings
+from serving.ranks import open_ranks
 from serving.request.accept import accept
 from serving.request.bags import lengths_by_key
 from serving.request.batches import batches_of, outputs_of
@@ -29,7 +30,6 @@ from serving.request.schema import Schema
 from serving.request.sequences import Rows, rows_of
 from serving.request.tensors import Batch, Checked, Embeddings, KjtRequest, Outputs, Tensors
 from serving.router.hosts_config import HostsConfig
-from serving.router.router_ranks import RouterRanks
 from serving.tables.table_files import TableFiles, WeightsMemory
 
 # Addresses of each host of a router's plan, by its number; see `HostsConfig`.
@@ -161,11 +161,7 @@ class Engine(Closing):
         given = _hosts_of(bundle, hosts)
         self.bundle = bundle
         self.table_files = TableFiles(bundle.path, bundle.manifest, memory, processes)
-        self.ranks: LocalRanks | RouterRanks = (
-            LocalRanks(bundle, self.table_files, threads)
-            if given is None
-            else RouterRanks(bundle, self.table_files, given, patience_s)
-        )
+        self.ranks = open_ranks(bundle, self.table_files, given, patience_s, threads)
         # Weights may be links into another bundle. `tbe-export prune` has to leave that one alone, too.
         linked = {(bundle.path / name).resolve().parent for name in bundle.manifest.mapped_files}
         for folder in {bundle.path, *(each for each in linked if (each / MANIFEST).exists())}:

@@ -35,6 +35,7 @@ FEW_IMPORT = {
         "serving.backend.triton",
         "serving.lookup.buffer_pool",
         "serving.lookup.ranks",
+        "serving.lookup.local_ranks",
         "serving.lookup.parallel_lookup",
         "serving.lookup.gemm",
         "serving.lookup.program",

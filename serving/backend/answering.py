@@ -29,7 +29,6 @@ from serving.model.settings import LARGEST_HANDOVER
 from serving.request.accept import accept, check_bundle
 from serving.request.batches import Limits, grouped
 from serving.request.tensors import Array, KjtRequest, Tensors
-from serving.router.router_ranks import RouterRanks
 
 # This many TBE calls are made for a backlog, however long they take: a few large requests are no overload.
 _MIN_CALLS = 4
@@ -267,8 +266,7 @@ class Answerer:
 
     def _end_spans(self, begun: list[Any], times: Sequence[float], outcomes: Sequence[Outcome]) -> None:
         if self._spans is not None:
-            ranks = self._engine.ranks
-            hosts = ranks.host_times if isinstance(ranks, RouterRanks) else ()
+            hosts = self._engine.ranks.host_times
             self._spans.end(begun, self._backlog.started, [*times, perf_counter()], hosts, outcomes)
 
     def _refuse(self, handover: "_Handover", position: int, error: InvalidRequest) -> None:

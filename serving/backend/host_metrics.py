@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from serving.backend.metrics import Families, Family, Total, histograms
+from serving.ranks import Ranks
 from serving.router.host import SECONDS, HostCounts
-from serving.router.router_ranks import RouterRanks
 
 _PLAIN: dict[str, tuple[str, Callable[[HostCounts], float]]] = {
     "tbe_host_retries_total": ("Attempts of calls to a host beyond the first", lambda counts: counts.retries),
@@ -26,7 +26,7 @@ class HostMetrics:
         ranks: of the router.
     """
 
-    def __init__(self, families: Families, labels: Mapping[str, str], ranks: RouterRanks) -> None:
+    def __init__(self, families: Families, labels: Mapping[str, str], ranks: Ranks) -> None:
         self._ranks = ranks
         self._counts = counts = ranks.counts
         self._families = {name: families(name, text, "COUNTER") for name, (text, _) in _PLAIN.items()}

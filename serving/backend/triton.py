@@ -44,7 +44,6 @@ from serving.model.settings import RECOVERED, ServingSettings, parsed
 from serving.request.captured import WARM_UP, PassedOver, read_captured
 from serving.request.tensors import IDS, Array, Tensors, decode_parameters
 from serving.router.hosts_config import hosts_of
-from serving.router.router_ranks import RouterRanks
 from serving.tables.table_files import WeightsMemory
 
 # The status of each error, as a member of pb_utils.TritonError; INTERNAL for other errors. They are kept by name,
@@ -148,7 +147,7 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
     published, ended = [metrics.publish, pages.publish, freed_memory.give_back], []
     if spans is not None:
         ended.append(spans.close)
-    if isinstance(engine.ranks, RouterRanks):
+    if manifest.hosts:
         engine.ranks.watch_replicas(_REPLICAS_PERIOD_S)
         hosts = HostMetrics(families, labels, engine.ranks)
         published.append(hosts.publish)

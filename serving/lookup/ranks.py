@@ -1,21 +1,12 @@
-"""The answers of the ranks to batches, and the ranks that are all in this process.
-
-These make one call of the program for a batch, several for a large one. Ranks on other hosts may be lost: then the
-requests that need them get no embeddings.
-"""
+"""The answers of ranks to batches, and what requests lack where a host is lost."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from serving.bundle.opening import Bundle
 from serving.errors import HostUnavailable, ServingError, listed, shown
-from serving.lookup.parallel_lookup import ParallelLookup
-from serving.lookup.program import load_program, torchscript
 from serving.request.tensors import Batch, Embeddings
-from serving.tables.table_files import TableFiles
 
 # Most hosts that the error of a request names.
 _MOST_HOSTS = 3
@@ -92,56 +83,6 @@ def _error_of(losses: Sequence[LostHost]) -> ServingError:
     if (more := len(losses) - len(messages)) > 0:
         messages.append(f"and {more} more hosts")
     return HostUnavailable(shown("; ".join(messages)))
-
-
-class LocalRanks:
-    """The program of a bundle over its memory-mapped weights.
-
-    Args:
-        bundle: one whose ranks are all on this host.
-        weights: its weights files.
-        threads: how many threads look up a large batch, the calling one included.
-
-    Attributes:
-        forward: of the frozen program. It takes `arguments(batch)`.
-
-    Raises:
-        BundleError: the program cannot be loaded.
-        EnvironmentMismatch: torch and FBGEMM do not work together.
-    """
-
-    def __init__(self, bundle: Bundle, weights: TableFiles, threads: int = 1) -> None:
-        program = load_program(bundle)
-        program.weights_host = weights.tensors
-        self._weights = weights
-        # Freezing folds constants. `forward` avoids the hooks of nn.Module.__call__: a third of a small lookup.
-        with torchscript():
-            self.forward = torch.jit.freeze(program.eval()).forward
-        self._pieces = ParallelLookup(program, bundle.manifest, threads) if threads > 1 else None
-
-    def answer(self, batches: Sequence[Batch]) -> list[BatchAnswer]:
-        """Look up each batch: one TBE call for each rank. For a large batch, several threads make several."""
-        if (ahead := self._weights.ahead) is not None:
-            for batch in batches:
-                ahead.ask(batch)
-        return [BatchAnswer(self._answer(batch)) for batch in batches]
-
-    def _answer(self, batch: Batch) -> Embeddings:
-        if (live := self._weights.live) is not None:
-            return live.state.read(partial(self._look_up, batch))
-        return self._look_up(batch)
-
-    def _look_up(self, batch: Batch) -> Embeddings:
-        pooled = None if self._pieces is None else self._pieces.answer(batch)
-        return self.forward(*arguments(batch)).numpy() if pooled is None else pooled
-
-    def check(self) -> None:
-        """Do nothing: there are no hosts that could fail."""
-
-    def close(self) -> None:
-        """End the threads, if there are any. Batches are still answered, on the calling thread."""
-        if self._pieces is not None:
-            self._pieces.close()
 
 
 def arguments(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:

@@ -102,7 +102,7 @@ def test_a_router_receives_what_the_plan_says(tmp_path: Path, film: str, sums: O
     ids = [[(sample * IDS + each) % 100 for each in range(IDS)] for sample in range(SAMPLES)]
     bags: dict[str, Any] = {"u": [each[:4] for each in ids], "seen": ids, "liked": ids, "visited": ids}
     with fleet(tmp_path, router) as served, Engine.open(served.bundle, served.hosts) as engine:
-        counts = engine.ranks.counts  # type: ignore[union-attr]
+        counts = engine.ranks.counts
         before = {host: (each.bytes_out, each.bytes_in, each.calls) for host, each in counts.items()}
         engine.lookup(bags)
         for host, each in counts.items():

@@ -101,7 +101,7 @@ def test_errors_of_the_client_are_typed(server: Server, client: LookupClient, ga
 
 BROKEN = """
 from serving.backend import TritonPythonModel, triton as backend
-from serving.lookup.ranks import LocalRanks
+from serving.lookup.local_ranks import LocalRanks
 
 decode, answer = backend._decode, LocalRanks.answer
 

@@ -18,7 +18,7 @@ from tests.support.servers import FREE, replace_model_py, tbe_serve
 RECORD = """
 from pathlib import Path
 from serving.backend import TritonPythonModel
-from serving.lookup.ranks import LocalRanks
+from serving.lookup.local_ranks import LocalRanks
 
 answer = LocalRanks.answer
 

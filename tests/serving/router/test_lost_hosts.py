@@ -24,7 +24,6 @@ from serving.client import LookupClient
 from serving.engine import Engine
 from serving.errors import HostUnavailable, ServerUnavailable, ServingError
 from serving.router.replicas import LoopThread
-from serving.router.router_ranks import RouterRanks
 from serving.server import Control
 from serving.server.launch.run_file import find_run_file
 from tests.support.deadlines import PATIENT_S
@@ -242,7 +241,6 @@ def test_an_engine_that_watches_its_replicas_closes_in_silence(
 ) -> None:
     engine = Engine.open(served.versions[1].bundle, hosts(served.addresses))
     ranks = engine.ranks
-    assert isinstance(ranks, RouterRanks)
     ranks.watch_replicas(PATIENT_S)
     until(lambda: bool(ranks.replicas), "replicas")
     engine.close()

@@ -1,0 +1,73 @@
+"""The ranks of a bundle that are all in this process: one call of the program for a batch, several if it is large."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Never
+
+import torch
+
+from serving.bundle.opening import Bundle
+from serving.lookup.parallel_lookup import ParallelLookup
+from serving.lookup.program import load_program, torchscript
+from serving.lookup.ranks import BatchAnswer, arguments
+from serving.request.tensors import Batch, Embeddings
+from serving.tables.table_files import TableFiles
+
+
+class LocalRanks:
+    """The program of a bundle over its memory-mapped weights.
+
+    Args:
+        bundle: one whose ranks are all on this host.
+        weights: its weights files.
+        threads: how many threads look up a large batch, the calling one included.
+
+    Attributes:
+        forward: of the frozen program. It takes `arguments(batch)`.
+        counts, replicas, host_times: empty, because no host is asked.
+
+    Raises:
+        BundleError: the program cannot be loaded.
+        EnvironmentMismatch: torch and FBGEMM do not work together.
+    """
+
+    counts: Mapping[int, Never] = MappingProxyType({})
+    replicas: Sequence[Never] = ()
+    host_times: Sequence[Never] = ()
+
+    def __init__(self, bundle: Bundle, weights: TableFiles, threads: int = 1) -> None:
+        program = load_program(bundle)
+        program.weights_host = weights.tensors
+        self._weights = weights
+        # Freezing folds constants. `forward` avoids the hooks of nn.Module.__call__: a third of a small lookup.
+        with torchscript():
+            self.forward = torch.jit.freeze(program.eval()).forward
+        self._pieces = ParallelLookup(program, bundle.manifest, threads) if threads > 1 else None
+
+    def answer(self, batches: Sequence[Batch]) -> list[BatchAnswer]:
+        """Look up each batch: one TBE call for each rank. For a large batch, several threads make several."""
+        if (ahead := self._weights.ahead) is not None:
+            for batch in batches:
+                ahead.ask(batch)
+        return [BatchAnswer(self._answer(batch)) for batch in batches]
+
+    def _answer(self, batch: Batch) -> Embeddings:
+        if (live := self._weights.live) is not None:
+            return live.state.read(partial(self._look_up, batch))
+        return self._look_up(batch)
+
+    def _look_up(self, batch: Batch) -> Embeddings:
+        pooled = None if self._pieces is None else self._pieces.answer(batch)
+        return self.forward(*arguments(batch)).numpy() if pooled is None else pooled
+
+    def watch_replicas(self, period_s: float) -> None:
+        """Do nothing: there are no hosts."""
+
+    def check(self) -> None:
+        """Do nothing: there are no hosts that could fail."""
+
+    def close(self) -> None:
+        """End the threads, if there are any. Batches are still answered, on the calling thread."""
+        if self._pieces is not None:
+            self._pieces.close()

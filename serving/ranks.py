@@ -1,0 +1,75 @@
+"""What an engine asks of its ranks, wherever they are.
+
+A rank holds shards. All ranks of a bundle may be in this process (`serving.lookup`), or all but the router's own on
+other hosts (`serving.router`). Ranks on another device are one more class with these methods, and a line in
+`open_ranks`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from serving.bundle.opening import Bundle
+from serving.lookup.local_ranks import LocalRanks
+from serving.lookup.ranks import BatchAnswer
+from serving.request.tensors import Batch
+from serving.router.calls import HostTime
+from serving.router.host import HostCounts
+from serving.router.hosts_config import HostsConfig
+from serving.router.replicas import HostReplicas
+from serving.router.router_ranks import RouterRanks
+from serving.tables.table_files import TableFiles
+
+
+class Ranks(Protocol):
+    """Answers batches with pooled embeddings. Only one thread at a time may call it."""
+
+    @property
+    def counts(self) -> Mapping[int, HostCounts]:
+        """The counts of the calls to each host, by its number. Empty where no host is asked."""
+
+    @property
+    def replicas(self) -> Sequence[HostReplicas]:
+        """The last result of `watch_replicas`."""
+
+    @property
+    def host_times(self) -> Sequence[HostTime]:
+        """When the calls of the last `answer` that is traced began and ended."""
+
+    def answer(self, batches: Sequence[Batch]) -> list[BatchAnswer]:
+        """Look up each batch. A request that needs a lost host is in `BatchAnswer.lost`."""
+
+    def watch_replicas(self, period_s: float) -> None:
+        """Check every `period_s` seconds which replicas of the hosts can answer."""
+
+    def check(self) -> None:
+        """Check that every host answers.
+
+        Raises:
+            HostUnavailable: naming each host that does not, or that lacks its bundle.
+        """
+
+    def close(self) -> None:
+        """Close connections and end threads."""
+
+
+def open_ranks(
+    bundle: Bundle, weights: TableFiles, hosts: HostsConfig | None, patience_s: float | None, threads: int
+) -> Ranks:
+    """The ranks of a bundle.
+
+    Args:
+        bundle: as opened.
+        weights: its weights files that are on this machine.
+        hosts: where the hosts of its plan are. None: all ranks are in this process.
+        patience_s: how long hosts that do not answer yet are waited for, in seconds. None: hosts are not checked.
+        threads: how many threads look up a large batch in this process, the calling one included.
+
+    Raises:
+        BundleError: the program cannot be loaded.
+        EnvironmentMismatch: torch and FBGEMM do not work together.
+        ConfigurationError: `hosts` does not fit the bundle, or certificates cannot be used.
+        HostUnavailable: naming each host that lacks its bundle, or does not answer.
+    """
+    if hosts is None:
+        return LocalRanks(bundle, weights, threads)
+    return RouterRanks(bundle, weights, hosts, patience_s)
