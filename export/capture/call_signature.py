@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
 from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, kjt_of_bags, numbers_of_ids
+from export.capture.checks import Checks, RecordedChecks
 from export.capture.example import Call
 from export.capture.origins import Origins, Parts
 from export.capture.outside import OutsideReads
@@ -47,6 +48,7 @@ class Signature:
         clocks: the lines of the model's code that read one.
         numbers: keys and JaggedTensors that no collection looks up, but have a number for each id of a key; that key.
         first: of keys that have as many ids in each sample as another, that one. Empty until it was followed.
+        checks: what those of the model's code were answered.
     """
 
     call: Call
@@ -60,6 +62,7 @@ class Signature:
     clocks: Sequence[str]
     numbers: Mapping[str, str] = field(default_factory=dict)
     first: Mapping[str, str] = field(default_factory=dict)
+    checks: Checks = field(default_factory=Checks)
 
     @property
     def constants(self) -> list[str]:
@@ -178,7 +181,7 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
     _expect_paired(model, origins, taken | by_sample.keys())
-    read = Signature(call, samples, kjts, jagged, parts, by_sample, fixed, {}, run.clocks)
+    read = Signature(call, samples, kjts, jagged, parts, by_sample, fixed, {}, run.clocks, checks=run.checks)
     looked_up = {key for columns in collections.values() for key in columns.keys}
     bags = {key: bag for key, bag in read.bags().items() if key not in fixed}
     return replace(read, numbers=numbers_of_ids(bags, looked_up, [_keys(each) for each in kjts.values()]))
@@ -193,12 +196,14 @@ class _Run:
         lines: of the model's code that call them, by the id of the KJT.
         origins: which tensors of the example others are made of.
         clocks: the lines that read one.
+        checks: what those of the model's code were answered.
     """
 
     heard: Sequence[tuple[Columns, KeyedJaggedTensor]]
     lines: Mapping[int, str]
     origins: Origins
     clocks: Sequence[str]
+    checks: Checks
 
 
 def _run_of_example(
@@ -219,11 +224,11 @@ def _run_of_example(
     def called() -> Call:
         return call.with_leaves({path: GivenKeys(bags_of(each)) for path, each in kjts.items()})
 
-    given, outside = called(), OutsideReads(model)
+    given, outside, checks = called(), OutsideReads(model), Checks()
     origins = Origins({path: each for path, each in given.leaves.items() if isinstance(each, Tensor)})
     with torch.no_grad(), evaluating(model), quiet(), answering(collections, answer), _without_rows(collections):
         try:
-            with outside.running(), origins.noted():
+            with outside.running(), origins.noted(), RecordedChecks(checks):
                 given.answer_of(model)
             count = len(heard)
             if outside.has_draws:
@@ -236,7 +241,7 @@ def _run_of_example(
     outside.expect_no_draws()
     if not heard:
         raise ModelError(f"{type(model).__name__}: its forward calls no collection for the example")
-    return _Run(heard[:count], lines, origins, outside.clocks)
+    return _Run(heard[:count], lines, origins, outside.clocks, checks)
 
 
 def _parts_of(
@@ -336,6 +341,7 @@ def _fixed_length(model: nn.Module, key: str, bag: Bag, samples: int, line: str)
     if len(lengths) != 1:
         raise ModelError(
             f"{type(model).__name__}: makes the ids of key {key!r} itself{line}, {min(lengths)} to {max(lengths)} "
-            "for a sample of the example: expected as many for each sample, or its values and lengths in the example"
+            "for a sample of the example: expected as many for each sample, or in the example its KeyedJaggedTensor, "
+            "or values and lengths: apply masks to padded ids before the model"
         )
     return int(lengths.pop())

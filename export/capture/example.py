@@ -7,7 +7,8 @@ leaves is a copy of the example, in which each leaf is replaced. What the model 
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.running import dotted
+from serving.bundle.scores import RESERVED
 
 # The name of a model's only output; several without names are numbered.
 _SCORES = "scores"
@@ -124,17 +126,32 @@ def _names(slots: str | Sequence[str]) -> Sequence[str]:
     return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
 
 
+def served_name(name: str) -> str:
+    """What an output is called in answers. Those of tables have some names of their own, such as `values`."""
+    return f"{_SCORES}.{name}" if name in RESERVED else name
+
+
+def said_of_names(outputs: Iterable[str]) -> Iterator[str]:
+    """A line for each output that is not called as the model calls it."""
+    for name in RESERVED:
+        if served_name(name) in outputs:
+            yield f"the output {name} is called {served_name(name)}: {name} is a tensor of lookups"
+
+
 def outputs_of(model: nn.Module, answer: Any) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of an answer, by name; and the names of KeyedJaggedTensors in it.
 
     A tensor alone is `scores`, those of a tuple are `scores_0` and so on, those of a dict, a named tuple, a dataclass
     or a KeyedTensor have its names. A JaggedTensor is its values. What is in another has both names, with a dot
-    between. All else is left out.
+    between. One that is called as a tensor of lookups is `scores.values` and so on. All else is left out.
 
     Raises:
         ModelError: there is no tensor.
     """
-    every = dict(_named("", answer))
+    pairs = [(served_name(name), each) for name, each in _named("", answer)]
+    every = dict(pairs)
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ModelError(f"{type(model).__name__}: two of its answers are called {twice[0]!r}: rename one")
     found = {name: each for name, each in every.items() if each is not None}
     if not found:
         raise ModelError(

@@ -22,23 +22,31 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.overrides import TorchFunctionMode
 from torchrec import KeyedJaggedTensor
 
+from export.capture.checks import Checks, PassedChecks
 from export.capture.noted import Noted, changed, modules_of, noting
 from export.trained.keyed import is_users, line_of_stack
 from export.trained.running import evaluating, quiet
 
 
 @contextmanager
-def followable(model: nn.Module, otherwise: Collection[int] = (), later_s: int = 0) -> Iterator[Noted]:
+def followable(
+    model: nn.Module, checks: Checks, otherwise: Collection[int] = (), later_s: int = 0
+) -> Iterator[Noted]:
     """In the block, torch.export can follow what it could not, and what is decided meanwhile is noted.
 
-    Of what the model asks, the comparisons with the numbers `otherwise` come out the other way. Its clock is so many
-    seconds ahead.
+    Its `checks` pass. Of what else the model asks, the comparisons with the numbers `otherwise` come out the other
+    way. Its clock is so many seconds ahead.
     """
     noted = Noted()
     run_as_is = torch.no_grad(), evaluating(model), quiet(), _as_if_run(model, noted, later_s)
     put_otherwise = _plain_attention(), _plain_data(), _plain_kjts(), _any_sizes(model), _long_lists()
     with ExitStack() as stack:
-        for each in (*run_as_is, *put_otherwise, _OfAnySize(noted.caught), noting(noted, otherwise)):
+        for each in (
+            *run_as_is,
+            *put_otherwise,
+            _OfAnySize(noted, PassedChecks(checks)),
+            noting(noted, otherwise),
+        ):
             stack.enter_context(each)
         yield noted
 
@@ -237,18 +245,26 @@ class _OfAnySize(TorchFunctionMode):
     made of a list of any length is so by its size.
 
     Args:
-        caught: gets the line of each step that torch.export cannot follow. The model's code may catch the error.
+        noted: gets the line of each step that torch.export cannot follow, whose error the model's code may catch; of
+            each that takes samples, or ids, one by one; and of each that packs sequences.
+        checks: those of the model's code pass.
     """
 
-    def __init__(self, caught: list[str]) -> None:
+    def __init__(self, noted: Noted, checks: PassedChecks) -> None:
         super().__init__()
-        self._caught = caught
+        self._noted, self._checks = noted, checks
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func in (torch.tensor, torch.as_tensor) and len(args) == 1 and type(args[0]) is ListOfAnyLength:
             return args[0].tensor(**(kwargs or {}))
+        if (passed := self._checks.answer(func)) is not NotImplemented:
+            return passed
+        if func in _ONE_BY_ONE and args[1:] in ((), (0,)) and isinstance(args[0].shape[0], torch.SymInt):
+            self._noted.loops.append(line_of_stack())
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            self._noted.packed.append(line_of_stack())
         read = _OTHERWISE.get(func)
         found = read(*args, **(kwargs or {})) if read is not None and args and isinstance(args[0], Tensor) else None
         if found is not None:
@@ -257,7 +273,7 @@ class _OfAnySize(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         except Exception as error:
             if type(error).__module__.startswith(_OF_EXPORT):
-                self._caught.append(line_of_stack())
+                self._noted.caught.append(line_of_stack())
             raise
 
 
@@ -301,6 +317,8 @@ def _batch_norm(
     return x * scale.view(shape) + shift.view(shape)
 
 
+# They take what is along the first dimension apart.
+_ONE_BY_ONE = (Tensor.unbind, torch.unbind)
 _OTHERWISE: Mapping[Any, Callable[..., tuple[Tensor, ...] | Tensor | None]] = {
     nn.functional.batch_norm: _batch_norm,
     **dict.fromkeys(

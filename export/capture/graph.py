@@ -95,15 +95,14 @@ def captured(
     dims = _dims(whole, {**counts, **signature.fixed})
 
     def followed(otherwise: Sequence[int] = (), later_s: int = 0) -> tuple[fx.GraphModule, Noted]:
-        with followable(model, otherwise, later_s) as noted, redirect_stderr(io.StringIO()):
+        with followable(model, signature.checks, otherwise, later_s) as noted, redirect_stderr(io.StringIO()):
             try:
                 arguments = tuple(inputs.values())
                 program = torch.export.export(whole, arguments, dynamic_shapes=(dims,), strict=False)
             except Exception as error:  # the user's code may raise anything
                 if isinstance(error, ModelError):
                     raise
-                lines = dict.fromkeys(line for _, line in noted.compared if line)
-                raise ModelError(f"{type(model).__name__}: {_refusal(error, [*lines])}") from error
+                raise ModelError(f"{type(model).__name__}: {_refusal(error, noted)}") from error
             if noted.caught:
                 said = f"a step cannot be followed{noted.caught[0]}, and its code goes on without"
                 raise ModelError(f"{type(model).__name__}: {said}: expected the same steps, followed or not")
@@ -122,11 +121,12 @@ def captured(
     numbers = [*signature.numbers]
     of_numbers = dict(zip(numbers, answers_of(module.graph)[-len(numbers) :] if numbers else (), strict=True))
     found = Captured(module, whole.inputs, whole.seen.outputs, whole.seen.left, whole.seen.made, of_numbers)
-    samples = next(node for node in module.graph.nodes if node.op == "placeholder").meta["val"].shape[0].node
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    samples = nodes[0].meta["val"].shape[0].node
     if of_one := _other_of_one(samples, noted.asked):
         one = f"whether there is one sample{next(iter(of_one.values()))}"
         expect_same(one, "the same steps for any number of samples: requests are merged", [*of_one])
-    for number, line in asked_of_ids(samples, noted.asked).items():
+    for number, line in asked_of_ids(samples, noted.asked, _counted(nodes, dims, samples)).items():
         expect_same(f"how many ids there are{line}", _ANY_IDS, [number])
     if others := [line for line in signature.clocks if line not in noted.clock]:  # which cannot be put forward
         raise ModelError(f"{type(model).__name__}: its forward asks for the time{others[0]}: expected {NO_TIME}")
@@ -135,6 +135,14 @@ def captured(
     return found
 
 
+def _counted(nodes: Sequence[fx.Node], dims: Sequence[Mapping[int, Any]], samples: Any) -> dict[Any, Any]:
+    """The symbols of the sizes of inputs that are so many times the number of samples, and what they stand for."""
+    is_any = torch.export.Dim.AUTO
+    sizes = [node.meta["val"].shape[0].node for node, dim in zip(nodes, dims, strict=True) if dim[0] is not is_any]
+    return {size._expr: size.expr for size in sizes if size.expr.free_symbols <= samples.expr.free_symbols}
+
+
+_OF_VMAP = ("add_batch_dim", "vmap_increment_nesting", "remove_batch_dim")
 _ANY_IDS = "the same steps for any number of ids: requests are merged, and have more"
 _LATER_S = (3_727, 20_011, 40_009, 61_007, 297_341, 3_456_793, 34_567_891, 345_678_923)  # hours to ten years
 
@@ -169,6 +177,12 @@ def _expect_any_number(model: nn.Module, module: fx.GraphModule, inputs: Sequenc
     if decided := decided_by_ids(samples, sizes, noted.compared):
         raise _of_ids(model, f"{decided[1]}: {decided[0]}")
     for node in module.graph.nodes:
+        if str(getattr(node.target, "__name__", node.target)).lstrip("_") in _OF_VMAP:
+            raise ModelError(
+                f"{type(model).__name__}: its forward maps a function by torch.vmap{line_of(node)}, which is no "
+                "operator of a graph: call the function on whole tensors: torch.matmul and torch.einsum take the "
+                "dimension of samples as it is"
+            )
         if str(node.target).startswith("aten.squeeze.") and _squeezes_ids(node, samples.expr.free_symbols):
             raise _of_ids(model, f"{line_of(node)}: of one id, squeeze() leaves out its dimension")
 
@@ -205,14 +219,26 @@ def _other_of_one(samples: Any, asked: Sequence[tuple[Any, bool, str]]) -> dict[
     return found
 
 
-def _refusal(error: Exception, lines: Sequence[str]) -> str:
+def _refusal(error: Exception, noted: Noted) -> str:
     """Why a forward cannot be followed.
 
     Args:
         error: of torch.export.
-        lines: those where a size was compared with another, or with a number.
+        noted: what it decided.
     """
-    said = first_line(error)
+    said, lines = first_line(error), [*dict.fromkeys(line for _, line in noted.compared if line)]
+    if noted.packed:
+        return (
+            f"its forward packs sequences{noted.packed[0]}, which a graph cannot: give the layer padded ones, [B, n, "
+            "width], and take the output of each sample at its last number: output[torch.arange(B), lengths - 1]"
+        )
+    one_by_one = [*noted.loops, *(line for line in lines if ".tolist()" in line or ".to_dense()" in line)]
+    if one_by_one and ("data-dependent" in said or said.startswith("Constraints violated")):
+        return (
+            f"its forward goes through samples, or ids, one by one{one_by_one[0]}: a graph would have as many steps "
+            "as the example has of them: put the steps for all at once, on whole tensors, with a mask of lengths for "
+            "what some samples do not have"
+        )
     if said.startswith("Constraints violated"):
         where = f": see{' and'.join(lines)}" if lines else ""
         return (
@@ -221,10 +247,15 @@ def _refusal(error: Exception, lines: Sequence[str]) -> str:
             "a number of the example, nor lists as long as a batch"
         )
     if "data-dependent" in said:
-        return (
-            f"what its forward does hangs on numbers of the request{line_of_error(error)}: {said}: take a number "
-            "that does not change, such as the longest sequence that it was trained with"
+        line = line_of_error(error)
+        is_branch = any(f"`{word} " in line for word in ("if", "elif", "while", "assert")) or " if " in line
+        way = (
+            "have the same steps for all numbers: torch.where(condition, one, other), or a factor that is 0 or 1, in "
+            "place of the branch"
+            if is_branch
+            else "take a number that does not change, such as the longest sequence that it was trained with"
         )
+        return f"what its forward does hangs on numbers of the request{line}: {said}: {way}"
     return f"its forward cannot be followed for any number of samples{line_of_error(error)}: {said}"
 
 

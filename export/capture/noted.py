@@ -5,7 +5,7 @@ Nobody may tell from an answer which way it was. So each decision is noted, with
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,12 +29,16 @@ class Noted:
         asked: each that the model's code does something by, and whether it holds for two samples and more.
         caught: what torch.export could not follow, though the model's code went on, by a `try`.
         clock: where the model's code read the time.
+        loops: where it goes through as many as the example has samples, or ids.
+        packed: where it packs sequences.
     """
 
     compared: list[tuple[Any, str]] = field(default_factory=list)
     asked: list[tuple[Any, bool, str]] = field(default_factory=list)
     caught: list[str] = field(default_factory=list)
     clock: list[str] = field(default_factory=list)
+    loops: list[str] = field(default_factory=list)
+    packed: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -75,9 +79,18 @@ def noting(found: Noted, otherwise: Collection[int] = ()) -> Iterator[Noted]:
 
         return asked
 
+    index: Callable[[Any], Any] = torch.SymInt.__index__
+
+    def counted(size: Any) -> Any:
+        frame = sys._getframe(1)
+        if is_users(Path(frame.f_code.co_filename)) and "range(" in (line := line_of_stack()):
+            found.loops.append(line)
+        return index(size)
+
     kinds: tuple[Any, ...] = torch.SymBool, torch.SymInt, torch.SymFloat
     one, two, three = (changed(kind, __bool__=asking(kind.__bool__)) for kind in kinds)
-    with changed(ShapeEnv, _log_guard=noted), one, two, three:
+    loops = changed(torch.SymInt, __index__=counted)
+    with changed(ShapeEnv, _log_guard=noted), one, two, three, loops:
         yield found
 
 
@@ -107,7 +120,7 @@ def decided_by_ids(
     return None
 
 
-def asked_of_ids(samples: Any, asked: Sequence[tuple[Any, bool, str]]) -> dict[int, str]:
+def asked_of_ids(samples: Any, asked: Sequence[tuple[Any, bool, str]], counted: Mapping[Any, Any]) -> dict[int, str]:
     """The comparisons that the model's code asks for, and that hold for some numbers of ids alone; with their lines.
 
     Whether there is no id at all does not count: that is one case, which is tried.
@@ -115,9 +128,11 @@ def asked_of_ids(samples: Any, asked: Sequence[tuple[Any, bool, str]]) -> dict[i
     Args:
         samples: the node of the number of samples.
         asked: the comparisons that the model's code does something by.
+        counted: the sizes that are so many times the number of samples for any request: the symbol of each, and that.
     """
     found = {}
-    for number, (comparison, holds, line) in enumerate(asked):
+    for number, (question, holds, line) in enumerate(asked):
+        comparison = question.xreplace(dict(counted))
         symbols = comparison.free_symbols
         if symbols <= samples.expr.free_symbols or "`assert " in line:
             continue
@@ -131,7 +146,8 @@ def asked_of_ids(samples: Any, asked: Sequence[tuple[Any, bool, str]]) -> dict[i
 def raised_by_model(error: BaseException | None) -> bool:
     """Whether a line of the model's own code raised an error: it cannot be called so."""
     frames = [] if error is None else traceback.extract_tb(error.__traceback__)
-    return bool(frames) and is_users(Path(frames[-1].filename)) and (frames[-1].line or "").startswith("raise")
+    is_own = bool(frames) and is_users(Path(frames[-1].filename))
+    return is_own and (isinstance(error, AssertionError) or (frames[-1].line or "").startswith("raise"))
 
 
 def modules_of(model: nn.Module) -> list[ModuleType]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from export.capture.example import said_of_names
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS
 from export.capture.stand_ins import Collections
@@ -80,7 +81,8 @@ def behind_forward(
     path, entry = _entry(trained)
     found = cut(entry, columns)
     inputs, request = inputs_of(found, widths), request_for(manifest, None, known)
-    return Behind(path, entry, found, inputs, request, given_for(manifest, request, inputs))
+    notes = tuple(said_of_names(found.outputs))
+    return Behind(path, entry, found, inputs, request, given_for(manifest, request, inputs), notes)
 
 
 def _entry(trained: Trained) -> tuple[str, nn.Module]:
@@ -138,7 +140,7 @@ def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping
     if isinstance(answer, Tensor):
         graph.output(called)
     else:
-        keys = list(named) if isinstance(answer, Mapping) else range(len(named))
+        keys = list(answer) if isinstance(answer, Mapping) else range(len(named))
         pieces = [graph.call_function(operator.getitem, (called, key)) for key in keys]
         graph.output(dict(zip(named, pieces, strict=True)))
 

@@ -15,6 +15,7 @@ from torchrec import KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.bags import kjt_of_bags
+from export.capture.example import served_name
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS
 from export.capture.stand_ins import Columns, joined
@@ -84,7 +85,10 @@ def tensors_of(answer: Any, kind: type = Tensor) -> dict[str, Any]:
         named = {f"{_SCORES}_{number}": each for number, each in enumerate(answer)}
     else:
         return {}
-    return named if all(isinstance(name, str) and isinstance(each, kind) for name, each in named.items()) else {}
+    if not all(isinstance(name, str) and isinstance(each, kind) for name, each in named.items()):
+        return {}
+    found = {served_name(name): each for name, each in named.items()}
+    return found if len(found) == len(named) else named  # which is refused by its name
 
 
 def not_tensors(model: nn.Module, got: str) -> ModelError:

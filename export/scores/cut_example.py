@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from export.capture.bags import Bag
 from export.capture.call_signature import Signature, read_signature
-from export.capture.example import outputs_of
+from export.capture.example import outputs_of, said_of_names
 from export.capture.given import Given, ids_of, lengths_of, numbers_of, rows_of, weights_of
 from export.capture.graph import EMBEDDINGS, Captured, captured
 from export.capture.moved_ids import placed
@@ -111,8 +111,11 @@ class FromExample:
             yield f"example: requests do not bring {', '.join(unused)}: no score needs it"
         if signature.constants:
             yield f"example: {', '.join(signature.constants)} stays as it is in the example, for all requests"
+        if signature.checks.lines:
+            yield f"example: requests are not checked as the forward does{' and'.join(signature.checks.lines)}"
         if left := [*(name for name in self.graph.outputs if name not in outputs), *self.graph.left]:
             yield f"example: the outputs {', '.join(left)} are left out: they have no row for each sample, or id"
+        yield from (f"example: {each}" for each in said_of_names(outputs))
         for name, answer in outputs.items():
             if answer.dim:
                 yield f"example: the output {name} has its rows in dimension {answer.dim}: they come first in answers"
@@ -177,7 +180,20 @@ def _followed(
             return inputs, captured(model, collections, signature, inputs, counts)
         except ModelError as error:
             errors.append(error)
-    raise errors[0]
+    raise ModelError(f"{errors[0]}{_advice_for_flat(signature)}") from errors[0]
+
+
+def _advice_for_flat(signature: Signature) -> str:
+    """What to do about a tensor of the example that seems to have a number for each id of a key; "" without one."""
+    counts = {len(bag.ids): key for key, bag in signature.bags().items()}
+    for path in signature.constants:
+        leaf = signature.call.leaves[path]
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] in counts:
+            return (
+                f": {path!r} stays as it is in the example: if it has a number for each id of "
+                f"{counts[leaf.shape[0]]!r}, give it as a JaggedTensor with the lengths of these"
+            )
+    return ""
 
 
 def _counts(signature: Signature, collections: Collections) -> list[dict[str, int]]:

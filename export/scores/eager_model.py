@@ -11,6 +11,7 @@ from torchrec.types import CacheMixin
 
 from export.apart.probes import as_served
 from export.capture.given import Given
+from export.capture.noted import raised_by_model
 from export.capture.outside import NO_TIME, OutsideReads
 from export.capture.stand_ins import Collections, Columns, answering, jagged_tensors, keyed_tensor
 from export.errors import ModelError, ParityError, last_line
@@ -59,7 +60,7 @@ def answers_behind(
 
     Returns:
         [B, …] by output, as they are served, for each probe, then for each of the others; None: it cannot be run on
-        it.
+        it, or checks its numbers and refuses those of a probe that is not the first.
 
     Raises:
         ModelError: it cannot be run on a probe, answers with something else, or changes a buffer.
@@ -74,8 +75,13 @@ def answers_behind(
     answers: list[dict[str, Tensor] | None] = []
     outside = OutsideReads(own)
     for probe in probes:
-        with nullcontext() if found.is_timeless else outside.running():
-            answers.append(_answer_behind(own, found, columns, probe))
+        try:
+            with nullcontext() if found.is_timeless else outside.running():
+                answers.append(_answer_behind(own, found, columns, probe))
+        except ModelError as error:
+            if probe is probes[0] or not raised_by_model(error.__cause__):
+                raise
+            answers.append(None)  # it checks its numbers
     if outside.clocks:
         raise ModelError(
             f"{type(model).__name__}: its forward asks for the time{outside.clocks[0]}: expected {NO_TIME}"

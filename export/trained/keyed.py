@@ -43,7 +43,12 @@ def line_of(node: fx.Node) -> str:
 
 def short_line_of(node: fx.Node) -> str:
     """As `line_of`, but with the file's name instead of its path: bundles must not have paths."""
-    return re.sub(r"^ at .*/(?=[^/]+, line [0-9]+: )", " at ", line_of(node))
+    return shortened(line_of(node))
+
+
+def shortened(line: str) -> str:
+    """A line as `where` says it, without the folders of its file."""
+    return re.sub(r"^ at .*/(?=[^/]+, line [0-9]+: )", " at ", line)
 
 
 def line_of_error(error: Exception) -> str:

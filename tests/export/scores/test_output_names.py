@@ -1,0 +1,76 @@
+"""Outputs that a model calls as the protocol calls tensors of lookups: they are served by another name."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from export import export_model
+from export.errors import ModelError
+from serving.bundle.scores import RESERVED
+from serving.engine import Engine
+from tests.support.models import SUM, collection
+from tests.support.scored import EXACT
+
+IDS = {"x": [[1, 2], [3]], "y": [[4], []], "z": [[5], [6]]}
+
+
+class Named(nn.Module):
+    names: tuple[str, ...] = RESERVED
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = collection(SUM)
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        total = self.bags(ids).values().sum(1)
+        return {name: total * (number + 1) for number, name in enumerate((*self.names, "total"))}
+
+
+class Twice(Named):
+    names = ("values", "scores.values")
+
+
+class Own(nn.Module):
+    def forward(self, pooled: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"values": pooled["x"].sum(1), "other": pooled["z"].sum(1)}
+
+
+def keyed() -> KeyedJaggedTensor:
+    flat = [each for column in IDS.values() for bag in column for each in bag]
+    lengths = torch.tensor([len(bag) for column in IDS.values() for bag in column], dtype=torch.int32)
+    return KeyedJaggedTensor([*IDS], torch.tensor(flat), lengths=lengths)
+
+
+@pytest.mark.parametrize("example", [None, (keyed(),)], ids=["without an example", "with one"])
+def test_outputs_that_are_called_as_tensors_of_lookups_get_another_name(example: Any, tmp_path: Path) -> None:
+    module = Named().eval()
+    bundle = export_model(module, tmp_path / "r", "m", EXACT, example=example)
+    with Engine.open(bundle) as engine, torch.no_grad():
+        found, notes = engine.score(IDS), engine.bundle.manifest.notes
+        assert [*found] == [*(f"scores.{name}" for name in RESERVED), "total"]
+        for name, numbers in module(keyed()).items():
+            served = name if name == "total" else f"scores.{name}"
+            np.testing.assert_allclose(found[served], numbers.numpy(), atol=1e-5)
+        assert any("the output values is called scores.values" in note for note in notes)
+
+
+@pytest.mark.parametrize("example", [None, (keyed(),)], ids=["without an example", "with one"])
+def test_a_name_that_another_output_has_is_refused(example: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"Twice: .*values'"):
+        export_model(Twice().eval(), tmp_path / "r", "m", EXACT, example=example)
+
+
+def test_a_module_of_the_user_s_own_may_name_them_so(tmp_path: Path) -> None:
+    config = replace(EXACT, dense_widths={})
+    bundle = export_model(Named().eval(), tmp_path / "r", "m", config, dense=Own())
+    with Engine.open(bundle) as engine, torch.no_grad():
+        found = engine.score(IDS)
+        pooled = Named().bags(keyed()).to_dict()
+        np.testing.assert_allclose(found["scores.values"], pooled["x"].sum(1).numpy(), atol=1e-5)
+        np.testing.assert_allclose(found["other"], pooled["z"].sum(1).numpy(), atol=1e-5)
