@@ -194,7 +194,7 @@ def test_bench_compares_them_and_inspect_shows_them(served: Served) -> None:
     assert answered.returncode == 0, answered.stderr
     assert "all right" in answered.stdout
     shown = tbe_export("inspect", str(served.bundle)).stdout
-    assert Reader(served.bundle).digest("schema") in (served.bundle.parent / "config.pbtxt").read_text()
+    assert Reader(served.bundle).digest("schema_digest") in (served.bundle.parent / "config.pbtxt").read_text()
     assert re.search(r"name .* INT64 \[B\] ", shown)
 
 
