@@ -30,6 +30,7 @@ from serving.errors import ConfigurationError
 from serving.files import is_url
 from serving.pins import check_pins
 from serving.terminal.app import Show, bytes_bar, out
+from serving.terminal.output import print_json
 
 
 def _steps(show: Show) -> Callable[[Progress], None]:
@@ -206,7 +207,7 @@ def plan(
         except (OSError, ValueError) as error:
             raise ConfigurationError(f"--picture {picture}: {error}") from error
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
+        print_json(msgspec.json.format(msgspec.json.encode(report), indent=1))
         return
     show_placement(report)
     show_ranks(report, traffic=True)

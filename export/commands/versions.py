@@ -38,6 +38,7 @@ from serving.model.config_file import read_config, settings_of
 from serving.pins import check_pins
 from serving.store import Store
 from serving.terminal.app import bytes_bar, complain, out
+from serving.terminal.output import print_json
 
 
 def inspect(
@@ -48,7 +49,7 @@ def inspect(
     opened = open_bundle(bundle)
     manifest = opened.manifest
     if as_json:
-        print((bundle / MANIFEST).read_text(), end="")
+        print_json((bundle / MANIFEST).read_bytes().rstrip(b"\n"))
         return
     show_tables(manifest)
     if len(manifest.plan.ranks) > 1:
@@ -102,7 +103,7 @@ def verify(
     verification = verify_any(bundle_of(bundle, trusted), trained, checkpoint, trusted, call)
     count, problems = read_deltas(verification.bundle, deltas)
     if json_:
-        print(as_json(verification))
+        print_json(as_json(verification))
     else:
         manifest = verification.bundle.manifest
         show_verification(verification)

@@ -89,7 +89,7 @@ def changes(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
     There are none if the base in the folder does not record its options.
     """
     path = folder / KUSTOMIZATION
-    before, now = (_made_with(text) for text in (path.read_text() if path.exists() else "", files[KUSTOMIZATION]))
+    before, now = (_made_with(text) for text in (path.read_text("utf-8") if path.exists() else "", files[KUSTOMIZATION]))
     for option, value in before.items():
         if now.get(option, "none") != value:
             yield f"{option}: {value} before, now {now.get(option, 'none')}"
@@ -129,7 +129,7 @@ def _keys(fleet: Fleet, path: Path) -> Object:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": keys_name(fleet)},
-        "data": {"trusted.pem": path.read_text()},
+        "data": {"trusted.pem": path.read_text("utf-8")},
     }
 
 
@@ -138,7 +138,7 @@ def _resources_of(folder: Path, fleet: Fleet) -> set[str]:
     if not folder.exists() or not any(folder.iterdir()):
         return set()
     path = folder / KUSTOMIZATION
-    text = path.read_text() if path.exists() else ""
+    text = path.read_text("utf-8") if path.exists() else ""
     if not text.startswith(_made_for(fleet)):
         raise PublishError(
             f"{folder}: expected no such folder, an empty one, or an earlier base for {fleet.name!r}, found other "

@@ -21,6 +21,7 @@ from serving.request.id_maps import IdMaps, known_of_keys
 from serving.request.tensors import Tensors
 from serving.terminal.app import out
 from serving.terminal.options import EVERY, as_given, by_name, real, shared_options
+from serving.terminal.output import print_json
 
 _INFO_TIMEOUT_S = 10
 _CLIENTS = (1, 8, 32)
@@ -192,7 +193,7 @@ def bench(
                 summarize(each, samples, repeats) if why is None else Refusal(each.clients, each.rate, samples, why)
             )
             if as_json:
-                print(msgspec.json.encode(outcomes[-1]).decode(), flush=True)
+                print_json(msgspec.json.encode(outcomes[-1]))
     reports = [each for each in outcomes if isinstance(each, Report)]
     if not as_json and reports:
         out.print(table(reports))

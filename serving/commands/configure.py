@@ -24,6 +24,7 @@ from serving.model.settings import NEWEST, ServingSettings, Setting, kind_of, ta
 from serving.request.captured import MOST_WARM_UP_BYTES, WARM_UP, PassedOver, read_captured
 from serving.terminal.app import out
 from serving.terminal.options import as_given, by_name, named, shared_options, with_options
+from serving.terminal.output import print_json
 
 
 def _changes(before: ServingSettings, **typed: Any) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def configure(
     warms_up = os.path.lexists(model / WARM_UP)
     defaults = _defaults(settings, manifests)
     if as_json:
-        print(msgspec.json.encode({**asdict(settings), **defaults, "warm_up": warms_up}).decode())
+        print_json(msgspec.json.encode({**asdict(settings), **defaults, "warm_up": warms_up}))
         return
     out.print(_as_table(settings, defaults, warms_up))
     if changed or no_warm_up or warm_up is not None:

@@ -14,6 +14,7 @@ from serving.commands.connection import DEFAULT_URL, TlsOf, UrlOption, say, take
 from serving.errors import ConfigurationError, InvalidRequest, ServingError
 from serving.request.tensors import Array, Embeddings
 from serving.terminal.app import out
+from serving.terminal.output import is_read, lost, print_json
 
 Answered = TypeVar("Answered", bound=Mapping[str, Any])
 LinesArgument = Annotated[
@@ -41,7 +42,7 @@ def answer_lines(
         table: makes the table that shows an answer. None: print it as a JSON line.
 
     Returns:
-        Whether there are lines that cannot be answered.
+        Whether there are lines that cannot be answered, or answers that cannot be printed.
     """
     refused = False
     where = "" if file is sys.stdin.buffer else f"{file.name}: "
@@ -55,7 +56,9 @@ def answer_lines(
             say(f"{where}line {number}: {error}")
         else:
             print_arrays(found) if table is None else out.print(table(found))
-    return refused
+            if not is_read():  # `| head`; or the disk is full
+                break
+    return refused or lost() is not None
 
 
 def object_of(line: bytes, expected: str) -> dict[str, Any]:
@@ -88,7 +91,7 @@ def print_arrays(arrays: Mapping[str, Array | Rows]) -> None:
         else _decimals(found)
         for name, found in arrays.items()
     }
-    print(json.dumps(plain), flush=True)
+    print_json(json.dumps(plain))
 
 
 def _decimals(rows: Array) -> Any:

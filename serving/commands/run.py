@@ -42,6 +42,7 @@ from serving.server.versions import ReleaseFile, read_releases, released_version
 from serving.server.watch.release_follower import ReleaseFollower
 from serving.terminal.app import out
 from serving.terminal.options import shared_options
+from serving.terminal.output import print_json
 from serving.triton.command_line import RESTRICTED
 
 
@@ -232,7 +233,7 @@ def run(
             named = ", ".join(map(_named, server.models))
             server.log.info("serves %s on %s", named, server.grpc, extra={"event": "ready"})
         signals.supervisor = supervisor = FleetSupervisor(watched[:-1], watched[-1]) if local_hosts else watched[0]
-        print(_as_json(servers)) if as_json else out.print(_as_text(servers))
+        print_json(_as_json(servers)) if as_json else out.print(_as_text(servers))
         sys.stdout.flush()
         if mirror is not None and unload_after_s is not None:
             told = (log, every_s or _EVERY_S, [server.condition for server in servers.values()])

@@ -23,6 +23,7 @@ from serving.request.encoding import Features
 from serving.server.launch.run_file import find_run_file
 from serving.server.watch.status import ModelStatus, ProcessMemory, Status, status_of
 from serving.terminal.app import out
+from serving.terminal.output import print_json
 
 _CHOSEN_BY = {"pin": "--serve", "release": "its release", "config": "config.pbtxt"}
 
@@ -186,7 +187,7 @@ def status(
     if run is not None:
         found = status_of(run, timeout_s)
         if as_json:
-            print(msgspec.json.encode(found).decode())
+            print_json(msgspec.json.encode(found))
         else:
             for table in status_tables(found):
                 out.print(table, end="\n\n")
@@ -203,7 +204,7 @@ def status(
     )
     problems = list(differences(servers))
     if as_json:
-        print(msgspec.json.encode({"servers": servers, "problems": problems}).decode())
+        print_json(msgspec.json.encode({"servers": servers, "problems": problems}))
     else:
         out.print(fleet_table(servers))
     for problem in problems:

@@ -17,6 +17,7 @@ from serving.errors import EnvironmentMismatch, ServingError
 from serving.files import is_url
 from serving.log import one_line
 from serving.pins import tested_versions
+from serving.terminal.output import is_terminal, lost, take_over
 
 if TYPE_CHECKING:  # a command without a bar does not wait for it
     from rich import progress as bars
@@ -25,12 +26,12 @@ if TYPE_CHECKING:  # a command without a bar does not wait for it
 _NO_LIMIT = 1_000_000
 
 
-def _console(stream: TextIO, *, stderr: bool) -> Console:
+def _console(stream: TextIO | None, *, stderr: bool) -> Console:
     """A console of rich that prints text as it is: [red] or :x: in the name of a model is no style.
 
     If the stream is no terminal, lines are not cut: a program may read them.
     """
-    width = None if stream.isatty() else _NO_LIMIT
+    width = None if is_terminal(stream) else _NO_LIMIT
     return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
@@ -134,8 +135,6 @@ class Command(TyperCommand):
         verbose = ctx.params.pop("verbose") or ctx.find_root().params["verbose"]
         try:
             return self._invoke(ctx)
-        except BrokenPipeError:
-            raise  # the reader of the output is gone: typer ends in silence
         except self.shown_as_line as error:
             if verbose:
                 traceback.print_exception(error)
@@ -155,7 +154,7 @@ class _Commands(TyperGroup):
     def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
         """Run a command and exit. Without a command, show the help."""
         args = sys.argv[1:] if args is None else args
-        sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # for paths that are not UTF-8
+        take_over()
         try:
             code = super().main(args or ["--help"], self.name, standalone_mode=False)
         except TyperException as error:
@@ -163,6 +162,9 @@ class _Commands(TyperGroup):
             code = error.exit_code
         except Abort:
             code = 1
+        sys.stdout.flush()
+        if (problem := lost()) is not None:
+            complain(str(self.name), f"standard output: {problem.strerror}: what was printed is not complete")
         sys.exit(int(code or 0))
 
 
