@@ -1,5 +1,6 @@
 """Print bundles, plans and verifications on a terminal of 80 columns."""
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +13,9 @@ from export.values import size_text
 from serving.bundle.id_maps import IdMap
 from serving.bundle.lineage import delta_path, deltas_folder, lineage_of, steps_in
 from serving.bundle.manifest import Agreement, Manifest, Parity
-from serving.bundle.opening import Bundle
+from serving.bundle.opening import Bundle, versions
 from serving.bundle.plan import ROUTER
+from serving.bundle.release import release_path
 from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc, ScoreOutput
 from serving.model.config_file import read_config, settings_of
 from serving.tables.pages import cached
@@ -91,7 +93,12 @@ def show_published(path: Path, manifest: Manifest) -> None:
     out.print(f"published {path}", soft_wrap=True)
     model = path.parent
     if not manifest.hosts:
-        out.print(f"next: tbe-serve run {model.parent}", soft_wrap=True)
+        following = f"tbe-serve run {model.parent}"
+        if os.path.lexists(release_path(model)):
+            following = f"tbe-export release {model} {path.name}"
+        elif len(versions(model)) > 1:  # a server that runs has another
+            following = f"tbe-serve load {model.name}"
+        out.print(f"next: {following}", soft_wrap=True)
         return
     models = ", ".join(each.model for each in manifest.hosts)
     addresses = settings_of(read_config(model)).hosts or {}

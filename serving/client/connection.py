@@ -17,8 +17,8 @@ from serving.client.metadata import Metadata, check_metadata, check_text
 from serving.client.proxies import may_be_proxied, proxy_note
 from serving.client.retries import Retries
 from serving.client.targets import Target
-from serving.errors import ConfigurationError, DeadlineExceeded, ServerUnavailable, ServingError
-from serving.triton.error_messages import error_of
+from serving.errors import ConfigurationError, DeadlineExceeded, ServerUnavailable, ServingError, shown
+from serving.triton.error_messages import error_of, handshake_advice
 
 DEFAULT_TIMEOUT_S = 1.0
 
@@ -168,13 +168,16 @@ class Connection:
         return min(max(self.timeout_s / 3, least), most)
 
     def error_of(self, error: grpc.RpcError, where: str = "", *, is_known: bool = False) -> ServingError:
-        """The error of a call that failed. One that may be the proxy's names it.
+        """The error of a call that failed. One that may be the proxy's names it, and one of TLS says what to change.
 
         Args:
             error: of grpc or grpc.aio.
             where, is_known: as `serving.triton.error_messages.error_of`.
         """
-        found = error_of(error.code().name, error.details() or "", where, is_known=is_known)
+        message = error.details() or ""
+        if (advice := handshake_advice(message)) is not None:
+            return ServerUnavailable(f"{where}{shown(message.removesuffix(': OK'))}: {advice}")
+        found = error_of(error.code().name, message, where, is_known=is_known)
         if isinstance(found, ServerUnavailable | DeadlineExceeded) and (note := proxy_note(self.addresses)):
             return type(found)(f"{found}: {note}")
         return found

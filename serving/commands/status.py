@@ -25,7 +25,7 @@ from serving.server.watch.status import ModelStatus, ProcessMemory, Status, stat
 from serving.terminal.app import out
 from serving.terminal.output import print_json
 
-_CHOSEN_BY = {"pin": "--serve", "release": "its release", "config": "config.pbtxt"}
+_CHOSEN_BY = {"pin": "--serve", "release": "its release", "load": "tbe-serve load", "config": "config.pbtxt"}
 
 
 def status_tables(status: Status) -> Iterator[Table]:

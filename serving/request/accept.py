@@ -116,7 +116,10 @@ def _with_dense(schema: Schema, request: KjtRequest, tensors: Tensors) -> KjtReq
     selection = request.selection
     if len(selection.names) < len(schema.every.names):
         missing = next(name for name in schema.every.names if name not in selection.names)
-        raise InvalidRequest(f"feature {missing!r}: expected all features, which scores need", Reason.FEATURES)
+        names = ", ".join(map(repr, schema.every.names))
+        raise InvalidRequest(
+            f"feature {missing!r}: expected all features, which scores need: {names}", Reason.FEATURES
+        )
     if not selection.default:
         request = _reordered(request, selection.names, selection.positions.argsort(), schema.every)
     part = schema.dense_part

@@ -36,7 +36,7 @@ UNIX = "unix:"
 # A parameter of the config that a model is loaded with, never of config.pbtxt. It says that the model serves other
 # versions than config.pbtxt says. Its value is the version that config.pbtxt says: a number, or the newest.
 _INSTEAD_OF = "expected_version"
-_NEWEST = "newest"
+NEWEST = "newest"
 _ERRORS: Mapping[int, type[ServingError]] = {403: AccessDenied, 404: ModelNotFound, 503: ServerUnavailable}
 
 
@@ -81,7 +81,9 @@ class Control:
         """Every version that the server has loaded, or tried to load."""
         index = self._call("v2/repository/index", {})
         return tuple(
-            VersionState(entry["name"], int(entry["version"]), entry.get("state", ""), entry.get("reason", ""))
+            VersionState(
+                entry["name"], int(entry["version"]), entry.get("state", ""), _without_trace(entry.get("reason", ""))
+            )
             for entry in index
             if entry.get("version")
         )
@@ -231,10 +233,28 @@ def _reason(response: HTTPResponse, content: bytes) -> str:
         reason: str = json.loads(content)["error"]
     except (ValueError, TypeError, KeyError):
         reason = f"{response.status} {response.reason}"
-    reason = reason.partition("\n\nAt:\n")[0].strip()  # after that comes the line of our code that raised it
+    reason = _without_trace(reason)
     if response.status == HTTPStatus.FORBIDDEN:
         reason += ": `tbe-serve run` keeps the key for its own user on its own machine"
     return reason
+
+
+def _without_trace(reason: str) -> str:
+    """A reason of Triton's without the lines of code that raised it, which come after it."""
+    return reason.partition("\n\nAt:\n")[0].strip()
+
+
+def replaced_policy(config: Any) -> str | None:
+    """What config.pbtxt says of a model that was loaded with other versions: a version, or `NEWEST`.
+
+    Returns:
+        None if it was loaded as config.pbtxt says.
+
+    Args:
+        config: the ModelConfig that it is served with, as `Control.config` returns it.
+    """
+    parameter = config["parameters"].get(_INSTEAD_OF)
+    return None if parameter is None else str(parameter["string_value"])
 
 
 def _pinned(config: Any, versions: Sequence[int]) -> Any:
@@ -243,13 +263,13 @@ def _pinned(config: Any, versions: Sequence[int]) -> Any:
     parameters.pop(RECOVERED, None)
     if _INSTEAD_OF not in parameters:
         own_versions = config.get("version_policy", {}).get("specific", {}).get("versions", [])
-        parameters[_INSTEAD_OF] = {"string_value": str(own_versions[0]) if own_versions else _NEWEST}
+        parameters[_INSTEAD_OF] = {"string_value": str(own_versions[0]) if own_versions else NEWEST}
     return {**config, "parameters": parameters, "version_policy": {"specific": {"versions": list(versions)}}}
 
 
 def _serve(config: Any, version: str) -> None:
-    """Change `config` to serve `version`: a number, or `_NEWEST`."""
+    """Change `config` to serve `version`: a number, or `NEWEST`."""
     config["version_policy"] = (
-        {"latest": {"num_versions": 1}} if version == _NEWEST else {"specific": {"versions": [int(version)]}}
+        {"latest": {"num_versions": 1}} if version == NEWEST else {"specific": {"versions": [int(version)]}}
     )
     config["parameters"].pop(RECOVERED, None)

@@ -47,6 +47,27 @@ _MESSAGES = (
 )
 
 
+# gRPC's own words of a TLS handshake that failed, and what is wrong with the client's options.
+_HANDSHAKES = (
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the server's certificate is not signed by the root certificates that were given, or expired: `--tls-ca`, "
+        "`Tls(root_certificates=…)`: expected those of its authority",
+    ),
+    (
+        "Hostname Verification Check failed",
+        "the server's certificate has another name than this address: `--tls-server-name`, `Tls(server_name=…)`: "
+        "expected a name in it",
+    ),
+    ("WRONG_VERSION_NUMBER", "the server has no TLS: leave `--tls-ca`, `Tls(…)` out"),
+)
+
+
+def handshake_advice(message: str) -> str | None:
+    """What to do about a TLS handshake of a client that failed. None: the message is about something else."""
+    return next((advice for words, advice in _HANDSHAKES if words in message), None)
+
+
 # A tritonserver that was started anew listens before it has loaded its models, and says this of all of them. So it is
 # no last word to who knows that the model was there.
 _NOT_KNOWN_YET = _Words(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.bundle.manifest import WEIGHTS_FILES
-from serving.bundle.opening import open_bundle
+from serving.bundle.opening import open_bundle, versions
 from serving.errors import ServingError
 from serving.files import Strict
 from serving.model.config_file import of_json, settings_of
@@ -20,7 +20,7 @@ from serving.server.launch.run_file import Recovery, RunFile
 from serving.tables.huge_page_copy import COPY_PREFIX
 from serving.tables.live_copy import LIVE_PREFIX, state_of
 from serving.tables.pages import cached, huge_bytes_of
-from serving.triton.control import UNLOADED, Control, VersionState
+from serving.triton.control import NEWEST, UNLOADED, Control, VersionState, replaced_policy
 from serving.triton.stubs import Stub, living_stubs
 
 _WEIGHTS = re.compile(
@@ -115,7 +115,8 @@ class ModelStatus(Strict, frozen=True):
 
     Attributes:
         name: its name.
-        chosen_by: how its versions were chosen: by "pin" (`--serve`), "release" (`--follow`) or "config".
+        chosen_by: how its versions were chosen: by "pin" (`--serve`), "release" (`--follow`), "load" (`tbe-serve load
+            --version`) or "config".
         versions: those that were not unloaded, oldest first.
         settings: its settings, as `tbe-serve configure` explains them. Empty: no version serves.
     """
@@ -179,14 +180,28 @@ def _model(
     name: str, index: Iterable[VersionState], stubs: Sequence[Stub], run: RunFile, control: Control
 ) -> ModelStatus:
     states = sorted((each for each in index if each.model == name), key=lambda each: each.version)
-    serves = any(each.state == "READY" for each in states)
-    settings = settings_of(of_json(control.config(name))) if serves else None
+    ready = {each.version for each in states if each.state == "READY"}
+    config = control.config(name) if ready else None
+    settings = None if config is None else settings_of(of_json(config))
     return ModelStatus(
         name=name,
-        chosen_by="pin" if name in run.pinned else "release" if name in run.released else "config",
+        chosen_by=_chosen_by(name, ready, config, run),
         versions=tuple(_version(each, stubs, settings) for each in states),
         settings={} if settings is None else _shown(settings),
     )
+
+
+def _chosen_by(name: str, ready: set[int], config: Any, run: RunFile) -> str:
+    """How the versions of a model that are `ready` were chosen. `config` is what it is served with, if any is."""
+    if name in run.released:
+        return "release"
+    if name in run.pinned:
+        return "pin" if ready <= {*run.pinned[name]} else "load"
+    if config is None or (instead_of := replaced_policy(config)) is None:
+        return "config"
+    newest = versions(Path(run.repository) / name)[-1:]
+    configured = newest if instead_of == NEWEST else [int(instead_of)]
+    return "config" if ready == {*configured} else "load"
 
 
 def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettings | None) -> VersionStatus:

@@ -1,13 +1,15 @@
 """`tbe-export model`."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from export.commands.show import show_published
 from serving.bundle.opening import open_bundle
 from tests.support.commands import TRAINED, tbe_export
-from tests.support.models import collection
+from tests.support.models import collection, exported
 
 
 def test_model_exports_by_name_and_pattern(tmp_path: Path) -> None:
@@ -25,6 +27,25 @@ def test_model_exports_by_name_and_pattern(tmp_path: Path) -> None:
     for table in manifest.tables:
         assert any(table.name in line and table.dtype.value in line for line in done.stdout.splitlines())
     assert f"published {tmp_path / 'r' / 'm' / '3'}" in done.stdout
+    assert f"next: tbe-serve run {tmp_path / 'r'}\n" in done.stdout
+
+
+def test_what_is_next_is_a_server_then_a_load_or_a_release(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bundle = exported(tmp_path)
+    model, following = bundle.parent, bundle.parent / "2"
+    manifest = open_bundle(bundle).manifest
+
+    def next_of(version: Path) -> str:
+        show_published(version, manifest)
+        return capsys.readouterr().out.splitlines()[-1]
+
+    assert next_of(bundle) == f"next: tbe-serve run {model.parent}"
+    shutil.copytree(bundle, following)
+    assert next_of(following) == "next: tbe-serve load m"
+    assert tbe_export("release", str(model), "1").exit_code == 0
+    assert next_of(following) == f"next: tbe-export release {model} 2"
 
 
 @pytest.mark.parametrize(

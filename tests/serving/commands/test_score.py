@@ -78,7 +78,7 @@ def test_score_reports_bad_lines_and_answers_the_others(server: Server, tmp_path
         line(dense=DENSE | {"other": [[1], [2]]}): "dense input 'other': expected one of 'user', 'item'",
         line(dense=DENSE | {"user": [["a"]]}): "dense input 'user': expected numbers",
         line(dense=[]): "dense: expected arrays by name",
-        line(features={"x": [[1], [2]]}): "feature 'y': expected all features, which scores need",
+        line(features={"x": [[1], [2]]}): "feature 'y': expected all features, which scores need: 'x', 'y', 'z'",
         line(features=FEATURES | {"x": [[50], []]}): "feature 'x': expected an id in [0, 50), got 50",
     }
     (tmp_path / "requests").write_text("\n".join([*bad, line()]))

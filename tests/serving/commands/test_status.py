@@ -13,8 +13,9 @@ from serving.client import LookupClient
 from serving.commands.status import status_tables
 from serving.server.launch.run_file import find_run_file
 from serving.server.watch.status import ModelStatus, Status, VersionStatus
+from tests.support.attackers import flip
 from tests.support.models import SUM, collection
-from tests.support.servers import running, stubs, tbe_serve, wait_for_answer, wait_for_stubs
+from tests.support.servers import Running, running, stubs, tbe_serve, wait_for_answer, wait_for_stubs
 
 
 def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_path: Path) -> None:
@@ -70,6 +71,30 @@ def test_a_server_on_this_machine_shows_everything_and_a_fleet_its_versions(tmp_
         done = tbe_serve("status", "--fleet", one.grpc, "--fleet", one.grpc)
         assert (done.returncode, done.stderr) == (0, "")
         assert [line.split() for line in done.stdout.splitlines()][1] == [one.grpc, "2.51.0", "m", "2", "ready"]
+
+
+def test_status_says_what_a_load_chose_and_why_a_version_could_not_be_loaded(tmp_path: Path) -> None:
+    repository = tmp_path / "r"
+    for seed in (1, 2):
+        export_model(collection(SUM, seed=seed), repository, "m")
+
+    def chosen(server: Running) -> str:
+        (model,) = json.loads(tbe_serve("status", server.grpc, "--json").stdout)["models"]
+        return str(model["chosen_by"])
+
+    with running(repository) as server:
+        assert chosen(server) == "config"
+        assert tbe_serve("load", "m", "--version", "1", "--url", server.grpc).returncode == 0
+        assert chosen(server) == "load"
+        assert "tbe-serve load" in tbe_serve("status", server.grpc).stdout
+        assert tbe_serve("load", "m", "--url", server.grpc).returncode == 0
+        assert chosen(server) == "config"
+        flip(export_model(collection(SUM, seed=3), repository, "m") / "weights.0.bin")  # its process finds out
+        assert tbe_serve("load", "m", "--version", "3", "--url", server.grpc).returncode == 1
+        assert chosen(server) == "config"  # as before: 2 serves on
+        said = tbe_serve("status", server.grpc).stdout
+    assert "m 3  " in said
+    assert "At:" not in said
 
 
 def test_why_a_version_does_not_serve_can_be_read() -> None:
