@@ -40,7 +40,9 @@ def delta(
     module: Annotated[
         str | None,
         typer.Option(
-            "--model", help="package.module:function of the trained model: all rows that are stored otherwise by now."
+            "--model",
+            help="package.module:function of the trained model: all rows that differ from the stored ones are "
+            "published.",
         ),
     ] = None,
     checkpoint: CheckpointOption = None,
@@ -53,7 +55,9 @@ def delta(
 ) -> None:
     """Publish changed rows of a model: servers with `weights-memory: live` serve them within a second."""
     if (rows is None) == (module is None):
-        raise ConfigurationError("expected --rows, or --model and perhaps --checkpoint: where the changed rows are")
+        raise ConfigurationError(
+            "expected --rows, or --model, perhaps with --checkpoint: one of them has the changed rows"
+        )
     if checkpoint is not None and module is None:
         raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
     check_pins()
@@ -118,7 +122,8 @@ def compact(
     until: Annotated[
         int | None,
         typer.Option(
-            min=0, help="The last delta that counts. The new version takes no later one: rows are rolled back."
+            min=0,
+            help="The last delta that the new version takes. Later ones are left out for good: rows are rolled back.",
         ),
     ] = None,
     deltas: DeltasOption = None,

@@ -20,7 +20,10 @@ _REPLICAS = Replicas()
 
 def manifests(
     bundle: Annotated[
-        Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION; or REPOSITORY/NAME, the one it is to serve.")
+        Path,
+        typer.Argument(
+            help="A version, REPOSITORY/NAME/VERSION; or a model, REPOSITORY/NAME, for the version that it serves."
+        ),
     ],
     out_: Annotated[Path, typer.Option("--out", help="Folder of the kustomize base that is written.")],
     image: Annotated[str, typer.Option(help="Image of the server, by digest: REGISTRY/NAME@sha256:….")],
@@ -31,7 +34,7 @@ def manifests(
         str | None,
         typer.Option(
             help="Instead of --claim: the URL of the repository in a store, such as s3://bucket/models, from which "
-            "each pod brings its own model to the disk of its node before it starts."
+            "each pod downloads its own model to the disk of its node before it starts."
         ),
     ] = None,
     copy: Annotated[
@@ -43,7 +46,7 @@ def manifests(
     scale_on_queue_ms: Annotated[
         int | None,
         typer.Option(
-            help="More pods, also where requests wait longer than this on average. Needs prometheus-adapter, with "
+            help="Start more pods when requests wait longer than this on average. Needs prometheus-adapter, with "
             "the rule of deploy/kubernetes/prometheus-adapter.yaml."
         ),
     ] = None,
@@ -52,13 +55,14 @@ def manifests(
     hosts_also: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Another version of the router, whose rows hosts serve beside: while versions are changed."
+            min=1, help="Another version of the router whose rows the hosts serve as well, during a rollout."
         ),
     ] = None,
     trusted_keys: Annotated[
         Path | None,
         typer.Option(
-            help="PEM file with Ed25519 public keys. One must have signed all that is deployed; pods ask, too."
+            help="PEM file with Ed25519 public keys. One of them must have signed all that is deployed; pods "
+            "check it as well."
         ),
     ] = None,
     insecure: Annotated[

@@ -63,8 +63,8 @@ def model(
     continue_deltas: Annotated[
         bool,
         typer.Option(
-            help="Go on with the deltas of the newest version: rows that changed are published as a delta first, and "
-            "later deltas are for both versions."
+            help="Continue the deltas of the newest version: changed rows are published as a delta first, and "
+            "later deltas apply to both versions."
         ),
     ] = False,
     deltas: DeltasOption = None,
@@ -73,7 +73,7 @@ def model(
         typer.Option(
             metavar="N[,N]",
             help="Export the bundles of these hosts alone, reading only their rows. `tbe-export publish-router` "
-            "publishes the router's when all are there. Needs --hosts-as-models and --version.",
+            "publishes the router's bundle after all of them. Needs --hosts-as-models and --version.",
         ),
     ] = None,
 ) -> None:
@@ -93,7 +93,9 @@ def model(
     if hosts is not None and continue_deltas:
         raise ConfigurationError("--continue-deltas: expected all hosts at once, without --only-hosts")
     if continue_deltas and not versions(Path(repository) / name):
-        raise ConfigurationError(f"--continue-deltas: expected versions in {repository}/{name}: the first is without")
+        raise ConfigurationError(
+            f"--continue-deltas: expected versions in {repository}/{name}: export the first version without it"
+        )
     if deltas is not None and not continue_deltas:
         raise ConfigurationError("--deltas: expected --continue-deltas beside it")
     check_pins()
@@ -114,7 +116,7 @@ def model(
     if hosts is not None:
         for path in paths:
             out.print(f"published {path}", soft_wrap=True)
-        out.print("next, when all hosts are there: tbe-export publish-router, with the same options", soft_wrap=True)
+        out.print("next, after all hosts: tbe-export publish-router, with the same options", soft_wrap=True)
     else:
         _show(paths[0], manifests[0], settings, repository)
 
@@ -187,7 +189,7 @@ def plan(
     model: ModelOption,
     config: Config,
     checkpoint: CheckpointOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, which --plan takes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON that --plan takes.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Show where tables would go: bytes by rank and table, and a request's traffic. Writes no bundle."""

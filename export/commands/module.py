@@ -70,8 +70,8 @@ def named_example(spec: str) -> tuple[Any, ...] | dict[str, Any]:
     found = _made("--example", spec)
     if not isinstance(found, tuple | dict):
         raise ConfigurationError(
-            f"--example {spec}: expected the arguments of a call, as a tuple, or by name as a dict, got "
-            f"{type(found).__name__}: (batch,) is the tuple of one"
+            f"--example {spec}: expected the arguments of a call, a tuple or a dict by name, got "
+            f"{type(found).__name__}: for one argument, (batch,)"
         )
     return found
 
@@ -82,6 +82,8 @@ def _made(option: str, spec: str) -> Any:
     It draws the same random numbers in every process: for an example, and for weights without a checkpoint.
     """
     package, _, name = spec.partition(":")
+    if not package or not name:
+        raise ConfigurationError(f"{option} {spec}: expected package.module:function, such as {package}:build")
     sys.path.insert(0, "")  # as `python -m` does, so that modules in the working directory are found
     try:
         _seed()
@@ -91,9 +93,11 @@ def _made(option: str, spec: str) -> Any:
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         said = f"{type(error).__name__}: {error}"
         if place := _last_own_line(error):
-            raise ModelError(f"{option} {spec}: {said} ({place}); --verbose shows how it came there") from error
+            raise ModelError(f"{option} {spec}: {said} ({place}); --verbose shows the trace") from error
+        way_out = ": run it in the folder that has it, or set PYTHONPATH"
         raise ConfigurationError(
             f"{option} {spec}: expected package.module:function, without arguments: {said}"
+            f"{way_out if isinstance(error, ModuleNotFoundError) else ''}"
         ) from error
 
 

@@ -106,8 +106,8 @@ OPTIONS = (
         name="max_error",
         each="X",
         parse=real,
-        help="No element may move by more than X, in units of the weights. Without a dtype, the smallest that keeps "
-        "this is taken; with one, the export fails if it does not keep this.",
+        help="The largest error of an element, in units of the weights. Without --dtype, the smallest dtype within "
+        "it is chosen; with --dtype, the export fails if an element moves further.",
     ),
     ExportOption(name="output_dtype", typed=str, parse=output_dtype, help=f"{_names(OutputDtype)}; fp32 by default."),
     ExportOption(
@@ -125,13 +125,14 @@ OPTIONS = (
     ExportOption(
         name="scores",
         typed=bool,
-        help="Serve the whole model: what follows its collections is compiled, too, and answers scores.",
+        help="Serve the whole model: its layers after the collections are compiled, and answer scores.",
     ),
     ExportOption(
         name="dense_dtype",
         typed=str,
         parse=dense_dtype,
-        help=f"With --scores: weights of what follows the collections, {_names(DenseDtype)}; fp32 by default.",
+        help="With --scores: how the weights of the layers after the collections are stored: "
+        f"{_names(DenseDtype)}; fp32 by default.",
     ),
     ExportOption(
         name="dense_widths",
@@ -145,8 +146,8 @@ OPTIONS = (
         name="example",
         typed=str,
         parse=lambda _, spec: named_example(spec),
-        help="package.module:name of one call of the model: its arguments as a tuple, or by name as a dict; or of a "
-        "function without arguments that returns them. For models that take more than one KJT and tensors.",
+        help="package.module:name of the arguments of one call of the model: a tuple, a dict by name, or a function "
+        "without arguments that returns either. For models that take anything but one KJT and tensors [B, width].",
     ),
     ExportOption(
         name="labelled",
@@ -154,7 +155,7 @@ OPTIONS = (
         written=str,
         parse=lambda _, path: Path(path),
         help='With --scores: JSON lines as `tbe-serve score` takes them, with a "label" of 0 or 1 for each sample. '
-        "The AUC of what serves is printed beside that of the model.",
+        "The export prints their AUC, of what serves and of the trained model.",
     ),
     ExportOption(
         section="sharding", name="ranks", typed=int, help="How many ranks, on all hosts together; 1 by default."
@@ -213,7 +214,7 @@ OPTIONS = (
         typed=Path,
         written=str,
         parse=lambda _, path: Path(path),
-        help="A file of captured requests, to measure the pooling factors that are not given.",
+        help="A file of captured requests: pooling factors that are not given are measured in it.",
     ),
     ExportOption(
         section="sharding",
@@ -227,13 +228,14 @@ OPTIONS = (
         typed=Path,
         written=str,
         parse=lambda _, path: Path(path),
-        help="An explicit plan instead: JSON as `tbe-export plan --json` prints it.",
+        help="Place shards as this file says: JSON as `tbe-export plan --json` prints it.",
     ),
     ExportOption(
         section="sharding",
         name="hosts_as_models",
         typed=bool,
-        help="Each host answers as a model of its own, NAME-host-0 and so on; the model is a router before them.",
+        help="Each host serves its shards as a model, NAME-host-0 and so on, and the model NAME is a router "
+        "that asks them.",
     ),
     ExportOption(
         section="sharding",
@@ -242,7 +244,8 @@ OPTIONS = (
         typed=str,
         written=str | int,
         parse=partial(size_bytes, least=0),
-        help="With --hosts-as-models: what the router itself can hold of small and hot tables; 1GB by default.",
+        help="With --hosts-as-models: memory of the router for small and hot tables, which it holds itself; "
+        "1GB by default.",
     ),
     ExportOption(
         section="sharding",

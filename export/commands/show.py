@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _MARKS = {
     "·w": "its ids carry weights",
     "·p": "its ids are weighted by their position in the bag",
-    "·m": "any int64 is an id, which a map gives a row; it knows so many ids",
-    "·h": "as ·m, but an id is below the module's input_hash_size, which is rounded up to a multiple of its buckets",
+    "·m": "any int64 is an id; a map gives each a row, and knows this many ids",
+    "·h": "as ·m, for ids below the module's input_hash_size, rounded up to a multiple of its buckets",
 }
 
 

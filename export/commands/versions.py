@@ -67,15 +67,19 @@ def inspect(
 
 def verify(
     bundle: Annotated[
-        Path, typer.Argument(help="A version: REPOSITORY/NAME/VERSION; or REPOSITORY/NAME, the one it is to serve.")
+        Path,
+        typer.Argument(
+            help="A version, REPOSITORY/NAME/VERSION; or a model, REPOSITORY/NAME, for the version that it serves."
+        ),
     ],
     model: Annotated[
-        str | None, typer.Option(help="package.module:function of the model, to compare with its float rows.")
+        str | None,
+        typer.Option(help="package.module:function of the trained model, to compare rows, answers and scores with."),
     ] = None,
     checkpoint: CheckpointOption = None,
     example: Annotated[
         str | None,
-        typer.Option(help="package.module:name of a call of the model, as `tbe-export model --example` took it."),
+        typer.Option(help="package.module:name of one call of the model, as `tbe-export model --example` took it."),
     ] = None,
     trusted_keys: Annotated[
         Path | None, typer.Option(help="PEM file with Ed25519 public keys. One of them must have signed the bundle.")
@@ -113,7 +117,7 @@ def verify(
         if count:
             out.print(f"{count:,} deltas were read")
         for path in verification.absent:
-            out.print(f"{path}: not here: its rows were not read, and no answers were compared", soft_wrap=True)
+            out.print(f"{path}: missing: its rows were not read, and no answers were compared", soft_wrap=True)
         if not verification.measured:
             out.print("float ↔ quantized: as recorded at export; measure it anew with --model and --checkpoint")
     failures = *verification.failures, *problems
@@ -124,14 +128,14 @@ def verify(
 
 def push(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
-    url: Annotated[str, typer.Argument(help="The repository in a store that gets it, such as s3://bucket/models.")],
+    url: Annotated[str, typer.Argument(help="The repository in a store, such as s3://bucket/models.")],
     settings: Annotated[
-        bool, typer.Option("--settings", help="Replace settings that the store has: config.pbtxt and the warm-up.")
+        bool, typer.Option("--settings", help="Replace the settings in the store: config.pbtxt and the warm-up.")
     ] = False,
 ) -> None:
-    """Publish in a store what it lacks of a model and of its hosts' models: settings, versions, and a newer release.
+    """Upload to a store what it lacks of a model and its hosts' models: settings, versions, and a newer release.
 
-    A version is there when its manifest.json is, which comes last. What was interrupted goes on where it stopped.
+    The manifest.json of a version is uploaded last. An interrupted push publishes nothing; run it again to resume.
     """
     with bytes_bar("pushing") as show:
         for written in push_model(model, Store(url), settings=settings, progress=show):
@@ -174,17 +178,18 @@ def release(
     out.print(f"{repository}/{path.name}: version {', '.join(map(str, written.versions))}", soft_wrap=True)
     if was_signed:
         out.print(
-            "it was signed: where keys are trusted it is refused until it is again, --signing-key", soft_wrap=True
+            "the release was signed before: servers with trusted keys refuse it until you sign it, --signing-key",
+            soft_wrap=True,
         )
 
 
 def prune(
     model: Annotated[Path, typer.Argument(help="The model's folder: REPOSITORY/NAME.")],
-    keep: Annotated[int, typer.Option(help="How many of the newest versions stay, whatever happens.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    keep: Annotated[int, typer.Option(help="How many of the newest versions are always kept.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; print what would be removed.")] = False,
     deltas: DeltasOption = None,
     squashed: Annotated[
-        bool, typer.Option("--squashed", help="Also remove deltas that every version can take squashed.")
+        bool, typer.Option("--squashed", help="Also remove deltas that a squashed one replaces for every version.")
     ] = False,
 ) -> None:
     """Remove old versions of a model, and their deltas.
@@ -193,7 +198,10 @@ def prune(
     """
     takes_deltas = settings_of(read_config(model)).weights_memory == "live"
     if takes_deltas and deltas is None and not (deltas_folder(model.parent) / model.name).exists():
-        complain("tbe-export", f"{model}: its deltas are not beside the repository, and stay: --deltas")
+        complain(
+            "tbe-export",
+            f"{model}: keeps its deltas, which are not beside the repository: name their folder, --deltas",
+        )
     for fate in prune_versions(model, keep, dry_run=dry_run, deltas=deltas):
         removed = "would be removed" if dry_run else "removed"
         if fate.deltas:
@@ -202,4 +210,4 @@ def prune(
     if squashed:
         count = prune_squashed_deltas(model, dry_run=dry_run, deltas=deltas)
         removed = "would be removed" if dry_run else "removed"
-        out.print(f"{model}: {count:,} deltas that are squashed: {removed}", soft_wrap=True)
+        out.print(f"{model}: {count:,} squashed deltas: {removed}", soft_wrap=True)

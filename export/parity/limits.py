@@ -130,7 +130,7 @@ def compare_trained(
         bound += counts * moved[table.name] * (1 + 1e-6)
         if not ((error <= bound) | np.isinf(bound)).all():
             failures.append(
-                f"table {table.name!r}: the trained module answers otherwise for feature {feature.name!r}, by "
+                f"table {table.name!r}: the trained module answers differently for feature {feature.name!r}, by "
                 f"{error.max():.3g}: something around the table changes ids, weights or how it is pooled"
             )
         # Where a sum may leave the range of its dtype, nothing is compared.

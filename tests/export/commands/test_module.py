@@ -45,6 +45,8 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param("theirs:leaves", "SystemExit: 0 (FOLDER/theirs.py:10)", id="exits"),
         pytest.param("needs:build", "ModuleNotFoundError: No module named 'no_such_package' (FOLDER/needs.py:1)", id="imports"),
         pytest.param("theirs:asks", "expected package.module:function, without arguments: TypeError", id="arguments"),
+        pytest.param("nowhere:build", "No module named 'nowhere': run it in the folder that has it, or set", id="module"),
+        pytest.param("theirs", "expected package.module:function, such as theirs:build", id="no function"),
         pytest.param("broken:build", "expected package.module:function, without arguments: SyntaxError", id="syntax"),
     ],
 )  # fmt: skip

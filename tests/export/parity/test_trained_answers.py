@@ -49,7 +49,7 @@ def test_an_error_of_an_answer_is_that_of_one_element_of_a_row(tmp_path: Path) -
 
 
 def test_ids_that_are_changed_where_nobody_can_follow_show_when_the_module_is_run(tmp_path: Path) -> None:
-    with pytest.raises(ParityError, match=r"table 'a': the trained module answers otherwise for feature 'fa'"):
+    with pytest.raises(ParityError, match=r"table 'a': the trained module answers differently for feature 'fa'"):
         export_model(HashesSecretly(), tmp_path / "r", "m")
     assert list((tmp_path / "r").iterdir()) == []
 

@@ -88,7 +88,7 @@ def test_a_router_without_its_hosts_is_verified_as_far_as_it_is_there(router: Pa
         with_floats(router)
     done = CliRunner().invoke(app, ["verify", str(router)])
     assert done.exit_code == 0
-    assert "movies-host-0/1: not here: its rows were not read, and no answers were compared" in done.output
+    assert "movies-host-0/1: missing: its rows were not read, and no answers were compared" in done.output
     content = bytearray((router / "weights.0.bin").read_bytes())
     content[-1] ^= 1
     (router / "weights.0.bin").write_bytes(content)

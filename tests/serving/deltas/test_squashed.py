@@ -413,7 +413,7 @@ def test_deltas_that_every_version_can_take_squashed_are_pruned(tmp_path: Path) 
     assert prune_squashed(bundle.parent, dry_run=True) == 6
     assert listed(folder) == [*range(1, 10)]
     said = tbe_export("prune", str(bundle.parent), "--keep", "2", "--squashed").stdout
-    assert said.splitlines()[-1] == f"{bundle.parent}: 6 deltas that are squashed: removed"
+    assert said.splitlines()[-1] == f"{bundle.parent}: 6 squashed deltas: removed"
     assert steps_in(folder) == [Step(6, 0), Step(6, 5), Step(7, 6), Step(8, 4), Step(8, 7), Step(9, 8)]
     assert (sign.exists(), kept.exists()) == (False, True)
     expected = [hashlib.sha256((each / "weights.0.bin").read_bytes()).hexdigest() for each in _both(repository)]
