@@ -89,7 +89,9 @@ def changes(folder: Path, files: Mapping[str, str]) -> Iterator[str]:
     There are none if the base in the folder does not record its options.
     """
     path = folder / KUSTOMIZATION
-    before, now = (_made_with(text) for text in (path.read_text("utf-8") if path.exists() else "", files[KUSTOMIZATION]))
+    before, now = (
+        _made_with(text) for text in (path.read_text("utf-8") if path.exists() else "", files[KUSTOMIZATION])
+    )
     for option, value in before.items():
         if now.get(option, "none") != value:
             yield f"{option}: {value} before, now {now.get(option, 'none')}"
