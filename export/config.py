@@ -29,6 +29,8 @@ class ExportConfig:
         id_policy: what happens to ids outside [0, rows); `error` where no pattern matches.
         max_error: largest allowed |float − stored| of an element, in the units of the weights. A table without one is
             still checked: no element may move further than rounding explains.
+        checkpoint_prefix: what the keys of the model begin with in its checkpoint. None: the only prefix under which
+            all of them fit.
         output_dtype: dtype of the pooled embeddings.
         id_dtype: dtype of the ids in a request on the wire. INT32 halves their bytes.
         sums_dtype: dtype of the partial sums that hosts answer a router with. FP16 halves what travels; answers are
@@ -54,6 +56,7 @@ class ExportConfig:
     dtype: Mapping[str, WeightDtype] = field(default_factory=dict)
     id_policy: Mapping[str, IdPolicy | DefaultRow] = field(default_factory=dict)
     max_error: Mapping[str, float] = field(default_factory=dict)
+    checkpoint_prefix: str | None = None
     output_dtype: OutputDtype = OutputDtype.FP32
     id_dtype: IdDtype = IdDtype.INT64
     sums_dtype: OutputDtype = OutputDtype.FP32

@@ -26,7 +26,8 @@ from export.rows.rank_files import DigestsBehind, store_rows
 from export.rows.table_error import TableError
 from export.scores.auc import measured
 from export.scores.dense_part import Scored, compare_scores, save_scores
-from export.trained.checkpoint import WeightSource, open_weights
+from export.trained.checkpoint import WeightSource
+from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.manifest import FileDigest, Manifest, write_manifest
 from serving.bundle.opening import Bundle, open_bundle
@@ -280,7 +281,8 @@ def finish(
 
 def _notes(prepared: Prepared, errors: Mapping[str, TableError], parts: Mapping[int, Bundle]) -> tuple[str, ...]:
     """What a bundle with some tables notes, and what the bundles of its hosts do, each once."""
-    notes = list(prepared.scored.notes) if prepared.scored is not None else []
+    notes = [] if prepared.weights.taken is None else [prepared.weights.taken]
+    notes += prepared.scored.notes if prepared.scored is not None else ()
     notes += [*overflow_notes(prepared.manifest, errors, prepared.config.sharding)]
     notes += [note for part in parts.values() for note in part.manifest.notes]
     return tuple(dict.fromkeys(notes))
@@ -312,12 +314,13 @@ def plan_model(
     Raises:
         ModelError, ConfigurationError, CheckpointError, QuantizeError, PlanError: as `export_model`.
     """
-    trained = collect_tables(module, follow=config.example is None).tables
+    trained = collect_tables(module, follow=config.example is None)
+    prefix = config.checkpoint_prefix
     if checkpoint is None:
-        return describe(trained, config, lambda: open_weights(module, trained, None), progress)
-    weights = open_weights(module, trained, checkpoint)
-    for table in trained:  # it has to hold the tables, even where the plan needs no row
+        return describe(trained.tables, config, lambda: open_weights(module, trained, None, prefix), progress)
+    weights = open_weights(module, trained, checkpoint, prefix)
+    for table in trained.tables:  # it has to hold the tables, even where the plan needs no row
         weights.check(table)
-    manifest = describe(trained, config, lambda: weights, progress)
+    manifest = describe(trained.tables, config, lambda: weights, progress)
     weights.check_unchanged()
     return manifest

@@ -18,7 +18,8 @@ from export.scores.auc import LabelledRequest, read_labelled
 from export.scores.cut_example import follow_example
 from export.scores.dense_part import Scored, dense_part
 from export.scores.requests import columns_of
-from export.trained.checkpoint import Checkpoint, WeightSource, open_weights
+from export.trained.checkpoint import Checkpoint, WeightSource
+from export.trained.model_weights import load_weights, open_weights
 from export.trained.running import on_cpu
 from export.trained.tables import Trained, TrainedTable, collect_tables
 from serving.bundle.manifest import Manifest
@@ -226,7 +227,8 @@ def prepare(
     if config.scores or example is not None:  # what follows the collections is followed and tried on the CPU
         module, dense = on_cpu(module), dense if dense is None else on_cpu(dense)
     trained = collect_tables(module, follow=example is None)
-    weights = open_weights(module, trained.tables, checkpoint)
+    is_whole = config.scores and dense is None
+    weights = open_weights(module, trained, checkpoint, config.checkpoint_prefix, is_whole=is_whole)
     for table in trained.tables:
         weights.check(table)
     manifest = describe(trained.tables, config, lambda: weights, progress)
@@ -238,6 +240,8 @@ def prepare(
     scored = None
     if config.scores:
         given = None if checkpoint is None else weights
+        if given is not None and is_whole:
+            load_weights(trained, given)
         known = known_of_keys(maps.known, manifest)
         widths, dtype = config.dense_widths, config.dense_dtype
         scored = dense_part(trained, manifest, known, widths, dtype, given, dense, example)

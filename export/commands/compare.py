@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import MofNCompleteColumn
 
-from export.commands.module import CheckpointOption, build_module
+from export.commands.module import CheckpointOption, CheckpointPrefixOption, build_module
 from export.commands.options import parsed_by_table
 from export.commands.settings import by_table
 from export.compare.study import STRATEGIES, StudyOptions
@@ -31,6 +31,7 @@ def compare(
         str | None, typer.Option(help="package.module:function that builds the module, without arguments.")
     ] = None,
     checkpoint: CheckpointOption = None,
+    checkpoint_prefix: CheckpointPrefixOption = None,
     tables: Annotated[
         Path | None,
         typer.Option(help="Instead of a model: a TOML file with [tables.NAME] of rows, dim and pooling_factor."),
@@ -73,7 +74,7 @@ def compare(
     from export.compare.make_study import make_study
     from export.compare.page import findings, write_report
 
-    compared = _compared_tables(model, checkpoint, tables, pooling_factors)
+    compared = _compared_tables(model, checkpoint, checkpoint_prefix, tables, pooling_factors)
     out.mkdir(parents=True, exist_ok=True)  # before the minutes that the study takes
     command = as_text(shlex.join(["tbe-export", *sys.argv[1:]]))
     with progress_bar(40, "measuring errors", MofNCompleteColumn()) as show:
@@ -88,11 +89,16 @@ def compare(
 
 
 def _compared_tables(
-    model: str | None, checkpoint: Path | None, file: Path | None, pooling_factors: list[str] | None
+    model: str | None,
+    checkpoint: Path | None,
+    checkpoint_prefix: str | None,
+    file: Path | None,
+    pooling_factors: list[str] | None,
 ) -> "ComparedTables":
     from export.commands.settings import read_tables
     from export.compare.baseline import ComparedTables
-    from export.trained.checkpoint import generated_checkpoint, open_weights
+    from export.trained.checkpoint import generated_checkpoint
+    from export.trained.model_weights import open_weights
     from export.trained.tables import collect_tables
 
     if file is not None:
@@ -100,8 +106,9 @@ def _compared_tables(
         weights = generated_checkpoint(trained)
     else:
         module = build_module(str(model), meta=checkpoint is not None)
-        trained, factors = collect_tables(module).tables, {}
-        weights = open_weights(module, trained, checkpoint)
+        collected, factors = collect_tables(module), {}
+        trained = collected.tables
+        weights = open_weights(module, collected, checkpoint, checkpoint_prefix)
         for table in trained:
             weights.check(table)
     given = parsed_by_table("pooling_factors", real, by_table(pooling_factors) or {})

@@ -6,7 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from export.commands.model import export_progress
-from export.commands.module import CheckpointOption, DeltasOption, SigningKeyOption, build_module
+from export.commands.module import (
+    CheckpointOption,
+    CheckpointPrefixOption,
+    DeltasOption,
+    SigningKeyOption,
+    build_module,
+)
 from serving.bundle.opening import open_bundle
 from serving.errors import ConfigurationError
 from serving.files import is_url
@@ -46,6 +52,7 @@ def delta(
         ),
     ] = None,
     checkpoint: CheckpointOption = None,
+    checkpoint_prefix: CheckpointPrefixOption = None,
     version: VersionOption = None,
     max_error: Annotated[
         list[str] | None, typer.Option(metavar="TABLE=X", help="No element of the table may move by more than X.")
@@ -76,7 +83,8 @@ def delta(
         found = publish_delta(*where, read_changed(rows), **common)
     else:
         trained = build_module(module, meta=checkpoint is not None)
-        changes = publish_changes(*where, trained, checkpoint=checkpoint, **common)
+        common |= {"checkpoint": checkpoint, "checkpoint_prefix": checkpoint_prefix}
+        changes = publish_changes(*where, trained, **common)
         if changes is None:
             out.print(f"{model}: no row differs: nothing is published", soft_wrap=True)
             return

@@ -20,6 +20,10 @@ from serving.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch import nn
 
+CHECKPOINT_PREFIX_HELP = (
+    "What the model's keys in --checkpoint begin with, such as `ema.`; '' is nothing. By default the only prefix "
+    "that all of them have."
+)
 ModelOption = Annotated[str, typer.Option(help="package.module:function that builds the module, without arguments.")]
 CheckpointOption = Annotated[
     Path | None,
@@ -27,6 +31,10 @@ CheckpointOption = Annotated[
         help="A state dict of torch.save, safetensors, or a torch.distributed.checkpoint folder; "
         "by default the module's own weights."
     ),
+]
+CheckpointPrefixOption = Annotated[
+    str | None,
+    typer.Option(help=CHECKPOINT_PREFIX_HELP),
 ]
 DeltasOption = Annotated[
     str | None,

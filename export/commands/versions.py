@@ -6,7 +6,13 @@ from typing import Annotated
 
 import typer
 
-from export.commands.module import CheckpointOption, DeltasOption, build_module, named_example
+from export.commands.module import (
+    CheckpointOption,
+    CheckpointPrefixOption,
+    DeltasOption,
+    build_module,
+    named_example,
+)
 from export.commands.show import (
     show_cached,
     show_deltas,
@@ -77,6 +83,7 @@ def verify(
         typer.Option(help="package.module:function of the trained model, to compare rows, answers and scores with."),
     ] = None,
     checkpoint: CheckpointOption = None,
+    checkpoint_prefix: CheckpointPrefixOption = None,
     example: Annotated[
         str | None,
         typer.Option(help="package.module:name of one call of the model, as `tbe-export model --example` took it."),
@@ -104,7 +111,9 @@ def verify(
         module = on_cpu(build_module(model, meta=checkpoint is not None))
         trained = collect_tables(module, follow=call is None)
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
-    verification = verify_any(bundle_of(bundle, trusted), trained, checkpoint, trusted, call)
+    verification = verify_any(
+        bundle_of(bundle, trusted), trained, checkpoint, trusted, call, prefix=checkpoint_prefix
+    )
     count, problems = read_deltas(verification.bundle, deltas)
     if json_:
         print_json(as_json(verification))
@@ -112,6 +121,8 @@ def verify(
         manifest = verification.bundle.manifest
         show_verification(verification)
         show_scores(manifest, verification.dense_part)
+        if verification.taken is not None:
+            out.print(f"compared with {verification.taken}", soft_wrap=True)
         size = sum(file.size_bytes for file in manifest.files.values())
         out.print(f"{len(manifest.files)} files ({size:,} bytes) have their digests", soft_wrap=True)
         if count:

@@ -19,7 +19,8 @@ from export.parity.verify_scores import scored_of, verify_scores
 from export.prepare import with_position_weights
 from export.rows.table_error import Tally
 from export.scores.requests import request_for
-from export.trained.checkpoint import Checkpoint, WeightSource, blocks, open_weights
+from export.trained.checkpoint import Checkpoint, WeightSource, blocks
+from export.trained.model_weights import load_weights, open_weights
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import MANIFEST, Agreement, Manifest, Parity
 from serving.bundle.opening import Bundle, open_bundle, open_host, verify_digests, weights_path
@@ -71,6 +72,7 @@ class Verification:
         absent: bundles of a router's hosts that are not in its repository. Where there are some, no answers were
             compared, and `parity` and `dense_part` are what the export recorded.
         dense_part: with its parity, measured now as far as it can be; None: the bundle has no scores.
+        taken: what of a checkpoint it was compared with, in a line. None: no checkpoint.
     """
 
     bundle: Bundle
@@ -79,6 +81,7 @@ class Verification:
     measured: bool
     absent: tuple[Path, ...] = ()
     dense_part: DensePart | None = None
+    taken: str | None = None
 
 
 def verify(
@@ -88,6 +91,8 @@ def verify(
     trusted: TrustedKeys | None = None,
     example: Example | None = None,
     parts: Mapping[int, Bundle] | None = None,
+    *,
+    prefix: str | None = None,
 ) -> Verification:
     """Read every byte of a bundle, compare its copies, and answer a probe: by numpy, uncompiled, compiled, reloaded.
 
@@ -102,6 +107,7 @@ def verify(
         trusted: one of these keys must have signed the bundles. None: anybody may have made them.
         example: of a call of `trained`, with which it was exported; None: without one.
         parts: of a router, the bundles of its hosts by rank; None: those in its repository.
+        prefix: of the keys of `trained` in the checkpoint; None: the only one that fits.
 
     Raises:
         BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
@@ -125,12 +131,15 @@ def verify(
                 raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")
             return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
         weights = None
-        if trained is not None and checkpoint is not None:
-            weights = open_weights(trained.module, trained.tables, checkpoint)
         part = manifest.dense_part
         scored = None
-        if part is not None and not part.is_own and trained is not None:
-            scored = scored_of(bundle, part, trained, weights, example)
+        if trained is not None:
+            is_whole = part is not None and not part.is_own
+            weights = open_weights(trained.module, trained, checkpoint, prefix, is_whole=is_whole)
+            if is_whole and part is not None:
+                if checkpoint is not None:
+                    load_weights(trained, weights)
+                scored = scored_of(bundle, part, trained, weights, checkpoint is not None, example)
         request = scored.request if scored is not None else _request_for(bundle)
         if manifest.hosts:
             hosts = _host_bundles(bundle, trusted) if parts is None else parts
@@ -140,6 +149,7 @@ def verify(
     verification = _compare(bundle, answers, trained, weights)
     if weights is not None:
         weights.check_unchanged()
+        verification = replace(verification, taken=weights.taken)
     if part is None or request is None:
         return verification
     part, failures = verify_scores(bundle, part, request, answers.requested, scored)
@@ -175,7 +185,7 @@ def _compare(
     bundle: Bundle,
     answers: Answers,
     trained: Trained | None,
-    checkpoint: Checkpoint | None,
+    weights: Checkpoint | None,
 ) -> Verification:
     """What `answers` to a probe, and the rows of a bundle, say of it.
 
@@ -183,7 +193,7 @@ def _compare(
         bundle: its digests agree.
         answers: by numpy, uncompiled, compiled, and reloaded.
         trained: what it was exported from. Every stored row is compared with its float one.
-        checkpoint: has the rows of `trained`; None: the module itself has them.
+        weights: has the rows of `trained`.
 
     Raises:
         BundleError: the manifest lacks the parity of a table.
@@ -193,7 +203,6 @@ def _compare(
     manifest = bundle.manifest
     recorded = recorded_parity(bundle)
     quantized = {name: parity.quantized for name, parity in recorded.items()}
-    weights = None if trained is None else open_weights(trained.module, trained.tables, checkpoint)
     if trained is not None and weights is not None:
         quantized = _compare_rows(bundle, trained.tables, weights)
     limits = {name: parity.limit for name, parity in recorded.items()}

@@ -14,7 +14,7 @@ from export.errors import ModelError
 from export.ids.id_maps import build_maps
 from export.scores.dense_part import Scored, compare_scores, dense_part
 from export.scores.requests import ByFeature, given_for, with_answer
-from export.trained.checkpoint import Checkpoint, open_weights
+from export.trained.checkpoint import Checkpoint
 from export.trained.tables import Trained
 from serving.bundle.opening import Bundle
 from serving.bundle.scores import DensePart
@@ -112,7 +112,12 @@ def _with_merged(part: DensePart, together: Outputs, alone: Outputs) -> DensePar
 
 
 def scored_of(
-    bundle: Bundle, part: DensePart, trained: Trained, checkpoint: Checkpoint | None, example: Example | None
+    bundle: Bundle,
+    part: DensePart,
+    trained: Trained,
+    weights: Checkpoint,
+    is_saved: bool,
+    example: Example | None,
 ) -> Scored:
     """The dense part of a model, made as the published one was.
 
@@ -120,15 +125,16 @@ def scored_of(
         bundle: the bundle.
         part: its dense part. It is none of the user's own.
         trained: the model.
-        checkpoint: has its weights; None: the model itself has them.
+        weights: has its tables.
+        is_saved: whether they are in a checkpoint, and not in the model.
         example: of a call of the model; None: it was exported without one.
 
     Raises:
         ModelError, CheckpointError, ParityError: it is no model with these scores.
     """
     path, manifest = bundle.path, bundle.manifest
-    weights = open_weights(trained.module, trained.tables, checkpoint)
     known = known_of_keys(build_maps(trained.tables, weights).known, manifest)
+    checkpoint = weights if is_saved else None
     widths = {} if example is not None else {each.name: each.shape[0] for each in part.inputs if each.shape}
     expected = f"{path}: expected a model with the dense inputs and outputs of this bundle, {part.contract}"
     try:

@@ -11,7 +11,8 @@ from torch import nn
 
 from export.publish.delta import check_limits, check_takes, quantized, squashed_deltas
 from export.publish.lineage import Lineage, PublishedDelta
-from export.trained.checkpoint import WeightSource, blocks, open_weights
+from export.trained.checkpoint import WeightSource, blocks
+from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.delta import Rows
 from serving.bundle.opening import Bundle, weights_path
@@ -31,6 +32,7 @@ def publish_changes(
     module: nn.Module,
     *,
     checkpoint: WeightSource = None,
+    checkpoint_prefix: str | None = None,
     version: int | None = None,
     max_error: Mapping[str, float] = MappingProxyType({}),
     deltas: Path | str | None = None,
@@ -44,6 +46,7 @@ def publish_changes(
     Args:
         module: as `export_model` takes it.
         checkpoint: as `export_model` takes it.
+        checkpoint_prefix: of the model's keys in it; the only one that fits where None.
         repository, model, version, max_error, deltas, signing_key: as `publish_delta`.
 
     Returns:
@@ -57,19 +60,19 @@ def publish_changes(
     """
     lineage = Lineage.of(Path(repository), model, version, deltas)
     key = None if signing_key is None else read_signing_key(signing_key)
-    trained = collect_tables(module, follow=False).tables
+    trained = collect_tables(module, follow=False)
     tables = {table.name: table for table in lineage.bundle.manifest.tables}
-    if {each.name: (each.rows, each.dim) for each in trained} != {
+    if {each.name: (each.rows, each.dim) for each in trained.tables} != {
         each.name: (each.rows, each.dim) for each in tables.values()
     }:
         raise ConfigurationError(
             f"expected the tables of {lineage.bundle.path}, with as many rows and columns: export the module anew"
         )
     check_limits(max_error)
-    weights = open_weights(module, trained, checkpoint)
+    weights = open_weights(module, trained, checkpoint, checkpoint_prefix)
     current = stored_rows(lineage)
     stored = {}
-    for table in trained:
+    for table in trained.tables:
         weights.check(table)
         found = [
             _differing(current, tables[table.name], start, rows, max_error.get(table.name, math.inf))

@@ -4,7 +4,7 @@ import copy
 import operator
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -17,10 +17,11 @@ from torch.fx.node import map_aggregate
 
 from export.apart.probes import as_served
 from export.capture.graph import EMBEDDINGS
-from export.errors import CheckpointError, ModelError
+from export.errors import CheckpointError, ModelError, QuantizeError
 from export.scores.cut import Cut, as_taken
 from export.trained.checkpoint import Checkpoint
 from export.trained.keyed import line_of
+from export.trained.model_weights import take_place
 from export.trained.running import copied, dotted
 from serving.bundle.scores import SCORE_DTYPES, DenseDtype, DenseInput
 from serving.errors import ConfigurationError
@@ -176,31 +177,31 @@ def _as_one(neighbours: list[fx.Node], embeddings: fx.Node, spans: _Spans) -> fx
     return embeddings.graph.call_function(torch.narrow, (embeddings, 1, first, last - first))
 
 
-# What torch.fx calls the tensors that a forward makes itself.
-_MADE = "_tensor_constant"
+def with_weights(found: Cut, path: str, collections: Iterable[str], checkpoint: Checkpoint | None) -> fx.GraphModule:
+    """A copy of what was cut out, on the CPU, with the weights that serve.
 
+    Args:
+        found: what was cut out of a model, which has its weights but for those of its collections.
+        path: of what was cut in the model.
+        collections: paths of the collections in the model. A forward may read a table of one itself.
+        checkpoint: has their weights; None: the model itself has them.
 
-def with_weights(found: Cut, path: str, checkpoint: Checkpoint | None) -> fx.GraphModule:
-    """A copy of what was cut out, on the CPU, with the weights that serve."""
+    Raises:
+        CheckpointError: a weight is missing.
+    """
     module = cast(fx.GraphModule, copied(found.module, ()).eval())
     if checkpoint is None:
         return module.cpu()
-    state = module.state_dict()
-    made = {name: each for name, each in state.items() if name.startswith(_MADE)}
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta and not (name in state and buffer.is_floating_point()):
+    inside = tuple(f"{dotted(each)}." for each in collections)
+    for name, each in [*module.named_parameters(), *module.named_buffers()]:
+        if (key := dotted(path, name)).startswith(inside):
+            take_place(module, each, checkpoint.tensor(key, each))
+        elif each.is_meta:
             raise CheckpointError(
-                "a buffer of the dense part is on the meta device, and its numbers are in no checkpoint: build the "
-                "model with its tables alone on meta, as --checkpoint does"
+                f"a buffer of the dense part, {key!r}, is on the meta device, and its numbers are in no checkpoint: "
+                "build the model with its tables alone on meta, as --checkpoint does"
             )
-    module = module.to_empty(device="cpu") if any(each.is_meta for each in state.values()) else module.cpu()
-    weights = {
-        name: checkpoint.numbers(f"weights {name!r}", dotted(path, name), tuple(each.shape))
-        for name, each in state.items()
-        if each.is_floating_point() and name not in made
-    }
-    module.load_state_dict(weights | made, strict=False)
-    return module
+    return module.cpu()
 
 
 def answer_as_served(module: fx.GraphModule, answers: Sequence[Tensor], names: Sequence[str]) -> None:
@@ -247,6 +248,12 @@ def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
         return module
     module = copy.deepcopy(module)
     if dtype is DenseDtype.INT8:
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Linear) and not torch.isfinite(layer.weight).all():
+                raise QuantizeError(
+                    f"weights '{name}.weight': hold NaN or infinity, which INT8 does not have: find out how the "
+                    "training made it, or keep them in FP32: --dense-dtype fp32"
+                )
         with warnings.catch_warnings():
             # torch 2.13 still has it, and torchao, which is to follow, cannot be scripted.
             warnings.filterwarnings(

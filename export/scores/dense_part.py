@@ -87,7 +87,7 @@ def dense_part(
         known: ids of each key with a map.
         widths: of dense inputs that no nn.Linear takes, by name. With an example they are those of the example.
         dtype: of its weights.
-        checkpoint: has its weights; None: the model itself has them.
+        checkpoint: has its tables, and the model its other weights; None: the model itself has all.
         own: takes the place of what follows the collections, with its own weights. It is not compared with the model.
         example: a call of the model. None: its arguments are one KJT and dense inputs [B, width].
 
@@ -115,7 +115,7 @@ def dense_part(
     if own is None and checkpoint is None:
         answer = partial(_own_answer, entry, found)
         given, own_answers = _answers_of_model(entry, found, columns, given)
-    module = with_weights(found, behind.path, None if own is not None else checkpoint)
+    module = with_weights(found, behind.path, trained.found.collections, None if own is not None else checkpoint)
     run = partial(_run, entry, module, found)
     answer_as_served(module, _answers(entry, module, found, given), found.outputs)
     probes = [given, *(probe for probe, _ in answered(run, scaled(given)))]

@@ -14,9 +14,10 @@ from export.capture.given import Given
 from export.capture.noted import raised_by_model
 from export.capture.outside import NO_TIME, OutsideReads
 from export.capture.stand_ins import Collections, Columns, answering, jagged_tensors, keyed_tensor
-from export.errors import ModelError, ParityError, last_line
+from export.errors import ExportError, ModelError, ParityError, last_line
 from export.scores.cut import WAY_OUT, Cut
 from export.trained.managed import is_sequence, takes_weights
+from export.trained.model_weights import take_place
 from export.trained.running import Held, copied, evaluating, held, quiet
 
 
@@ -34,7 +35,7 @@ def model_errors(model: nn.Module, what: str, said: Callable[[Exception], str] =
     """
     try:
         yield
-    except ModelError:
+    except ExportError:
         raise
     except Exception as error:  # its code may raise anything
         raise ModelError(f"{type(model).__name__}: {what}: {said(error)}: {WAY_OUT}") from error
@@ -187,12 +188,10 @@ def _others(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor, giv
 
 def _take_weights(model: nn.Module, weights: fx.GraphModule) -> None:
     """Give a model the parameters and buffers of what was cut out of it, which have the same names."""
+    own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     for name, each in [*weights.named_parameters(), *weights.named_buffers()]:
-        path, _, leaf = name.rpartition(".")
-        owner = model.get_submodule(path)
-        held: Any = owner._parameters if leaf in owner._parameters else owner._buffers
-        if leaf in held:
-            held[leaf] = each
+        if name in own:
+            take_place(model, own[name], each)
 
 
 def _buffers(model: nn.Module, collections: Collections) -> Iterator[tuple[str, Tensor]]:

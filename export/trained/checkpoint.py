@@ -2,6 +2,7 @@
 any size that take 16 MiB, for benchmarks, studies and tests.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +17,7 @@ from export.errors import CheckpointError
 from export.trained import dcp, safetensors_file
 from export.trained.archive import locate_tensors
 from export.trained.checkpoint_files import CheckpointFiles
+from export.trained.checkpoint_prefix import ModelKeys, Taken, take
 from export.trained.sources import StoredTable
 from export.trained.tables import TrainedTable
 
@@ -47,6 +49,23 @@ class InMemory:
         return self.tensor.reshape(self.shape)[start:stop].detach().cpu()
 
 
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """A tensor as a module has it whose floats are shorter than those that were saved."""
+
+    stored: StoredTable
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As that of what was saved."""
+        return self.stored.shape
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop), rounded."""
+        return self.stored.read(start, stop).to(self.dtype)
+
+
 class Checkpoint:
     """The rows of tables, by state-dict key.
 
@@ -56,7 +75,9 @@ class Checkpoint:
         files: the files that they are read from; None: they are in none.
     """
 
-    _files: CheckpointFiles | None = None  # also of a class that reads rows in its own way
+    # Also of a class that reads rows in its own way.
+    _files: CheckpointFiles | None = None
+    _taken: Taken | None = None
 
     def __init__(self, source: str, stored: Mapping[str, StoredTable], files: CheckpointFiles | None = None) -> None:
         self._source = source
@@ -77,28 +98,86 @@ class Checkpoint:
         if self._files is not None:
             self._files.check_unchanged()
 
+    def of_model(self, keys: ModelKeys, prefix: str | None = None) -> "Checkpoint":
+        """The same checkpoint, with the keys of a model: all are under one prefix.
+
+        Args:
+            keys: of the model.
+            prefix: the prefix to take. None: the only one that fits.
+
+        Raises:
+            CheckpointError: none fits, or several do; or two keys of one tensor have other numbers.
+        """
+        if type(self).rows is not Checkpoint.rows:  # a class that reads rows in its own way knows whose they are
+            return self
+        taken = take(self._source, self._stored.keys(), keys, prefix)
+        stored = {key: self._stored[saved] for key, saved in taken.keys.items()}
+        for key, twins in keys.twins.items():
+            for other in (each for each in twins if each in taken.keys and each != key):
+                if key in taken.keys and not _are_equal(stored[key], self._stored[taken.keys[other]]):
+                    raise CheckpointError(
+                        f"{self._source}: {taken.keys[key]!r} and {taken.keys[other]!r} are one tensor of the model, "
+                        "and have other numbers: expected the same: build the model as it was trained"
+                    )
+            if key not in stored and (saved := keys.saved_as(key, taken.keys)) is not None:
+                stored[key] = self._stored[taken.keys[saved]]
+        for key, dtype in keys.narrow.items():
+            if key in stored and stored[key].dtype is not dtype:
+                stored[key] = Narrowed(stored[key], dtype)
+        found = copy.copy(self)
+        found._stored, found._taken = stored, taken
+        return found
+
+    @property
+    def taken(self) -> str | None:
+        """What of a checkpoint is the model's, in a line. None: it is no checkpoint, but the model itself."""
+        if self._taken is None:
+            return None
+        under = f"`{self._taken.prefix}` of " if self._taken.prefix else ""
+        keys = "1 key" if self._taken.unused == 1 else f"{self._taken.unused:,} keys"
+        return f"weights from {under}{Path(self._source).name}; {keys} unused"
+
     def rows(self, table: TrainedTable, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of `table`: float32 or float16 [stop − start, dim], on the CPU.
 
         bfloat16 is read as float32, which has all its numbers: neither numpy nor FBGEMM's operator takes it.
         """
-        rows = self._find(table).read(start, stop)
+        rows = self._at(f"table {table.name!r}", table.key).read(start, stop)
         return rows.float() if rows.dtype is torch.bfloat16 else rows
 
+    def tensor(self, key: str, like: Tensor) -> Tensor:
+        """The tensor under a key, with the numbers that load_state_dict would give to `like`: of its shape and dtype.
+
+        Raises:
+            CheckpointError: it is missing, has another shape, or numbers that `like` cannot have: of another kind, or
+                integers outside its dtype.
+        """
+        stored = self._at("weights", key)
+        where, shape = f"{self._source}: weights {key!r}", tuple(like.shape)
+        if not _has_shape(stored, shape):
+            raise CheckpointError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)}")
+        if _kind_of(stored.dtype) != _kind_of(like.dtype):
+            raise CheckpointError(f"{where}: expected {like.dtype}, got {stored.dtype}: build the model as trained")
+        numbers = stored.read(0, stored.shape[0]).reshape(shape)
+        found = numbers.to(like.dtype)
+        if _kind_of(like.dtype) == "integers" and not torch.equal(found.to(stored.dtype), numbers):
+            raise CheckpointError(f"{where}: has integers outside {like.dtype}: build the model with {stored.dtype}")
+        return found
+
     def numbers(self, what: str, key: str, shape: tuple[int, ...]) -> Tensor:
-        """The numbers under a key of the state dict: float32, of that shape.
+        """The finite numbers under a key of the state dict: float32, of that shape.
 
         Args:
             what: what they are, for messages.
             key: the key.
-            shape: their shape. A vector [n] may be stored as [n, 1], and a number as [1].
+            shape: their shape.
 
         Raises:
-            CheckpointError: they are missing, ambiguous, of another shape or dtype, or not finite.
+            CheckpointError: they are missing, of another shape or dtype, or not finite.
         """
         where = f"{self._source}: {what}"
         stored = self._at(what, key)
-        if stored.shape not in (shape, (*shape, 1)):  # a number is [1]
+        if not _has_shape(stored, shape):
             raise CheckpointError(f"{where}: expected shape {list(shape)}, got {list(stored.shape)}")
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
@@ -113,7 +192,7 @@ class Checkpoint:
         Arguments as `numbers`; `size` is their number.
 
         Raises:
-            CheckpointError: they are missing, ambiguous, not `size` many, or not int64.
+            CheckpointError: they are missing, not `size` many, or not int64.
         """
         where = f"{self._source}: {what}"
         stored = self._at(what, key)
@@ -124,35 +203,51 @@ class Checkpoint:
         return stored.read(0, size).reshape(size).numpy()
 
     def has(self, key: str) -> bool:
-        """Whether there is a tensor under `key`, with the prefix of a wrapper or without."""
-        return any(each == key or each.endswith("." + key) for each in self._stored)
+        """Whether there is a tensor under `key`."""
+        return key in self._stored
 
     def check(self, table: TrainedTable) -> None:
         """Refuse a table that differs from its config.
 
         Raises:
-            CheckpointError: the table is missing, ambiguous, of another shape, or of another dtype than float32,
-                float16 and bfloat16.
+            CheckpointError: the table is missing, of another shape, or of another dtype than float32, float16 and
+                bfloat16.
         """
         where = f"{self._source}: table {table.name!r}"
-        stored = self._find(table)
+        stored = self._at(f"table {table.name!r}", table.key)
         if stored.shape != (table.rows, table.dim):
             raise CheckpointError(f"{where}: expected shape {[table.rows, table.dim]}, got {list(stored.shape)}")
         if stored.dtype not in _DTYPES:
             raise CheckpointError(f"{where}: expected float32, float16 or bfloat16, got {stored.dtype}")
 
-    def _find(self, table: TrainedTable) -> StoredTable:
-        return self._at(f"table {table.name!r}", table.key)
-
     def _at(self, what: str, key: str) -> StoredTable:
-        """The tensor under `key`, or under the only key that ends in it: wrappers add a prefix."""
-        if key in self._stored:
-            return self._stored[key]
-        matches = [each for each in self._stored if each.endswith("." + key)]
-        if len(matches) != 1:
-            found = ", ".join(matches or sorted(self._stored)[:8]) or "nothing"
-            raise CheckpointError(f"{self._source}: {what}: expected one key {key!r}, found {found}")
-        return self._stored[matches[0]]
+        if key not in self._stored:
+            raise CheckpointError(f"{self._source}: {what}: expected the key {key!r}, which is missing")
+        return self._stored[key]
+
+
+def _has_shape(stored: StoredTable, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has a shape. A number is stored as [1]."""
+    return stored.shape == (shape or (1,))
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floats"
+    return "bool" if dtype is torch.bool else "integers"
+
+
+def _are_equal(one: StoredTable, other: StoredTable) -> bool:
+    """Whether two tensors have the same numbers: in one place, or when both are read."""
+    if one == other:
+        return True
+    if one.shape != other.shape:
+        return False
+    step = max(1, _BLOCK_BYTES // max(1, prod(one.shape[1:]) * one.dtype.itemsize))
+    bounds = ((start, min(start + step, one.shape[0])) for start in range(0, one.shape[0], step))
+    return all(torch.equal(one.read(*block), other.read(*block)) for block in bounds)
 
 
 # A file or folder for `open_checkpoint`, or a Checkpoint that reads rows in another way. None: the module's own rows.
@@ -206,17 +301,6 @@ def module_weights(module: nn.Module, tables: Iterable[TrainedTable]) -> Checkpo
         if table.id_map is not None:
             stored |= {key: InMemory(state[key]) for key in table.id_map.keys if key in state}
     return Checkpoint(source, stored)
-
-
-def open_weights(module: nn.Module, tables: Iterable[TrainedTable], checkpoint: WeightSource) -> Checkpoint:
-    """The rows of `tables`, in `checkpoint`. If that is None, in `module` itself.
-
-    Raises:
-        CheckpointError: as `open_checkpoint` and `module_weights`.
-    """
-    if isinstance(checkpoint, Checkpoint):
-        return checkpoint
-    return module_weights(module, tables) if checkpoint is None else open_checkpoint(checkpoint)
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

@@ -94,7 +94,7 @@ def test_a_checkpoint_of_other_tables_is_no_plan(tmp_path: Path) -> None:
     torch.save({"embedding_bags.other.weight": torch.zeros(2, 4)}, tmp_path / "w.pt")
     done = tbe_export(*PLAN, "--checkpoint", str(tmp_path / "w.pt"))
     assert done.exit_code == 1
-    assert "table 'user': expected one key 'embedding_bags.user.weight', found embedding_bags.other" in done.stderr
+    assert "table 'user': expected the key 'embedding_bags.user.weight', which is missing" in done.stderr
 
 
 BESIDE = {

@@ -9,7 +9,7 @@ import torch
 from torchrec import DataType, EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
 
 from export import ExportConfig, Sharding, WeightDtype, export_model
-from export.trained.checkpoint import open_checkpoint
+from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
@@ -37,8 +37,10 @@ def test_every_kind_of_checkpoint_has_the_numbers_of_bfloat16(
     tmp_path: Path, saved: Callable[[State, Path], Path]
 ) -> None:
     state = collection().bfloat16().state_dict()
-    checkpoint = open_checkpoint(saved(state, tmp_path))
-    for table in collect_tables(collection()).tables:
+    module = collection()
+    trained = collect_tables(module)
+    checkpoint = open_weights(module, trained, saved(state, tmp_path))
+    for table in trained.tables:
         checkpoint.check(table)
         for start, stop in [(0, table.rows), (7, 19)]:
             rows = checkpoint.rows(table, start, stop)

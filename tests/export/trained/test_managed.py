@@ -93,11 +93,11 @@ def test_verify_compares_maps(tmp_path: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
-        pytest.param(RAW_IDS, None, f"raw ids of table 'user': expected one key '{RAW_IDS}', found", id="missing"),
+        pytest.param(RAW_IDS, None, f"map of the ids of table 'user': expected the key '{RAW_IDS}', which is missing", id="missing"),
         pytest.param(RAW_IDS, lambda ids: ids[1:], "raw ids of table 'user': expected shape [48], got [47]", id="size"),
         pytest.param(RAW_IDS, lambda ids: ids.int(), "raw ids of table 'user': expected int64, got torch.int32", id="dtype"),
         pytest.param(SLOTS, lambda slots: slots + 1, "rows of raw ids of table 'user': expected them in [0, 48), got 1 to 48", id="rows"),
-        pytest.param(IDENTITIES, None, "identities of table 'item': expected one key", id="no identities"),
+        pytest.param(IDENTITIES, None, "map of the ids of table 'item': expected the key", id="no identities"),
         pytest.param(BUCKETS, lambda count: count + 1, "table 'item': expected a checkpoint of 3 buckets, as the module has, got one of 4", id="buckets"),
     ],
 )  # fmt: skip

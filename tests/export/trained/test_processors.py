@@ -16,7 +16,7 @@ from export import export_model
 from export.config import ExportConfig
 from export.errors import CheckpointError, ModelError
 from export.pipeline import plan_model
-from export.trained.checkpoint import open_checkpoint
+from export.trained.model_weights import open_weights
 from export.trained.modules import find_collections
 from export.trained.tables import collect_tables
 from serving.bundle.manifest import Capability
@@ -49,9 +49,9 @@ def test_every_kind_of_checkpoint_has_position_weights(
 ) -> None:
     module = positioned(by_key=by_key)
     state = module.state_dict()
-    checkpoint = open_checkpoint(saved(state, tmp_path))
-    tables = collect_tables(module).tables
-    for table in tables:
+    trained = collect_tables(module)
+    checkpoint = open_weights(module, trained, saved(state, tmp_path))
+    for table in trained.tables:
         checkpoint.check(table)
         assert table.position_weights is not None
         assert [each.count for each in table.position_weights] == [LONGEST[key] for key in table.keys]
@@ -85,7 +85,7 @@ WORDS = "_feature_processors.words.position_weight"
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        pytest.param(None, f"position weights of feature 'words': expected one key '{WORDS}', found", id="missing"),
+        pytest.param(None, f"position weights of feature 'words': expected the key '{WORDS}', which is missing", id="missing"),
         pytest.param(torch.ones(29), "position weights of feature 'words': expected shape [30], got [29]", id="size"),
         pytest.param(torch.full((30,), torch.nan), "feature 'words': holds NaN or infinity", id="NaN"),
         pytest.param(torch.ones(30, dtype=torch.int64), "expected float32, float16 or bfloat16, got torch.int64", id="dtype"),

@@ -1,0 +1,216 @@
+"""The weights of a model: where they are, and how a copy of it gets those of a checkpoint, as
+load_state_dict(strict=True) gives them to it.
+"""
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from export.errors import ModelError
+from export.trained.checkpoint import Checkpoint, WeightSource, module_weights, open_checkpoint
+from export.trained.checkpoint_prefix import ModelKeys
+from export.trained.managed import HashZch
+from export.trained.running import dotted, named
+from export.trained.tables import Trained
+from serving.errors import ConfigurationError
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A tensor that a state dict has, and all names of it. Tensors with one memory are one.
+
+    Attributes:
+        tensors: these.
+        names: the keys of the state dict first, then the paths of its owners.
+    """
+
+    tensors: tuple[Tensor, ...]
+    names: tuple[str, ...]
+
+
+def open_weights(
+    module: nn.Module,
+    trained: Trained,
+    checkpoint: WeightSource,
+    prefix: str | None = None,
+    *,
+    is_whole: bool = False,
+) -> Checkpoint:
+    """The weights of `module`, in `checkpoint`. If that is None, the tables of `module` itself.
+
+    Args:
+        module: the model.
+        trained: its tables.
+        checkpoint: where its weights are.
+        prefix: of its keys in the checkpoint. None: the only one that fits.
+        is_whole: whether the checkpoint has to have all weights of the model, not those of its tables alone.
+
+    Raises:
+        CheckpointError: as `open_checkpoint` and `module_weights`; or the weights are not all under one prefix.
+        ConfigurationError: there is a prefix, and no checkpoint.
+    """
+    if checkpoint is None:
+        if prefix is not None:
+            raise ConfigurationError("checkpoint_prefix (--checkpoint-prefix): expected a checkpoint beside it")
+        return module_weights(module, trained.tables)
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    return opened.of_model(_model_keys(module, trained, is_whole), prefix)
+
+
+def _model_keys(module: nn.Module, trained: Trained, is_whole: bool) -> ModelKeys:
+    """The keys that a checkpoint of `module` has."""
+    needed: dict[str, str] = {}
+    for table in trained.tables:
+        needed[table.key] = f"table {table.name!r}"
+        for feature, weights in zip(table.features, table.position_weights or (), strict=False):
+            if weights.key is not None:
+                needed[weights.key] = f"position weights of feature {feature!r}"
+        if table.id_map is not None:
+            # Older checkpoints do not have the number of buckets.
+            keys = [each for each in table.id_map.keys if each != _bucket_count(table.id_map)]
+            needed |= dict.fromkeys(keys, f"map of the ids of table {table.name!r}")
+    groups = list(_groups(module))
+    paths = [*_paths(module, [module.get_submodule(path) for path in trained.found.collections])]
+    if is_whole:
+        for group in groups:
+            outside = [name for name in group.names if not _is_inside(name, paths)]
+            if outside and not any(name in needed for name in group.names):
+                needed[outside[0]] = "weights"
+    tables = {table.key for table in trained.tables}
+    return ModelKeys(
+        needed=needed,
+        known={name for group in groups for name in group.names} | {*module.state_dict(keep_vars=True)},
+        twins={name: group.names for group in groups for name in group.names if len(group.names) > 1},
+        is_whole=is_whole,
+        ignored=tuple(f"{dotted(path, '_managed_collision_collection')}." for path in paths),
+        narrow={
+            name: group.tensors[0].dtype
+            for group in groups
+            for name in group.names
+            if name in tables and group.tensors[0].dtype in _HALVES
+        },
+    )
+
+
+def _bucket_count(id_map: object) -> str | None:
+    return id_map.bucket_count if isinstance(id_map, HashZch) else None
+
+
+def _groups(module: nn.Module) -> Iterator[_Group]:
+    """The parameters and persistent buffers of a module."""
+    state = {name: each for name, each in module.state_dict(keep_vars=True).items() if isinstance(each, Tensor)}
+    owned = dict(_owned(module))
+    kept = {id(each) for each in state.values()} | {id(owned[name]) for name in state if name in owned}
+    groups: dict[Any, tuple[dict[int, Tensor], dict[str, None]]] = {}
+    for name, each in (state | {name: each for name, each in owned.items() if id(each) in kept}).items():
+        tensors, names = groups.setdefault(_memory(each), ({}, {}))
+        tensors[id(each)] = each
+        names[name] = None
+    yield from (_Group((*tensors.values(),), (*names,)) for tensors, names in groups.values())
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _memory(tensor: Tensor) -> object:
+    """What is equal for two tensors that have the same numbers in the same memory."""
+    if (
+        type(tensor) not in (Tensor, nn.Parameter)
+        or tensor.device.type != "cpu"
+        or tensor.layout is not torch.strided
+    ):
+        return id(tensor)
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _paths(module: nn.Module, collections: Iterable[nn.Module]) -> Iterator[str]:
+    """All paths of collections: a module may have one under several names."""
+    parts = {*collections}
+    yield from (path for path, part in module.named_modules(remove_duplicate=False) if part in parts)
+
+
+def _is_inside(name: str, paths: Iterable[str]) -> bool:
+    return any(not path or name.startswith(f"{path}.") for path in paths)
+
+
+def load_weights(trained: Trained, weights: Checkpoint) -> None:
+    """Give the copy of a model its weights that are no tables.
+
+    Tables on the meta device get memory: zeros that take none until they are written.
+
+    Raises:
+        CheckpointError: a weight is missing, or has another shape or kind of numbers.
+        ModelError: the model has code of its own that load_state_dict calls.
+    """
+    module, collections = trained.module, [*trained.found.collections.values()]
+    paths = [*_paths(module, collections)]
+    inside = {part for collection in collections for part in collection.modules()}
+    for path, part in module.named_modules():
+        if part not in inside:
+            _expect_plain_loading(path, part)
+    for group in _groups(module):
+        outside = [name for name in group.names if not _is_inside(name, paths)]
+        if outside:
+            numbers = weights.tensor(outside[0], group.tensors[0])
+            for tensor in group.tensors:
+                if tensor.is_meta:
+                    take_place(module, tensor, numbers)
+                else:  # whatever else refers to it has them, too
+                    with torch.no_grad():
+                        tensor.copy_(numbers)
+    for table in _tables_on_meta(collections):
+        take_place(module, table, _zeros(table))
+
+
+def take_place(module: nn.Module, tensor: Tensor, numbers: Tensor) -> None:
+    """Have numbers take the place of a tensor of a module, wherever it has that."""
+    new: Any = nn.Parameter(numbers, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else numbers
+    for part in module.modules():
+        held: dict[str, Any]
+        for held in (part._parameters, part._buffers):
+            held.update({name: new for name, each in held.items() if each is tensor})
+
+
+def _tables_on_meta(collections: Iterable[nn.Module]) -> list[Tensor]:
+    return [each for collection in collections for each in collection.parameters() if each.is_meta]
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Zeros that a forward which reads a table itself is followed with. They take memory where they are written."""
+    size = like.numel() * like.dtype.itemsize
+    file = os.memfd_create("table")
+    try:
+        os.ftruncate(file, max(size, 1))
+        pages = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
+    finally:
+        os.close(file)
+    return pages[:size].view(like.dtype).reshape(like.shape)
+
+
+def _expect_plain_loading(path: str, part: nn.Module) -> None:
+    """Refuse a module that changes what load_state_dict gives it: a checkpoint's numbers would not be its weights."""
+    hooks: list[Any] = [getattr(each, "hook", each) for each in part._load_state_dict_pre_hooks.values()]
+    hooks += [
+        *part._load_state_dict_post_hooks.values(),
+        type(part)._load_from_state_dict,
+        type(part).load_state_dict,
+    ]
+    for hook in hooks:
+        home = str(getattr(hook.func if isinstance(hook, partial) else hook, "__module__", ""))
+        if home.partition(".")[0] not in ("torch", "torchrec"):
+            raise ModelError(
+                f"{named(path, part)}: has code of its own that load_state_dict calls, which may change weights: "
+                "load the checkpoint into the model yourself, and export that without a checkpoint"
+            )

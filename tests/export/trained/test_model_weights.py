@@ -1,0 +1,278 @@
+"""What is served of a checkpoint is what the model answers after load_state_dict(strict=True)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_model
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
+
+from export import ExportConfig, WeightDtype, export_model
+from export.commands.module import _tables_on_meta
+from export.errors import CheckpointError, ModelError, QuantizeError
+from export.parity.verify import verify
+from export.publish.changes import publish_changes
+from export.trained.tables import collect_tables
+from serving.bundle.opening import open_bundle
+from serving.bundle.scores import DenseDtype
+from serving.engine import Engine
+from serving.errors import ConfigurationError
+from tests.support.models import Spec, collection
+
+EXACT = ExportConfig(scores=True, dtype={"*": WeightDtype.FP32})
+IDS = [[3], [1, 4], []]
+
+
+def bags() -> EmbeddingBagCollection:
+    return collection((Spec("item", 20, 8, "SUM", ("i",)),))
+
+
+def kjt() -> KeyedJaggedTensor:
+    lengths = torch.tensor([*map(len, IDS)])
+    return KeyedJaggedTensor(["i"], torch.tensor([id_ for bag in IDS for id_ in bag]), lengths=lengths)
+
+
+class Buffers(nn.Module):
+    """It uses a buffer of each kind."""
+
+    def __init__(self, scale: int = 1) -> None:
+        super().__init__()
+        self.ebc = bags()
+        of: Mapping[str, Tensor] = {
+            "columns": torch.arange(8).roll(scale),
+            "halves": torch.arange(8, dtype=torch.int32) % (scale + 1),
+            "kept": torch.arange(8) % (scale + 1) == 0,
+            "bytes": torch.arange(8, dtype=torch.uint8) * scale,
+            "factor": torch.tensor(0.5 * scale),
+            "precise": torch.linspace(0, 1 / (2 + scale), 8, dtype=torch.float64),
+            "mask": torch.zeros(8).masked_fill(torch.arange(8) % (scale + 2) == 1, -torch.inf),
+        }
+        for name, each in of.items():
+            self.register_buffer(name, each)
+        self.register_buffer("constant", torch.ones(8), persistent=False)
+        self.phases = nn.Parameter(torch.polar(torch.ones(8), torch.arange(8.0) * scale))
+
+    def forward(self, ids: KeyedJaggedTensor) -> dict[str, Tensor]:
+        pooled: Any = self.ebc(ids).values().index_select(1, self.columns)
+        pooled = torch.where(self.kept, pooled, pooled * self.factor) + self.halves + self.bytes.float() / 9
+        turned = (pooled * self.phases).real
+        return {
+            "sums": pooled * self.constant,
+            "shares": (pooled + self.mask).softmax(1),
+            "precise": pooled.double() @ self.precise,
+            "turned": turned,
+        }
+
+
+class ReadsItsTable(nn.Module):
+    def __init__(self, _: int = 1) -> None:
+        super().__init__()
+        self.ebc, self.over = bags(), nn.Linear(8, 8)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        logits: Any = self.over(self.ebc(ids).values()) @ self.ebc.embedding_bags["item"].weight.t()
+        return logits
+
+
+class TiesItsTable(nn.Module):
+    def __init__(self, _: int = 1) -> None:
+        super().__init__()
+        self.ebc, self.out = bags(), nn.Linear(8, 20, bias=False)
+        self.out.weight = self.ebc.embedding_bags["item"].weight
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        logits: Tensor = self.out(self.ebc(ids).values())
+        return logits
+
+
+class TiesItsLayers(nn.Module):
+    def __init__(self, _: int = 1) -> None:
+        super().__init__()
+        self.ebc, self.one, self.other = bags(), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.other.weight = self.one.weight
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        states: Tensor = self.other(self.one(self.ebc(ids).values()).relu())
+        return states
+
+
+class Decides(nn.Module):
+    """By a buffer, as it is followed."""
+
+    def __init__(self, scale: int = 1) -> None:
+        super().__init__()
+        self.ebc = bags()
+        self.register_buffer("times", torch.tensor(scale))
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        pooled: Tensor = self.ebc(ids).values()
+        for _ in range(int(self.times)):
+            pooled = pooled.tanh() + 0.1
+        return pooled
+
+
+def trained(kind: Callable[[int], nn.Module]) -> nn.Module:
+    module = kind(3).eval()
+    torch.manual_seed(5)
+    for each in module.parameters():
+        with torch.no_grad():
+            each.copy_(torch.randn_like(each))
+    return module
+
+
+def answers(module: nn.Module) -> dict[str, Any]:
+    with torch.no_grad():
+        found = module(kjt())
+    return {name: each.numpy() for name, each in (found if isinstance(found, dict) else {"scores": found}).items()}
+
+
+def served(bundle: Path) -> dict[str, Any]:
+    with Engine.open(bundle) as engine:
+        return dict(engine.score({"i": IDS}))
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(found[name], numbers, rtol=0, atol=2e-6, err_msg=name)
+
+
+def untrained(kind: Callable[[int], nn.Module]) -> nn.Module:
+    torch.manual_seed(6)
+    with _tables_on_meta():
+        return kind(1).eval()
+
+
+def export(module: nn.Module, tmp_path: Path, state: Any, config: ExportConfig = EXACT) -> Path:
+    """Export a module with the weights of a state dict."""
+    torch.save(state, tmp_path / "w.pt")
+    return export_model(module, tmp_path / "r", "m", config, checkpoint=tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_example"),
+    [
+        (Decides, False),
+        *((kind, by) for kind in (Buffers, ReadsItsTable, TiesItsTable, TiesItsLayers) for by in (0, 1)),
+    ],
+)
+def test_every_weight_and_buffer_is_read_in_its_own_dtype(tmp_path: Path, kind: Any, by_example: bool) -> None:
+    module = trained(kind)
+    config = replace(EXACT, example=(kjt(),) if by_example else None)
+    bundle = export(untrained(kind), tmp_path, module.state_dict(), config)
+    assert_same(served(bundle), answers(module))
+    verification = verify(
+        bundle, collect_tables(untrained(kind), follow=not by_example), tmp_path / "w.pt", example=config.example
+    )
+    assert (verification.failures, verification.taken) == ((), "weights from w.pt; 0 keys unused")
+
+
+@pytest.mark.parametrize("kind", [TiesItsTable, TiesItsLayers])
+def test_a_twin_that_safetensors_leaves_out(tmp_path: Path, kind: Any) -> None:
+    module = trained(kind)
+    save_model(module, str(tmp_path / "w.safetensors"))
+    bundle = export_model(untrained(kind), tmp_path / "r", "m", EXACT, checkpoint=tmp_path / "w.safetensors")
+    assert_same(served(bundle), answers(module))
+
+
+@pytest.mark.parametrize("kind", [TiesItsTable, TiesItsLayers])
+def test_twins_with_other_numbers_are_refused(tmp_path: Path, kind: Any) -> None:
+    state = {name: each.clone() for name, each in trained(kind).state_dict().items()}
+    bundle = export(untrained(kind), tmp_path, state)
+    assert_same(served(bundle), answers(trained(kind)))
+    state["out.weight" if kind is TiesItsTable else "other.weight"][3] += 1
+    with pytest.raises(CheckpointError, match="are one tensor of the model, and have other numbers"):
+        export(untrained(kind), tmp_path, state)
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "said"),
+    [
+        ("columns", torch.arange(8.0), "weights 'columns': expected torch.int64, got torch.float32"),
+        ("halves", torch.full((8,), 2**40), "weights 'halves': has integers outside torch.int32"),
+        ("phases", torch.ones(8), "weights 'phases': expected torch.complex64, got torch.float32"),
+        ("kept", torch.ones(8, dtype=torch.uint8), "weights 'kept': expected torch.bool, got torch.uint8"),
+        ("mask", torch.ones(9), r"weights 'mask': expected shape \[8\], got \[9\]"),
+        ("factor", torch.ones(2), r"weights 'factor': expected shape \[\], got \[2\]"),
+    ],
+)
+def test_numbers_that_the_model_cannot_have_are_refused(tmp_path: Path, key: str, number: Tensor, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        export(untrained(Buffers), tmp_path, trained(Buffers).state_dict() | {key: number})
+
+
+def test_shorter_and_longer_numbers_become_those_of_the_model(tmp_path: Path) -> None:
+    state = trained(Buffers).state_dict()
+    state |= {
+        "halves": state["halves"].long(),
+        "precise": state["precise"].half(),
+        "factor": state["factor"].double(),
+    }
+    module = trained(Buffers)
+    module.load_state_dict(state)
+    assert_same(served(export(untrained(Buffers), tmp_path, state)), answers(module))
+
+
+def test_a_table_of_half_precision_has_the_numbers_that_it_would_have(tmp_path: Path) -> None:
+    state = trained(TiesItsLayers).state_dict()
+    half = untrained(TiesItsLayers)
+    half.ebc = bags().half()
+    config = ExportConfig(dtype={"*": WeightDtype.FP32})
+    with Engine.open(export(half.ebc, tmp_path, state, config)) as engine:
+        row = engine.lookup({"i": [[3]]})["i"][0]
+    np.testing.assert_array_equal(row, state["ebc.embedding_bags.item.weight"][3].half().float())
+
+
+def test_a_mask_of_infinity_is_served_and_what_is_quantized_is_finite(tmp_path: Path) -> None:
+    state = trained(ReadsItsTable).state_dict()
+    state["over.weight"][2, 3] = -torch.inf
+    with pytest.raises(QuantizeError, match=r"weights 'over\.weight': hold NaN or infinity"):
+        export(untrained(ReadsItsTable), tmp_path, state, replace(EXACT, dense_dtype=DenseDtype.INT8))
+
+
+class Converts(TiesItsLayers):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.one.weight.data.mul_(2)
+
+
+def test_a_model_with_loading_code_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="Converts: has code of its own that load_state_dict calls"):
+        export(Converts().eval(), tmp_path, TiesItsLayers().state_dict())
+
+
+def test_the_prefix_is_chosen_by_name_wherever_a_checkpoint_is_read(tmp_path: Path) -> None:
+    module, average = trained(TiesItsLayers), untrained(TiesItsLayers)
+    average = type(average)().eval()
+    state = {
+        "model": module.state_dict(),
+        "ema": {f"module.{key}": each for key, each in average.state_dict().items()},
+    }
+    with pytest.raises(
+        CheckpointError, match=r"w\.pt: has all weights of the model 2 times, under 'model\.', 'ema\.module\."
+    ):
+        export(untrained(TiesItsLayers), tmp_path, state)
+    for prefix, expected, taken in (("model", module, "model."), ("ema.", average, "ema.")):
+        config = replace(EXACT, checkpoint_prefix=prefix)
+        bundle = export(untrained(TiesItsLayers), tmp_path, state, config)
+        assert_same(served(bundle), answers(expected))
+        notes = open_bundle(bundle).manifest.notes
+        assert notes == (f"weights from `{taken}` of w.pt; 5 keys unused",)
+    checkpoint = tmp_path / "w.pt"
+    new = untrained(TiesItsLayers)
+    with pytest.raises(CheckpointError, match="2 times"):
+        verify(bundle, collect_tables(new), checkpoint)
+    assert not verify(bundle, collect_tables(new), checkpoint, prefix="ema").failures
+    assert verify(bundle, collect_tables(new), checkpoint, prefix="model.").failures
+    with pytest.raises(CheckpointError, match="2 times"):
+        publish_changes(tmp_path / "r", "m", new, checkpoint=checkpoint)
+    assert publish_changes(tmp_path / "r", "m", new, checkpoint=checkpoint, checkpoint_prefix="ema") is None
+    changed = publish_changes(tmp_path / "r", "m", new, checkpoint=checkpoint, checkpoint_prefix="model")
+    assert changed is not None
+    assert changed.rows == 20
+    with pytest.raises(ConfigurationError, match=r"checkpoint_prefix .* expected a checkpoint beside it"):
+        export_model(module, tmp_path / "r", "m", replace(EXACT, checkpoint_prefix="model"))
