@@ -128,7 +128,7 @@ class PeerWorkload:
     def stored(self, number: int) -> GeneratedTable:
         """The float rows of a table."""
         (table,) = (each for each in collect_tables(self.module()).tables if each.name == f"t{number}")
-        found = self.checkpoint()._find(table)
+        found = self.checkpoint()._at(table.name, table.key)
         assert isinstance(found, GeneratedTable)
         return found
 

@@ -64,7 +64,7 @@ def test_the_example_has_every_key() -> None:
     example = tomllib.loads(EXAMPLE)
     assert example.pop("sharding").keys() == documented("[sharding]") - {"plan", "traffic"}
     assert example.pop("serving").keys() == documented("[serving]")
-    assert example.keys() == documented("The file itself") - {"example", "labelled"}
+    assert example.keys() == documented("The file itself") - {"checkpoint_prefix", "example", "labelled"}
 
 
 def test_the_example_is_taken(tmp_path: Path) -> None:
