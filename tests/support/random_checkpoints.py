@@ -45,7 +45,7 @@ def _buffers(random: Random) -> dict[str, Tensor]:
         "narrow": torch.from_numpy(random.random(DIM)).half(),
         "shorter": torch.from_numpy(random.random(DIM)).bfloat16(),
         "mask": torch.zeros(DIM).masked_fill(torch.from_numpy(random.random(DIM) < 0.3), -torch.inf),
-        "pair": torch.from_numpy(random.random((2, DIM))).float(),
+        "cube": torch.from_numpy(random.random((2, DIM, 1))).float(),
         "repeats": torch.tensor(int(random.integers(1, 4))),
     }
     return {name: each for name, each in every.items() if random.random() < 0.5}
@@ -62,7 +62,7 @@ _USES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "narrow": lambda x, of: x - of.float(),
     "shorter": lambda x, of: x * of.float(),
     "mask": lambda x, of: (x + of).softmax(1) + x,
-    "pair": lambda x, of: x * of[0] + of[1],
+    "cube": lambda x, of: x * of[0, :, 0] + of[1, :, 0],
     "repeats": lambda x, of: x * of,
 }
 
