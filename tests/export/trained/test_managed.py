@@ -93,7 +93,7 @@ def test_verify_compares_maps(tmp_path: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "change", "message"),
     [
-        pytest.param(RAW_IDS, None, f"map of the ids of table 'user': expected the key '{RAW_IDS}', which is missing", id="missing"),
+        pytest.param(RAW_IDS, None, f"map of the ids of table 'user': expected the key 'model.module.{RAW_IDS}', which is missing", id="missing"),
         pytest.param(RAW_IDS, lambda ids: ids[1:], "raw ids of table 'user': expected shape [48], got [47]", id="size"),
         pytest.param(RAW_IDS, lambda ids: ids.int(), "raw ids of table 'user': expected int64, got torch.int32", id="dtype"),
         pytest.param(SLOTS, lambda slots: slots + 1, "rows of raw ids of table 'user': expected them in [0, 48), got 1 to 48", id="rows"),

@@ -85,7 +85,7 @@ WORDS = "_feature_processors.words.position_weight"
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        pytest.param(None, f"position weights of feature 'words': expected the key '{WORDS}', which is missing", id="missing"),
+        pytest.param(None, f"position weights of feature 'words': expected the key 'model.module.{WORDS}', which is missing", id="missing"),
         pytest.param(torch.ones(29), "position weights of feature 'words': expected shape [30], got [29]", id="size"),
         pytest.param(torch.full((30,), torch.nan), "feature 'words': holds NaN or infinity", id="NaN"),
         pytest.param(torch.ones(30, dtype=torch.int64), "expected float32, float16 or bfloat16, got torch.int64", id="dtype"),
