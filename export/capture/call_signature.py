@@ -83,9 +83,9 @@ class Signature:
             found |= bags_of(kjt)
         found |= {key: bag_of(self.call.leaves[path]) for path, key in self.jagged.items()}
         for each in self.parts:
-            values, lengths = self.call.leaves[each.values], self.call.leaves[each.lengths]
+            values, lengths = self.call.leaves[each.values], each.lengths_in(self.call.leaves)
             weights = None if each.weights is None else self.call.leaves[each.weights]
-            found |= bags_of(KeyedJaggedTensor(list(each.keys), values, weights, lengths.reshape(-1)))
+            found |= bags_of(KeyedJaggedTensor(list(each.keys), values, weights, lengths))
         for key, place in self.placed.items():
             ids = self.by_sample[place.path].reshape(self.samples, -1)[:, list(place.places)]
             found[key] = Bag(ids.reshape(-1), torch.full((self.samples,), len(place.places)))
@@ -109,11 +109,12 @@ class Signature:
             leaves[path] = JaggedTensor(bag.ids, weights=bag.weights, lengths=bag.lengths)
         for each in self.parts:
             of_key = [bags[key] for key in each.keys]
-            old = self.call.leaves[each.lengths]
             values = torch.cat([bag.ids for bag in of_key])
-            lengths = torch.cat([bag.lengths for bag in of_key])
             leaves[each.values] = values.to(self.call.leaves[each.values].dtype)
-            leaves[each.lengths] = lengths.to(old.dtype).view(-1 if old.dim() == 1 else (len(of_key), samples))
+            # Of keys that have the lengths of one tensor, the first one's.
+            leaves.setdefault(
+                each.lengths, each.as_in(self.call.leaves[each.lengths], [bag.lengths for bag in of_key])
+            )
             if each.weights is not None:
                 leaves[each.weights] = torch.cat([bag.weights for bag in of_key if bag.weights is not None])
         for path in {each.path for each in self.placed.values()}:

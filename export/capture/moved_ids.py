@@ -93,6 +93,34 @@ def placed(
     return replace(signature, placed={key: each for key, each in places.items() if each.path})
 
 
+def with_shared_lengths(
+    signature: Signature, found: Captured, inputs: Mapping[Input, Tensor], collections: Collections
+) -> Signature:
+    """The signature, with the keys that the forward gives the lengths of another one. Arguments as `placed`."""
+    answers, first = iter(answers_of(found.module.graph)[len(found.outputs) :]), dict(signature.first)
+    keys_of = keys_of_features(collections)
+    for made in found.made:
+        _, of_lengths, *_ = [next(answers) for _ in range(3 if made.is_weighted else 2)]
+        if not_moved(found.module, [of_lengths]) is not None:
+            continue  # it is refused later, by its line
+        moving, likes = _moving_part(found.module, [of_lengths]), list[dict[str, set[str]]]()
+        for samples in _SAMPLES:
+            given = _marked(inputs, samples, keys_of, signature)
+            (lengths,) = moving(*given.values())
+            by_key = dict(zip(made.keys, lengths.long().reshape(len(made.keys), -1), strict=True))
+            own = {
+                each.name: marks.long()
+                for each, marks in given.items()
+                if isinstance(each, JaggedInput) and is_lengths(each)
+            }
+            likes.append({key: {n for n, each in own.items() if torch.equal(each, of)} for key, of in by_key.items()})
+        for key in made.keys:
+            others = set.intersection(*(each[key] for each in likes))
+            if lengths_of(key) in inputs and others and key not in others:
+                first.setdefault(key, min(first.get(each, each) for each in others))
+    return replace(signature, first=first)
+
+
 def _run(
     model: nn.Module, moving: nn.Module, made: Made, given: Mapping[Input, Tensor]
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:

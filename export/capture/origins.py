@@ -29,17 +29,33 @@ class Parts:
         keys: of the KJT.
         values, lengths: the paths of the tensors.
         weights: likewise; None: it has none.
+        has_offsets: whether `lengths` is the path of offsets, from which the forward makes lengths.
     """
 
     keys: Sequence[str]
     values: str
     lengths: str
     weights: str | None = None
+    has_offsets: bool = False
 
     @property
     def paths(self) -> list[str]:
         """The paths of all its tensors."""
         return [each for each in (self.values, self.lengths, self.weights) if each is not None]
+
+    def lengths_in(self, leaves: Mapping[str, Any]) -> Tensor:
+        """The lengths of its keys in an example, one key after another; integers [keys · B]."""
+        found: Tensor = leaves[self.lengths]
+        return found.diff() if self.has_offsets else found.reshape(-1)
+
+    def as_in(self, old: Tensor, of_keys: Sequence[Tensor]) -> Tensor:
+        """Lengths of its keys, [B] each, as the tensor of the example that has them, `old`, would have them."""
+        own = [each.to(old.dtype) for each in of_keys]
+        lengths = own[0] if len(own) == 1 else torch.cat(own)
+        if self.has_offsets:
+            offsets: Tensor = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+            return offsets
+        return lengths.view(-1 if old.dim() == 1 else (len(self.keys), -1))
 
 
 class Origins:
@@ -103,17 +119,39 @@ class Origins:
     def _parts_of(self, kjt: KeyedJaggedTensor) -> list[Parts]:
         weights = kjt.weights_or_none()
         values, lengths = self._path_of(kjt.values()), self._path_of(kjt.lengths())
-        if values is not None and lengths is not None:
-            return [Parts(tuple(kjt.keys()), values, lengths, None if weights is None else self._path_of(weights))]
+        offsets = None if lengths is not None else self._offsets_of(kjt.lengths(), kjt.lengths())
+        if values is not None and (of_all := lengths or offsets) is not None:
+            of_weights = None if weights is None else self._path_of(weights)
+            return [Parts(tuple(kjt.keys()), values, of_all, of_weights, has_offsets=lengths is None)]
         found: list[Parts] = []
         for key, bag in bags_of(kjt).items():
             taken = {path for each in found for path in each.paths}
             own = self._nearest(key, kjt.values(), bag.ids, taken)
-            of_lengths = own and self._nearest(own, kjt.lengths(), bag.lengths, taken | {own})
-            if own and of_lengths and torch.equal(self._leaves[of_lengths].long(), bag.lengths.long()):
+            if own is None:
+                continue
+            # Several keys may have the lengths of one tensor.
+            shared = {each.lengths for each in found}
+            for others in (taken, taken - shared):
+                of_lengths = self._nearest(own, kjt.lengths(), bag.lengths, {*others, own})
+                if of_lengths and torch.equal(self._leaves[of_lengths].long(), bag.lengths.long()):
+                    break
+                of_lengths = self._offsets_of(kjt.lengths(), bag.lengths, {*others, own})
+                if of_lengths:
+                    break
+            if of_lengths:
+                has_offsets = self._leaves[of_lengths].shape != bag.lengths.shape
                 of_weights = self._weights(own, weights, bag.weights, taken)
-                found.append(Parts((key,), own, of_lengths, of_weights))
+                found.append(Parts((key,), own, of_lengths, of_weights, has_offsets))
         return found
+
+    def _offsets_of(self, whole: Tensor, lengths: Tensor, taken: Iterable[str] = ()) -> str | None:
+        """The tensor that has the offsets of some lengths, of those that all lengths are made of."""
+        for path in sorted(self._of.get(whole, frozenset()) - {*taken}):
+            leaf = self._leaves[path]
+            is_alike = leaf.dim() == 1 and len(leaf) == lengths.numel() + 1 and not leaf.dtype.is_floating_point
+            if is_alike and leaf[0] == 0 and torch.equal(leaf.long().diff(), lengths.long().reshape(-1)):
+                return path
+        return None
 
     def _weights(self, name: str, whole: Tensor | None, part: Tensor | None, taken: Iterable[str]) -> str | None:
         """The weights of a key. None: there are none, or the forward makes them, 1 for each id."""

@@ -1,6 +1,7 @@
 """Steps of a graph of ATen: what they do to numbers, which tensors they write to, and parts of a graph."""
 
 import operator
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def inlined(module: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(node.args[0][node.args[1]])
             graph.erase_node(node)
     for node in graph.nodes:
-        if (part := _joined_before(node)) is not None:
+        if (part := _joined_before(node) or _lengths_of_offsets(node)) is not None:
             node.replace_all_uses_with(part)
     return fx.GraphModule(module, graph)
 
@@ -78,11 +79,44 @@ def _joined_before(node: fx.Node) -> fx.Node | None:
         return None
     view = node.args[0]
     joined = view.args[0] if isinstance(view, fx.Node) and str(view.target) == "aten.view.default" else None
-    if not isinstance(joined, fx.Node) or str(joined.target) != _JOINS or len(joined.args) > 1:
+    if not isinstance(joined, fx.Node) or len(joined.args) > (1 if str(joined.target) == _JOINS else 2):
         return None
     parts: Any = joined.args[0]
+    if str(joined.target) == "aten.repeat.default" and isinstance(parts, fx.Node):
+        parts = [parts] * node.args[2] + [parts]
+    elif str(joined.target) != _JOINS:
+        return None
     row = str(node.meta["val"].shape)
     return parts[node.args[2]] if all(str(each.meta["val"].shape) == row for each in parts) else None
+
+
+def _lengths_of_offsets(node: fx.Node) -> fx.Node | None:
+    """The lengths that a step makes of the offsets of these lengths, by differences. None: it is no such step."""
+    offsets: Any = None
+    if str(node.target) == "aten.diff.default" and len(node.args) == 1:
+        offsets = node.args[0]
+    elif str(node.target) == "aten.sub.Tensor" and not node.kwargs:
+        ends, starts = (_slice_of(each) for each in node.args)
+        if ends is not None and starts is not None and ends[0] is starts[0]:
+            offsets = ends[0] if ends[1] == (1, _TO_THE_END) and starts[1] == (0, -1) else None
+    if not isinstance(offsets, fx.Node) or str(origin_of(offsets).target) != _OFFSETS:
+        return None
+    lengths = origin_of(offsets).args[0]
+    return lengths if isinstance(lengths, fx.Node) and lengths.meta["val"].dim() == 1 else None
+
+
+def _slice_of(node: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """What a step takes a slice of, along its first dimension: and from where to where. None: it is no such step."""
+    if not isinstance(node, fx.Node) or str(node.target) != "aten.slice.Tensor" or node.args[1:2] not in ((), (0,)):
+        return None
+    if len(node.args) > 4:
+        return None
+    first, last = (*node.args[2:], None, None)[:2]
+    return node.args[0], (first or 0, _TO_THE_END if last is None else last)
+
+
+_TO_THE_END = sys.maxsize
+_OFFSETS = "fbgemm.asynchronous_complete_cumsum.default"
 
 
 def _block_of(node: fx.Node) -> tuple[Any, Sequence[Any]]:
@@ -179,7 +213,8 @@ _MOVING = (
     "aten.slice.Tensor", "aten.narrow.default", "aten.split.Tensor", "aten.split_with_sizes.default",
     "aten.split.sizes", "aten.chunk.default", "aten.unbind.int", "aten.expand.default", "aten.flip.default",
     "aten.movedim.int", "aten.swapaxes.default", "aten.ravel.default", "aten.lift_fresh_copy.default",
-    "aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default",
+    "aten.view_as.default", "aten.reshape_as.default", "aten.expand_as.default", "aten.repeat.default",
+    "aten.tile.default",
 )  # fmt: skip
 # (order of keys, lengths, ids, weights, their sum): `KeyedJaggedTensor.permute`.
 _PERMUTING = "fbgemm.permute_2D_sparse_data.default"

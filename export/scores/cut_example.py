@@ -13,7 +13,7 @@ from export.capture.call_signature import Signature, read_signature
 from export.capture.example import outputs_of, said_of_names
 from export.capture.given import Given, ids_of, lengths_of, numbers_of, rows_of, weights_of
 from export.capture.graph import EMBEDDINGS, Captured, captured
-from export.capture.moved_ids import placed
+from export.capture.moved_ids import placed, with_shared_lengths
 from export.capture.scriptable import scriptable
 from export.capture.sizes import Answer, Input, Sizes
 from export.capture.stand_ins import Collections, keys_of_features
@@ -165,6 +165,7 @@ def follow_example(model: nn.Module, collections: Collections, example: Example)
         inputs, found = _followed(model, collections, signature)
         sizes = Sizes(found.module.graph, found.inputs, signature, features)
     signature = replace(signature, fixed=sizes.fixed(), first=sizes.first())
+    signature = with_shared_lengths(signature, found, inputs, collections)
     signature = placed(model, signature, found, inputs, collections)
     return FromExample(signature, found, collections)
 

@@ -151,10 +151,12 @@ def dense_part(
 
 
 def _together(part: DensePart, manifest: Manifest, given: Given) -> tuple[tuple[str, ...], ...]:
-    """The groups of keys, of which a dense part takes something, that have as many ids in each sample."""
+    """The groups of keys that have as many ids in each sample: a dense part takes something of them; or the forward
+    gives a collection the lengths of one for another."""
     keys = {each.name: each.key for each in manifest.features}
     groups: dict[str, list[str]] = {}
-    for key in dict.fromkeys(part.key_of(each, keys) for each in part.jagged):
+    shared = (key for pair in given.first.items() for key in pair if key in manifest.keys)
+    for key in dict.fromkeys((*(part.key_of(each, keys) for each in part.jagged), *shared)):
         groups.setdefault(given.key_of(key), []).append(key)
     return tuple(tuple(each) for each in groups.values() if len(each) > 1)
 

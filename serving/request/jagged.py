@@ -37,8 +37,8 @@ def accept_jagged(schema: Schema, request: KjtRequest, dense: Mapping[str, Array
     """
     part, names = schema.dense_part, request.selection.names
     assert part is not None  # noqa: S101  scores are asked for
-    if not part.jagged and not part.fixed_lengths:
-        return request  # keys are together where there are jagged inputs of them
+    if not part.jagged and not part.fixed_lengths and not part.together:
+        return request
     # Lists: single numbers of an array are slow.
     bags = bag_bounds(len(names), request.samples, request.once).tolist()
     ids = id_bounds(names, request).tolist()

@@ -30,7 +30,6 @@ from tests.support.scored import EXACT
 REFUSED = {
     "collection_asked_twice": "'user_features' and 'item_features' have ids of one key, 'item_id'",
     "ids_of_sorted_dict": "line [0-9]+: `lengths.extend.*a list as long as a batch can be made a tensor by",
-    "ids_of_offsets": "makes the ids of key 'user_id' itself at .*line [0-9]+: `",
     "ids_padded": "makes the ids of key 'words' itself at .*line [0-9]+: `",
     "ids_hashed": "by aten.remainder.Scalar at .*line [0-9]+: `return self.scores",
     "ids_of_pairs": "cannot be followed for any number of samples at .*line [0-9]+: `pairs = ",
@@ -190,6 +189,12 @@ def of_parts(values: str, lengths: str) -> Callable[[dict[str, Numbers]], dict[s
     return features
 
 
+def of_offsets(tensors: dict[str, Numbers]) -> dict[str, Any]:
+    values, offsets = (torch.from_numpy(tensors[each]) for each in ("values", "offsets"))
+    keyed = KeyedJaggedTensor(list(ORDER), values, lengths=offsets.diff())
+    return {key: column_of(keyed[key]) for key in ORDER}
+
+
 def of_pairs(*keys: str) -> Callable[[dict[str, Numbers]], dict[str, Any]]:
     def features(tensors: dict[str, Numbers]) -> dict[str, Any]:
         return {key: {each: tensors[f"data.{key}.{each}"] for each in ("values", "lengths")} for key in keys}
@@ -208,6 +213,7 @@ TENSORS: dict[str, Callable[[dict[str, Numbers]], dict[str, Any]]] = {
         zip(ORDER, (tensors[each].tolist() for each in ("user_ids", "item_ids", "words")), strict=True)
     ),
     "heads_in_batch": lambda tensors: {"visited": tensors["events"].tolist()},
+    "ids_of_offsets": of_offsets,
     "values_and_lengths": of_parts("values", "lengths"),
     "values_and_lengths_by_key": of_pairs(*ORDER),
     "values_and_lengths_split": of_parts("values", "lengths"),
