@@ -18,7 +18,7 @@ from export.errors import PublishError
 from export.hosts import host_bundles, open_parts, part_manifest, part_models, recorded_errors, tables_of_host
 from export.parity.answers import Answers, answer_assembled, answer_probe, assembled_manifest
 from export.parity.fresh_process import FreshProcess
-from export.parity.limits import check_parity, overflow_notes
+from export.parity.limits import check_parity, coarse_notes, overflow_notes
 from export.prepare import Prepared, describe, prepare
 from export.program.compile import compile_program, write_program
 from export.publish.draft import Draft, draft, next_version
@@ -283,7 +283,7 @@ def _notes(prepared: Prepared, errors: Mapping[str, TableError], parts: Mapping[
     """What a bundle with some tables notes, and what the bundles of its hosts do, each once."""
     notes = [] if prepared.weights.taken is None else [prepared.weights.taken]
     notes += prepared.scored.notes if prepared.scored is not None else ()
-    notes += [*overflow_notes(prepared.manifest, errors, prepared.config.sharding)]
+    notes += [*overflow_notes(prepared.manifest, errors, prepared.config.sharding), *coarse_notes(errors)]
     notes += [note for part in parts.values() for note in part.manifest.notes]
     return tuple(dict.fromkeys(notes))
 

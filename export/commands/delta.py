@@ -93,6 +93,8 @@ def delta(
         f"{_shown(found.path, deltas)}: {found.rows:,} rows, delta {found.sequence} of version {found.version}",
         soft_wrap=True,
     )
+    for note in found.notes:
+        out.print(f"note: {note}", soft_wrap=True)
     if settings_of(read_config(model)).weights_memory != "live":
         out.print(f"no server applies it: `tbe-serve configure {model} --weights-memory live`", soft_wrap=True)
 

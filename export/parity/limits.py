@@ -13,7 +13,7 @@ from export.rows.table_error import TableError, Tally, finite
 from export.trained.probe import trained_answers
 from export.trained.tables import Trained
 from serving.bundle.manifest import Agreement, Manifest, Parity
-from serving.bundle.tables import FP32_UNIT, OutputDtype, Pooling, Table
+from serving.bundle.tables import FP16_SUBNORMAL, FP32_UNIT, OutputDtype, Pooling, Table
 
 
 def check_parity(
@@ -41,6 +41,10 @@ def check_parity(
         error = errors[table.name]
         limit = error.bound if (chosen := limits[table.name]) is None else chosen
         failures += _refusals(table, error, limit)
+        if chosen is None and (lost := error.coarse.refusal()) is not None:
+            failures.append(
+                f"table {table.name!r}: {lost}: store the table as FP32, or say by max_error how far a row may move"
+            )
         parity.append(answers.parity(manifest, table, error.tally.agreement, limit))
     if failures:
         raise ParityError("\n".join(failures))
@@ -66,13 +70,22 @@ def _refusals(table: Table, error: TableError, limit: float) -> list[str]:
     return refusals
 
 
+def coarse_notes(errors: Mapping[str, TableError]) -> Iterator[str]:
+    """A line for each table with rows that are too small for FP16."""
+    for table, error in errors.items():
+        if (note := error.coarse.note(error.dtype)) is not None:
+            yield f"table {table!r}: {note}"
+
+
+# Smaller numbers have 5 bits and less in FP16.
+_SMALL = 2.0**-19
 _LARGEST = float(np.finfo(np.float16).max)
 # How many times longer a bag may be than the average that was declared.
 _LONGER = 100
 
 
 def overflow_notes(manifest: Manifest, errors: Mapping[str, TableError], sharding: Sharding) -> Iterator[str]:
-    """A line for each table whose answers may be infinity in FP16.
+    """A line for each table whose answers may be infinity in FP16, or are too small for it.
 
     A mean is at most as large as the largest element. A sum is at most the largest element times the ids of a bag.
     Bags are taken to have up to 100 times the declared pooling factor. Weights of ids are taken to be 1.
@@ -91,6 +104,11 @@ def overflow_notes(manifest: Manifest, errors: Mapping[str, TableError], shardin
         readers = sum(feature.table == table.name for feature in manifest.features)
         factor = max(sharding.pooling_factors_of(table.name, readers), default=1.0)
         longest = 1 if table.pooling is Pooling.MEAN else math.ceil(_LONGER * factor)
+        if 0 < largest < _SMALL:
+            yield (
+                f"table {table.name!r}: FP16 answers are coarse, or 0: its largest element is {largest:.3g}, and the "
+                f"smallest number of FP16 is {2 * FP16_SUBNORMAL:.3g}: export with --output-dtype fp32"
+            )
         if largest * longest > _LARGEST:
             ids = max(1, math.ceil(_LARGEST / largest))
             yield (

@@ -1,6 +1,5 @@
 """Publish the rows of a trained module that are stored otherwise by now: what changed since the last delta."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.publish.delta import check_limits, check_takes, quantized, squashed_deltas
+from export.publish.delta import Quantizer, check_limits, check_takes, squashed_deltas
 from export.publish.lineage import Lineage, PublishedDelta
 from export.trained.checkpoint import WeightSource, blocks
 from export.trained.model_weights import open_weights
@@ -71,19 +70,21 @@ def publish_changes(
     check_limits(max_error)
     weights = open_weights(module, trained, checkpoint, checkpoint_prefix)
     current = stored_rows(lineage)
-    stored = {}
+    stored: dict[str, Rows] = {}
+    notes: list[str] = []
     for table in trained.tables:
         weights.check(table)
+        quantizer = Quantizer(lineage.bundle.manifest, tables[table.name], max_error.get(table.name))
         found = [
-            _differing(current, tables[table.name], start, rows, max_error.get(table.name, math.inf))
-            for start, rows in blocks(table, weights)
+            _differing(current, tables[table.name], start, rows, quantizer) for start, rows in blocks(table, weights)
         ]
+        notes += quantizer.notes()
         differing = Rows.joined(found)
         if differing.ids.size:
             check_takes(tables[table.name])
             stored[table.name] = differing
     weights.check_unchanged()
-    return lineage.publish(stored, key) if stored else None
+    return lineage.publish(stored, key)._replace(notes=tuple(notes)) if stored else None
 
 
 class StoredRows:
@@ -203,9 +204,9 @@ def difference(lineage: Lineage, exported: Lineage, until: int) -> dict[str, Row
     return found
 
 
-def _differing(current: StoredRows, table: Table, start: int, rows: torch.Tensor, limit: float) -> Rows:
+def _differing(current: StoredRows, table: Table, start: int, rows: torch.Tensor, quantizer: Quantizer) -> Rows:
     """Those of some consecutive rows that are stored otherwise by now."""
     ids = np.arange(start, start + len(rows))
-    stored = quantized(table, ids, rows, limit)
+    stored = quantizer.quantized(ids, rows)
     differ = (stored != current.rows(table, start, start + len(rows))).any(axis=1)
     return Rows(ids[differ], stored[differ])

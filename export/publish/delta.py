@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from export.errors import ParityError, PublishError, QuantizeError
 from export.publish.lineage import Lineage, PublishedDelta
 from export.rows.quantize import quantize
-from export.rows.table_error import TableError
+from export.rows.table_error import CoarseRows, TableError
 from serving.bundle.delta import IDS, ROWS, Delta, Rows, open_delta, tables_in
 from serving.bundle.lineage import Step, delta_path, files_in, next_step, reached, steps_in
 from serving.bundle.manifest import Manifest
@@ -65,16 +65,16 @@ def publish_delta(
         BundleError: the version cannot be opened.
         ConfigurationError: a table or a row number is not the model's, or the signing key cannot be read.
         QuantizeError: a row does not fit its dtype.
-        ParityError: a row would move further than its limit, or than rounding explains.
+        ParityError: a row would move further than its limit, or than rounding explains, or is lost in FP16.
         PublishError: a table takes no deltas, it is a host's model, or the folder cannot be written to.
         ServerUnavailable: the store cannot be reached, or lets nobody write.
     """
     lineage = Lineage.of(Path(repository), model, version, deltas)
     key = None if signing_key is None else read_signing_key(signing_key)
-    stored = _stored(lineage.bundle.manifest, changed, max_error)
+    stored, notes = _stored(lineage.bundle.manifest, changed, max_error)
     if not stored:
         raise ConfigurationError("expected at least one row that changed, got none")
-    return lineage.publish(stored, key)
+    return lineage.publish(stored, key)._replace(notes=notes)
 
 
 def read_changed(path: Path) -> dict[str, Changed]:
@@ -197,22 +197,26 @@ def squash(
     return PublishedDelta(path, step.sequence, int(lineage.bundle.path.name), rows)
 
 
-def _stored(manifest: Manifest, changed: Mapping[str, Changed], max_error: Mapping[str, float]) -> dict[str, Rows]:
-    """The rows as they are stored."""
+def _stored(
+    manifest: Manifest, changed: Mapping[str, Changed], max_error: Mapping[str, float]
+) -> tuple[dict[str, Rows], tuple[str, ...]]:
+    """The rows as they are stored, and what to note of them."""
     tables = {table.name: table for table in manifest.tables}
     if unknown := (changed.keys() | max_error.keys()) - tables.keys():
         raise ConfigurationError(f"table {min(unknown)!r}: expected one of the model's, {', '.join(tables)}")
     check_limits(max_error)
-    found = {}
+    found: dict[str, Rows] = {}
+    notes: list[str] = []
     for name, (ids, rows) in changed.items():
-        table = tables[name]
-        check_takes(table)
-        numbers, floats = _checked(table, ids, rows)
+        check_takes(tables[name])
+        numbers, floats = _checked(tables[name], ids, rows)
         if len(numbers):
+            quantizer = Quantizer(manifest, tables[name], max_error.get(name))
             blocks = (slice(start, start + _BLOCK_ROWS) for start in range(0, len(numbers), _BLOCK_ROWS))
-            parts = [quantized(table, numbers[each], floats[each], max_error.get(name, math.inf)) for each in blocks]
+            parts = [quantizer.quantized(numbers[block], floats[block]) for block in blocks]
             found[name] = Rows(numbers, np.concatenate(parts))
-    return found
+            notes += quantizer.notes()
+    return found, tuple(notes)
 
 
 def check_limits(max_error: Mapping[str, float]) -> None:
@@ -263,27 +267,61 @@ def _checked(
     return numbers, floats[torch.from_numpy(order)]
 
 
-def quantized(table: Table, ids: npt.NDArray[np.int64], rows: torch.Tensor, limit: float) -> Bytes:
-    """Rows as they are stored: uint8 [n, row bytes]."""
-    try:
-        stored: Bytes = quantize(table.name, 0, rows, table.dtype).numpy()
-    except QuantizeError:
-        for position, number in enumerate(ids.tolist()):  # which row it is
-            quantize(table.name, number, rows[position : position + 1], table.dtype)
-        raise
-    error = TableError(table.dtype)
-    error.add(0, rows.float().numpy(), stored, np.empty(rows.shape, np.float32))
-    agreement = error.tally.agreement
-    if error.unexplained_row is not None:
-        raise ParityError(
-            f"table {table.name!r}: row {int(ids[error.unexplained_row])} moved further than rounding explains"
-        )
-    if not agreement.largest <= limit:
-        raise ParityError(
-            f"table {table.name!r}: {table.dtype.value} moves an element of row {int(ids[agreement.worst_row])} by "
-            f"{agreement.largest:.3g}, expected at most {limit:.3g}: export the model again with a wider dtype"
-        )
-    return stored
+class Quantizer:
+    """Stores rows of a table as its version does.
+
+    Args:
+        manifest: of the version.
+        table: the table.
+        limit: largest |float − stored|; None: what rounding explains.
+    """
+
+    def __init__(self, manifest: Manifest, table: Table, limit: float | None) -> None:
+        self._table, self._limit = table, limit
+        parity = {each.table: each.quantized.largest for each in manifest.parity}
+        self._usual = parity.get(table.name, 0.0)
+        self._coarse = CoarseRows()
+
+    def quantized(self, ids: npt.NDArray[np.int64], rows: torch.Tensor) -> Bytes:
+        """Rows as they are stored: uint8 [n, row bytes].
+
+        Raises:
+            QuantizeError: a row does not fit the dtype.
+            ParityError: a row moves further than the limit, or than rounding explains, or is lost.
+        """
+        table = self._table
+        try:
+            stored: Bytes = quantize(table.name, 0, rows, table.dtype).numpy()
+        except QuantizeError:
+            for position, number in enumerate(ids.tolist()):  # which row it is
+                quantize(table.name, number, rows[position : position + 1], table.dtype)
+            raise
+        error = TableError(table.dtype)
+        error.add(0, rows.float().numpy(), stored, np.empty(rows.shape, np.float32))
+        agreement = error.tally.agreement
+        if error.unexplained_row is not None:
+            raise ParityError(
+                f"table {table.name!r}: row {int(ids[error.unexplained_row])} moved further than rounding explains"
+            )
+        if self._limit is not None and not agreement.largest <= self._limit:
+            raise ParityError(
+                f"table {table.name!r}: {table.dtype.value} moves an element of row {int(ids[agreement.worst_row])} "
+                f"by {agreement.largest:.3g}, expected at most {self._limit:.3g}: export the model again with a "
+                "wider dtype"
+            )
+        coarse = error.coarse.renumbered(ids)
+        if self._limit is None and (lost := coarse.refusal(self._usual)) is not None:
+            raise ParityError(
+                f"table {table.name!r}: {lost}: export the model again with the table as FP32, or say by max_error "
+                "how far a row may move"
+            )
+        self._coarse.join(coarse)
+        return stored
+
+    def notes(self) -> Iterator[str]:
+        """What to note of all rows so far, a line each."""
+        if (note := self._coarse.note(self._table.dtype)) is not None:
+            yield f"table {self._table.name!r}: {note}"
 
 
 def _last_of_each(changed: Sequence[Rows]) -> Rows:

@@ -46,12 +46,14 @@ class PublishedDelta(NamedTuple):
         sequence: its number in its lineage.
         version: the version whose lineage it is.
         rows: how many it has, in all.
+        notes: what to know about its rows, a line each.
     """
 
     path: Path
     sequence: int
     version: int
     rows: int
+    notes: tuple[str, ...] = ()
 
 
 class LineageFolder(NamedTuple):

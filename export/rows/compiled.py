@@ -85,7 +85,7 @@ def unpack(codes: Tensor, bits: int, scales_and_biases: Tensor, numbers: Tensor)
         part.mul_(scales_and_biases[start : start + step, :1]).add_(scales_and_biases[start : start + step, 1:])
 
 
-def bounds_of_codes(halves: Tensor, largest_code: int, units: tuple[float, float, float]) -> Tensor:
+def bounds_of_codes(rows: Tensor, halves: Tensor, largest_code: int, units: tuple[float, float, float]) -> Tensor:
     """The largest error of an element of each row that was stored as codes.
 
     A number is rounded to its nearest code, at most half a step away. Scale and bias are rounded to FP16. The rounded
@@ -93,6 +93,7 @@ def bounds_of_codes(halves: Tensor, largest_code: int, units: tuple[float, float
     unit of the bias.
 
     Args:
+        rows: float32 [n, dim].
         halves: float16 [n, 2], scales and biases.
         largest_code: of the dtype.
         units: FP16_UNIT, FP16_SUBNORMAL and FP32_UNIT of `serving.bundle.tables`.
@@ -102,15 +103,52 @@ def bounds_of_codes(halves: Tensor, largest_code: int, units: tuple[float, float
     """
     fp16_unit, fp16_subnormal, fp32_unit = units
     doubles = halves.to(torch.float64)
-    scale, bias = doubles[:, 0], doubles[:, 1].abs()
+    scale, bias = doubles[:, 0].clone(), doubles[:, 1].abs()
+    # FBGEMM stores the scale 1 where the step is 0 in FP16: then all numbers of a row become its bias.
+    replaced = (scale == 1).nonzero().flatten()
+    if replaced.numel() > 0:
+        low, high = torch.aminmax(rows.index_select(0, replaced), dim=1)
+        scale.index_copy_(0, replaced, (high.to(torch.float64) - low.to(torch.float64)) / largest_code)
     bounds = scale * (0.5 + largest_code * fp16_unit) + (largest_code + 1) * fp16_subnormal
     # The op computes in FP32: a few of its units of the largest number in the row.
     return bounds + (bias * fp16_unit + 4 * fp32_unit * (bias + largest_code * scale))
 
 
+def coarse(
+    rows: Tensor, worst: Tensor, halves: Tensor, largest_code: int, units: tuple[float, float, float]
+) -> tuple[Tensor, Tensor]:
+    """Find the rows that FP16's smallest numbers make coarse: their scale or bias is rounded to few digits, or to 0.
+
+    They moved by twice as much as half a step and rounding to 11 bits can move them, and by more than a 32nd of their
+    largest element.
+
+    Args:
+        worst: float32 [n], the largest error of each row.
+        rows, halves, largest_code, units: as `bounds_of_codes`.
+
+    Returns:
+        Their numbers, int64 [k], and the largest |element| of each, float64 [k].
+    """
+    fp16_unit, fp16_subnormal, fp32_unit = units
+    scale = halves[:, 0].to(torch.float32).abs()
+    # Few rows are looked at. A scale of at least 8 smallest numbers is at most 6 % off, and so is the step.
+    subnormal = (scale < 2048 * fp16_subnormal) & (worst > 0.9 * scale)
+    suspects = (subnormal | (scale < 16 * fp16_subnormal) | (scale == 1)).nonzero().flatten()
+    if suspects.numel() == 0:
+        return suspects, torch.empty(0, dtype=torch.float64)
+    lows, highs = torch.aminmax(rows.index_select(0, suspects), dim=1)
+    low, high = lows.to(torch.float64), highs.to(torch.float64)
+    step = (high - low) / largest_code
+    magnitude = torch.maximum(low.abs(), high.abs())
+    explained = step * (0.5 + largest_code * fp16_unit) + low.abs() * fp16_unit + 8 * fp32_unit * magnitude
+    moved = worst.index_select(0, suspects).to(torch.float64)
+    chosen = ((moved > 2 * explained) & (moved > magnitude / 32)).nonzero().flatten()
+    return suspects.index_select(0, chosen), magnitude.index_select(0, chosen)
+
+
 def compare_codes(
     rows: Tensor, codes: Tensor, bits: int, halves: Tensor, scratch: Tensor, units: tuple[float, float, float]
-) -> tuple[int, list[float], float, float, int]:
+) -> tuple[list[float], list[float], list[int], Tensor, Tensor, Tensor]:
     """Compare float rows with codes that were stored for them.
 
     Args:
@@ -122,16 +160,21 @@ def compare_codes(
         units: as `bounds_of_codes`.
 
     Returns:
-        The worst row and the sums of `compare`; the largest |element| of `rows`; the largest of `bounds_of_codes`;
-        the first row that moved further than its bound, or -1.
+        The sums of `compare`; the largest |element| of `rows`, the largest of `bounds_of_codes`, and the largest
+        error of rows that are not coarse; the worst row, and the first row that moved further than its bound, or -1;
+        and the coarse rows: their numbers, how far they moved, and their largest |element|.
     """
     unpack(codes, bits, halves.to(torch.float32), scratch)
     worst, worst_row, sums = compare(rows, scratch, scratch)
     low, high = torch.aminmax(rows)
-    bounds = bounds_of_codes(halves, (1 << bits) - 1, units)
+    largest_code = (1 << bits) - 1
+    bounds = bounds_of_codes(rows, halves, largest_code, units)
     moved = torch.logical_not((worst <= bounds) & torch.isfinite(worst))  # NaN and infinity, too
     unexplained = int(moved.to(torch.uint8).argmax()) if bool(moved.any()) else -1
-    return worst_row, sums, max(float(high), -float(low)), float(bounds.max()), unexplained
+    numbers, magnitudes = coarse(rows, worst, halves, largest_code, units)
+    usual = sums[0] if numbers.numel() == 0 else float(worst.index_fill(0, numbers, 0.0).max())
+    figures = [max(float(high), -float(low)), float(bounds.max()), usual]
+    return sums, figures, [worst_row, unexplained], numbers, worst.index_select(0, numbers), magnitudes
 
 
 with torchscript():
@@ -140,4 +183,5 @@ with torchscript():
     compare = torch.jit.script(compare)
     unpack = torch.jit.script(unpack)
     bounds_of_codes = torch.jit.script(bounds_of_codes)
+    coarse = torch.jit.script(coarse)
     compare_codes = torch.jit.script(compare_codes)

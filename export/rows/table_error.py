@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +21,8 @@ from serving.bundle.tables import (
     dequantize,
     scales_and_biases_of,
 )
+
+Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -106,8 +108,6 @@ def finite(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], 
 
 _UNITS = (FP16_UNIT, FP16_SUBNORMAL, FP32_UNIT)
 
-Doubles = npt.NDArray[np.float64]
-
 
 def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> Doubles:
     """The largest error of an element of each row that rounding alone can make.
@@ -122,7 +122,7 @@ def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> Doubles:
     """
     if dtype.format.float_name is None:
         halves = torch.from_numpy(scales_and_biases_of(stored))
-        found: Doubles = bounds_of_codes(halves, dtype.format.largest_code, _UNITS).numpy()
+        found: Doubles = bounds_of_codes(torch.from_numpy(rows), halves, dtype.format.largest_code, _UNITS).numpy()
         return found
     if dtype is WeightDtype.FP32:
         return np.zeros(len(rows))
@@ -130,6 +130,72 @@ def rounding_bounds(rows: Floats, stored: Bytes, dtype: WeightDtype) -> Doubles:
     half_unit, half_subnormal = float(number.eps) / 2, float(number.smallest_subnormal) / 2
     bounds: Doubles = np.abs(rows).max(axis=1) * half_unit + half_subnormal
     return bounds
+
+
+@dataclass(slots=True)
+class CoarseRows:
+    """Rows that are too small for FP16: for their numbers, or for the scale and bias of their codes.
+
+    Attributes:
+        count: their number.
+        first: the first of them.
+        lost: how far the worst of those moved that moved by more than a quarter of their own largest element.
+        lost_row: which row that is; None: there are none.
+        usual: the largest error of an element of any other row.
+    """
+
+    count: int = 0
+    first: int | None = None
+    lost: float = 0.0
+    lost_row: int | None = None
+    usual: float = 0.0
+
+    @classmethod
+    def of(cls, numbers: npt.NDArray[np.int64], moved: Doubles, magnitudes: Doubles, usual: float) -> Self:
+        """Those of a block: their numbers, how far they moved and their largest |element|, [k] each."""
+        found = cls(count=len(numbers), first=int(numbers[0]) if len(numbers) else None, usual=usual)
+        lost = np.where(moved > magnitudes / 4, moved, 0.0)
+        if lost.any():
+            found.lost, found.lost_row = float(lost.max()), int(numbers[lost.argmax()])
+        return found
+
+    def join(self, later: "CoarseRows") -> None:
+        """Add those of rows after these."""
+        self.count += later.count
+        self.first = later.first if self.first is None else self.first
+        if later.lost > self.lost:
+            self.lost, self.lost_row = later.lost, later.lost_row
+        self.usual = max(self.usual, later.usual)
+
+    def renumbered(self, numbers: npt.NDArray[np.int64]) -> "CoarseRows":
+        """The same rows, by their numbers in `numbers`."""
+        first, lost = (None if row is None else int(numbers[row]) for row in (self.first, self.lost_row))
+        return replace(self, first=first, lost_row=lost)
+
+    def refusal(self, usual: float = 0.0) -> str | None:
+        """Why the rows cannot be stored so, in words; None: they can.
+
+        Rows that are lost may be stored if they moved no further than others, such as the rows of ids that a training
+        has hardly seen.
+
+        Args:
+            usual: the largest error of rows of the table that are stored already.
+        """
+        if self.lost_row is None or self.lost <= max(self.usual, usual):
+            return None
+        return f"row {self.lost_row} is too small for its scale and numbers in FP16, and moves by {self.lost:.3g}"
+
+    def note(self, dtype: WeightDtype) -> str | None:
+        """What to know about them, in words; None: there are none."""
+        if self.first is None:
+            return None
+        rows = (
+            f"row {self.first} is" if self.count == 1 else f"{self.count:,} rows, the first is row {self.first}, are"
+        )
+        return (
+            f"{rows} too small for FP16, which {dtype.value} needs, and moved by more than 3 % of the largest "
+            "element: store the table as FP32 if that matters"
+        )
 
 
 @dataclass(slots=True)
@@ -142,6 +208,7 @@ class TableError:
         bound: the largest error of an element that rounding can make in any of the rows.
         largest: the largest |element| of the float rows.
         unexplained_row: the first row that moved further than rounding can move it, or None.
+        coarse: rows that moved by much of their own size.
     """
 
     dtype: WeightDtype
@@ -149,6 +216,7 @@ class TableError:
     bound: float = 0.0
     largest: float = 0.0
     unexplained_row: int | None = None
+    coarse: CoarseRows = field(default_factory=CoarseRows)
 
     def add(self, start: int, rows: Floats, stored: Bytes, scratch: Floats) -> None:
         """Compare some float rows with the stored ones.
@@ -171,10 +239,16 @@ class TableError:
         moved = ~(worst <= bounds)  # NaN, too
         if self.unexplained_row is None and moved.any():
             self.unexplained_row = start + int(np.argmax(moved))
+        if self.dtype is WeightDtype.FP16:
+            magnitudes = np.abs(rows).max(axis=1).astype(np.float64)
+            is_coarse = (worst > magnitudes / 32) & (worst > 2 * FP16_UNIT * magnitudes)
+            usual = float(worst[~is_coarse].max(initial=0.0))
+            (numbers,) = is_coarse.nonzero()
+            self.coarse.join(CoarseRows.of(start + numbers, worst[numbers], magnitudes[numbers], usual))
 
     def _add_codes(self, start: int, rows: Floats, stored: Bytes, scratch: Floats) -> None:
         """As `add`, of a dtype with codes."""
-        worst_row, sums, largest, bound, unexplained = compare_codes(
+        sums, (largest, bound, usual), (worst_row, unexplained), numbers, moved, magnitudes = compare_codes(
             torch.from_numpy(rows),
             torch.from_numpy(stored[:, self.dtype.format.header_bytes :]),
             self.dtype.format.bits,
@@ -183,7 +257,10 @@ class TableError:
             _UNITS,
         )
         tally = Tally.of(start, worst_row, rows.size, sums)
-        self.join(TableError(self.dtype, tally, bound, largest, None if unexplained < 0 else start + unexplained))
+        coarse = CoarseRows.of(start + numbers.numpy(), moved.double().numpy(), magnitudes.numpy(), usual)
+        self.join(
+            TableError(self.dtype, tally, bound, largest, None if unexplained < 0 else start + unexplained, coarse)
+        )
 
     def join(self, later: "TableError") -> None:
         """Add what was found in rows after these."""
@@ -192,3 +269,4 @@ class TableError:
         self.largest = max(self.largest, later.largest)
         if self.unexplained_row is None:
             self.unexplained_row = later.unexplained_row
+        self.coarse.join(later.coarse)
