@@ -12,7 +12,18 @@ import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, kjt_of_bags, numbers_of_ids
+from export.capture.bags import (
+    Bag,
+    Bags,
+    GivenKeys,
+    are_equal,
+    as_in,
+    bag_of,
+    bags_of,
+    have_as_many,
+    kjt_of_bags,
+    numbers_of_ids,
+)
 from export.capture.checks import Checks, RecordedChecks
 from export.capture.example import Call
 from export.capture.origins import Origins, Parts
@@ -49,6 +60,7 @@ class Signature:
         numbers: keys and JaggedTensors that no collection looks up, but have a number for each id of a key; that key.
         first: of keys that have as many ids in each sample as another, that one. Empty until it was followed.
         checks: what those of the model's code were answered.
+        weights: the JaggedTensors in the example that have the weights of a key, by path; that key.
     """
 
     call: Call
@@ -63,11 +75,13 @@ class Signature:
     numbers: Mapping[str, str] = field(default_factory=dict)
     first: Mapping[str, str] = field(default_factory=dict)
     checks: Checks = field(default_factory=Checks)
+    weights: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def constants(self) -> list[str]:
         """The leaves that stay as in the example."""
-        taken = {*self.keyed, *self.jagged, *self.by_sample, *(path for each in self.parts for path in each.paths)}
+        parts = (path for each in self.parts for path in each.paths)
+        taken = {*self.keyed, *self.jagged, *self.weights, *self.by_sample, *parts}
         return [path for path in self.call.leaves if path not in taken]
 
     def key_of(self, jagged: JaggedInput, keys: Mapping[str, str]) -> str:
@@ -86,6 +100,8 @@ class Signature:
             values, lengths = self.call.leaves[each.values], each.lengths_in(self.call.leaves)
             weights = None if each.weights is None else self.call.leaves[each.weights]
             found |= bags_of(KeyedJaggedTensor(list(each.keys), values, weights, lengths))
+        for path, key in self.weights.items():
+            found[key] = replace(found[key], weights=self.call.leaves[path].values())
         for key, place in self.placed.items():
             ids = self.by_sample[place.path].reshape(self.samples, -1)[:, list(place.places)]
             found[key] = Bag(ids.reshape(-1), torch.full((self.samples,), len(place.places)))
@@ -107,6 +123,12 @@ class Signature:
         for path, key in self.jagged.items():
             bag = as_in(self.call.leaves[path], bags.get(key), samples)
             leaves[path] = JaggedTensor(bag.ids, weights=bag.weights, lengths=bag.lengths)
+        for path, key in self.weights.items():
+            old, bag = self.call.leaves[path], bags[key]
+            assert bag.weights is not None  # noqa: S101  they are those of the request
+            leaves[path] = JaggedTensor(
+                bag.weights.to(old.values().dtype), lengths=bag.lengths.to(old.lengths().dtype)
+            )
         for each in self.parts:
             of_key = [bags[key] for key in each.keys]
             values = torch.cat([bag.ids for bag in of_key])
@@ -169,6 +191,8 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
     samples = _samples_of(call, heard[0][1], taken)
     _expect_bags(model, heard, samples)
     jagged = _keys_of_jagged(call, made, {key for each in kjts.values() for key in _keys(each)})
+    weights = _weights_of_keys(call, made, jagged)
+    jagged = {path: key for path, key in jagged.items() if path not in weights}
     known = {key for each in kjts.values() for key in _keys(each)} | {key for each in parts for key in each.keys}
     fixed = {
         key: _fixed_length(model, key, bag, samples, lines[id(each)])
@@ -182,7 +206,9 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         if isinstance(each, Tensor) and path not in taken and each.dim() > 0 and each.shape[0] == samples
     }
     _expect_paired(model, origins, taken | by_sample.keys())
-    read = Signature(call, samples, kjts, jagged, parts, by_sample, fixed, {}, run.clocks, checks=run.checks)
+    read = Signature(
+        call, samples, kjts, jagged, parts, by_sample, fixed, {}, run.clocks, checks=run.checks, weights=weights
+    )
     looked_up = {key for columns in collections.values() for key in columns.keys}
     bags = {key: bag for key, bag in read.bags().items() if key not in fixed}
     return replace(read, numbers=numbers_of_ids(bags, looked_up, [_keys(each) for each in kjts.values()]))
@@ -334,6 +360,29 @@ def _keys_of_jagged(call: Call, made: Sequence[KeyedJaggedTensor], keys: Collect
             # Of several keys with these ids, the one that it is called by.
             own = f"{path}.values" if path in keys else path
             found[path] = min(same, key=lambda key: not path.endswith(key), default=own)
+    return found
+
+
+def _weights_of_keys(call: Call, made: Sequence[KeyedJaggedTensor], jagged: Mapping[str, str]) -> dict[str, str]:
+    """The JaggedTensors of an example that have the weights of a key which a collection gets, by path, and that key.
+
+    Whether they are these for any request, the graph says (export/capture/moved_ids.py).
+    """
+    bags = {key: bag for each in made for key, bag in bags_of(each).items() if bag.weights is not None}
+    found: dict[str, str] = {}
+    for path in jagged:
+        leaf = bag_of(call.leaves[path])
+        if leaf.ids.dim() == 1 and leaf.ids.is_floating_point():
+            same = (
+                key
+                for key, bag in bags.items()
+                if bag.weights is not None
+                and key not in found.values()
+                and have_as_many(bag, leaf)
+                and torch.equal(bag.weights.float(), leaf.ids.float())
+            )
+            if (key := next(same, None)) is not None:
+                found[path] = key
     return found
 
 
