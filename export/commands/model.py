@@ -12,6 +12,7 @@ import typer
 from export.commands.module import CheckpointOption, DeltasOption, ModelOption, SigningKeyOption, build_module
 from export.commands.settings import Config, takes_settings
 from export.commands.show import (
+    show_memory,
     show_parity,
     show_placement,
     show_published,
@@ -216,6 +217,7 @@ def plan(
     if report.transfers:
         show_transfers(report)
     out.print(f"tables: {len(report.tables)}, bytes: {report.bytes:,}, ranks: {len(report.ranks)}")
+    show_memory(manifest, report)
     show_remarks(report)
     if picture is not None:
         out.print(f"drawn {picture}", soft_wrap=True)

@@ -1,6 +1,7 @@
 """Print bundles, plans and verifications on a terminal of 80 columns."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ from serving.bundle.plan import ROUTER
 from serving.bundle.release import release_path
 from serving.bundle.scores import SCORES, DenseInput, DensePart, InputDtype, LabelledAuc, ScoreOutput
 from serving.model.config_file import read_config, settings_of
+from serving.model.settings import ServingSettings
+from serving.tables.memory_need import MemoryNeed, shared_bytes_of
 from serving.tables.pages import cached
 from serving.terminal.app import out
 
@@ -130,6 +133,28 @@ def show_ranks(report: PlanReport, *, traffic: bool) -> None:
         moved = (size_text(rank.bytes_in), size_text(rank.bytes_out)) if traffic else ()
         names = (name,) if report.transfers else (name, str(rank.host))
         table.add_row(*names, str(rank.shards), size_text(rank.bytes), f"{rank.share:.1%}", *moved)
+    out.print(table)
+
+
+def show_memory(manifest: Manifest, report: PlanReport) -> None:
+    """Print what the largest server of a plan needs of memory, by its parts: see `MemoryNeed`."""
+    settings = ServingSettings()
+    by_server = Counter[int]()
+    for rank in report.ranks:
+        by_server[rank.host] += rank.bytes
+    need = MemoryNeed(
+        weights_bytes=max(by_server.values()),
+        instances=settings.instances,
+        shared_bytes=shared_bytes_of(manifest, settings),
+    )
+    table = _table("memory of the largest server", "when", right=("tables", "processes", "shared", "in all"))
+    tables, processes, shared = need.weights_bytes, need.processes_bytes, need.shared_bytes * need.instances
+    for when, *parts, total in (
+        ("always", tables, processes, 0, need.request_bytes),
+        ("at most, certificates renewed", tables, 2 * processes, 2 * shared, need.limit_bytes),
+        ("a second version, too", 2 * tables, None, None, need.switching_bytes(tables)),
+    ):
+        table.add_row(when, *("" if part is None else size_text(part) for part in parts), size_text(total))
     out.print(table)
 
 

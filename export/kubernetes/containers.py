@@ -17,12 +17,8 @@ from export.kubernetes.addresses import (
     secret_of,
 )
 from export.kubernetes.fleet import Fleet, Member, Object, PodOptions
-from serving.tables.memory_budget import MOST_OF_MEMORY
+from serving.tables.memory_need import MemoryNeed
 
-# Memory of a model's process without its tables. tritonserver and `tbe-serve run` together take as much.
-_PROCESS_BYTES = 512 << 20
-# Shared memory for the requests and answers of one process of a model: `tbe-serve run --shm-mib`.
-_SHARED_BYTES = 1 << 30
 # Disk for the small files of a few versions (programs, manifests, settings), or for temporary files.
 SMALL_BYTES = 256 << 20
 # Lowest speed at which weights files are copied and compared with their digests, in bytes a second.
@@ -38,15 +34,18 @@ def resources(member: Member) -> dict[str, Any]:
     the tables in memory. There is no limit for cores: it would delay answers, and save nothing. Huge pages are a
     resource of their own, with equal request and limit. Tables in them do not count as memory.
     """
-    processes = _PROCESS_BYTES * (member.instances + 1)
-    memory_bytes = processes if member.huge_bytes else (member.live_bytes or member.weights_bytes) + processes
-    limit_bytes = memory_bytes + processes + 2 * _SHARED_BYTES * member.instances
-    if not member.huge_bytes:
-        limit_bytes = max(limit_bytes, math.ceil((member.live_bytes or member.weights_bytes) / MOST_OF_MEMORY))
+    weights_bytes = 0 if member.huge_bytes else member.live_bytes or member.weights_bytes
+    need = MemoryNeed(
+        weights_bytes=weights_bytes, instances=member.instances, shared_bytes=member.instance_shared_bytes
+    )
     huge = {"hugepages-2Mi": mebibytes(member.huge_bytes)} if member.huge_bytes else {}
     return {
-        "requests": {"cpu": str(member.instances * member.cores + 1), "memory": mebibytes(memory_bytes), **huge},
-        "limits": {"memory": mebibytes(limit_bytes), **huge},
+        "requests": {
+            "cpu": str(member.instances * member.cores + 1),
+            "memory": mebibytes(need.request_bytes),
+            **huge,
+        },
+        "limits": {"memory": mebibytes(need.limit_bytes), **huge},
     }
 
 
@@ -57,7 +56,7 @@ def small_resources() -> dict[str, Any]:
 
 def shared_bytes(member: Member) -> int:
     """The size of /dev/shm, in bytes: for all processes twice, as `resources`."""
-    return 2 * _SHARED_BYTES * member.instances + member.live_bytes
+    return 2 * member.instance_shared_bytes * member.instances + member.live_bytes
 
 
 def has_copy(options: PodOptions) -> bool:
@@ -200,6 +199,7 @@ def _arguments(member: Member, options: PodOptions) -> Iterator[str]:
     yield "--host=0.0.0.0"
     yield "--operations-host=0.0.0.0"  # for probes, and for the scrapers that the network policy allows
     yield f"--drain-s={DRAIN_S}"
+    yield f"--shm-mib={member.instance_shared_bytes >> 20}"
     yield f"--serve={member.model}={','.join(map(str, member.versions))}"
     yield from ["--insecure"] if options.insecure else arguments(member)
     if member.live_bytes:

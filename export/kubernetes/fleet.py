@@ -14,6 +14,7 @@ from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ConfigurationError
 from serving.files import is_url
 from serving.model.config_file import read_config, settings_of
+from serving.tables.memory_need import SHM_BYTES, shared_bytes_of
 from serving.tables.pages import HUGE_PAGE, in_huge_pages
 
 METRICS_FROM = "monitoring"
@@ -82,6 +83,7 @@ class Member:
         instances: processes that answer requests.
         cores: cores that each of them can use.
         replicas: number of pods. The least number, if an autoscaler changes it.
+        instance_shared_bytes: most shared memory of each instance, a whole number of MiB.
         huge_bytes: bytes that the weights files take on a file system of huge pages. 0: they are not served from one.
         live_bytes: bytes of the copies in /dev/shm that deltas change. 0: they are not served live.
     """
@@ -94,6 +96,7 @@ class Member:
     instances: int
     cores: int
     replicas: int
+    instance_shared_bytes: int = SHM_BYTES
     huge_bytes: int = 0
     live_bytes: int = 0
 
@@ -281,7 +284,13 @@ def _settings(bundles: Sequence[Bundle], trusted: TrustedKeys | None) -> dict[st
     live = copied + HUGE_PAGE * len(bundles) if settings.weights_memory == "live" else 0
     scores = any(each.manifest.dense_part for each in bundles)
     cores = max(settings.threads, settings.score_threads or 1) if scores else settings.threads
-    return {"instances": settings.instances, "cores": cores, "huge_bytes": huge, "live_bytes": live}
+    return {
+        "instances": settings.instances,
+        "cores": cores,
+        "instance_shared_bytes": max(shared_bytes_of(each.manifest, settings) for each in bundles),
+        "huge_bytes": huge,
+        "live_bytes": live,
+    }
 
 
 # An object of Kubernetes, or a part of one.

@@ -36,10 +36,10 @@ from serving.server import (
 )
 from serving.server.launch.drain import MOST_S
 from serving.server.launch.private import Trust
-from serving.server.launch.process import SHM_BYTES
 from serving.server.local_hosts import FleetSupervisor
 from serving.server.versions import ReleaseFile, read_releases, released_versions
 from serving.server.watch.release_follower import ReleaseFollower
+from serving.tables.memory_need import SHM_BYTES
 from serving.terminal.app import out
 from serving.terminal.options import shared_options
 from serving.terminal.output import print_json

@@ -20,10 +20,11 @@ from serving.model.config_file import Pins, check_pins, find_models, read_config
 from serving.server.launch.access import Access
 from serving.server.launch.ports import Ports
 from serving.server.launch.private import Trust
-from serving.server.launch.process import SHM_BYTES, run_server
+from serving.server.launch.process import run_server
 from serving.server.launch.server import Server
 from serving.server.versions import said_versions
 from serving.server.watch.supervisor import Supervisor
+from serving.tables.memory_need import SHM_BYTES
 
 _FREE = Ports(grpc=0, http=0, operations=0)
 _PERIOD_S = 0.25

@@ -27,6 +27,7 @@ from serving.server.launch.run_file import KeptRunFile, RunFile
 from serving.server.launch.server import FIRST_REGIONS, Server
 from serving.server.launch.shared_memory import region_prefix
 from serving.tables.huge_page_copy import remove_unused_copies
+from serving.tables.memory_need import SHM_BYTES
 from serving.triton.command_line import (
     erase_from_command_line,
     exit_timeout_of,
@@ -36,7 +37,6 @@ from serving.triton.command_line import (
 from serving.triton.control import metrics_page
 from serving.triton.installation import find_tritonserver
 
-SHM_BYTES = 1 << 30
 # Seconds after a stopping server's own exit timeout until it is killed.
 _GRACE_S = 15.0
 

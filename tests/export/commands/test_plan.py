@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.filesize import decimal
 
 from serving.terminal.app import out
 from tests.support.commands import PLAN, TRAINED, tbe_export
@@ -34,6 +35,24 @@ def test_plan_shows_bytes_and_traffic_and_writes_nothing(tmp_path: Path) -> None
     assert done.stdout.splitlines()[-3:-1] == [f"note: {note}" for note in report["notes"]]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
+
+
+def test_a_plan_says_what_a_server_needs_of_memory() -> None:
+    """By hand: 256 MiB for an instance and for tritonserver; five features of 112 columns, and shared memory for two
+    requests of 4 Mi ids and 64 Ki samples."""
+    done = tbe_export("plan", *TRAINED)
+    assert done.exit_code == 0, done.stderr
+    tables, processes = 500 * 20 + 300 * 36 + 20 * 12 + 1000 * 28, 2 * (256 << 20)
+    largest = 12 * (4 << 20) + (4 * 5 + 8 * (16 + 2 * 32 + 8 + 24)) * (64 << 10)
+    shared = -(-2 * largest // (1 << 20)) << 20
+    expected = {
+        "always": (tables, processes, 0, tables + processes),
+        "at most, certificates renewed": (tables, 2 * processes, 2 * shared, tables + 2 * (processes + shared)),
+        "a second version, too": (2 * tables, 2 * tables + 2 * (processes + shared) + (256 << 20) + shared),
+    }
+    for when, parts in expected.items():
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(when)]
+        assert line.removeprefix(when).split() == " ".join(map(decimal, parts)).replace("bytes", "B").split()
 
 
 def test_a_plan_as_json_is_a_plan_to_export_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

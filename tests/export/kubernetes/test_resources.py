@@ -21,17 +21,18 @@ def member(weights_gib: int, instances: int) -> Member:
         instances=instances,
         cores=1,
         replicas=2,
+        instance_shared_bytes=128 << 20,
     )
 
 
 @pytest.mark.parametrize(
     # 500 GiB are nine tenths of 568,889 MiB, which is more than there would be beside requests and answers.
     ("weights_gib", "instances", "limit"),
-    [(0, 1, 4096), (10, 1, 14336), (500, 4, 568_889)],
+    [(0, 1, 1024 + 256), (10, 1, 10240 + 1024 + 256), (500, 4, 568_889)],
 )
 def test_memory_is_that_of_the_weights_and_the_processes(weights_gib: int, instances: int, limit: int) -> None:
     found = resources(member(weights_gib, instances))
-    requested = weights_gib * 1024 + 512 * (instances + 1)
+    requested = weights_gib * 1024 + 256 * (instances + 1)
     assert found["requests"] == {"cpu": str(instances + 1), "memory": f"{requested}Mi"}
     assert found["limits"] == {"memory": f"{limit}Mi"}
 
@@ -53,16 +54,16 @@ def mebibytes_of(quantity: str) -> int:
 
 def test_weights_in_huge_pages_are_asked_for_as_such_and_not_as_memory() -> None:
     found = resources(replace(member(10, 2), huge_bytes=10 * GIB + (2 << 20)))
-    assert found["requests"] == {"cpu": "3", "memory": "1536Mi", "hugepages-2Mi": "10242Mi"}
-    assert found["limits"] == {"memory": f"{2 * 3584}Mi", "hugepages-2Mi": "10242Mi"}
+    assert found["requests"] == {"cpu": "3", "memory": "768Mi", "hugepages-2Mi": "10242Mi"}
+    assert found["limits"] == {"memory": f"{2 * (768 + 256)}Mi", "hugepages-2Mi": "10242Mi"}
 
 
 def test_copies_that_deltas_change_are_memory_and_lie_in_dev_shm() -> None:
     live = replace(member(10, 2), live_bytes=10 * GIB + (2 << 20))
     found = resources(live)
-    assert found["requests"] == {"cpu": "3", "memory": f"{10242 + 1536}Mi"}
-    assert found["limits"] == {"memory": f"{10242 + 2 * (1536 + 2048)}Mi"}
-    assert shared_bytes(live) == live.live_bytes + 4 * GIB
+    assert found["requests"] == {"cpu": "3", "memory": f"{10242 + 768}Mi"}
+    assert found["limits"] == {"memory": f"{10242 + 2 * (768 + 256)}Mi"}
+    assert shared_bytes(live) == live.live_bytes + 4 * (128 << 20)
 
 
 def test_threads_have_cores() -> None:

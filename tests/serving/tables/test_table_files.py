@@ -180,7 +180,7 @@ def test_each_process_that_has_them_needs_room(bundle: Bundle, monkeypatch: pyte
 def test_what_has_no_room_beside_another_version_gets_it_when_that_is_gone(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory_budget, "memory_here", lambda: memory_budget._PROCESS_BYTES + ROWS * 68 * 3 // 2)
+    monkeypatch.setattr(memory_budget, "memory_here", lambda: memory_budget.PROCESS_BYTES + ROWS * 68 * 3 // 2)
     monkeypatch.setattr(table_files, "_LOOKS_S", 0.01)
     second = bundle.path.parent / "2"
     shutil.copytree(bundle.path, second)

@@ -1,0 +1,66 @@
+"""How much memory a server needs: the one formula, for manifests, plans and docs/operating.md#memory."""
+
+from dataclasses import dataclass
+from math import ceil
+
+from serving.bundle.manifest import Manifest
+from serving.model.settings import ServingSettings
+from serving.tables.memory_budget import MOST_OF_MEMORY, PROCESS_BYTES
+
+# The most shared memory of an instance, unless `tbe-serve run --shm-mib` says another.
+SHM_BYTES = 1 << 30
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """The memory of a server, in bytes.
+
+    Attributes:
+        weights_bytes: of the weights files and id maps of all versions that it serves, or of the copies of them. 0 if
+            they are in huge pages, which do not count as memory.
+        instances: processes that answer requests.
+        shared_bytes: most shared memory of each, for the requests that it answers together.
+    """
+
+    weights_bytes: int
+    instances: int
+    shared_bytes: int = SHM_BYTES
+
+    @property
+    def processes_bytes(self) -> int:
+        """Of the instances, and of tritonserver with `tbe-serve run`, which take as much as one together."""
+        return (self.instances + 1) * PROCESS_BYTES
+
+    @property
+    def request_bytes(self) -> int:
+        """What it needs all the time: weights and processes."""
+        return self.weights_bytes + self.processes_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most that it takes: with shared memory, and all processes twice while certificates are renewed.
+
+        It keeps all weights in memory.
+        """
+        twice = 2 * (self.processes_bytes + self.instances * self.shared_bytes)
+        return max(self.weights_bytes + twice, ceil(self.weights_bytes / MOST_OF_MEMORY))
+
+    def switching_bytes(self, weights_bytes: int) -> int:
+        """`limit_bytes` where a second version, with so many bytes of weights, is loaded beside the first."""
+        return self.limit_bytes + weights_bytes + self.instances * (PROCESS_BYTES + self.shared_bytes)
+
+
+def shared_bytes_of(manifest: Manifest, settings: ServingSettings) -> int:
+    """The shared memory that an instance of a bundle is given: for two of its largest requests, 1 GiB at most.
+
+    Of each id 12 bytes, of each length 4, and twice the numbers of the answer. How large sequences and dense inputs
+    are, requests say: a bundle that has some gets 1 GiB.
+    """
+    if manifest.dense_part is not None or any(table.is_sequence for table in manifest.tables):
+        return SHM_BYTES
+    dims = {table.name: table.dim for table in manifest.tables}
+    columns = sum(dims[feature.table] for feature in manifest.features)
+    sample_bytes = 4 * len(manifest.features) + 2 * 4 * columns
+    largest = 12 * settings.max_request_ids + sample_bytes * settings.max_request_samples
+    return min(ceil(2 * largest / _MIB) * _MIB, SHM_BYTES)
