@@ -328,10 +328,12 @@ def _flatten(where: str, loaded: object) -> tuple[dict[str, StoredTable], list[s
     waiting = [("", loaded, 0)]
     while waiting:
         key, value, depth = waiting.pop()
-        if isinstance(value, InFile):
-            found[key] = value
-        elif isinstance(value, _Object) and value.is_tensor:
-            found[key] = _not_plain(where, key, value.path)
+        if isinstance(value, InFile) or (isinstance(value, _Object) and value.is_tensor):
+            if key in found:
+                raise CheckpointError(
+                    f"{where}: has {key!r} twice, as a key and in dicts whose names make the same: save one of them"
+                )
+            found[key] = value if isinstance(value, InFile) else _not_plain(where, key, value.path)
         elif isinstance(value, _Mapping) and depth < _DEEPEST:
             inner = [(f"{key}.{name}" if depth else str(name), each, depth + 1) for name, each in value.items()]
             waiting += reversed(inner)

@@ -19,7 +19,7 @@ from export.trained import dcp, safetensors_file
 from export.trained.archive import locate_tensors
 from export.trained.checkpoint_files import CheckpointFiles
 from export.trained.checkpoint_prefix import ModelKeys, Taken, take
-from export.trained.sources import StoredTable
+from export.trained.sources import InFile, StoredTable
 from export.trained.tables import TrainedTable
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -242,7 +242,7 @@ def _kind_of(dtype: torch.dtype) -> str:
 
 def _are_equal(one: StoredTable, other: StoredTable) -> bool:
     """Whether two tensors have the same numbers: in one place, or when both are read."""
-    if one == other:
+    if one is other or (isinstance(one, InFile) and one == other):
         return True
     if one.shape != other.shape:
         return False

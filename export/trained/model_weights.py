@@ -202,11 +202,8 @@ def _zeros(like: Tensor) -> Tensor:
 def _expect_plain_loading(path: str, part: nn.Module) -> None:
     """Refuse a module that changes what load_state_dict gives it: a checkpoint's numbers would not be its weights."""
     hooks: list[Any] = [getattr(each, "hook", each) for each in part._load_state_dict_pre_hooks.values()]
-    hooks += [
-        *part._load_state_dict_post_hooks.values(),
-        type(part)._load_from_state_dict,
-        type(part).load_state_dict,
-    ]
+    hooks += part._load_state_dict_post_hooks.values()
+    hooks += [type(part)._load_from_state_dict, type(part).load_state_dict, type(part).set_extra_state]
     for hook in hooks:
         home = str(getattr(hook.func if isinstance(hook, partial) else hook, "__module__", ""))
         if home.partition(".")[0] not in ("torch", "torchrec"):

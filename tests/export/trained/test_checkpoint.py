@@ -76,6 +76,7 @@ def break_shape(module: nn.Module) -> dict[str, Any]:
     ("content", "message"),
     [
         pytest.param(lambda _: {}, "table 'user': expected the key 'embedding_bags.user.weight', which is missing, .*found nothing", id="empty"),
+        pytest.param(lambda m: m.state_dict() | {"embedding_bags": {"user.weight": torch.zeros(50, 24)}}, "has 'embedding_bags.user.weight' twice", id="twice"),
         pytest.param(break_shape, r"table 'item': expected shape \[300, 32\], got \[3, 32\]", id="shape"),
         pytest.param(lambda m: {k: v.to(torch.int32) for k, v in m.state_dict().items()}, "table 'user': expected float32, float16 or bfloat16, got torch.int32", id="dtype"),
         pytest.param(lambda _: print, "expected tensors and plain containers alone", id="a pickled function"),

@@ -246,9 +246,18 @@ class Converts(TiesItsLayers):
         self.one.weight.data.mul_(2)
 
 
-def test_a_model_with_loading_code_of_its_own_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="Converts: has code of its own that load_state_dict calls"):
-        export(Converts().eval(), tmp_path, TiesItsLayers().state_dict())
+class HasMore(TiesItsLayers):
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(1)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.one.weight.data.mul_(state)
+
+
+@pytest.mark.parametrize("kind", [Converts, HasMore])
+def test_a_model_with_loading_code_of_its_own_is_refused(tmp_path: Path, kind: Any) -> None:
+    with pytest.raises(ModelError, match=f"{kind.__name__}: has code of its own that load_state_dict calls"):
+        export(kind().eval(), tmp_path, kind().state_dict())
 
 
 def test_the_prefix_is_chosen_by_name_wherever_a_checkpoint_is_read(tmp_path: Path) -> None:
