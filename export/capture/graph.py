@@ -248,15 +248,23 @@ def _refusal(error: Exception, noted: Noted) -> str:
         )
     if "data-dependent" in said:
         line = line_of_error(error)
-        is_branch = any(f"`{word} " in line for word in ("if", "elif", "while", "assert")) or " if " in line
-        way = (
-            "have the same steps for all numbers: torch.where(condition, one, other), or a factor that is 0 or 1, in "
-            "place of the branch"
-            if is_branch
-            else "take a number that does not change, such as the longest sequence that it was trained with"
-        )
-        return f"what its forward does hangs on numbers of the request{line}: {said}: {way}"
+        return f"what its forward does hangs on numbers of the request{line}: {said}: {_way_without(line)}"
     return f"its forward cannot be followed for any number of samples{line_of_error(error)}: {said}"
+
+
+def _way_without(line: str) -> str:
+    """What to do about a line that hangs on numbers of the request."""
+    if not any(f"`{word} " in line for word in ("if", "elif", "while", "assert")) and " if " not in line:
+        return "take a number that does not change, such as the longest sequence that it was trained with"
+    if any(count in line for count in ("numel()", "len(", "size(0)", "shape[0]")):
+        return (
+            "leave the branch out, if its steps do nothing for no number: operators take none, too; else choose by "
+            "torch.where"
+        )
+    return (
+        "have the same steps for all numbers: torch.where(condition, one, other), or a factor that is 0 or 1, in place "
+        "of the branch"
+    )
 
 
 @dataclass(slots=True)

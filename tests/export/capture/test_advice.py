@@ -73,6 +73,31 @@ class AllAtOnce(Rows):
         return answer
 
 
+class BranchOnSome(Rows):
+    """It is no loop over samples, but asks how many there are."""
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        seen = self.rows(ids)["seen"]
+        total = seen.to_padded_dense(LONGEST).sum(1)
+        for count in range(LONGEST):
+            valid_positions = (seen.lengths() == count).nonzero().squeeze(1)
+            if valid_positions.numel() > 0:
+                total[valid_positions] = total[valid_positions] * count
+        answer: Tensor = self.top(total)
+        return answer
+
+
+class WithoutBranch(Rows):
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        seen = self.rows(ids)["seen"]
+        total = seen.to_padded_dense(LONGEST).sum(1)
+        for count in range(LONGEST):
+            valid_positions = (seen.lengths() == count).nonzero().squeeze(1)
+            total[valid_positions] = total[valid_positions] * count
+        answer: Tensor = self.top(total)
+        return answer
+
+
 class Mapped(Rows):
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         padded = self.rows(ids)["seen"].to_padded_dense(LONGEST)
@@ -151,6 +176,7 @@ ADVISED: list[tuple[type[Rows], str, type[Rows]]] = [
     (LoopOverRows, ONE_BY_ONE, AllAtOnce),
     (LoopOverLengths, ONE_BY_ONE, AllAtOnce),
     (LoopWithEmpty, ONE_BY_ONE, AllAtOnce),
+    (BranchOnSome, "hangs on numbers .*test_advice.py, line .*: leave the branch out, if its steps", WithoutBranch),
     (Mapped, "maps a function by torch.vmap at .*test_advice.py, line .*: .*torch.matmul", Multiplied),
     (Packed, r"packs sequences at .*test_advice.py, line .*output\[torch.arange\(B\), lengths - 1\]", Padded),
     (
