@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.padding import Padding
 from rich.table import Table
 
 from export.plan.report import PlanReport, Transfer
@@ -313,7 +314,7 @@ def show_verification(verification: "Verification") -> None:
 def _explain(*lines: str) -> None:
     """Print what the columns of a table are, under it."""
     for line in lines:
-        out.print(f"  {line}", soft_wrap=True)
+        out.print(Padding(line, (0, 0, 0, 2), expand=False))
 
 
 def _shape(of: DenseInput | ScoreOutput) -> str:
