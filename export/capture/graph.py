@@ -262,8 +262,8 @@ def _way_without(line: str) -> str:
             "torch.where"
         )
     return (
-        "have the same steps for all numbers: torch.where(condition, one, other), or a factor that is 0 or 1, in place "
-        "of the branch"
+        "have the same steps for all numbers: torch.where(condition, one, other), or a factor that is 0 or 1, in "
+        "place of the branch"
     )
 
 
