@@ -1,10 +1,7 @@
 """The ids of a request by key, as tensors; and KeyedJaggedTensors that know where their ids come from."""
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from itertools import chain
 from typing import Any
 
 import torch
@@ -64,26 +61,6 @@ def are_equal(one: Bag, other: Bag) -> bool:
 def have_as_many(one: Bag, other: Bag) -> bool:
     """Whether two bags have as many ids in each sample."""
     return torch.equal(one.lengths.long(), other.lengths.long())
-
-
-def numbers_of_ids(bags: Bags, looked_up: Collection[str], groups: Sequence[Sequence[str]]) -> dict[str, str]:
-    """What has a number for each id of a key that is looked up, as an example has as many of both in each sample.
-
-    Args:
-        bags: of the example.
-        looked_up: the keys that are.
-        groups: keys that are side by side. Of several keys with as many ids, it is one that is beside the numbers; of
-            those, the one that is called most alike. A name in several groups is nobody's.
-    """
-    beside = {key: group for group in groups for key in group}
-    several = {key for key, count in Counter(chain.from_iterable(groups)).items() if count > 1}
-    found = {}
-    for name, bag in bags.items():
-        alike = [key for key in bags if key in looked_up and have_as_many(bags[key], bag)]
-        if name not in looked_up and name not in several and alike:
-            rank = {key: (key in beside.get(name, ()), SequenceMatcher(a=key, b=name).ratio()) for key in alike}
-            found[name] = max(alike, key=rank.__getitem__)
-    return found
 
 
 def as_in(jagged: KeyedJaggedTensor | JaggedTensor, bag: Bag | None, samples: int) -> Bag:

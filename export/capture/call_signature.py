@@ -3,27 +3,18 @@
 It is read off one call, in which the collections only note what they are called with: no row is needed.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
-from export.capture.bags import (
-    Bag,
-    Bags,
-    GivenKeys,
-    are_equal,
-    as_in,
-    bag_of,
-    bags_of,
-    have_as_many,
-    kjt_of_bags,
-    numbers_of_ids,
-)
+from export.capture.bags import Bag, Bags, GivenKeys, are_equal, as_in, bag_of, bags_of, have_as_many, kjt_of_bags
 from export.capture.checks import Checks, RecordedChecks
 from export.capture.example import Call
 from export.capture.origins import Origins, Parts
@@ -57,7 +48,8 @@ class Signature:
         fixed: the keys that the forward makes of such tensors itself, with the number of ids in each of their bags.
         placed: where the ids of each of these are. Empty until it was followed.
         clocks: the lines of the model's code that read one.
-        numbers: keys and JaggedTensors that no collection looks up, but have a number for each id of a key; that key.
+        unkeyed: keys and JaggedTensors that no collection looks up. A key of several KJTs is not among them.
+        numbers: of these, those that have a number for each id of a key; that key. Empty until it was followed.
         first: of keys that have as many ids in each sample as another, that one. Empty until it was followed.
         checks: what those of the model's code were answered.
         weights: the JaggedTensors in the example that have the weights of a key, by path; that key.
@@ -72,6 +64,7 @@ class Signature:
     fixed: Mapping[str, int]
     placed: Mapping[str, Places]
     clocks: Sequence[str]
+    unkeyed: Sequence[str] = ()
     numbers: Mapping[str, str] = field(default_factory=dict)
     first: Mapping[str, str] = field(default_factory=dict)
     checks: Checks = field(default_factory=Checks)
@@ -210,8 +203,9 @@ def read_signature(model: nn.Module, collections: Collections, example: Example)
         call, samples, kjts, jagged, parts, by_sample, fixed, {}, run.clocks, checks=run.checks, weights=weights
     )
     looked_up = {key for columns in collections.values() for key in columns.keys}
-    bags = {key: bag for key, bag in read.bags().items() if key not in fixed}
-    return replace(read, numbers=numbers_of_ids(bags, looked_up, [_keys(each) for each in kjts.values()]))
+    places = Counter(chain.from_iterable(_keys(each) for each in kjts.values()))
+    unkeyed = [key for key in read.bags() if key not in looked_up and key not in fixed and places[key] < 2]
+    return replace(read, unkeyed=unkeyed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,16 +48,6 @@ class Sizes:
                 else:
                     self._keys.setdefault(size, []).append(signature.key_of(each, features))
 
-    def numbers(self) -> dict[str, str]:
-        """What has a number for each id of a key, and that key: where the graph says which one of several, that."""
-        bags, found = self._signature.bags(), dict(self._signature.numbers)
-        for name, size in self._numbers.items():
-            keys = [key for key in self._keys.get(size, ()) if key in bags]
-            alike = [key for key in keys if have_as_many(bags[key], bags[name])]
-            if alike and found[name] not in alike:
-                found[name] = alike[0]
-        return found
-
     def fixed(self) -> dict[str, int]:
         """The keys with as many ids in each sample: the forward makes them so, or can be called with no others."""
         found = dict(self._signature.fixed)

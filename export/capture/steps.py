@@ -240,6 +240,11 @@ _SUMMING = (
 )  # fmt: skip
 
 
+def has_none_of_the_numbers(node: fx.Node) -> bool:
+    """Whether a step is made of the sizes of tensors, and of none of their numbers."""
+    return str(node.target).endswith(_ALIKE)
+
+
 def not_moved(
     module: fx.GraphModule, answers: Sequence[fx.Node], lengths: Collection[fx.Node] = (), *, is_raw: bool = False
 ) -> fx.Node | None:

@@ -14,6 +14,7 @@ from export.capture.example import outputs_of, said_of_names
 from export.capture.given import Given, ids_of, lengths_of, numbers_of, rows_of, weights_of
 from export.capture.graph import EMBEDDINGS, Captured, captured
 from export.capture.moved_ids import placed, with_shared_lengths
+from export.capture.numbers_of_ids import Owners, owners_of
 from export.capture.scriptable import scriptable
 from export.capture.sizes import Answer, Input, Sizes
 from export.capture.stand_ins import Collections, keys_of_features
@@ -35,11 +36,13 @@ class FromExample:
         signature: what its arguments are made of.
         graph: of its forward.
         collections: of the model.
+        undecided: by name, why nobody knows of which key some numbers are that no collection looks up.
     """
 
     signature: Signature
     graph: Captured
     collections: Collections
+    undecided: Mapping[str, str]
 
     def cut(self, model: nn.Module) -> tuple[Cut, tuple[DenseInput, ...], list[str]]:
         """What follows the collections; its dense inputs; and what of the example requests do not bring, a line each.
@@ -95,10 +98,16 @@ class FromExample:
                 why = "of several KeyedJaggedTensors: a request brings it once: expected a key of its own in each"
             elif each.kind is JaggedKind.WEIGHTS:
                 why = "for its weights, and no collection looks it up: requests bring weights of ids alone"
+            elif each.kind is JaggedKind.LENGTHS and ids_of(each.name) not in taken:
+                raise ModelError(
+                    f"{type(model).__name__}: uses how many numbers {each.name!r} has in each sample, and none of "
+                    "these: no request would say it: give it as a tensor [B]"
+                )
             else:
                 why = (
-                    "which no collection looks up: requests bring ids of tables; a number for each id of a key, "
-                    "where the example has as many of both in each sample; and tensors of one shape for each sample: "
+                    f"which no collection looks up, and {self.undecided.get(each.name, 'it is of no key')}: requests "
+                    "bring ids of tables; a number for each id of one key, whose rows the forward puts it beside "
+                    "(rows.values() * numbers.values(), or both padded); and tensors of one shape for each sample: "
                     "give it as one of these"
                 )
             raise ModelError(f"{type(model).__name__}: uses {each.name!r}, {why}")
@@ -158,16 +167,24 @@ def follow_example(model: nn.Module, collections: Collections, example: Example)
             )
     signature = read_signature(model, collections, example)
     inputs, found = _followed(model, collections, signature)
-    features = keys_of_features(collections)
-    sizes = Sizes(found.module.graph, found.inputs, signature, features)
-    if (numbers := sizes.numbers()) != signature.numbers:
-        signature = replace(signature, numbers=numbers)
+    owners = _owners(signature, found, collections)
+    if owners.keys:
+        signature = replace(signature, numbers=owners.keys)
         inputs, found = _followed(model, collections, signature)
-        sizes = Sizes(found.module.graph, found.inputs, signature, features)
+    sizes = Sizes(found.module.graph, found.inputs, signature, keys_of_features(collections))
     signature = replace(signature, fixed=sizes.fixed(), first=sizes.first())
     signature = with_shared_lengths(signature, found, inputs, collections)
     signature = placed(model, signature, found, inputs, collections)
-    return FromExample(signature, found, collections)
+    return FromExample(signature, found, collections, owners.undecided)
+
+
+def _owners(signature: Signature, found: Captured, collections: Collections) -> Owners:
+    """Which keys the numbers are of that no collection looks up. The graph takes lengths of their own."""
+    graph, features = found.module.graph, keys_of_features(collections)
+    nodes = (node for node in graph.nodes if node.op == "placeholder")
+    key_of = {each: signature.key_of(each, features) for each in found.inputs if isinstance(each, JaggedInput)}
+    inputs = dict(zip(nodes, found.inputs, strict=True))
+    return owners_of(graph, inputs, key_of, signature.unkeyed, signature.parts, signature.bags())
 
 
 def _followed(
@@ -200,7 +217,8 @@ def _advice_for_flat(signature: Signature) -> str:
 def _counts(signature: Signature, collections: Collections) -> list[dict[str, int]]:
     """Of which keys a forward is followed for as many ids in each sample as the example has: of none; of those whose
     rows it gets; of all."""
-    lengths = {key: {*bag.lengths.tolist()} for key, bag in signature.bags().items()}
+    bags = {key: bag for key, bag in signature.bags().items() if key not in signature.unkeyed}
+    lengths = {key: {*bag.lengths.tolist()} for key, bag in bags.items()}
     every = {key: int(found.pop()) for key, found in lengths.items() if len(found) == 1 and 0 not in found}
     with_rows = {key for columns in collections.values() if not columns.spans for key in columns.keys}
     of_rows = {key: count for key, count in every.items() if key in with_rows}
