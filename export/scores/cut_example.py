@@ -22,6 +22,7 @@ from export.capture.steps import rows_read_by
 from export.config import Example
 from export.errors import ModelError
 from export.scores.cut import Cut
+from export.trained.managed import takes_weights
 from serving.bundle.scores import INPUT_DTYPES, DenseInput, InputDtype, JaggedInput, JaggedKind, wrong_names
 
 # Samples that a model is followed for, and of a probe.
@@ -91,7 +92,14 @@ class FromExample:
     def _expect_looked_up(self, model: nn.Module, taken: tuple[Input, ...]) -> None:
         keys = {key for columns in self.collections.values() for key in columns.keys}
         features = {name for columns in self.collections.values() for name in columns.features}
+        weighted = {key for each, columns in self.collections.items() if takes_weights(each) for key in columns.keys}
         for each in (each for each in taken if isinstance(each, JaggedInput)):
+            if each.kind is JaggedKind.WEIGHTS and each.name in keys - weighted:
+                raise ModelError(
+                    f"{type(model).__name__}: uses the weights of {each.name!r}, and the collection that looks it up "
+                    "takes none (is_weighted): no request would bring them: give them as the values of a "
+                    "JaggedTensor of their own"
+                )
             if each.name in keys | features or each.kind is JaggedKind.NUMBERS:
                 continue
             if sum(each.name in kjt.keys() for kjt in self.signature.keyed.values()) > 1:  # noqa: SIM118  no mapping

@@ -221,6 +221,14 @@ class OfWeights(Rows):
         return self.padded(rows.values() * one["times"].weights().unsqueeze(1), rows)
 
 
+class WeightsOfIds(Rows):
+    """A collection that does not pool takes no weights."""
+
+    def forward(self, one: KeyedJaggedTensor) -> Tensor:
+        rows = self.rows(one)["seen"]
+        return self.padded(rows.values() * one["seen"].weights().unsqueeze(1), rows)
+
+
 class Repeated(Rows):
     def forward(self, one: KeyedJaggedTensor) -> Tensor:
         rows = self.rows(one)
@@ -247,6 +255,11 @@ REFUSED: list[tuple[type[Rows], Call, str]] = [
         "uses 'times', of several KeyedJaggedTensors: a request brings it once",
     ),
     (OfWeights, lambda bags: (weighted(bags),), "uses 'times', for its weights, and no collection looks it up"),
+    (
+        WeightsOfIds,
+        lambda bags: (weighted(bags),),
+        "uses the weights of 'seen', and the collection that looks it up takes none .* a JaggedTensor of their own",
+    ),
     (Repeated, lambda bags: (ids(bags),), r"expected an answer with a row for each sample, got 'scores' \[n, 8\]"),
     (
         Seconds,

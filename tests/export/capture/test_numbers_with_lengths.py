@@ -82,7 +82,8 @@ def by_segment(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
 
 
 def by_mean(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
-    return by_position(rows, of) / of.lengths().clamp(min=1).unsqueeze(1)
+    counts: Tensor = of.lengths().clamp(min=1).unsqueeze(1)
+    return by_position(rows, of) / counts
 
 
 # Nothing says whose they are: that the example has as many is a coincidence.
