@@ -178,6 +178,7 @@ def _servable(config: BaseEmbeddingConfig) -> BaseEmbeddingConfig:
 def _checked(what: str, name: str) -> str:
     if not is_name(name):
         raise ModelError(
-            f"{what} {name!r}: expected a name without commas, which requests list names with, and control characters"
+            f"{what} {name!r}: expected a name without commas, which requests list names with, without control "
+            "characters, and in UTF-8, which has no lone surrogates"
         )
     return name

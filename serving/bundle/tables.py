@@ -34,7 +34,8 @@ FP32_UNIT = 2.0**-24
 ANY_INT64 = 2**64
 _SCALE_AND_BIAS_BYTES = 4
 # Requests and config.pbtxt list names with commas. Control characters break lines of logs and metrics.
-_NAME = re.compile(r"[^,\x00-\x1f\x7f-\x9f]+")
+# UTF-8 has no surrogates.
+_NAME = re.compile(r"[^,\x00-\x1f\x7f-\x9f\ud800-\udfff]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ def _codes_of_bytes(dtype: WeightDtype) -> Floats:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a table, a feature or a key: it is not empty, without commas and control characters."""
+    """Whether `text` may name a table, a feature or a key: in UTF-8, not empty, without commas and controls."""
     return _NAME.fullmatch(text) is not None
 
 

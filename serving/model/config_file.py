@@ -44,6 +44,18 @@ def find_models(repository: Path) -> tuple[str, ...]:
     return tuple(models)
 
 
+def other_models(repository: Path) -> tuple[str, ...]:
+    """The models of a repository that tbe-export did not make: other folders with a config.pbtxt or a version."""
+    ours = set(find_models(repository))
+    folders = [path for path in repository.iterdir() if path.name not in ours and not path.name.startswith(".")]
+    return tuple(sorted(path.name for path in folders if (path / CONFIG).is_file() or any(path.glob("[1-9]*/*"))))
+
+
+def has_python(model: Path) -> bool:
+    """Whether a model is one of Triton's Python backend."""
+    return any(model.glob("[1-9]*/model.py"))
+
+
 def check_pins(repository: Path, models: Sequence[str], pins: Pins) -> None:
     """Refuse pins that name a missing model or version.
 

@@ -12,7 +12,7 @@ import math
 import subprocess
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 
 _BACKEND = "libtriton_python"
@@ -65,6 +65,7 @@ RESTRICTED = ("model-repository", "shared-memory", "trace", "logging")
 # of Triton.
 KEY_HEADER = "tbe-serving-key"
 GRPC_KEY_HEADER = f"triton-grpc-protocol-{KEY_HEADER}"
+_LOAD = "--load-model"
 _AGE = "--grpc-max-connection-age"
 # The default of --exit-timeout-secs.
 _EXIT_TIMEOUT_S = 30.0
@@ -148,7 +149,13 @@ def tls_options(certificate: Path, private_key: Path, client_root: Path | None) 
 
 def model_options(models: Sequence[str]) -> list[str]:
     """The models to load at the start."""
-    return [f"--load-model={model}" for model in models]
+    return [f"{_LOAD}={model}" for model in models]
+
+
+def loaded_by(options: Sequence[str]) -> set[str]:
+    """The models that options of tritonserver load at the start; "*" loads all."""
+    joined = {option.partition("=")[2] for option in options if option.startswith(f"{_LOAD}=")}
+    return joined | {value for option, value in pairwise(options) if option == _LOAD}
 
 
 def exit_timeout_of(options: Sequence[str]) -> float:

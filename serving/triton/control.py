@@ -78,8 +78,16 @@ class Control:
         return version
 
     def index(self) -> tuple[VersionState, ...]:
-        """Every version that the server has loaded, or tried to load."""
-        index = self._call("v2/repository/index", {})
+        """Every version that the server has loaded, or tried to load.
+
+        Triton 2.51 reads the repository for it. Where that has a link that leads nowhere, it lists nothing. Then only
+        the versions that serve are returned.
+        """
+        try:
+            index = self._call("v2/repository/index", {})
+        except InternalError:
+            serving = [(model, version) for model, version in self.answered() if self._serves(model, version)]
+            return tuple(VersionState(model, version, "READY", "") for model, version in serving)
         return tuple(
             VersionState(
                 entry["name"], int(entry["version"]), entry.get("state", ""), _without_trace(entry.get("reason", ""))
@@ -87,6 +95,13 @@ class Control:
             for entry in index
             if entry.get("version")
         )
+
+    def _serves(self, model: str, version: int) -> bool:
+        try:
+            self._call(f"v2/models/{_quoted(model)}/versions/{version}/ready")
+        except (InternalError, ModelNotFound):
+            return False
+        return True
 
     def ready(self, model: str) -> tuple[int, ...]:
         """The versions of `model` that serve."""
@@ -176,7 +191,8 @@ class Control:
             content = response.read()
             if response.status != HTTPStatus.OK:
                 raise _ERRORS.get(response.status, InternalError)(_reason(response, content))
-            return json.loads(content) if content else None
+            # Its index has the name of every folder of the repository, also of one that is not UTF-8.
+            return json.loads(content.decode(errors="surrogateescape")) if content else None
         except TimeoutError:
             raise DeadlineExceeded(f"{self.address}: no answer within {self.timeout_s:g} s") from None
         except (OSError, ValueError, HTTPException) as error:

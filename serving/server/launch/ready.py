@@ -1,15 +1,17 @@
 """Wait until a tritonserver that was started is ready, and tell it what else to load."""
 
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from serving.errors import ServingError, TritonserverFailed
-from serving.model.config_file import Pins
+from serving.files import is_utf8
+from serving.model.config_file import Pins, has_python, other_models
 from serving.server.launch.server import ServedModel, Server
 from serving.server.launch.shared_memory import is_open
 from serving.server.versions import switch
-from serving.triton.command_line import erase_from_command_line, model_options
+from serving.triton.command_line import erase_from_command_line, loaded_by, model_options
 from serving.triton.control import UNIX
 from serving.triton.installation import oldest_secure, triton_release
 
@@ -65,8 +67,36 @@ def _warnings(server: Server, is_erased: bool) -> Iterator[str]:
             "--drain-s: new connections cannot be refused, since a sandbox forbids to share a port: a client that "
             "connects again while the server drains may lose calls"
         )
+    yield from left_out(Path(server.run_file.repository), server.private is not None, server.launch.command)
     if not is_erased:
         yield "the key to what the server keeps closed can be read in its command line by users of this machine"
+
+
+def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Iterator[str]:
+    """A line that names the models of a repository that are not loaded because tbe-export did not make them.
+
+    Args:
+        repository: the model repository.
+        is_signed: only signed bundles are served.
+        options: of tritonserver. They may load such models.
+    """
+    loaded = loaded_by(options)
+    others = [name for name in other_models(repository) if name not in loaded and "*" not in loaded]
+    if not others:
+        return
+    unservable = [name for name in others if not is_utf8(name) or (" " in name and has_python(repository / name))]
+    how = []
+    if is_signed:
+        how.append("with --trusted-keys only signed bundles are served: serve them by another tritonserver")
+    elif named := [name for name in others if name not in unservable]:
+        options = shlex.join(model_options(named))
+        how.append(f"to serve them too: tbe-serve run {shlex.quote(str(repository))} -- {options}")
+    if unservable:
+        how.append(
+            "Triton takes no name that is not UTF-8, nor a blank in that of a Python model: rename "
+            f"{', '.join(unservable)}"
+        )
+    yield f"not served, because tbe-export did not make them: {', '.join(others)}; {'; '.join(how)}"
 
 
 def _wait_until_ready(server: Server, models: Sequence[str], timeout_s: float) -> None:
