@@ -29,6 +29,7 @@ _ASKING = (
 )  # fmt: skip
 # Functions of torch that check.
 _TORCHS = ("_assert", "_check", "_check_value", "_check_index", "_check_tensor_all")
+_LEAVING = (ast.Return, ast.Break, ast.Continue, ast.Yield, ast.YieldFrom)
 _BLOCKS = (ast.Try, ast.TryStar)
 
 
@@ -109,7 +110,7 @@ def _is_check(path: str, line: int, column: int) -> bool:
     inner = next(iter(_around(path, line, column)), None)
     if isinstance(inner, ast.Assert):
         condition: ast.expr = inner.test
-    elif isinstance(inner, ast.If) and any(isinstance(each, ast.Raise) for each in _ends(inner)):
+    elif isinstance(inner, ast.If) and any(map(_raises, (inner.body, inner.orelse))):
         condition = inner.test
     elif isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call) and _name_of(inner.value) in _TORCHS:
         condition = inner.value
@@ -120,9 +121,13 @@ def _is_check(path: str, line: int, column: int) -> bool:
     return is_asking and not any(isinstance(e, ast.NamedExpr) for e in ast.walk(condition))
 
 
-def _ends(branch: ast.If) -> list[ast.stmt]:
-    """The last statement of each of its ways."""
-    return [branch.body[-1], *branch.orelse[-1:]]
+def _raises(block: list[ast.stmt]) -> bool:
+    """Whether a block ends in an error, and nowhere else."""
+    return (
+        bool(block)
+        and isinstance(block[-1], ast.Raise)
+        and not any(isinstance(part, _LEAVING) for each in block for part in ast.walk(each))
+    )
 
 
 def _name_of(call: ast.Call) -> str:

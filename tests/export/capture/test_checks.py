@@ -90,6 +90,15 @@ class CatchesOfOthers(Scored):
         return self.scored(ids, dense)
 
 
+class Returns(Scored):
+    def forward(self, ids: KeyedJaggedTensor, dense: Tensor) -> Tensor:
+        if (dense > 5).any():
+            if self.top.bias is not None:
+                return self.scored(ids, dense * 0)
+            raise ValueError("large")
+        return self.scored(ids, dense)
+
+
 class Keeps(Scored):
     def forward(self, ids: KeyedJaggedTensor, dense: Tensor) -> Tensor:
         if (largest := dense.max().item()) > 100:
@@ -134,7 +143,7 @@ def test_a_forward_that_checks_its_numbers_is_served(kind: Callable[[], Scored],
             np.testing.assert_allclose(found, module(ids, dense).numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [Catches, CatchesOfOthers, Keeps, Branches])
+@pytest.mark.parametrize("kind", [Catches, CatchesOfOthers, Returns, Keeps, Branches])
 def test_a_question_that_an_answer_hangs_on_is_refused(kind: Callable[[], Scored], tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"hangs on numbers of the request at .*test_checks.py, line .*torch.where"):
         export_model(kind().eval(), tmp_path / "r", "m", EXACT, example=call_of(6))
