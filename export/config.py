@@ -31,6 +31,8 @@ class ExportConfig:
             still checked: no element may move further than rounding explains.
         checkpoint_prefix: what the keys of the model begin with in its checkpoint. None: the only prefix under which
             all of them fit.
+        trained_memory_bytes: with a checkpoint, the trained model is run, and compared with what serves, if its
+            tables take at most so many bytes in FP32. None: half of the memory that is free. 0: it is not run.
         output_dtype: dtype of the pooled embeddings.
         id_dtype: dtype of the ids in a request on the wire. INT32 halves their bytes.
         sums_dtype: dtype of the partial sums that hosts answer a router with. FP16 halves what travels; answers are
@@ -57,6 +59,7 @@ class ExportConfig:
     id_policy: Mapping[str, IdPolicy | DefaultRow] = field(default_factory=dict)
     max_error: Mapping[str, float] = field(default_factory=dict)
     checkpoint_prefix: str | None = None
+    trained_memory_bytes: int | None = None
     output_dtype: OutputDtype = OutputDtype.FP32
     id_dtype: IdDtype = IdDtype.INT64
     sums_dtype: OutputDtype = OutputDtype.FP32
@@ -76,6 +79,8 @@ class ExportConfig:
         for pattern, limit in self.max_error.items():
             if not (limit > 0 and math.isfinite(limit)):
                 raise ConfigurationError(f"max_error {pattern!r}: expected a finite number > 0, got {limit}")
+        if self.trained_memory_bytes is not None and self.trained_memory_bytes < 0:
+            raise ConfigurationError(f"trained_memory: expected 0 or more bytes, got {self.trained_memory_bytes}")
         for name, width in self.dense_widths.items():
             if width < 1:
                 raise ConfigurationError(f"dense_widths (--dense-width) {name!r}: expected > 0, got {width}")

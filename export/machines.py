@@ -1,6 +1,7 @@
 """Export on several machines at once: each writes the bundles of some hosts, and the last one completes the set."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -90,4 +91,6 @@ def _export(
 ) -> Export:
     if not config.sharding.hosts_as_models:
         raise ConfigurationError("sharding: expected --hosts-as-models: otherwise a bundle has all hosts")
+    # A machine reads its own rows alone: those of all hosts are read to run the model only where that is asked for.
+    config = replace(config, trained_memory_bytes=config.trained_memory_bytes or 0)
     return Export(prepare(module, config, checkpoint, signing_key, progress), Path(repository), name)

@@ -19,6 +19,7 @@ from export.scores.cut_example import follow_example
 from export.scores.dense_part import Scored, dense_part
 from export.scores.requests import columns_of
 from export.trained.checkpoint import Checkpoint, WeightSource
+from export.trained.loaded_tables import load_tables
 from export.trained.model_weights import load_weights, open_weights
 from export.trained.running import on_cpu
 from export.trained.tables import Trained, TrainedTable, collect_tables
@@ -238,16 +239,20 @@ def prepare(
         maps.described(manifest), left_out=trained.found.left_out, checkpoint=weights.fingerprint
     )
     scored = None
+    if checkpoint is not None and is_whole:
+        load_weights(trained, weights)
+
+    def loading(done: int, total: int) -> None:
+        progress(Progress("loading the model", done, total))
+
+    is_loaded = checkpoint is None or load_tables(trained, weights, config.trained_memory_bytes, loading)
     if config.scores:
-        given = None if checkpoint is None else weights
-        if given is not None and is_whole:
-            load_weights(trained, given)
+        given = None if is_loaded else weights
         known = known_of_keys(maps.known, manifest)
         widths, dtype = config.dense_widths, config.dense_dtype
         scored = dense_part(trained, manifest, known, widths, dtype, given, dense, example)
         manifest = with_dense_part(manifest, scored.part)
     elif example is not None:
         follow_example(trained.module, columns_of(trained, manifest), example)
-    # With a checkpoint, the weights are not in the module: it cannot answer.
-    runnable = trained if checkpoint is None else None
+    runnable = trained if is_loaded else None
     return Prepared(config, trained, weights, manifest, maps, runnable, scored, labelled, key, progress)

@@ -1,8 +1,10 @@
 """`tbe-export plan`, `model` and `publish-router`: where a model's tables would go, and its export as a bundle."""
 
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -10,7 +12,7 @@ import msgspec
 import typer
 
 from export.commands.module import CheckpointOption, DeltasOption, ModelOption, SigningKeyOption, build_module
-from export.commands.settings import Config, takes_settings
+from export.commands.settings import Config, as_written, takes_settings
 from export.commands.show import (
     show_memory,
     show_parity,
@@ -25,10 +27,11 @@ from export.commands.show import (
 from export.config import ExportConfig, Progress
 from export.plan.report import report_plan
 from export.publish.push import repository_at
+from export.values import size_text
 from serving.bundle.manifest import Manifest
 from serving.bundle.opening import open_bundle, versions
 from serving.errors import ConfigurationError
-from serving.files import is_url
+from serving.files import as_text, is_url
 from serving.pins import check_pins
 from serving.terminal.app import Show, bytes_bar, out
 from serving.terminal.output import print_json
@@ -103,7 +106,10 @@ def model(
     from export.machines import export_hosts
     from export.next_version import export_next
     from export.pipeline import export_model
+    from export.trained.loaded_tables import default_most_bytes
 
+    if checkpoint is not None and hosts is None and settings.trained_memory_bytes is None:
+        settings = replace(settings, trained_memory_bytes=default_most_bytes())
     module = build_module(model, meta=checkpoint is not None)
     with bytes_bar("reading") as show, repository_at(repository, name, show) as folder:
         common: dict[str, Any] = {"checkpoint": checkpoint, "signing_key": signing_key, "progress": _steps(show)}
@@ -120,6 +126,9 @@ def model(
         out.print("next, after all hosts: tbe-export publish-router, with the same options", soft_wrap=True)
     else:
         _show(paths[0], manifests[0], settings, repository)
+        if checkpoint is not None:
+            shown = f"REPOSITORY/{name}/{paths[0].name}" if is_url(repository) else str(paths[0])
+            _show_not_run(shown, manifests[0], settings, model, checkpoint, config)
 
 
 def _show(path: Path, manifest: Manifest, settings: ExportConfig, repository: str) -> None:
@@ -139,6 +148,26 @@ def _show(path: Path, manifest: Manifest, settings: ExportConfig, repository: st
         out.print(f"next: tbe-serve run {repository}", soft_wrap=True)
     else:
         show_published(path, manifest)
+
+
+def _show_not_run(
+    bundle: str, manifest: Manifest, settings: ExportConfig, model: str, checkpoint: Path, config: Config
+) -> None:
+    """Where the model's tables were too large to run it, print the command that does so, on a larger machine."""
+    size, most = sum(4 * table.rows * table.dim for table in manifest.tables), settings.trained_memory_bytes or 0
+    if size <= most:
+        return
+    command = ["tbe-export", "verify", bundle, "--model", model, "--checkpoint", str(checkpoint)]
+    for name in ("checkpoint_prefix", "example", "labelled"):
+        if (value := as_written(config, name)) is not None:
+            command += [f"--{name.replace('_', '-')}", value]
+    command += ["--trained-memory", size_text(size + size // 100).replace(" ", "")]
+    out.print(
+        f"trained was not measured: the tables take {size_text(size)} as FP32, and at most {size_text(most)} are "
+        "loaded (--trained-memory; by default half of the free memory). A larger machine measures it:",
+        soft_wrap=True,
+    )
+    out.print(f"  {as_text(shlex.join(command))}", soft_wrap=True)
 
 
 def _numbers(text: str) -> list[int]:
@@ -183,6 +212,8 @@ def publish_router(
     show_scores(manifest, manifest.dense_part)
     show_remarks(manifest)
     show_published(path, manifest)
+    if checkpoint is not None:
+        _show_not_run(str(path), manifest, settings, model, checkpoint, config)
 
 
 @takes_settings

@@ -24,6 +24,10 @@ CHECKPOINT_PREFIX_HELP = (
     "What the model's keys in --checkpoint begin with, such as `ema.`; '' is nothing. By default the only prefix "
     "that all of them have."
 )
+TRAINED_MEMORY_HELP = (
+    "With --checkpoint: load tables of up to this size, as FP32, such as 16GB, to run the trained model itself. By "
+    "default half of the free memory; 0 never runs it."
+)
 ModelOption = Annotated[str, typer.Option(help="package.module:function that builds the module, without arguments.")]
 CheckpointOption = Annotated[
     Path | None,

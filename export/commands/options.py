@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from export.commands.module import CHECKPOINT_PREFIX_HELP, named_example
+from export.commands.module import CHECKPOINT_PREFIX_HELP, TRAINED_MEMORY_HELP, named_example
 from export.values import bytes_per_s, dense_dtype, id_dtype, id_policy, output_dtype, size_bytes, weight_dtype
 from serving.bundle.plan import ShardingType
 from serving.bundle.scores import DenseDtype
@@ -110,6 +110,14 @@ OPTIONS = (
         "it is chosen; with --dtype, the export fails if an element moves further.",
     ),
     ExportOption(name="checkpoint_prefix", typed=str, help=CHECKPOINT_PREFIX_HELP),
+    ExportOption(
+        name="trained_memory",
+        field="trained_memory_bytes",
+        typed=str,
+        written=str | int,
+        parse=partial(size_bytes, least=0),
+        help=TRAINED_MEMORY_HELP,
+    ),
     ExportOption(name="output_dtype", typed=str, parse=output_dtype, help=f"{_names(OutputDtype)}; fp32 by default."),
     ExportOption(
         name="id_dtype",

@@ -33,7 +33,8 @@ A tables file describes tables, for a study without a model::
 
 import dataclasses
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -178,7 +179,14 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 # A command calls `config()` for the ExportConfig of these options. It raises ConfigurationError.
 takes_settings = shared_options("config", with_options(_read_options, _OPTIONS))
-Config = Callable[[], ExportConfig]
+Config = partial[ExportConfig]
+
+
+def as_written(config: Config, name: str) -> str | None:
+    """What the options of a command, or the file of settings that they name, say of a setting."""
+    file = config.keywords["config"]
+    value = config.keywords[name] if file is None else merge_settings(read_settings(file), config.keywords).get(name)
+    return None if value is None else str(value)
 
 
 class _TableKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

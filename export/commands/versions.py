@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from export.commands.module import (
+    TRAINED_MEMORY_HELP,
     CheckpointOption,
     CheckpointPrefixOption,
     DeltasOption,
@@ -33,6 +34,7 @@ from export.publish.published import prune_squashed as prune_squashed_deltas
 from export.publish.published import release as write_release
 from export.publish.push import check_stored, repository_at
 from export.publish.push import push as push_model
+from export.values import size_bytes, size_text
 from serving.bundle.lineage import deltas_folder
 from serving.bundle.manifest import MANIFEST
 from serving.bundle.opening import check_published, open_bundle
@@ -88,6 +90,13 @@ def verify(
         str | None,
         typer.Option(help="package.module:name of one call of the model, as `tbe-export model --example` took it."),
     ] = None,
+    labelled: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with labels, as `tbe-export model --labelled` takes them, to measure the AUC on."
+        ),
+    ] = None,
+    trained_memory: Annotated[str | None, typer.Option(help=TRAINED_MEMORY_HELP)] = None,
     trusted_keys: Annotated[
         Path | None, typer.Option(help="PEM file with Ed25519 public keys. One of them must have signed the bundle.")
     ] = None,
@@ -99,6 +108,9 @@ def verify(
         raise ConfigurationError("--checkpoint: expected --model too: it says which tables to look for")
     if example is not None and model is None:
         raise ConfigurationError("--example: expected --model too: it is a call of that")
+    if labelled is not None and model is None:
+        raise ConfigurationError("--labelled: expected --model too: its scores are compared with those of the bundle")
+    limit = None if trained_memory is None else size_bytes("trained_memory", trained_memory, 0)
     check_pins()
     from export.parity.verify import as_json
     from export.parity.verify import verify as verify_any
@@ -112,7 +124,14 @@ def verify(
         trained = collect_tables(module, follow=call is None)
     trusted = None if trusted_keys is None else TrustedKeys.read(trusted_keys)
     verification = verify_any(
-        bundle_of(bundle, trusted), trained, checkpoint, trusted, call, prefix=checkpoint_prefix
+        bundle_of(bundle, trusted),
+        trained,
+        checkpoint,
+        trusted,
+        call,
+        prefix=checkpoint_prefix,
+        labelled=labelled,
+        trained_memory_bytes=limit,
     )
     count, problems = read_deltas(verification.bundle, deltas)
     if json_:
@@ -130,7 +149,17 @@ def verify(
         for path in verification.absent:
             out.print(f"{path}: missing: its rows were not read, and no answers were compared", soft_wrap=True)
         if not verification.measured:
-            out.print("float ↔ quantized: as recorded at export; measure it anew with --model and --checkpoint")
+            out.print(
+                "float ↔ quantized, trained: as recorded at export; measure them again with --model and --checkpoint",
+                soft_wrap=True,
+            )
+        elif not verification.is_run:
+            floats = size_text(sum(4 * table.rows * table.dim for table in manifest.tables))
+            out.print(
+                f"trained was not measured: the tables take {floats} as FP32: at most half of the free memory is "
+                "filled with them, or --trained-memory",
+                soft_wrap=True,
+            )
     failures = *verification.failures, *problems
     for failure in failures:
         complain("tbe-export", failure)

@@ -15,11 +15,15 @@ from export.errors import ModelError
 from export.ids.id_maps import build_maps
 from export.parity.answers import Answers, answer_assembled, answer_probe
 from export.parity.fresh_process import FreshProcess
+from export.parity.limits import compare_trained
 from export.parity.verify_scores import scored_of, verify_scores
 from export.prepare import with_position_weights
 from export.rows.table_error import Tally
+from export.scores.auc import LabelledRequest, measured, read_labelled
+from export.scores.dense_part import Scored
 from export.scores.requests import request_for
 from export.trained.checkpoint import Checkpoint, WeightSource, blocks
+from export.trained.loaded_tables import load_tables
 from export.trained.model_weights import load_weights, open_weights
 from export.trained.tables import Trained, TrainedTable
 from serving.bundle.manifest import MANIFEST, Agreement, Manifest, Parity
@@ -28,7 +32,7 @@ from serving.bundle.plan import Shard, ShardingType, path_of
 from serving.bundle.scores import DensePart
 from serving.bundle.signature import TrustedKeys
 from serving.bundle.tables import Table
-from serving.errors import BundleError
+from serving.errors import BundleError, ConfigurationError
 from serving.files import as_text
 from serving.lookup.program import load_program
 from serving.reference import read_rows
@@ -73,6 +77,7 @@ class Verification:
             compared, and `parity` and `dense_part` are what the export recorded.
         dense_part: with its parity, measured now as far as it can be; None: the bundle has no scores.
         taken: what of a checkpoint it was compared with, in a line. None: no checkpoint.
+        is_run: whether the trained model itself was run.
     """
 
     bundle: Bundle
@@ -82,6 +87,7 @@ class Verification:
     absent: tuple[Path, ...] = ()
     dense_part: DensePart | None = None
     taken: str | None = None
+    is_run: bool = False
 
 
 def verify(
@@ -93,6 +99,8 @@ def verify(
     parts: Mapping[int, Bundle] | None = None,
     *,
     prefix: str | None = None,
+    labelled: Path | None = None,
+    trained_memory_bytes: int | None = None,
 ) -> Verification:
     """Read every byte of a bundle, compare its copies, and answer a probe: by numpy, uncompiled, compiled, reloaded.
 
@@ -108,17 +116,21 @@ def verify(
         example: of a call of `trained`, with which it was exported; None: without one.
         parts: of a router, the bundles of its hosts by rank; None: those in its repository.
         prefix: of the keys of `trained` in the checkpoint; None: the only one that fits.
+        labelled: a file of requests for scores with labels, on which their AUC is measured; None measures none.
+        trained_memory_bytes: as `ExportConfig.trained_memory_bytes`.
 
     Raises:
         BundleError: none of the keys signed it, a file differs from its digest, the bundle cannot be opened, or its
             manifest lacks the parity of a table; a host's bundle is not the one that the router's names.
         ModelError: the bundle holds other tables or scores than `trained`; with `trained`, the bundle is a host's, or
             a host's bundle is not there.
+        ConfigurationError: there are labels, and no scores or model; or the file cannot be used.
         CheckpointError: the weights are not all there, or changed while they were read.
         ParityError: a fresh process cannot answer from it.
     """
     bundle = open_bundle(path, trusted)
     manifest = bundle.manifest
+    requests = [] if labelled is None else _labelled(labelled, manifest, trained)
     if manifest.part_of is not None and trained is not None:
         raise ModelError(
             f"{path}: holds shards of {manifest.part_of.model!r}: give the bundle of that to compare float rows"
@@ -130,30 +142,80 @@ def verify(
             if trained is not None:
                 raise ModelError(f"{absent[0]}: expected the bundles of all hosts there, to compare float rows")
             return Verification(bundle, manifest.parity, (), False, absent, manifest.dense_part)
-        weights = None
-        part = manifest.dense_part
-        scored = None
+        model = None
         if trained is not None:
-            is_whole = part is not None and not part.is_own
-            weights = open_weights(trained.module, trained, checkpoint, prefix, is_whole=is_whole)
-            if is_whole and part is not None:
-                if checkpoint is not None:
-                    load_weights(trained, weights)
-                scored = scored_of(bundle, part, trained, weights, checkpoint is not None, example)
+            model = _open_model(bundle, trained, checkpoint, prefix, trained_memory_bytes, example)
+        scored = None if model is None else model.scored
         request = scored.request if scored is not None else _request_for(bundle)
         if manifest.hosts:
             hosts = _host_bundles(bundle, trusted) if parts is None else parts
             answers = answer_assembled(path, manifest, program, hosts, fresh, request)
         else:
             answers = answer_probe(path, manifest, program, fresh, request)
-    verification = _compare(bundle, answers, trained, weights)
-    if weights is not None:
-        weights.check_unchanged()
-        verification = replace(verification, taken=weights.taken)
+    verification = _compare(bundle, answers, model)
+    if model is not None:
+        model.weights.check_unchanged()
+    part = manifest.dense_part
     if part is None or request is None:
         return verification
     part, failures = verify_scores(bundle, part, request, answers.requested, scored)
+    if requests and scored is not None:
+        part = measured(path, scored, part, requests)
     return replace(verification, dense_part=part, failures=(*verification.failures, *failures))
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """The model that a bundle is compared with.
+
+    Attributes:
+        trained: its tables.
+        weights: has their rows.
+        is_loaded: whether the model has its weights itself, so that it can be run.
+        scored: its dense part, made as the bundle's was. None: the bundle has none of the model's layers.
+    """
+
+    trained: Trained
+    weights: Checkpoint
+    is_loaded: bool
+    scored: Scored | None
+
+
+def _open_model(
+    bundle: Bundle,
+    trained: Trained,
+    checkpoint: WeightSource,
+    prefix: str | None,
+    trained_memory_bytes: int | None,
+    example: Example | None,
+) -> _Model:
+    """A model with its weights, or with a checkpoint that has them; arguments and errors as `verify`."""
+    part = bundle.manifest.dense_part
+    is_whole = part is not None and not part.is_own
+    weights = open_weights(trained.module, trained, checkpoint, prefix, is_whole=is_whole)
+    is_loaded = True
+    if checkpoint is not None:
+        if is_whole:
+            load_weights(trained, weights)
+        is_loaded = load_tables(trained, weights, trained_memory_bytes, lambda _done, _total: None)
+    scored = None
+    if is_whole and part is not None:
+        scored = scored_of(bundle, part, trained, weights, not is_loaded, example)
+    return _Model(trained, weights, is_loaded, scored)
+
+
+def _labelled(file: Path, manifest: Manifest, trained: Trained | None) -> list[LabelledRequest]:
+    """The requests of `--labelled`.
+
+    Raises:
+        ConfigurationError: nothing can be measured on them, or the file cannot be read.
+    """
+    if trained is None or manifest.dense_part is None or manifest.dense_part.is_own or manifest.hosts:
+        raise ConfigurationError(
+            "labelled (--labelled): expected a model (--model), and a bundle with scores of its layers that is no "
+            "router's"
+        )
+    return read_labelled(file)
 
 
 def _request_for(bundle: Bundle) -> Tensors | None:
@@ -184,16 +246,14 @@ def _absent_hosts(router: Bundle) -> tuple[Path, ...]:
 def _compare(
     bundle: Bundle,
     answers: Answers,
-    trained: Trained | None,
-    weights: Checkpoint | None,
+    model: _Model | None,
 ) -> Verification:
     """What `answers` to a probe, and the rows of a bundle, say of it.
 
     Args:
         bundle: its digests agree.
         answers: by numpy, uncompiled, compiled, and reloaded.
-        trained: what it was exported from. Every stored row is compared with its float one.
-        weights: has the rows of `trained`.
+        model: what it was exported from. Every stored row is compared with its float one, and answers with its own.
 
     Raises:
         BundleError: the manifest lacks the parity of a table.
@@ -203,8 +263,8 @@ def _compare(
     manifest = bundle.manifest
     recorded = recorded_parity(bundle)
     quantized = {name: parity.quantized for name, parity in recorded.items()}
-    if trained is not None and weights is not None:
-        quantized = _compare_rows(bundle, trained.tables, weights)
+    if model is not None:
+        quantized = _compare_rows(bundle, model.trained.tables, model.weights)
     limits = {name: parity.limit for name, parity in recorded.items()}
     failures = [*answers.refusals(manifest), *_differing_copies(bundle.path, manifest)]
     failures += [
@@ -213,21 +273,43 @@ def _compare(
         for name, agreement in quantized.items()
         if not agreement.largest <= limits[name]
     ]
-    if trained is not None and weights is not None:
-        expected = with_position_weights(manifest, trained.tables, weights)
-        failures += [
-            f"feature {feature.name!r}: its position weights are not those given: is this what it was exported from?"
-            for feature, given in zip(manifest.features, expected.features, strict=True)
-            if feature != given
-        ]
-        failures += [
-            f"table {name!r}: its map of ids is not the one given: is this what it was exported from?"
-            for name in build_maps(trained.tables, weights).differing(bundle.path, manifest)
-        ]
+    own = {name: parity.trained for name, parity in recorded.items()}
+    if model is not None:
+        failures += _differing_settings(bundle, model)
+        own = dict.fromkeys(own)
+        if model.is_loaded and not failures:
+            moved = {name: agreement.largest for name, agreement in quantized.items()}
+            agreements, failures = compare_trained(model.trained, manifest, answers, moved)
+            own |= agreements
     parity = tuple(
-        answers.parity(manifest, table, quantized[table.name], limits[table.name]) for table in manifest.tables
+        msgspec.structs.replace(
+            answers.parity(manifest, table, quantized[table.name], limits[table.name]), trained=own[table.name]
+        )
+        for table in manifest.tables
     )
-    return Verification(bundle, parity, tuple(failures), trained is not None, dense_part=manifest.dense_part)
+    return Verification(
+        bundle,
+        parity,
+        tuple(failures),
+        model is not None,
+        dense_part=manifest.dense_part,
+        taken=None if model is None else model.weights.taken,
+        is_run=model is not None and model.is_loaded,
+    )
+
+
+def _differing_settings(bundle: Bundle, model: _Model) -> Iterator[str]:
+    """A line for each feature and map of ids that is not the model's."""
+    manifest, tables, weights = bundle.manifest, model.trained.tables, model.weights
+    expected = with_position_weights(manifest, tables, weights)
+    for feature, given in zip(manifest.features, expected.features, strict=True):
+        if feature != given:
+            yield (
+                f"feature {feature.name!r}: its position weights are not those given: is this what it was exported "
+                "from?"
+            )
+    for name in build_maps(tables, weights).differing(bundle.path, manifest):
+        yield f"table {name!r}: its map of ids is not the one given: is this what it was exported from?"
 
 
 def _compare_rows(bundle: Bundle, trained: tuple[TrainedTable, ...], weights: Checkpoint) -> dict[str, Agreement]:

@@ -192,7 +192,10 @@ def _trained(engine: Engine, scored: Scored, request: LabelledRequest) -> Mappin
     try:
         return scored.answer(given_dense(scored.part.inputs, arrays, Given(torch.empty(samples, 0), (), bags)))
     except Exception as error:  # its code may raise anything: for ids outside of a table, for example
-        raise ConfigurationError(f"{request.where}: the trained model cannot answer: {last_line(error)}") from error
+        raise ConfigurationError(
+            f"{request.where}: the trained model cannot answer: {last_line(error)}: give ids of its tables; or "
+            "--trained-memory 0 beside a checkpoint, and have the AUC of what serves alone"
+        ) from error
 
 
 def _measured(name: str, labels: Labels, served: npt.NDArray[Any], trained: Sequence[Any]) -> LabelledAuc:

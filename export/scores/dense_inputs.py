@@ -190,11 +190,10 @@ def with_weights(found: Cut, path: str, collections: Iterable[str], checkpoint: 
         CheckpointError: a weight is missing.
     """
     module = cast(fx.GraphModule, copied(found.module, ()).eval())
-    if checkpoint is None:
-        return module.cpu()
     inside = tuple(f"{dotted(each)}." for each in collections)
     for name, each in [*module.named_parameters(), *module.named_buffers()]:
-        if (key := dotted(path, name)).startswith(inside):
+        key = dotted(path, name)
+        if checkpoint is not None and key.startswith(inside):
             take_place(module, each, checkpoint.tensor(key, each))
         elif each.is_meta:
             raise CheckpointError(

@@ -183,18 +183,21 @@ def compare_scores(scored: Scored, answer: ByFeature) -> DensePart:
         scored: what was compiled.
         answer: of the published files to its request, by feature; float32 or float16, [B, dim], or [n, dim].
     """
-    if scored.trained is None:
-        return scored.part
     given = with_answer(scored.given, answer)
     names = [each.name for each in scored.part.outputs]
     with torch.no_grad():
         found = scored.program(*given.tensors(scored.part.jagged))
     served = {name: each.numpy() for name, each in zip(names, found, strict=True)}
     outputs = []
-    for each in scored.part.outputs:
-        off = moved(served[each.name], scored.trained[each.name])
-        parity = msgspec.structs.replace(each.parity, trained=float(off.max()), trained_mean=float(off.mean()))
-        outputs.append(msgspec.structs.replace(each, parity=parity))
+    for output in scored.part.outputs:
+        numbers = served[output.name]
+        if scored.trained is None:  # what was compared before was made of random embeddings
+            parity = msgspec.structs.replace(output.parity, scale=scale_of(numbers))
+        else:
+            off = moved(numbers, scored.trained[output.name])
+            mean = float(off.mean())
+            parity = msgspec.structs.replace(output.parity, trained=float(off.max()), trained_mean=mean)
+        outputs.append(msgspec.structs.replace(output, parity=parity))
     return msgspec.structs.replace(scored.part, outputs=tuple(outputs))
 
 

@@ -44,8 +44,8 @@ EVERY = "*"
 def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that adds the options of `read` to a command.
 
-    The command gets a function as its parameter `name`. That function calls `read` with the values of the options,
-    by keyword. Its own arguments come first.
+    The command gets a `functools.partial` as its parameter `name`: `read` with the values of the options, by keyword.
+    Its own arguments come first.
 
     Args:
         name: the command's parameter that takes the function.
@@ -57,7 +57,7 @@ def shared_options(name: str, read: Callable[..., Any]) -> Callable[[Callable[..
         @functools.wraps(command)
         def run(**arguments: Any) -> None:
             options = {option: arguments.pop(option) for option in shared}
-            command(**arguments, **{name: lambda *values: read(*values, **options)})
+            command(**arguments, **{name: functools.partial(read, **options)})
 
         parameters = [
             parameter for parameter in inspect.signature(command).parameters.values() if parameter.name != name

@@ -45,7 +45,11 @@ def fields(kind: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("heading", "keys"),
     [
-        pytest.param("The file itself", fields(ExportConfig) - {"sharding", "serving"}, id="file"),
+        pytest.param(
+            "The file itself",
+            fields(ExportConfig) - {"sharding", "serving", "trained_memory_bytes"} | {"trained_memory"},
+            id="file",
+        ),
         # `machine_bytes` is measured, and a file says bytes with their unit.
         pytest.param(
             "[sharding]",

@@ -113,20 +113,22 @@ def test_labels_by_output_and_outputs_with_several_numbers(tmp_path: Path) -> No
     assert tbe_export("verify", str(bundle)).exit_code == 0
 
 
-def test_of_a_checkpoint_what_serves_is_measured_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["1MB", "0"])
+def test_with_a_checkpoint_the_model_is_measured_where_it_fits(tmp_path: Path, memory: str) -> None:
     module = trained(dlrm())
     torch.save(module.state_dict(), tmp_path / "saved")
     file = write(tmp_path / "sample.jsonl", lines_of(module, lambda scores: noisy(scores["scores"])))
     done = tbe_export(
         *("model", "--model", "tests.support.scored:dlrm", "--checkpoint", str(tmp_path / "saved"), "--scores"),
         *("--repository", str(tmp_path / "r"), "--name", "m", "--dtype", "fp32", "--labelled", str(file)),
+        *("--trained-memory", memory),
     )
     assert done.exit_code == 0, done.stderr
     auc = auc_of_output(tmp_path / "r" / "m" / "1")
     exact = auc_of_output(export_model(module, tmp_path / "r", "n", replace(EXACT, labelled=file)))
     assert auc is not None
     assert exact is not None
-    assert (auc.samples, auc.served, auc.trained) == (81, exact.served, None)
+    assert (auc.samples, auc.served, auc.trained) == (81, exact.served, exact.trained if memory == "1MB" else None)
     assert f"{auc.served:.5f}" in done.stdout
 
 
