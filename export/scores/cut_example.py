@@ -116,7 +116,8 @@ class FromExample:
                     f"which no collection looks up, and {self.undecided.get(each.name, 'it is of no key')}: requests "
                     "bring ids of tables; a number for each id of one key, whose rows the forward puts it beside "
                     "(rows.values() * numbers.values(), or both padded); and tensors of one shape for each sample: "
-                    "give it as one of these"
+                    f"give it as one of these, such as a tensor [B, n] that {each.name!r} is padded to before the "
+                    "model (to_padded_dense)"
                 )
             raise ModelError(f"{type(model).__name__}: uses {each.name!r}, {why}")
 

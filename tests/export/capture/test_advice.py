@@ -147,6 +147,27 @@ class JaggedTimes(Rows):
         return answer
 
 
+class TokensOfNoTable(Rows):
+    """A key of the request is read by an nn.Embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, DIM, padding_idx=0)
+
+    def forward(self, both: KeyedJaggedTensor) -> Tensor:
+        total = self.rows(both)["seen"].to_padded_dense(LONGEST).sum(1)
+        tokens = both["history_tokens"].to_padded_dense(LONGEST)
+        answer: Tensor = self.top(total + self.words(tokens.long()).sum(1))
+        return answer
+
+
+class PaddedTokens(TokensOfNoTable):
+    def forward(self, ids: KeyedJaggedTensor, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        total = self.rows(ids)["seen"].to_padded_dense(LONGEST).sum(1)
+        answer: Tensor = self.top(total + self.words(tokens).sum(1))
+        return answer
+
+
 class Masked(Rows):
     def forward(self, padded: Tensor) -> Tensor:
         mask = padded != 0
@@ -184,6 +205,7 @@ ADVISED: list[tuple[type[Rows], str, type[Rows]]] = [
         "at .*test_advice.py, line .*'times' stays .*each id of 'seen', give it as a JaggedTensor",
         JaggedTimes,
     ),
+    (TokensOfNoTable, r"uses 'history_tokens', .*a tensor \[B, n\] that .*before the model", PaddedTokens),
     (Masked, BEFORE, Parts),
     (DenseLengths, BEFORE, Parts),
 ]
@@ -199,9 +221,14 @@ def call_of(kind: type[Rows], bags: list[list[int]]) -> dict[str, Any]:
     values = torch.tensor([each for bag in bags for each in bag], dtype=torch.int64)
     lengths = torch.tensor([len(bag) for bag in bags], dtype=torch.int32)
     times = values.float().sqrt()
+    tokens = [bag[: 1 + number % 3] * 2 for number, bag in enumerate(bags)]
+    both = [each for bag in (*bags, *tokens) for each in bag]
+    of_both = torch.tensor([len(bag) for bag in (*bags, *tokens)], dtype=torch.int32)
     every = {
         "ids": KeyedJaggedTensor(["seen"], values, lengths=lengths),
         "times": JaggedTensor(times, lengths=lengths) if kind is JaggedTimes else times,
+        "both": KeyedJaggedTensor(["seen", "history_tokens"], torch.tensor(both), lengths=of_both),
+        "tokens": torch.tensor([bag + [0] * (LONGEST - len(bag)) for bag in tokens]),
         "values": values,
         "lengths": lengths,
         "padded": torch.tensor([bag + [0] * (LONGEST - len(bag)) for bag in bags]),
@@ -227,7 +254,8 @@ def test_what_is_advised_is_served(kind: type[Rows], tmp_path: Path) -> None:
         requests: list[list[list[int]]] = [bags_of(1), bags_of(4, 1), [[], []], [[7]]]
         for bags in requests:
             call = call_of(kind, bags)
-            times: Mapping[str, Any] = {"times": call["times"].values().numpy()} if "times" in call else {}
+            dense = {"times": lambda given: given.values().numpy(), "tokens": lambda given: given.numpy()}
+            given: Mapping[str, Any] = {name: dense[name](call[name]) for name in dense.keys() & call.keys()}
             np.testing.assert_allclose(
-                engine.score({"seen": bags}, times)["scores"], module(**call).numpy(), atol=1e-5
+                engine.score({"seen": bags}, given)["scores"], module(**call).numpy(), atol=1e-5
             )
