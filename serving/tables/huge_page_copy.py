@@ -117,7 +117,7 @@ def huge_page_folders(mounts: Path) -> Iterator[HugeFolder]:
         mounts: /proc/self/mountinfo, in the format of proc(5).
     """
     folders: list[HugeFolder] = []
-    for line in mounts.read_text().splitlines():
+    for line in mounts.read_text(errors="surrogateescape").splitlines():
         where, _, what = line.partition(" - ")
         kind, _, options = what.split(" ", 2)
         _, _, device, _, encoded, *_ = where.split(" ")

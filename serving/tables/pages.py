@@ -228,7 +228,7 @@ def in_huge_pages(size_bytes: int) -> int:
 def huge_bytes_at(address: int) -> int:
     """Bytes of the mapping at `address` that this process has in huge pages. 0 if there is no such mapping."""
     first = f"{address:x}-"
-    smaps = _SMAPS.read_text()
+    smaps = _SMAPS.read_text(errors="surrogateescape")
     start = 0 if smaps.startswith(first) else smaps.find("\n" + first)
     return huge_bytes_of(smaps[start : smaps.find("\nVmFlags:", start)]) if start >= 0 else 0
 
@@ -242,7 +242,7 @@ def _file_system_of(path: Path) -> str:
     """The kind of file system that a file is on, such as "ext4"."""
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in _MOUNTS.read_text().splitlines():
+    for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():
         where, _, what = line.partition(" - ")
         if where.split(" ")[2] == wanted:
             return what.split(" ")[0]

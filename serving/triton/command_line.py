@@ -9,11 +9,14 @@ Run with Triton 24.10. The source of 26.04 was read for the name of that library
 """
 
 import math
+import re
 import subprocess
 import time
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from pathlib import Path
+
+from serving.errors import ConfigurationError
 
 _BACKEND = "libtriton_python"
 _POLL_S = 0.002
@@ -45,7 +48,7 @@ def erase_from_command_line(child: "subprocess.Popen[bytes]", secret: str, *, ha
 
 
 def _overwrite(process: Path, secret: bytes) -> None:
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    fields = (process / "stat").read_text(errors="surrogateescape").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     with (process / "mem").open("r+b", buffering=0) as memory:
         memory.seek(start)
@@ -55,7 +58,7 @@ def _overwrite(process: Path, secret: bytes) -> None:
 
 
 def _has_loaded_a_backend(process: Path) -> bool:
-    return _BACKEND in (process / "maps").read_text()
+    return _BACKEND in (process / "maps").read_text(errors="surrogateescape")
 
 
 # The protocols that clients need a key for. A client that may load a model can run code in the server. One that may
@@ -73,13 +76,30 @@ _EXIT_TIMEOUT_S = 30.0
 RENEWAL_AGE_MS = 300_000
 
 
+# Triton's Python backend starts a process by `bash -c "exec STUB MODEL/VERSION/model.py …"`, without quotes.
+_SHELL = re.compile(r"""[\s"'\\$&();<>|*?\[`{]""")
+
+
+def is_plain(path: str) -> bool:
+    """Whether Triton's Python backend can start a model at this path."""
+    return _SHELL.search(path) is None
+
+
 def serving_options(repository: Path, backends: Path | None) -> list[str]:
     """The options for models and limits. They do not depend on where the server listens.
 
     Args:
         repository: the model repository.
         backends: the folder of its backends. None: the server's own.
+
+    Raises:
+        ConfigurationError: the Python backend cannot open models in such a folder.
     """
+    if not is_plain(str(repository.absolute())):
+        raise ConfigurationError(
+            f"{repository.absolute()}: expected the path of a repository without blanks and characters that a shell "
+            "reads, by which Triton starts the processes of its models: move it, or link to it"
+        )
     options = [
         f"--model-repository={repository.absolute()}",
         # Explicit: a version is loaded when somebody asks for it, never because a file changed.

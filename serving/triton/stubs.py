@@ -75,6 +75,6 @@ def living_stubs(server: int) -> Iterator[Stub]:
 def _proc(process: psutil.Process, name: str) -> str:
     """A file of proc(5); empty when the process has ended."""
     try:
-        return (Path("/proc") / str(process.pid) / name).read_text()
+        return (Path("/proc") / str(process.pid) / name).read_text(errors="surrogateescape")
     except OSError:
         return ""

@@ -84,7 +84,7 @@ def _await_group(group: int) -> None:
 def _is_in(group: int, stat: Path) -> bool:
     """Whether a process is in a group and has not ended, by its file /proc/PID/stat, see proc(5)."""
     try:
-        state, _, of_group, *_ = stat.read_text().rpartition(")")[2].split()
+        state, _, of_group, *_ = stat.read_text(errors="surrogateescape").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):  # it has ended
         return False
     return int(of_group) == group and state not in "ZX"

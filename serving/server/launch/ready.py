@@ -11,7 +11,7 @@ from serving.model.config_file import Pins, has_python, other_models
 from serving.server.launch.server import ServedModel, Server
 from serving.server.launch.shared_memory import is_open
 from serving.server.versions import switch
-from serving.triton.command_line import erase_from_command_line, loaded_by, model_options
+from serving.triton.command_line import erase_from_command_line, is_plain, loaded_by, model_options
 from serving.triton.control import UNIX
 from serving.triton.installation import oldest_secure, triton_release
 
@@ -84,7 +84,9 @@ def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Itera
     others = [name for name in other_models(repository) if name not in loaded and "*" not in loaded]
     if not others:
         return
-    unservable = [name for name in others if not is_utf8(name) or (" " in name and has_python(repository / name))]
+    unservable = [
+        name for name in others if not is_utf8(name) or (not is_plain(name) and has_python(repository / name))
+    ]
     how = []
     if is_signed:
         how.append("with --trusted-keys only signed bundles are served: serve them by another tritonserver")
@@ -93,8 +95,8 @@ def left_out(repository: Path, is_signed: bool, options: Sequence[str]) -> Itera
         how.append(f"to serve them too: tbe-serve run {shlex.quote(str(repository))} -- {options}")
     if unservable:
         how.append(
-            "Triton takes no name that is not UTF-8, nor a blank in that of a Python model: rename "
-            f"{', '.join(unservable)}"
+            "Triton takes no name that is not UTF-8, nor a blank or a shell's characters in that of a Python model: "
+            f"rename {', '.join(unservable)}"
         )
     yield f"not served, because tbe-export did not make them: {', '.join(others)}; {'; '.join(how)}"
 

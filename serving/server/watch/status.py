@@ -51,8 +51,8 @@ def process_memory(pid: int) -> ProcessMemory | None:
     """The memory of a process. None if it has ended, or belongs to another user."""
     process = Path("/proc") / str(pid)
     try:
-        rollup = (process / "smaps_rollup").read_text()
-        maps = (process / "maps").read_text()
+        rollup = (process / "smaps_rollup").read_text(errors="surrogateescape")
+        maps = (process / "maps").read_text(errors="surrogateescape")
     except OSError:
         return None
     kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB$", rollup, re.MULTILINE)}
@@ -228,7 +228,7 @@ def _version(state: VersionState, stubs: Iterable[Stub], settings: ServingSettin
 def _deltas(process: int) -> DeltasStatus | None:
     """What the live copy is at that a model's process has mapped. None: it has none, or has just ended."""
     with suppress(OSError):
-        for path in _LIVE.findall((Path("/proc") / str(process) / "maps").read_text()):
+        for path in _LIVE.findall((Path("/proc") / str(process) / "maps").read_text(errors="surrogateescape")):
             with state_of(Path(path)) as state:
                 return DeltasStatus(sequence=state.sequence, rows=state.rows, stopped=state.stopped)
     return None

@@ -9,10 +9,11 @@ import pytest
 import tritonclient.grpc
 
 from serving.client import LookupClient
+from serving.errors import ConfigurationError
 from serving.model.config_file import find_models, other_models
 from serving.server import run_server
 from serving.server.launch.ready import left_out
-from serving.triton.command_line import loaded_by
+from serving.triton.command_line import is_plain, loaded_by
 from tests.support.servers import FREE
 
 ECHO = """
@@ -81,7 +82,27 @@ def test_names_that_triton_cannot_serve_are_named(crowded: Path) -> None:
     add_model(crowded, "echo two", {"config.pbtxt": CONFIG, "1/model.py": ECHO})
     (line,) = left_out(crowded, False, ["--load-model=echo", "--load-model=ensemble", "--load-model=onnx one"])
     assert "-- " not in line
-    assert line.endswith("nor a blank in that of a Python model: rename echo two, model\udcff")
+    assert line.endswith(
+        "nor a blank or a shell's characters in that of a Python model: rename echo two, model\udcff"
+    )
+
+
+@pytest.mark.parametrize("name", ["a b", "a\tb", "a'b", "a$b", "a;b", "a(b)", "a&b", "a*", "a\\b"])
+def test_a_repository_that_triton_cannot_start_models_in_is_refused(
+    name: str, one_model: Path, tmp_path: Path
+) -> None:
+    """A shell splits its path. The model's process ended, and the server waited for it."""
+    repository = tmp_path / name
+    repository.symlink_to(one_model)
+    with (
+        pytest.raises(ConfigurationError, match="without blanks and characters that a shell reads"),
+        run_server(repository, FREE, log=tmp_path / "log"),
+    ):
+        pass
+
+
+def test_a_plain_path_is_taken() -> None:
+    assert is_plain("/tmp/é→漢/a-b_c.d+e@f=g,h:i%j#k~l")
 
 
 def test_the_models_that_options_load() -> None:
