@@ -315,17 +315,19 @@ def _kept_dims(node: fx.Node, first: fx.Node, samples: Any) -> Iterator[tuple[in
 
 
 def _kept_by_view(old: Sequence[Any], new: Sequence[Any], samples: Any) -> Iterator[tuple[int, int]]:
-    """As `_kept_dims`, of a view: from both ends as long as sizes are the same; samples and positions may be one."""
-    first = 0
-    while first < min(len(old), len(new)) and str(old[first]) == str(new[first]):
-        yield first, first
-        first += 1
-    last = 1
-    while last <= min(len(old), len(new)) - first and str(old[-last]) == str(new[-last]):
-        yield len(new) - last, len(old) - last
-        last += 1
-    rest, made = old[first : len(old) - last + 1], new[first : len(new) - last + 1]
-    if first == 0 and len(rest) == 2 and len(made) == 1 and str(rest[0]) == str(samples):
-        yield 0, 1
-    elif first == 0 and len(rest) == 1 and len(made) == 2 and str(made[0]) == str(samples):
-        yield 1, 0
+    """As `_kept_dims`, of a view: from both ends as long as sizes are the same; samples and positions may be one.
+
+    Dimensions of size 1 do not count.
+    """
+    olds, news = ([dim for dim, size in enumerate(shape) if str(size) != "1"] for shape in (old, new))
+    count = 0
+    while count < min(len(olds), len(news)) and str(old[olds[count]]) == str(new[news[count]]):
+        yield news[count], olds[count]
+        count += 1
+    olds, news = olds[count:], news[count:]
+    while olds and news and str(old[olds[-1]]) == str(new[news[-1]]):
+        yield news.pop(), olds.pop()
+    if count == 0 and len(olds) == 2 and len(news) == 1 and str(old[olds[0]]) == str(samples):
+        yield news[0], olds[1]
+    elif count == 0 and len(olds) == 1 and len(news) == 2 and str(new[news[0]]) == str(samples):
+        yield news[1], olds[0]

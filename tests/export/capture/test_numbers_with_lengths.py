@@ -54,6 +54,12 @@ def by_softmax(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
     return torch.bmm(weights, rows.to_padded_dense(LONGEST)).squeeze(1)
 
 
+def by_flat_view(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
+    weights = nn.functional.gelu(of.to_padded_dense(LONGEST).reshape(-1, 1)).view(-1, LONGEST)
+    found: Tensor = rows.to_padded_dense(LONGEST).transpose(1, 2) @ weights.unsqueeze(2)
+    return found.squeeze(2)
+
+
 def by_einsum(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
     return torch.einsum("bl,bld->bd", of.to_padded_dense(LONGEST), rows.to_padded_dense(LONGEST))
 
@@ -105,8 +111,8 @@ def in_another_order(rows: JaggedTensor, of: JaggedTensor) -> Tensor:
 
 
 TIED = (
-    by_rows, by_own_offsets, by_position, by_softmax, by_einsum, by_columns, by_offsets_of_rows, by_index, by_segment,
-    by_mean,
+    by_rows, by_own_offsets, by_position, by_softmax, by_flat_view, by_einsum, by_columns, by_offsets_of_rows, by_index,
+    by_segment, by_mean,
 )  # fmt: skip
 UNTIED = (alone, last, in_another_order)
 
