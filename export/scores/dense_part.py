@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
 from export.apart.probes import (
     Numbers,
+    Rounding,
     Run,
     allowed,
     answered,
@@ -123,7 +124,7 @@ def dense_part(
         others = [] if example is None else [*other_requests(given, columns)]
         answers = answers_behind(entry, found, module, columns, probes, [each for _, each in others])
         for probe, each in zip(probes, answers, strict=False):
-            _check_cut(entry, each or {}, run(probe))
+            _check_cut(entry, each or {}, run, probe)
         for (what, other), each in zip(others, answers[len(probes) :], strict=True):
             _check_other(entry, what, each, next((own for _, own in answered(run, [other])), None))
     serving = without_copies(module, given.embeddings.shape[1])
@@ -234,9 +235,11 @@ def _own_answer(entry: nn.Module, found: Cut, given: Given) -> dict[str, Numbers
     return {name: as_served(each).cpu().numpy() for name, each in answer.items()}
 
 
-def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], cut_out: Mapping[str, Numbers]) -> None:
+def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], run: Run, probe: Given) -> None:
+    cut_out = run(probe)
+    rounding = Rounding(run, probe, cut_out, DenseDtype.FP32)
     for name, numbers in ((name, each.numpy()) for name, each in model.items()):
-        if largest(cut_out[name], numbers) > allowed(numbers, DenseDtype.FP32):
+        if not rounding.explains(name, numbers):
             raise ParityError(
                 f"{type(entry).__name__}: output {name!r}: what follows the collections answers otherwise than the "
                 f"model, by {largest(cut_out[name], numbers):.3g}: something that a graph of its forward does not "
@@ -292,10 +295,11 @@ def _compared(
         ParityError: compiled, a dense part with weights in FP32 answers otherwise.
     """
     found = [(run(probe), serve(probe)) for probe in probes]
-    for exact, served in found if dtype is DenseDtype.FP32 else found[:1]:
+    for probe, (exact, served) in zip(probes, found if dtype is DenseDtype.FP32 else found[:1], strict=False):
+        rounding = Rounding(run, probe, exact, dtype)
         for name, numbers in exact.items():
-            limit = allowed(numbers, dtype) if dtype is DenseDtype.FP32 else np.finfo(np.float32).max
-            if not (off := largest(served[name], numbers)) <= limit:
+            off = largest(served[name], numbers)
+            if not (rounding.explains(name, served[name]) if dtype is DenseDtype.FP32 else np.isfinite(off)):
                 raise ParityError(
                     f"{type(entry).__name__}: output {name!r}: compiled, it is off by {off:.3g}, where the largest "
                     f"is {scale_of(numbers):.3g}"

@@ -1,0 +1,104 @@
+"""What rounding does to scores of large numbers is no sign that samples meet; what samples do to each other is."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from export.apart.probes import Rounding, scaled, shown_to_mix
+from export.capture.given import Given
+from serving.bundle.scores import DenseDtype
+from tests.export.apart.test_mixed_samples import DENSE, SAMPLES, WIDTH, given
+
+TASKS = 150
+Scores = Callable[[Given], Mapping[str, Any]]
+
+
+def weights() -> Tensor:
+    return torch.randn(WIDTH + DENSE, TASKS, generator=torch.Generator().manual_seed(0))
+
+
+def logits(inputs: Given) -> Tensor:
+    """Sums in another order where there are fewer samples, as a product of matrices may make them."""
+    terms = torch.cat([inputs.embeddings, *inputs.dense], 1).unsqueeze(2) * weights()
+    columns = range(terms.size(1)) if inputs.samples == SAMPLES else reversed(range(terms.size(1)))
+    total = torch.zeros(terms.size(0), TASKS)
+    for column in columns:
+        total = total + terms[:, column]
+    return total
+
+
+def gates(inputs: Given) -> Mapping[str, Any]:
+    """As in MMoE: a softmax over experts."""
+    return {"s": logits(inputs).softmax(1).numpy()}
+
+
+def towers(inputs: Given) -> Mapping[str, Any]:
+    """As in DBMTL: a sigmoid for each task."""
+    return {"s": torch.sigmoid(logits(inputs)).numpy()}
+
+
+def cancelled(inputs: Given) -> Mapping[str, Any]:
+    """Large terms whose sum is small."""
+    total = logits(inputs)
+    return {"s": (torch.relu(total) - torch.relu(-total) - total.double().float() + 1e-3 * torch.tanh(total)).numpy()}
+
+
+@pytest.mark.parametrize("scores", [gates, towers, cancelled])
+def test_sums_in_another_order_are_no_other_samples(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown_to_mix(scores, given(), DenseDtype.FP32, {}) is None
+    if scores is towers:
+        monkeypatch.setattr(Rounding, "_moved", {})  # a limit of 1e-5 alone takes it for mixing
+        assert shown_to_mix(scores, given(), DenseDtype.FP32, {}) == "output 's' is another one for samples alone"
+
+
+def centred(inputs: Given) -> Mapping[str, Any]:
+    total = logits(inputs)
+    return {"s": torch.sigmoid(total - 1e-3 * total.mean(0)).numpy()}
+
+
+def by_their_number(inputs: Given) -> Mapping[str, Any]:
+    return {"s": torch.sigmoid(logits(inputs) * (1 + inputs.samples * 1e-5)).numpy()}
+
+
+def above(inputs: Given) -> Mapping[str, Any]:
+    """Only at 10⁶."""
+    largest = inputs.dense[0].abs().max()
+    return {"s": torch.sigmoid(logits(inputs) - torch.relu(largest - 1e5)).numpy()}
+
+
+@pytest.mark.parametrize("scores", [centred, by_their_number, above])
+def test_samples_that_meet_are_still_seen(scores: Scores) -> None:
+    assert shown_to_mix(scores, given(), DenseDtype.FP32, {}) is not None
+
+
+def test_more_than_rounding_is_not_explained() -> None:
+    """At each size but the smallest, where a sigmoid is 0.5: a change of one part in a thousand."""
+    generator = torch.Generator().manual_seed(0)
+    for probe in scaled(given())[1:]:
+        numbers = towers(probe)
+        rounding = Rounding(towers, probe, numbers, DenseDtype.FP32)
+        assert rounding.explains("s", numbers["s"])
+        moved = probe.with_floats(lambda _, old: old * (1 + 1e-3 * torch.randn(old.shape, generator=generator)))
+        assert not rounding.explains("s", towers(moved)["s"])
+        assert not rounding.explains("s", np.full_like(numbers["s"], np.nan))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_model_of_experts_keeps_samples_apart(seed: int) -> None:
+    torch.manual_seed(seed)
+    width = WIDTH + DENSE
+    experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(4))
+    gate, tower = nn.Linear(width, 4), nn.Linear(16, TASKS)
+
+    def scores(bottom: nn.ModuleList, inputs: Given) -> Mapping[str, Any]:
+        x = torch.cat([inputs.embeddings, *inputs.dense], 1)
+        with torch.no_grad():
+            mixed = gate(x).softmax(1).unsqueeze(1) @ torch.stack([expert(x) for expert in bottom], 1)
+            return {"click": torch.sigmoid(tower(mixed.squeeze(1))).numpy(), "gate": gate(x).softmax(1).numpy()}
+
+    assert shown_to_mix(partial(scores, experts), given(), DenseDtype.FP32, {}) is None
