@@ -136,11 +136,11 @@ def scored_of(
     known = known_of_keys(build_maps(trained.tables, weights).known, manifest)
     checkpoint = weights if is_saved else None
     widths = {} if example is not None else {each.name: each.shape[0] for each in part.inputs if each.shape}
-    expected = f"{path}: expected a model with the dense inputs and outputs of this bundle, {part.contract}"
+    expected = f"{path}: expected a model with the dense inputs and outputs of this bundle, {part.schema}"
     try:
         scored = dense_part(trained, manifest, known, widths, part.dtype, checkpoint, example=example)
     except (ConfigurationError, ModelError) as error:
         raise ModelError(f"{expected}: {error}") from error
-    if scored.part.contract != part.contract:
-        raise ModelError(f"{expected}, got {scored.part.contract}")
+    if scored.part.schema != part.schema:
+        raise ModelError(f"{expected}, got {scored.part.schema}")
     return scored

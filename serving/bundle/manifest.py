@@ -262,7 +262,7 @@ class Manifest(Strict, frozen=True, omit_defaults=True):
             for feature, table in tables
         ]
         ids = [] if self.id_dtype is IdDtype.INT64 else [self.id_dtype.value]
-        scores = [] if self.dense_part is None else [self.dense_part.contract]
+        scores = [] if self.dense_part is None else [self.dense_part.schema]
         return hashlib.sha256(msgspec.json.encode([features, self.output_dtype.value, *ids, *scores])).hexdigest()
 
     @property

@@ -97,7 +97,7 @@ class DenseInput(Strict, frozen=True, omit_defaults=True):
     key: str | None = None
 
     @property
-    def contract(self) -> list[object]:
+    def schema(self) -> list[object]:
         """All of it that a client can see. That of FP32 [B, width] is as it was when there was nothing else."""
         if self.dtype is InputDtype.FP32 and len(self.shape) == 1 and self.key is None:
             return [self.name, *self.shape]
@@ -178,7 +178,7 @@ class ScoreOutput(Strict, frozen=True, omit_defaults=True):
     dtype: ScoreDtype = ScoreDtype.FP32
 
     @property
-    def contract(self) -> list[object]:
+    def schema(self) -> list[object]:
         """All of it that a client can see. That of FP32 is as it was when there was nothing else."""
         dtype = [] if self.dtype is ScoreDtype.FP32 else [[self.dtype.value]]
         return [self.name, self.shape, *([] if self.key is None else [self.key]), *dtype]
@@ -235,9 +235,9 @@ class DensePart(Strict, frozen=True, omit_defaults=True):
         return self.by_id[jagged.name] if jagged.kind is JaggedKind.NUMBERS else jagged.name
 
     @property
-    def contract(self) -> list[object]:
+    def schema(self) -> list[object]:
         """All of it that a client can see: names, shapes and dtypes of inputs and outputs, and rules for lengths."""
-        inputs, outputs = [each.contract for each in self.inputs], [each.contract for each in self.outputs]
+        inputs, outputs = [each.schema for each in self.inputs], [each.schema for each in self.outputs]
         fixed = [sorted(self.fixed_lengths.items())] if self.fixed_lengths or self.together else []
         return [inputs, outputs, *fixed, *([self.together] if self.together else [])]
 

@@ -64,7 +64,7 @@ class HostsConfig:
             metadata=self.metadata,
         )
 
-    def on_lost_of(self, table: str) -> OnShardFailure:
+    def on_shard_failure_of(self, table: str) -> OnShardFailure:
         """What a request gets that needs rows of `table` from a lost host."""
         found = [choice for pattern, choice in self.on_shard_failure.items() if fnmatchcase(table, pattern)]
         return found[-1] if found else OnShardFailure.ERROR

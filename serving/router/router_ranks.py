@@ -100,7 +100,7 @@ class RouterRanks:
         by_host = {each.host: each for each in manifest.hosts}
         self._ranks = {number: by_host[host] for host, number in manifest.plan.rank_of_host.items()}
         self._is_weighted = [takes_weights(manifest, segments) for segments in self._segments]
-        self._on_lost = {table.name: hosts.on_lost_of(table.name) for table in manifest.tables}
+        self._on_shard_failure = {table.name: hosts.on_shard_failure_of(table.name) for table in manifest.tables}
         self._manifest = manifest
         self._config = hosts
         self.replicas: tuple[HostReplicas, ...] = ()
@@ -245,7 +245,9 @@ class RouterRanks:
             for request in np.flatnonzero(needed.any(axis=0)).tolist():
                 here = np.flatnonzero(needed[:, request])
                 tables = frozenset(split.asked[rank].tables[segment] for segment in here)
-                if refused := frozenset(each for each in tables if self._on_lost[each] is OnShardFailure.ERROR):
+                if refused := frozenset(
+                    each for each in tables if self._on_shard_failure[each] is OnShardFailure.ERROR
+                ):
                     losses.setdefault(request, []).append(LostHost(error, refused))
                 zeroed[request] = zeroed.get(request, frozenset()) | tables
         return BatchAnswer(embeddings, losses, zeroed)

@@ -83,7 +83,7 @@ def test_they_are_those_of_the_model(way: str, dtype: DenseDtype, tmp_path: Path
             assert {*found[name].tolist()} <= {*model.names.tolist()}
     part = open_bundle(bundle).manifest.dense_part
     assert part is not None
-    assert [len(each.contract) for each in part.outputs] == [2, 3, 3, 3, 3]
+    assert [len(each.schema) for each in part.outputs] == [2, 3, 3, 3, 3]
 
 
 class Complex(Best):

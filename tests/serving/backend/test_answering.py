@@ -120,7 +120,7 @@ class Bench:
         return said
 
     @property
-    def turned_away(self) -> float:
+    def shed_count(self) -> float:
         self.metrics.publish()
         return self.counts.get("tbe_shed_total", 0)
 
@@ -134,14 +134,14 @@ def bench(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_of_what_takes_too_long_those_that_waited_longest_are_refused_unseen(bench: Bench) -> None:
     assert bench.answer(7, 30) == "rrraaaa"
     assert bench.decoded == 4
-    assert bench.turned_away == 3
+    assert bench.shed_count == 3
     (line,) = bench.shed  # one every ten seconds at most
     assert line.startswith("busy: 7 requests or more waited")
 
 
 def test_what_can_be_answered_in_time_is(bench: Bench) -> None:
     assert bench.answer(8, 10) == "a" * 8
-    assert bench.turned_away == 0
+    assert bench.shed_count == 0
 
 
 def test_a_few_large_requests_are_no_overload(bench: Bench) -> None:

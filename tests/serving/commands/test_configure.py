@@ -143,7 +143,7 @@ def test_what_holds_is_shown_where_nothing_is_set(tmp_path: Path) -> None:
         None,
     )
     assert as_json["shard_timeout_ms"] == HostsConfig(addresses={}).timeout_s * 1000
-    assert HostsConfig(addresses={}).on_lost_of("any").value == "error"
+    assert HostsConfig(addresses={}).on_shard_failure_of("any").value == "error"
     text, as_json = shown(
         router, "--shard-timeout-ms", "50", "--on-shard-failure", "zero", "--on-shard-failure", "item=error"
     )
