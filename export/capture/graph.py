@@ -136,7 +136,7 @@ def captured(
 
 
 def _counted(nodes: Sequence[fx.Node], dims: Sequence[Mapping[int, Any]], samples: Any) -> dict[Any, Any]:
-    """The symbols of the sizes of inputs that are so many times the number of samples, and what they stand for."""
+    """Sizes of inputs that are a multiple of the number of samples: their symbols, and the multiple of each."""
     is_any = torch.export.Dim.AUTO
     sizes = [node.meta["val"].shape[0].node for node, dim in zip(nodes, dims, strict=True) if dim[0] is not is_any]
     return {size._expr: size.expr for size in sizes if size.expr.free_symbols <= samples.expr.free_symbols}

@@ -128,7 +128,7 @@ def asked_of_ids(samples: Any, asked: Sequence[tuple[Any, bool, str]], counted: 
     Args:
         samples: the node of the number of samples.
         asked: the comparisons that the model's code does something by.
-        counted: the sizes that are so many times the number of samples for any request: the symbol of each, and that.
+        counted: sizes that are a multiple of the number of samples for any request: symbol → multiple.
     """
     found = {}
     for number, (question, holds, line) in enumerate(asked):

@@ -1,7 +1,8 @@
 """What a forward reads that no request brings: clocks, and random numbers of Python and numpy.
 
-Nobody may tell from a graph that it has those of the export. So the model's code is run, and the calls that read them
-are noted, with the line of the model's code. Random numbers of torch are steps of the graph.
+A graph holds the values of the export as constants and does not show where they came from. So the model's code is
+run, and the calls that read them are recorded with the line of the model's code. Random numbers of torch are nodes of
+the graph.
 """
 
 import datetime
@@ -31,8 +32,8 @@ _OF_SYSTEM = "the system's"
 class OutsideReads:
     """What the code of a model reads from elsewhere, in runs of it.
 
-    A generator that a forward makes itself, or seeds anew, answers alike in each run. One that goes on is known by
-    two runs: it does not begin the second one as it began the first.
+    A generator that a forward makes or seeds itself draws the same numbers in each run. One that continues is found
+    by two runs: its state at the beginning of the second differs.
 
     Args:
         model: it is run, and not followed.
@@ -102,7 +103,7 @@ class OutsideReads:
                 self.drawn.append(line)
 
     def _line(self, frame: FrameType | None) -> str:
-        """The line of the model's code that a call is made by, perhaps through others. Empty: there is none."""
+        """The line of the model's code that makes a call, directly or not. Empty if no line does."""
         while frame is not None:
             if frame.f_code.co_filename in self._own:
                 return where(frame.f_code.co_filename, frame.f_lineno)

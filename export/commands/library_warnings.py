@@ -1,4 +1,4 @@
-"""Keep the warnings of libraries out of a command's output: nobody who exports a model can act on them."""
+"""Keep the warnings of libraries out of a command's output: the user cannot act on them."""
 
 import logging
 import sys

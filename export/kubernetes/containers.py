@@ -160,7 +160,7 @@ def _secret(name: str) -> Object:
 
 
 _PROBE_S = 5
-# Seconds in which a pod that is told to stop answers on, while clients and endpoints drop it.
+# Seconds for which a pod still answers after SIGTERM, while clients and endpoints drop it.
 DRAIN_S = 20
 _SECURITY = {
     "allowPrivilegeEscalation": False,

@@ -113,7 +113,7 @@ def check_stored(store: Store, version: Path) -> None:
 
     Raises:
         BundleError: it is damaged.
-        ServerUnavailable: the store cannot be reached, or lets nobody read.
+        ServerUnavailable: the store cannot be reached, or refuses reads.
     """
     name = f"{version.parent.name}/{version.name}"
     manifest = parse_manifest(version / MANIFEST, store.read(f"{name}/{MANIFEST}") or b"")

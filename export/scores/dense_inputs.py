@@ -236,7 +236,7 @@ _SCORES = tuple(torch.from_numpy(np.zeros(0, dtype)).dtype for dtype in SCORE_DT
 
 
 def with_dtype(module: fx.GraphModule, dtype: DenseDtype) -> nn.Module:
-    """A dense part with weights of `dtype`. It takes float32, and returns what it did, all the same.
+    """A dense part with weights of `dtype`. Its inputs and outputs keep their dtypes.
 
     Args:
         module: as it was cut out. Its outputs end in a cast to their own dtype.

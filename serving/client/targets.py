@@ -1,4 +1,4 @@
-"""What gRPC is told to connect to: one address as it is, or the IPv4 addresses that several addresses stand for.
+"""The target that gRPC connects to: one address as it is, or the IPv4 addresses that several addresses stand for.
 
 gRPC resolves a single name, again whenever a connection is lost. It takes no list of names, so several are resolved
 here: at first, and then every few seconds while they are used, on a thread that ends with its answer.

@@ -42,7 +42,7 @@ def escaped(text: str) -> str:
 
 
 class Output:
-    """A stream of text that can always be written to. If nobody reads it, or a disk is full, the rest is dropped.
+    """A text stream whose writes never fail. If its reader has closed it, or a disk is full, the rest is dropped.
 
     Args:
         stream: the stream. None: it is closed.
@@ -96,7 +96,7 @@ def print_json(encoded: bytes | str) -> None:
 
 
 def lost() -> OSError | None:
-    """Why what was printed on stdout is lost; an error of a full disk, say. None: it is not, or nobody reads it."""
+    """Why output on stdout was lost, such as a full disk. None if none was lost, or its reader closed it."""
     problem = getattr(sys.stdout, "problem", None)
     return None if problem is None or problem.errno == errno.EPIPE else problem
 
