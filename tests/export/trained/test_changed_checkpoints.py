@@ -33,6 +33,7 @@ from export.trained.tables import collect_tables
 from serving.bundle.opening import open_bundle
 from serving.engine import Engine
 from tests.support.models import Spec, collection
+from tests.support.scored import dlrm
 
 SPECS = [Spec(name, 500, 8, "SUM", (name,)) for name in ("a", "b")]
 EXACT = ExportConfig(dtype={"*": WeightDtype.FP32})
@@ -234,6 +235,31 @@ def test_every_command_refuses_a_checkpoint_that_changes(
     with pytest.raises(CheckpointError, match=r"w\.pt: was replaced by another file while it was read"):
         act(saved, tmp_path / "r")
     assert before == sorted(path for path in tmp_path.rglob("*") if "r" in path.relative_to(tmp_path).parts[0])
+
+
+def test_scores_are_not_exported_from_a_checkpoint_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows would be of one save, and what follows them of another."""
+    from export.trained.checkpoint import Checkpoint
+
+    model = dlrm()
+    path = tmp_path / "w.pt"
+    torch.save(model.state_dict(), path)
+    age(path)
+    other = {key: number + 1 for key, number in model.state_dict().items()}
+    read = Checkpoint.rows
+
+    def rows(self: Checkpoint, table: Any, start: int, stop: int) -> Tensor:
+        stored = read(self, table, start, stop)
+        torch.save(other, tmp_path / "w.pt.part")
+        os.replace(tmp_path / "w.pt.part", path)
+        return stored
+
+    monkeypatch.setattr(Checkpoint, "rows", rows)
+    with pytest.raises(CheckpointError, match=r"w\.pt: was replaced by another file while it was read"):
+        export_model(dlrm(), tmp_path / "r", "m", replace(EXACT, scores=True), checkpoint=path)
+    assert not (tmp_path / "r" / "m").exists()
 
 
 # --- hosts of one router, exported at two moments
