@@ -124,7 +124,7 @@ def dense_part(
         others = [] if example is None else [*other_requests(given, columns)]
         answers = answers_behind(entry, found, module, columns, probes, [each for _, each in others])
         for probe, each in zip(probes, answers, strict=False):
-            _check_cut(entry, each or {}, run, probe)
+            _check_cut(entry, each or {}, run, probe, is_usual=probe is probes[0])
         for (what, other), each in zip(others, answers[len(probes) :], strict=True):
             _check_other(entry, what, each, next((own for _, own in answered(run, [other])), None))
     serving = without_copies(module, given.embeddings.shape[1])
@@ -235,9 +235,9 @@ def _own_answer(entry: nn.Module, found: Cut, given: Given) -> dict[str, Numbers
     return {name: as_served(each).cpu().numpy() for name, each in answer.items()}
 
 
-def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], run: Run, probe: Given) -> None:
+def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], run: Run, probe: Given, *, is_usual: bool) -> None:
     cut_out = run(probe)
-    rounding = Rounding(run, probe, cut_out, DenseDtype.FP32)
+    rounding = Rounding(run, probe, cut_out, DenseDtype.FP32, is_usual=is_usual)
     for name, numbers in ((name, each.numpy()) for name, each in model.items()):
         if not rounding.explains(name, numbers):
             raise ParityError(
@@ -296,7 +296,7 @@ def _compared(
     """
     found = [(run(probe), serve(probe)) for probe in probes]
     for probe, (exact, served) in zip(probes, found if dtype is DenseDtype.FP32 else found[:1], strict=False):
-        rounding = Rounding(run, probe, exact, dtype)
+        rounding = Rounding(run, probe, exact, dtype, is_usual=probe is probes[0])
         for name, numbers in exact.items():
             off = largest(served[name], numbers)
             if not (rounding.explains(name, served[name]) if dtype is DenseDtype.FP32 else np.isfinite(off)):

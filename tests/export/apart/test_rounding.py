@@ -81,7 +81,7 @@ def test_more_than_rounding_is_not_explained() -> None:
     generator = torch.Generator().manual_seed(0)
     for probe in scaled(given())[1:]:
         numbers = towers(probe)
-        rounding = Rounding(towers, probe, numbers, DenseDtype.FP32)
+        rounding = Rounding(towers, probe, numbers, DenseDtype.FP32, is_usual=False)
         assert rounding.explains("s", numbers["s"])
         moved = probe.with_floats(lambda _, old: old * (1 + 1e-3 * torch.randn(old.shape, generator=generator)))
         assert not rounding.explains("s", towers(moved)["s"])
@@ -102,3 +102,18 @@ def test_a_model_of_experts_keeps_samples_apart(seed: int) -> None:
             return {"click": torch.sigmoid(tower(mixed.squeeze(1))).numpy(), "gate": gate(x).softmax(1).numpy()}
 
     assert shown_to_mix(partial(scores, experts), given(), DenseDtype.FP32, {}) is None
+
+
+def test_rounding_explains_nothing_of_random_numbers_nor_at_the_usual_size() -> None:
+    def random(inputs: Given) -> Mapping[str, Any]:
+        return {"s": towers(inputs)["s"] + torch.randn(()).numpy()}
+
+    def chaotic(inputs: Given) -> Mapping[str, Any]:
+        return {"s": np.sin(1e9 * towers(inputs)["s"])}
+
+    for probe in scaled(given()):
+        numbers = random(probe)
+        assert not Rounding(random, probe, numbers, DenseDtype.FP32, is_usual=False).explains("s", random(probe)["s"])
+    numbers = chaotic(given())
+    rounding = Rounding(chaotic, given(), numbers, DenseDtype.FP32, is_usual=True)
+    assert not rounding.explains("s", numbers["s"] + 0.1)

@@ -151,4 +151,5 @@ def test_pods_of_a_live_model_mount_its_deltas_and_have_room_for_the_copy(tmp_pa
     assert {"name": "deltas", "mountPath": "/deltas", "readOnly": True} in server["volumeMounts"]
     volumes = {each["name"]: each for each in pod["volumes"]}
     assert volumes["deltas"]["persistentVolumeClaim"] == {"claimName": "deltas", "readOnly": True}
-    assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == f"{2 * 1024 + 4}Mi"
+    (instance_mib,) = (int(each.partition("=")[2]) for each in server["args"] if each.startswith("--shm-mib="))
+    assert volumes["shared-memory"]["emptyDir"]["sizeLimit"] == f"{2 * instance_mib + 4}Mi"

@@ -262,7 +262,10 @@ def test_the_command_publishes_rows_and_what_changed(tmp_path: Path) -> None:
     publish_delta(tmp_path / "r", "m", {"user": ([1], np.ones((1, 16), np.float32))})
     assert tbe_export("prune", str(bundle.parent), "--keep", "1").stderr == ""
     (tmp_path / "r.deltas").rename(tmp_path / "elsewhere")
-    assert "not beside the repository, and stay" in tbe_export("prune", str(bundle.parent), "--keep", "1").stderr
+    assert (
+        "not beside the repository: name their folder, --deltas"
+        in tbe_export("prune", str(bundle.parent), "--keep", "1").stderr
+    )
     (tmp_path / "elsewhere").rename(tmp_path / "r.deltas")
     (left,) = (tmp_path / "r.deltas" / "m").iterdir()
     assert left != folder
