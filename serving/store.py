@@ -235,6 +235,25 @@ class Store:
             except FileNotFoundError:
                 return None
 
+    def check(self, name: str, expected: FileDigest) -> None:
+        """Read an object in parts, and compare it with its size and SHA-256.
+
+        Raises:
+            BundleError: it is missing, or another one.
+            ServerUnavailable: the store cannot be reached, or refuses reads.
+        """
+        if (size := self.size(name)) != expected.size_bytes:
+            raise BundleError(
+                f"{self.url}/{name}: expected {expected.size_bytes} bytes, got {size or 0}: push this version again "
+                "under another number"
+            )
+        sha256 = hashlib.sha256()
+        with ThreadPoolExecutor(_PARTS) as pool:
+            starts = range(0, expected.size_bytes, _PART_BYTES)
+            for part in _in_order(pool, partial(self._part, name, expected), starts):
+                sha256.update(part)
+        check_sha256(f"{self.url}/{name}", sha256.hexdigest(), expected)
+
     def write(self, name: str, content: bytes | Path) -> None:
         """Write an object, whole or not at all."""
         size = content.stat().st_size if isinstance(content, Path) else len(content)

@@ -195,10 +195,7 @@ def release(
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option(
-            help="Read every file of the versions first, and compare it with its digest; of weights in a store, "
-            "compare the size."
-        ),
+        typer.Option(help="Read every file of the versions first, and compare it with its digest."),
     ] = True,
 ) -> None:
     """Have every server that follows the model's releases (`tbe-serve run --follow`) serve these versions.

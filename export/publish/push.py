@@ -14,7 +14,7 @@ from pathlib import Path
 from export.errors import PublishError
 from export.publish.draft import check_compatible
 from serving.bundle.manifest import MANIFEST
-from serving.bundle.opening import Bundle, check_sha256, digest_of, open_bundle, verify_digests, versions
+from serving.bundle.opening import Bundle, open_bundle, verify_digests, versions
 from serving.bundle.parse import parse_manifest
 from serving.bundle.plan import is_host_model
 from serving.bundle.release import read_release
@@ -105,7 +105,7 @@ def _push_version(bundle: Bundle, store: Store, progress: Progress) -> bool:
 
 
 def check_stored(store: Store, version: Path) -> None:
-    """Check a version in a store: its manifest, and its files by their digests; weights and id maps by their sizes.
+    """Check a version in a store: its manifest, and every file by its size and digest.
 
     Args:
         store: its repository.
@@ -118,17 +118,7 @@ def check_stored(store: Store, version: Path) -> None:
     name = f"{version.parent.name}/{version.name}"
     manifest = parse_manifest(version / MANIFEST, store.read(f"{name}/{MANIFEST}") or b"")
     for file, expected in manifest.files.items():
-        if file in manifest.mapped_files:
-            size = store.size(f"{name}/{file}")
-        else:
-            content = store.read(f"{name}/{file}")
-            size = None if content is None else len(content)
-            check_sha256(version / file, digest_of(content or b"").sha256, expected)
-        if size != expected.size_bytes:
-            raise BundleError(
-                f"{version / file}: expected {expected.size_bytes} bytes, got {size or 0}: push this version again "
-                "under another number"
-            )
+        store.check(f"{name}/{file}", expected)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def read_checked(path: Path, expected: FileDigest) -> bytes:
     return content
 
 
-def check_sha256(path: Path, sha256: str, expected: FileDigest) -> None:
+def check_sha256(path: Path | str, sha256: str, expected: FileDigest) -> None:
     """Refuse a file whose SHA-256 `sha256` is not the expected one.
 
     Raises:

@@ -463,17 +463,22 @@ def test_a_folder_has_what_the_store_has(url: str, s3: S3, tmp_path: Path) -> No
     ("name", "content", "message"),
     [
         ("weights.0.bin", b"", "weights.0.bin: expected "),
-        ("model.py", b"pass", "model.py: expected SHA-256"),
+        ("weights.0.bin", None, "weights.0.bin: expected SHA-256"),
+        ("model.py", b"pass", "model.py: expected 167 bytes, got 4"),
         ("manifest.json", b"{}", "manifest.json: "),
     ],
 )
 def test_what_is_damaged_in_a_store_is_not_released(
-    url: str, s3: S3, name: str, content: bytes, message: str
+    url: str, s3: S3, name: str, content: bytes | None, message: str
 ) -> None:
+    """`content` is what the object holds; None: as many bytes as before, one of them changed."""
     for seed in range(2):
         published(url, seed)
     assert tbe_export("release", f"{url}/m", "1").exit_code == 0
-    s3.put(key_of(url, f"m/2/{name}"), content)
+    key = key_of(url, f"m/2/{name}")
+    changed = bytearray(s3.get(key))
+    changed[len(changed) // 2] ^= 1
+    s3.put(key, bytes(changed) if content is None else content)
     refused = tbe_export("release", f"{url}/m", "2")
     assert refused.exit_code == 1
     assert f"{url}/m/2/{message}" in refused.stderr
