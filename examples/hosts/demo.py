@@ -15,8 +15,6 @@ from pathlib import Path
 
 import grpc
 import psutil
-from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
 
 from examples.hosts.callers import SAMPLES, Callers
 from examples.hosts.dlrm import DIM, IDS_PER_SAMPLE, ROWS
@@ -25,6 +23,7 @@ from examples.hosts.network import Lan, Machine, lan
 from examples.hosts.report import Report
 from examples.hosts.repositories import Repositories, weights_bytes
 from examples.hosts.server import LIMIT_BYTES, Place, memory_limit, resident_bytes, served
+from serving.protocol.messages import ModelReadyRequest, unary
 
 FOLDER = Path("build/demo-hosts")
 PAGE = FOLDER / "what-happened.md"
@@ -153,9 +152,8 @@ def wait_for(holds: Callable[[], object], what: str) -> None:
 def serves(place: Place, model: str, version: int) -> bool:
     """Whether a version of a host's model answers."""
     with grpc.insecure_channel(f"{place.address}:8401") as channel, suppress(grpc.RpcError):
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        asked = pb.ModelReadyRequest(name=model, version=str(version))
-        return bool(stub.ModelReady(asked, timeout=5).ready)
+        asked = ModelReadyRequest(name=model, version=str(version))
+        return bool(unary(channel, "ModelReady")(asked, timeout=5).ready)
     return False
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from serving.errors import IdsOutside, InvalidRequest, Reason
@@ -142,10 +143,16 @@ class LookupMetrics:
         labels: labels of every metric: model and version.
         tables: names of the tables.
         exported_at: when the bundle was exported, Unix time in seconds.
+        scales: the largest |score| that the export saw, by output.
     """
 
     def __init__(
-        self, families: Families, labels: Mapping[str, str], tables: Sequence[str], exported_at: float
+        self,
+        families: Families,
+        labels: Mapping[str, str],
+        tables: Sequence[str],
+        exported_at: float,
+        scales: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         # Triton deletes a family and its metrics when nothing refers to it.
         self._families: list[Family] = []
@@ -203,11 +210,18 @@ class LookupMetrics:
         self._serving = total("tbe_serving_seconds_total", "Seconds that instances served. Its rate: how many serve")
         self._started = perf_counter()
         self._waiting: deque[tuple[Sequence[int], int, int, float, Sequence[float]]] = deque(maxlen=_MOST_WAITING)
-        exported = family_of(
-            "tbe_bundle_exported_timestamp_seconds", "When the bundle was exported, Unix time", "GAUGE"
-        )
-        # Set, not incremented: instances share this gauge, and it outlives a killed process.
-        exported.Metric(labels).set(exported_at)
+        self._set_gauges(family_of, labels, exported_at, scales)
+
+    def _set_gauges(
+        self, families: Families, labels: Mapping[str, str], exported_at: float, scales: Mapping[str, float]
+    ) -> None:
+        """Set, not incremented: instances share gauges, and these outlive a killed process."""
+        name = "tbe_bundle_exported_timestamp_seconds"
+        families(name, "When the bundle was exported, Unix time", "GAUGE").Metric(labels).set(exported_at)
+        if scales:
+            largest = families("tbe_score_scale", "The largest |score| of an output that the export saw", "GAUGE")
+            for output, scale in scales.items():
+                largest.Metric({**labels, "output": output}).set(scale)
 
     def count_call(self, checked: Checked, handed_over: float, times: Sequence[float]) -> None:
         """Count a TBE call. `publish` adds it up, so that no answer waits for that.

@@ -135,7 +135,10 @@ def _load(args: Mapping[str, str], freed_memory: FreedMemory) -> tuple[Engine, A
     _warm_up(engine, model, warns("warm_up"))
     manifest = bundle.manifest
     families, labels = triton_families(pb_utils), {"model": args["model_name"], "version": args["model_version"]}
-    metrics = LookupMetrics(families, labels, [table.name for table in manifest.tables], manifest.exported_at)
+    outputs = () if manifest.dense_part is None else manifest.dense_part.outputs
+    scales = {output.name: output.parity.scale for output in outputs}
+    tables = [table.name for table in manifest.tables]
+    metrics = LookupMetrics(families, labels, tables, manifest.exported_at, scales)
     pages = PageMetrics(families, labels, engine.table_files, warns("pages"))
     if recovered is not None and args["model_instance_name"].endswith("_0"):  # by one instance of several
         metrics.count_recovery()

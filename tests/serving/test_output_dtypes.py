@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from export import Sharding, export_model
+from serving.bundle.opening import open_bundle
 from serving.client import AsyncLookupClient, LookupClient
 from serving.engine import Engine
 from serving.request.accept import accept
@@ -28,7 +29,7 @@ from tests.support.commands import tbe_export
 from tests.support.hosts import MODEL, fleet
 from tests.support.models import Spec, collection, flat
 from tests.support.scored import EXACT
-from tests.support.servers import Running, at_once, running, tbe_serve
+from tests.support.servers import Running, at_once, metric, running, tbe_serve
 
 KEY = "film"
 POOLED = (Spec("films", 20, 8, "SUM", (KEY,)),)
@@ -205,3 +206,12 @@ def test_a_router_answers_them(tmp_path: Path) -> None:
     with fleet(tmp_path, router) as served, LookupClient(served.router.grpc, MODEL, 20) as client:
         bags, dense = call(3, 4)
         assert_exact(MODULE, client.score(bags, dense), bags, dense)
+
+
+def test_clients_can_read_the_scale_that_scores_agree_to(served: Served) -> None:
+    """docs/protocol.md promises merged scores to 10⁻⁵ of it."""
+    part = open_bundle(served.bundle).manifest.dense_part
+    assert part is not None
+    for output in part.outputs:
+        scale = metric(served.server, "tbe_score_scale", output=output.name, version="1")
+        assert scale == pytest.approx(output.parity.scale)

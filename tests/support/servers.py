@@ -361,4 +361,9 @@ def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
 
 def tritonservers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """All servers of `tbe-serve run`, of which there are two while certificates are renewed."""
-    return [each for each in psutil.Process(process.pid).children() if each.name() == "tritonserver"]
+    found = []
+    for child in psutil.Process(process.pid).children():
+        with suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            if child.name() == "tritonserver":
+                found.append(child)
+    return found

@@ -566,7 +566,7 @@ CASES = (*OF_KEYS, *OF_WEIGHTS, *OF_TENSORS)
 
 
 # torch says no line for these, or something else of them is refused before.
-WITHOUT_LINE = (sizes_replaced, lengths_of_other_samples, remembering, branching_on_one_sample)
+WITHOUT_LINE = (sizes_replaced, lengths_of_other_keys, lengths_of_other_samples, remembering, branching_on_one_sample)
 
 
 @pytest.mark.parametrize("case", one_in(6, CASES), ids=lambda case: case.__name__)

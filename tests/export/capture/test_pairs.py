@@ -14,6 +14,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from export import export_model
 from export.errors import ModelError
 from serving.engine import Engine
+from serving.errors import InvalidRequest
 from tests.support.asked import assert_close, column_of
 from tests.support.forms_inputs import DIM, POOLED, ROWS, ids, numbers
 from tests.support.models import collection
@@ -139,7 +140,6 @@ REFUSED: dict[Callable[[Data], KeyedJaggedTensor], str] = {
     hashed: "makes the ids of the keys 'user_id', 'item_id', 'words' by aten.remainder.Scalar at .*, line",
     hashed_in_place: "makes the ids of the keys .* by aten.remainder_.Scalar at .*, line",
     turned: "gives a collection ids of key 'words' that are not those of one sample of the example",
-    of_another_key: "makes the ids of key 'item_id' itself at .*, line",
     cut_elsewhere: "ids of key 'item_id' that are not those of one sample|in a way that cannot be done for any number",
     cut_by_a_choice: "makes the ids of the keys .* by .* at .*, line|cannot be followed",
     lengths_limited: "by aten.clamp.default at .*, line|fails for the example at .*, line .*ids, and lengths that",
@@ -191,6 +191,32 @@ def test_weights_of_each_key_are_those_of_its_feature(
     compare(export_model(module, tmp_path / "r", "m", EXACT, example=(data_of(6, 0),)), module)
 
 
+def test_a_key_with_the_lengths_of_another_is_served_where_they_agree(tmp_path: Path) -> None:
+    module = Making(of_another_key, weighted=False).eval()
+
+    def data(samples: int, seed: int) -> Data:
+        of_each = data_of(samples, seed)
+        of_each["item_id.lengths"] = of_each["user_id.lengths"].clone()
+        of_each["item_id.values"] = torch.arange(int(of_each["user_id.lengths"].sum())) % 10
+        return of_each
+
+    bundle = export_model(module, tmp_path / "r", "m", EXACT, example=(data(6, 0),))
+    with Engine.open(bundle) as engine:
+        price = np.ones((2, 2), np.float32)
+        (price_name,) = (each.name for each in engine.bundle.manifest.dense_part.inputs)  # type: ignore[union-attr]
+        ids: dict[str, Any] = {"user_id": [[1, 2], [3]], "item_id": [[4, 5], [6]], "words": [[], [7]]}
+        (scores,) = engine.score(ids, {price_name: price}).values()
+        example = data(2, 1)
+        for key, bags in ids.items():
+            example[f"{key}.values"] = torch.tensor([each for bag in bags for each in bag])
+            example[f"{key}.lengths"] = torch.tensor([len(bag) for bag in bags], dtype=torch.int32)
+        example["price"] = torch.from_numpy(price)
+        with torch.no_grad():
+            np.testing.assert_allclose(scores, module(example).numpy(), atol=1e-6)
+        with pytest.raises(InvalidRequest, match="expected as many ids as 'item_id' has in each sample"):
+            engine.score({**ids, "item_id": [[4], [5, 6]]}, {price_name: price})
+
+
 @pytest.mark.parametrize(
     ("is_small", "make"), one_in(2, [(small, make) for small in (True, False) for make in REFUSED])
 )
@@ -200,9 +226,6 @@ def test_values_and_lengths_that_are_changed_are_refused_by_name(
     """Also where an example, whose ids are small and few, would not show it."""
     module = Making(make, weighted=make is weights_doubled).eval()
     data = data_of(6, 0, most=4 if is_small else 9)
-    if make is of_another_key:
-        data["item_id.lengths"] = data["user_id.lengths"].clone()
-        data["item_id.values"] = torch.arange(int(data["user_id.lengths"].sum()))
     for key in KEYS if is_small else ():
         data[f"{key}.values"] %= 10
     if make is cut_elsewhere:
