@@ -32,7 +32,7 @@ class ExportConfig:
         checkpoint_prefix: what the keys of the model begin with in its checkpoint. None: the only prefix under which
             all of them fit.
         trained_memory_bytes: with a checkpoint, the trained model is run, and compared with what serves, if its
-            tables take at most so many bytes in FP32. None: half of the memory that is free. 0: it is not run.
+            tables take at most this many bytes in FP32. None: half of the free memory. 0: it is not run.
         output_dtype: dtype of the pooled embeddings.
         id_dtype: dtype of the ids in a request on the wire. INT32 halves their bytes.
         sums_dtype: dtype of the partial sums that hosts answer a router with. FP16 halves what travels; answers are

@@ -84,8 +84,8 @@ def _along(numbers: Tensor, other: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (other.dim() - 1))
 
 
-# Inputs are moved by so much of each, about two units of the dtype in which a dense part computes; and its scores may
-# move by so many times as much: it rounds at each of its steps, and a sum of n products n times.
+# How far inputs are moved, relative to each: about two units of the dtype in which a dense part computes. Its scores
+# may move by `_STEPS` times what that gives, because it rounds at each of its steps, and a sum of n products n times.
 _NUDGE = {DenseDtype.FP32: 2**-22, DenseDtype.BF16: 2**-7, DenseDtype.INT8: 2**-22}
 _STEPS = 16
 
@@ -112,7 +112,7 @@ class Rounding:
         self._is_usual = is_usual
 
     def explains(self, name: str, others: Numbers) -> bool:
-        """Whether an output may have these numbers, too."""
+        """Whether rounding explains that an output has these numbers instead."""
         numbers = self._numbers[name]
         limit = allowed(numbers, self._dtype)
         if (off := largest(others, numbers)) <= limit:

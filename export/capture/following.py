@@ -35,7 +35,7 @@ def followable(
     """In the block, torch.export can follow what it could not, and what is decided meanwhile is noted.
 
     Its `checks` pass. Of what else the model asks, the comparisons with the numbers `otherwise` come out the other
-    way. Its clock is so many seconds ahead.
+    way. Its clock is that many seconds ahead.
     """
     noted = Noted()
     run_as_is = torch.no_grad(), evaluating(model), quiet(), _as_if_run(model, noted, later_s)

@@ -181,7 +181,7 @@ _PRODUCTS = ("aten.matmul.default", "aten.bmm.default", "aten.mm.default")
 class _Padded:
     """Follows whose ids the positions of padded tensors are, and notes where those of two meet.
 
-    Of a step that is not known here, nobody knows.
+    A step that is not known here drops the positions, which leaves the key undecided.
 
     Args:
         found: gets what meets.

@@ -37,7 +37,7 @@ class FromExample:
         signature: what its arguments are made of.
         graph: of its forward.
         collections: of the model.
-        undecided: by name, why nobody knows of which key some numbers are that no collection looks up.
+        undecided: numbers whose key could not be decided, by name, each with the reason.
     """
 
     signature: Signature

@@ -60,8 +60,8 @@ def answers_behind(
         others: what may be given, and some models cannot be run on.
 
     Returns:
-        [B, …] by output, as they are served, for each probe, then for each of the others; None: it cannot be run on
-        it, or checks its numbers and refuses those of a probe that is not the first.
+        [B, …] by output, as they are served, for each probe, then for each of `others`. None where the model cannot
+        be run on one, or refuses the numbers of a probe after the first.
 
     Raises:
         ModelError: it cannot be run on a probe, answers with something else, or changes a buffer.

@@ -93,7 +93,7 @@ class _Node:
 
     @property
     def wrapped(self) -> "_Node | None":
-        """What is in the only wrapper here. None: there is none, or there are several."""
+        """The node in the only wrapper here, or None if there is not exactly one."""
         inner = [child for name, child in self.children.items() if name in WRAPPERS]
         return inner[0] if len(inner) == 1 else None
 
@@ -206,7 +206,7 @@ def _named(source: str, root: _Node, model: ModelKeys, prefix: str) -> _Candidat
 
 
 def _only(source: str, candidates: list[_Candidate], model: ModelKeys) -> _Candidate:
-    """The only candidate with all keys; where there is none, the one that lacks the fewest.
+    """The only candidate with all keys; if no candidate has all, the one that lacks the fewest.
 
     Raises:
         CheckpointError: there are several; or the only one may be another than the one that was trained, which lacks

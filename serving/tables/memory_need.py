@@ -47,7 +47,7 @@ class MemoryNeed:
         return max(self.weights_bytes + twice, ceil(self.weights_bytes / MOST_OF_MEMORY))
 
     def switching_bytes(self, weights_bytes: int) -> int:
-        """`limit_bytes` where a second version, with so many bytes of weights, is loaded beside the first."""
+        """`limit_bytes` while a second version with `weights_bytes` is loaded beside the first."""
         return self.limit_bytes + weights_bytes + self.instances * (PROCESS_BYTES + self.shared_bytes)
 
 
