@@ -2,7 +2,7 @@
 
 import operator
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,16 +36,20 @@ _WHOLE = (
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a step draws random numbers. Dropout does not, in eval mode."""
-    op = node.target
-    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+    """Whether a step draws random numbers."""
+    return isinstance(node.target, torch._ops.OpOverload) and draws(node.target, node.args, node.kwargs)
+
+
+def draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers. Dropout does not, in eval mode."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    arguments = op._schema.arguments
-    given: dict[str, Any] = {each.name: each.default_value for each in arguments}
-    given |= {**dict(zip(given, node.args, strict=False)), **node.kwargs}
+    given: dict[str, Any] = {each.name: each.default_value for each in op._schema.arguments}
+    given |= {**dict(zip(given, args, strict=False)), **kwargs}
     # Dropout in eval mode, and attention without dropout, draw none.
     is_training = given.get("train", given.get("training", True))
-    return bool(is_training) and given.get("dropout_p") != 0.0
+    rate = given.get("p") if "dropout" in op.name() else given.get("dropout_p")
+    return bool(is_training) and rate != 0.0
 
 
 def inlined(module: fx.GraphModule) -> fx.GraphModule:

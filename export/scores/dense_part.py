@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
 from export.apart.probes import (
@@ -28,6 +29,7 @@ from export.apart.probes import (
 )
 from export.capture.given import Given
 from export.capture.stand_ins import Collections
+from export.capture.steps import draws
 from export.config import Example
 from export.errors import ModelError, ParityError, compiler_line
 from export.scores.behind import behind_example, behind_forward, behind_own
@@ -118,11 +120,16 @@ def dense_part(
         given, own_answers = _answers_of_model(entry, found, columns, given)
     module = with_weights(found, behind.path, trained.found.collections, None if own is not None else checkpoint)
     run = partial(_run, entry, module, found)
-    answer_as_served(module, _answers(entry, module, found, given), found.outputs)
+    with _Draws() as drawn:
+        answer_as_served(module, _answers(entry, module, found, given), found.outputs)
+    drawn.expect_none(entry)
     probes = [given, *(probe for probe, _ in answered(run, scaled(given)))]
     if own is None:
         others = [] if example is None else [*other_requests(given, columns)]
-        answers = answers_behind(entry, found, module, columns, probes, [each for _, each in others])
+        with _Draws() as drawn:
+            answers = answers_behind(entry, found, module, columns, probes, [each for _, each in others])
+        if example is None:  # torch.fx runs what no input is part of, and keeps the numbers; torch.export does not
+            drawn.expect_none(entry)
         for probe, each in zip(probes, answers, strict=False):
             _check_cut(entry, each or {}, run, probe, is_usual=probe is probes[0])
         for (what, other), each in zip(others, answers[len(probes) :], strict=True):
@@ -226,6 +233,35 @@ def _answers_of_model(
         for (first, last), piece in zip(these.spans, pieces, strict=True):
             pooled[:, first:last] = piece
     return replace(given, embeddings=pooled, rows=rows), answer
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """In the block, records the operators that draw random numbers.
+
+    A comparison of answers does not show all of them: what is drawn may count for some requests alone, or be small.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if draws(func, args, kwargs or {}):
+            self._operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def expect_none(self, entry: nn.Module) -> None:
+        """Refuse a dense part that drew random numbers.
+
+        Raises:
+            ModelError: naming the operator.
+        """
+        if self._operators:
+            raise ModelError(
+                f"{type(entry).__name__}: what follows the collections draws random numbers in eval mode, by "
+                f"{self._operators[0]}: expected none, as no two of its answers are the same: draw them "
+                "`if self.training`"
+            )
 
 
 def _own_answer(entry: nn.Module, found: Cut, given: Given) -> dict[str, Numbers]:

@@ -95,7 +95,7 @@ def answers_behind(
         except ModelError:
             answers.append(None)
     for name, each in _buffers(own, columns):
-        if not torch.equal(each, before[name]):
+        if not _is_same(each, before[name]):
             raise ModelError(
                 f"{type(model).__name__}: its forward changes the buffer {name!r}: requests are scored by what they "
                 f"bring alone: {WAY_OUT}"
@@ -144,6 +144,13 @@ def _are_alike_after(
     finally:
         for each in changed:
             each.put_back()
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two buffers have the same numbers; NaN is the same as NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _are_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -252,8 +252,9 @@ def test_scores_are_not_exported_from_a_checkpoint_that_changes(
 
     def rows(self: Checkpoint, table: Any, start: int, stop: int) -> Tensor:
         stored = read(self, table, start, stop)
-        torch.save(other, tmp_path / "w.pt.part")
-        os.replace(tmp_path / "w.pt.part", path)
+        part = tmp_path / os.urandom(4).hex()  # rows are read by several threads
+        torch.save(other, part)
+        os.replace(part, path)
         return stored
 
     monkeypatch.setattr(Checkpoint, "rows", rows)
