@@ -48,7 +48,7 @@ def draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     given |= {**dict(zip(given, args, strict=False)), **kwargs}
     # Dropout in eval mode, and attention without dropout, draw none.
     is_training = given.get("train", given.get("training", True))
-    rate = given.get("p") if "dropout" in op.name() else given.get("dropout_p")
+    rate = given.get("p") if "dropout" in str(op) else given.get("dropout_p")
     return bool(is_training) and rate != 0.0
 
 
