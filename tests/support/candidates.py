@@ -1,5 +1,6 @@
 """A model with a number for each id of a history, and a score for each of a user's candidates; and what it is asked."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -103,4 +104,4 @@ def example() -> tuple[Session]:
 
 def build() -> nn.Module:
     """For `--model`."""
-    return MODULE
+    return copy.deepcopy(MODULE)  # a caller may move it to another device
