@@ -46,8 +46,10 @@ def renamed(state: dict[str, Any], prefix: str, random: np.random.Generator) -> 
 
 def moved_to_an_average(state: dict[str, Any], prefix: str, random: np.random.Generator) -> bool:
     """A whole average beside the model, which lacks a key."""
-    state |= {f"ema.{key.removeprefix(prefix)}": other(each) for key, each in state.items() if key.startswith(prefix)}
-    return removed(state, prefix or "", random)
+    key = own_key(state, prefix, random)  # before the average has keys, which all begin with the prefix ""
+    beside_an_average(state, prefix, random)
+    del state[key]
+    return False
 
 
 def doubled_in_a_wrapper(state: dict[str, Any], prefix: str, random: np.random.Generator) -> bool:
