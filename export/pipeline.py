@@ -24,8 +24,8 @@ from export.program.compile import compile_program, write_program
 from export.publish.draft import Draft, draft, next_version
 from export.rows.rank_files import DigestsBehind, store_rows
 from export.rows.table_error import TableError
-from export.scores.auc import measured
-from export.scores.dense_part import Scored, compare_scores, save_scores
+from export.scores.auc import with_labelled_auc
+from export.scores.dense_part import CompiledDensePart, compare_scores, save_scores
 from export.trained.checkpoint import WeightSource
 from export.trained.model_weights import open_weights
 from export.trained.tables import collect_tables
@@ -288,10 +288,10 @@ def _notes(prepared: Prepared, errors: Mapping[str, TableError], parts: Mapping[
     return tuple(dict.fromkeys(notes))
 
 
-def _measured(new: Draft, prepared: Prepared, scored: Scored, answers: Answers) -> DensePart:
+def _measured(new: Draft, prepared: Prepared, scored: CompiledDensePart, answers: Answers) -> DensePart:
     """The dense part for the manifest: how far its scores are from the trained model's, and their AUC."""
     part = compare_scores(scored, answers.requested)
-    return measured(new.path, scored, part, prepared.labelled) if prepared.labelled else part
+    return with_labelled_auc(new.path, scored, part, prepared.labelled) if prepared.labelled else part
 
 
 def _read_back(directory: Path) -> Bundle:

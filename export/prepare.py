@@ -15,9 +15,9 @@ from export.ids.id_maps import BuiltMaps, build_maps
 from export.plan.planner import plan_shards
 from export.rows.quantize import check_dim, smallest_dtype
 from export.scores.auc import LabelledRequest, read_labelled
-from export.scores.cut_example import follow_example
-from export.scores.dense_part import Scored, dense_part
-from export.scores.requests import columns_of
+from export.scores.dense_part import CompiledDensePart, compile_dense_part
+from export.scores.probe_inputs import collection_columns
+from export.scores.trace_example import trace_example
 from export.trained.checkpoint import Checkpoint, WeightSource
 from export.trained.loaded_tables import load_tables
 from export.trained.model_weights import load_weights, open_weights
@@ -202,7 +202,7 @@ class Prepared:
     manifest: Manifest
     maps: BuiltMaps
     runnable: Trained | None
-    scored: Scored | None
+    scored: CompiledDensePart | None
     labelled: Sequence[LabelledRequest]
     signing_key: Ed25519PrivateKey | None
     progress: Callable[[Progress], None]
@@ -250,9 +250,9 @@ def prepare(
         given = None if is_loaded else weights
         known = known_of_keys(maps.known, manifest)
         widths, dtype = config.dense_widths, config.dense_dtype
-        scored = dense_part(trained, manifest, known, widths, dtype, given, dense, example)
+        scored = compile_dense_part(trained, manifest, known, widths, dtype, given, dense, example)
         manifest = with_dense_part(manifest, scored.part)
     elif example is not None:
-        follow_example(trained.module, columns_of(trained, manifest), example)
+        trace_example(trained.module, collection_columns(trained, manifest), example)
     runnable = trained if is_loaded else None
     return Prepared(config, trained, weights, manifest, maps, runnable, scored, labelled, key, progress)

@@ -19,9 +19,9 @@ from export.parity.limits import compare_trained
 from export.parity.verify_scores import scored_of, verify_scores
 from export.prepare import with_position_weights
 from export.rows.table_error import Tally
-from export.scores.auc import LabelledRequest, measured, read_labelled
-from export.scores.dense_part import Scored
-from export.scores.requests import request_for
+from export.scores.auc import LabelledRequest, read_labelled, with_labelled_auc
+from export.scores.dense_part import CompiledDensePart
+from export.scores.probe_inputs import probe_request
 from export.trained.checkpoint import Checkpoint, WeightSource, blocks
 from export.trained.loaded_tables import load_tables
 from export.trained.model_weights import load_weights, open_weights
@@ -160,7 +160,7 @@ def verify(
         return verification
     part, failures = verify_scores(bundle, part, request, answers.requested, scored)
     if requests and scored is not None:
-        part = measured(path, scored, part, requests)
+        part = with_labelled_auc(path, scored, part, requests)
     return replace(verification, dense_part=part, failures=(*verification.failures, *failures))
 
 
@@ -178,7 +178,7 @@ class _Model:
     trained: Trained
     weights: Checkpoint
     is_loaded: bool
-    scored: Scored | None
+    scored: CompiledDensePart | None
 
 
 def _open_model(
@@ -224,7 +224,7 @@ def _request_for(bundle: Bundle) -> Tensors | None:
     if manifest.dense_part is None:
         return None
     maps = IdMaps.of(bundle.path, manifest)
-    return request_for(manifest, manifest.dense_part, known_of_keys({} if maps is None else maps.known, manifest))
+    return probe_request(manifest, manifest.dense_part, known_of_keys({} if maps is None else maps.known, manifest))
 
 
 def _host_bundles(router: Bundle, trusted: TrustedKeys | None) -> dict[int, Bundle]:

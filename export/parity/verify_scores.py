@@ -7,13 +7,13 @@ import msgspec
 import numpy as np
 import torch
 
-from export.apart.probes import allowed, largest, pieces_of, shown_to_mix
+from export.batchability.probes import largest_difference, probe_mixing, rounding_limit, split_sizes
 from export.capture.given import Given
 from export.config import Example
 from export.errors import ModelError
 from export.ids.id_maps import build_maps
-from export.scores.dense_part import Scored, compare_scores, dense_part
-from export.scores.requests import ByFeature, given_for, with_answer
+from export.scores.dense_part import CompiledDensePart, compare_scores, compile_dense_part
+from export.scores.probe_inputs import ByFeature, probe_inputs, with_embeddings
 from export.trained.checkpoint import Checkpoint
 from export.trained.tables import Trained
 from serving.bundle.opening import Bundle
@@ -29,14 +29,14 @@ def verify_scores(
     part: DensePart,
     request: Tensors,
     answer: ByFeature,
-    scored: Scored | None,
+    scored: CompiledDensePart | None,
 ) -> tuple[DensePart, list[str]]:
     """Score a probe with the published files.
 
     Args:
         bundle: its digests agree.
         part: its dense part.
-        request: of `scored`, or as `request_for` makes it.
+        request: of `scored`, or as `probe_request` makes it.
         answer: what its files answer to it, by feature; float32 or float16 [B, dim] or [n, dim].
         scored: the dense part of the model that it was exported from; None: scores are not compared with it.
 
@@ -47,7 +47,7 @@ def verify_scores(
         BundleError: torch cannot load the dense part, or it is another one.
     """
     program = DenseProgram(bundle, part)
-    given = with_answer(given_for(bundle.manifest, request, part) if scored is None else scored.given, answer)
+    given = with_embeddings(probe_inputs(bundle.manifest, request, part) if scored is None else scored.given, answer)
     together, alone = _answers(program, given)
     failures = [
         f"output {name!r}: requests that are scored together differ from each alone by {off:.3g}, expected at most "
@@ -57,7 +57,7 @@ def verify_scores(
     ]
     if not failures and not part.mixes_samples:
         by_id = {each.name: each.key for each in part.outputs if each.key is not None}
-        shown = shown_to_mix(partial(_scores, program), given, part.dtype, by_id)
+        shown = probe_mixing(partial(_scores, program), given, part.dtype, by_id)
         if shown is not None:
             failures.append(f"requests are scored together, but {shown}: export it again")
     if scored is None:
@@ -79,7 +79,7 @@ def verify_scores(
 
 def _answers(program: DenseProgram, given: Given) -> tuple[Outputs, Outputs]:
     """The scores of requests that are merged, and of each alone; by output, one request after another."""
-    sizes = pieces_of(given.samples)
+    sizes = split_sizes(given.samples)
     pieces = [given.at(chosen) for chosen in torch.split(torch.arange(given.samples), sizes)]
     inputs = [[each.numpy() for each in piece.tensors(program.part.jagged)[1:]] for piece in pieces]
     together = program.score(given.embeddings.numpy(), inputs, sizes)
@@ -100,13 +100,15 @@ def _joined(answers: list[Outputs]) -> Outputs:
 def _moved(part: DensePart, found: Outputs, expected: Mapping[str, Array]) -> Iterator[tuple[str, float, float]]:
     """By how much each output differs, and by how much it may."""
     for name, numbers in found.items():
-        yield name, largest(numbers, expected[name]), allowed(expected[name], part.dtype)
+        yield name, largest_difference(numbers, expected[name]), rounding_limit(expected[name], part.dtype)
 
 
 def _with_merged(part: DensePart, together: Outputs, alone: Outputs) -> DensePart:
     outputs = []
     for each in part.outputs:
-        parity = msgspec.structs.replace(each.parity, merged=largest(together[each.name], alone[each.name]))
+        parity = msgspec.structs.replace(
+            each.parity, merged=largest_difference(together[each.name], alone[each.name])
+        )
         outputs.append(msgspec.structs.replace(each, parity=parity))
     return msgspec.structs.replace(part, outputs=tuple(outputs))
 
@@ -118,7 +120,7 @@ def scored_of(
     weights: Checkpoint,
     is_saved: bool,
     example: Example | None,
-) -> Scored:
+) -> CompiledDensePart:
     """The dense part of a model, made as the published one was.
 
     Args:
@@ -138,7 +140,7 @@ def scored_of(
     widths = {} if example is not None else {each.name: each.shape[0] for each in part.inputs if each.shape}
     expected = f"{path}: expected a model with the dense inputs and outputs of this bundle, {part.schema}"
     try:
-        scored = dense_part(trained, manifest, known, widths, part.dtype, checkpoint, example=example)
+        scored = compile_dense_part(trained, manifest, known, widths, part.dtype, checkpoint, example=example)
     except (ConfigurationError, ModelError) as error:
         raise ModelError(f"{expected}: {error}") from error
     if scored.part.schema != part.schema:

@@ -14,8 +14,8 @@ import torch
 from export.capture.bags import bags_of
 from export.capture.given import Given
 from export.errors import ModelError, last_line
-from export.scores.dense_part import Scored
-from export.scores.requests import given_dense
+from export.scores.dense_part import CompiledDensePart
+from export.scores.probe_inputs import given_dense
 from export.trained.probe import kjt_of
 from serving.bundle.scores import DensePart, LabelledAuc, ScoreOutput
 from serving.engine import Engine
@@ -81,7 +81,9 @@ def read_labelled(path: Path) -> list[LabelledRequest]:
     return requests
 
 
-def measured(directory: Path, scored: Scored, part: DensePart, requests: Sequence[LabelledRequest]) -> DensePart:
+def with_labelled_auc(
+    directory: Path, scored: CompiledDensePart, part: DensePart, requests: Sequence[LabelledRequest]
+) -> DensePart:
     """A dense part with the AUC of its outputs: served, and of the trained model where that can be run.
 
     Outputs with several numbers for a sample have none. Nor has an output without labels, where they are by output.
@@ -180,7 +182,7 @@ def _served(engine: Engine, request: LabelledRequest) -> Mapping[str, npt.NDArra
         raise ConfigurationError(f"{request.where}: {error}") from error
 
 
-def _trained(engine: Engine, scored: Scored, request: LabelledRequest) -> Mapping[str, npt.NDArray[Any]]:
+def _trained(engine: Engine, scored: CompiledDensePart, request: LabelledRequest) -> Mapping[str, npt.NDArray[Any]]:
     """What the trained model answers to a request that the engine answers, too."""
     assert scored.answer is not None  # noqa: S101  it was asked
     manifest = engine.bundle.manifest

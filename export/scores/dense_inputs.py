@@ -15,10 +15,10 @@ from torch import Tensor, fx, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.fx.node import map_aggregate
 
-from export.apart.probes import as_served
+from export.batchability.probes import as_served
 from export.capture.graph import EMBEDDINGS
 from export.errors import CheckpointError, ModelError, QuantizeError
-from export.scores.cut import Cut, as_taken
+from export.scores.split_at_collections import DenseSubgraph, as_taken
 from export.trained.checkpoint import Checkpoint
 from export.trained.keyed import line_of
 from export.trained.model_weights import take_place
@@ -27,7 +27,7 @@ from serving.bundle.scores import SCORE_DTYPES, DenseDtype, DenseInput
 from serving.errors import ConfigurationError
 
 
-def inputs_of(cut: Cut, told: Mapping[str, int]) -> tuple[DenseInput, ...]:
+def inputs_of(cut: DenseSubgraph, told: Mapping[str, int]) -> tuple[DenseInput, ...]:
     """The dense inputs, with their widths.
 
     Args:
@@ -89,7 +89,7 @@ _WHOLE = ((torch.ops.aten.slice, 0, 0, sys.maxsize), (torch.ops.aten.to, torch.f
 _Spans = dict[fx.Node, tuple[int, int]]
 
 
-def without_copies(module: fx.GraphModule, width: int) -> fx.GraphModule:
+def merge_adjacent_columns(module: fx.GraphModule, width: int) -> fx.GraphModule:
     """A dense part that does not cut embeddings apart only to join neighbours again, as a loop over their keys does.
 
     What it joins may share memory with the embeddings, where `module` has a copy.
@@ -177,7 +177,9 @@ def _as_one(neighbours: list[fx.Node], embeddings: fx.Node, spans: _Spans) -> fx
     return embeddings.graph.call_function(torch.narrow, (embeddings, 1, first, last - first))
 
 
-def with_weights(found: Cut, path: str, collections: Iterable[str], checkpoint: Checkpoint | None) -> fx.GraphModule:
+def with_weights(
+    found: DenseSubgraph, path: str, collections: Iterable[str], checkpoint: Checkpoint | None
+) -> fx.GraphModule:
     """A copy of what was cut out, on the CPU, with the weights that serve.
 
     Args:

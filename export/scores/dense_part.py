@@ -12,31 +12,31 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
-from export.apart.probes import (
+from export.batchability.mixed_samples import find_branch, find_mixing, find_opaque_step
+from export.batchability.probes import (
     Numbers,
     Rounding,
     Run,
-    allowed,
     answered,
     as_served,
-    largest,
+    largest_difference,
     moved,
-    pieces_of,
+    probe_mixing,
+    rounding_limit,
     scale_of,
-    scaled,
-    shown_to_mix,
+    scaled_probes,
+    split_sizes,
 )
 from export.capture.given import Given
 from export.capture.stand_ins import Collections
 from export.capture.steps import draws
 from export.config import Example
 from export.errors import ModelError, ParityError, compiler_line
-from export.scores.behind import behind_example, behind_forward, behind_own
-from export.scores.cut import WAY_OUT, Cut, changes_inputs, keep_inputs
-from export.scores.dense_inputs import answer_as_served, with_dtype, with_weights, without_copies
+from export.scores.dense_inputs import answer_as_served, merge_adjacent_columns, with_dtype, with_weights
+from export.scores.dense_model import dense_model_of_example, dense_model_of_forward, dense_model_of_module
 from export.scores.eager_model import answers_behind, model_errors
-from export.scores.requests import ByFeature, columns_of, other_requests, with_answer
+from export.scores.probe_inputs import ByFeature, collection_columns, other_requests, with_embeddings
+from export.scores.split_at_collections import WAY_OUT, DenseSubgraph, changes_inputs, keep_inputs
 from export.trained.checkpoint import Checkpoint
 from export.trained.keyed import line_of
 from export.trained.managed import is_sequence, looking_up
@@ -50,7 +50,7 @@ from serving.request.tensors import Ids, Tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class CompiledDensePart:
     """A dense part that is ready to be written.
 
     Attributes:
@@ -72,7 +72,7 @@ class Scored:
     notes: tuple[str, ...] = ()
 
 
-def dense_part(
+def compile_dense_part(
     trained: Trained,
     manifest: Manifest,
     known: Mapping[str, Ids],
@@ -81,7 +81,7 @@ def dense_part(
     checkpoint: Checkpoint | None,
     own: nn.Module | None = None,
     example: Example | None = None,
-) -> Scored:
+) -> CompiledDensePart:
     """Cut the dense part out of a trained model, compile it, and compare it with the model.
 
     Args:
@@ -100,13 +100,13 @@ def dense_part(
         CheckpointError: a weight is missing.
         ParityError: what was cut out answers otherwise than the model.
     """
-    columns = columns_of(trained, manifest)
+    columns = collection_columns(trained, manifest)
     if own is not None:
-        behind = behind_own(trained, manifest, known, widths, own)
+        behind = dense_model_of_module(trained, manifest, known, widths, own)
     elif example is not None:
-        behind = behind_example(trained, manifest, columns, example)
+        behind = dense_model_of_example(trained, manifest, columns, example)
     else:
-        behind = behind_forward(trained, manifest, known, widths, columns)
+        behind = dense_model_of_forward(trained, manifest, known, widths, columns)
     entry, found, given = behind.entry, behind.cut, behind.given
     if keys := [each.name for each in behind.inputs if each.name in manifest.keys]:
         raise ModelError(
@@ -123,7 +123,7 @@ def dense_part(
     with _Draws() as drawn:
         answer_as_served(module, _answers(entry, module, found, given), found.outputs)
     drawn.expect_none(entry)
-    probes = [given, *(probe for probe, _ in answered(run, scaled(given)))]
+    probes = [given, *(probe for probe, _ in answered(run, scaled_probes(given)))]
     if own is None:
         others = [] if example is None else [*other_requests(given, columns)]
         with _Draws() as drawn:
@@ -134,7 +134,7 @@ def dense_part(
             _check_cut(entry, each or {}, run, probe, is_usual=probe is probes[0])
         for (what, other), each in zip(others, answers[len(probes) :], strict=True):
             _check_other(entry, what, each, next((own for _, own in answered(run, [other])), None))
-    serving = without_copies(module, given.embeddings.shape[1])
+    serving = merge_adjacent_columns(module, given.embeddings.shape[1])
     if changes_inputs(serving, given.tensors(found.jagged)):
         serving = module
         if changes_inputs(module, given.tensors(found.jagged)):
@@ -143,7 +143,7 @@ def dense_part(
     serve = partial(_run, entry, program, found)
     outputs = _compared(entry, run, serve, probes, dtype, found.by_id)
     mixed_by = _mixed_by(module, found, given, dtype, None if own is None else program)
-    mixed_by = mixed_by or shown_to_mix(serve, given, dtype, found.by_id)
+    mixed_by = mixed_by or probe_mixing(serve, given, dtype, found.by_id)
     part = DensePart(
         behind.inputs,
         outputs,
@@ -155,7 +155,7 @@ def dense_part(
         fixed_lengths={key: count for key, count in given.fixed.items() if key in manifest.keys},
     )
     part = msgspec.structs.replace(part, together=_together(part, manifest, given))
-    return Scored(program, part, behind.request, given, own_answers, answer, behind.notes)
+    return CompiledDensePart(program, part, behind.request, given, own_answers, answer, behind.notes)
 
 
 def _together(part: DensePart, manifest: Manifest, given: Given) -> tuple[tuple[str, ...], ...]:
@@ -171,7 +171,7 @@ def _together(part: DensePart, manifest: Manifest, given: Given) -> tuple[tuple[
 
 def _mixed_by(
     module: fx.GraphModule,
-    found: Cut,
+    found: DenseSubgraph,
     given: Given,
     dtype: DenseDtype,
     own: torch.jit.ScriptModule | None,
@@ -179,19 +179,19 @@ def _mixed_by(
     """What may let samples meet, as it is read off the operators; None: nothing."""
     if dtype is DenseDtype.INT8 and any(isinstance(each, nn.Linear) for each in module.modules()):
         return "INT8, which quantizes what an nn.Linear takes by the range that it has in a batch"
-    mixed_by = what_is_one_step(module) if own is None else what_branches(own)
+    mixed_by = find_opaque_step(module) if own is None else find_branch(own)
     by_id = {at: found.by_id[name] for at, name in enumerate(found.outputs) if name in found.by_id}
-    return mixed_by or what_mixes_samples(module, given, found.jagged, own, by_id)
+    return mixed_by or find_mixing(module, given, found.jagged, own, by_id)
 
 
-def compare_scores(scored: Scored, answer: ByFeature) -> DensePart:
+def compare_scores(scored: CompiledDensePart, answer: ByFeature) -> DensePart:
     """The dense part with how far served scores are from those of the trained model.
 
     Args:
         scored: what was compiled.
         answer: of the published files to its request, by feature; float32 or float16, [B, dim], or [n, dim].
     """
-    given = with_answer(scored.given, answer)
+    given = with_embeddings(scored.given, answer)
     names = [each.name for each in scored.part.outputs]
     with torch.no_grad():
         found = scored.program(*given.tensors(scored.part.jagged))
@@ -215,7 +215,7 @@ def save_scores(program: torch.jit.ScriptModule, path: Path) -> None:
 
 
 def _answers_of_model(
-    entry: nn.Module, found: Cut, columns: Collections, given: Given
+    entry: nn.Module, found: DenseSubgraph, columns: Collections, given: Given
 ) -> tuple[Given, dict[str, Numbers]]:
     """What is given, with the embeddings and rows of the model itself; and what the model answers, by output."""
     heard: dict[nn.Module, Any] = {}
@@ -264,7 +264,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
 
 
-def _own_answer(entry: nn.Module, found: Cut, given: Given) -> dict[str, Numbers]:
+def _own_answer(entry: nn.Module, found: DenseSubgraph, given: Given) -> dict[str, Numbers]:
     """What the model itself answers, by output, to ids and dense inputs."""
     with torch.no_grad(), evaluating(entry), looking_up(entry), quiet():
         answer = found.answer(entry, given.copied())
@@ -278,9 +278,9 @@ def _check_cut(entry: nn.Module, model: Mapping[str, Tensor], run: Run, probe: G
         if not rounding.explains(name, numbers):
             raise ParityError(
                 f"{type(entry).__name__}: output {name!r}: what follows the collections answers otherwise than the "
-                f"model, by {largest(cut_out[name], numbers):.3g}: something that a graph of its forward does not "
-                f"have changes it, such as a hook, autocast, random numbers, += on a part of a tensor, or the fast "
-                f"path of nn.TransformerEncoder at padding (enable_nested_tensor=False): {WAY_OUT}"
+                f"model, by {largest_difference(cut_out[name], numbers):.3g}: something that a graph of its forward "
+                f"does not have changes it, such as a hook, autocast, random numbers, += on a part of a tensor, or "
+                f"the fast path of nn.TransformerEncoder at padding (enable_nested_tensor=False): {WAY_OUT}"
             )
 
 
@@ -292,21 +292,21 @@ def _check_other(
         numbers, own = each.numpy(), (cut_out or {})[name]
         if numbers.size == own.size:  # .squeeze() may have left out the dimension of one sample
             numbers = numbers.reshape(own.shape)
-        if largest(own, numbers) > allowed(numbers, DenseDtype.FP32):
+        if largest_difference(own, numbers) > rounding_limit(numbers, DenseDtype.FP32):
             raise ParityError(
                 f"{type(entry).__name__}: output {name!r}: its forward does something else for a request {what}, by "
-                f"{largest(own, numbers):.3g}: expected the same steps for any number of samples and ids, also at "
-                f"padding (nn.TransformerEncoder: enable_nested_tensor=False): {WAY_OUT}"
+                f"{largest_difference(own, numbers):.3g}: expected the same steps for any number of samples and ids, "
+                f"also at padding (nn.TransformerEncoder: enable_nested_tensor=False): {WAY_OUT}"
             )
 
 
-def _run(entry: nn.Module, module: nn.Module, found: Cut, given: Given) -> dict[str, Numbers]:
+def _run(entry: nn.Module, module: nn.Module, found: DenseSubgraph, given: Given) -> dict[str, Numbers]:
     """The outputs of a dense part, by name."""
     answers = _answers(entry, module, found, given)
     return {name: each.cpu().numpy() for name, each in zip(found.outputs, answers, strict=True)}
 
 
-def _answers(entry: nn.Module, module: nn.Module, found: Cut, given: Given) -> Sequence[Tensor]:
+def _answers(entry: nn.Module, module: nn.Module, found: DenseSubgraph, given: Given) -> Sequence[Tensor]:
     """What a dense part answers, in the order of its outputs."""
     what = f"its forward cannot be run for {given.samples} samples behind its collections"
     with torch.no_grad(), quiet(), model_errors(entry, what):
@@ -334,18 +334,20 @@ def _compared(
     for probe, (exact, served) in zip(probes, found if dtype is DenseDtype.FP32 else found[:1], strict=False):
         rounding = Rounding(run, probe, exact, dtype, is_usual=probe is probes[0])
         for name, numbers in exact.items():
-            off = largest(served[name], numbers)
+            off = largest_difference(served[name], numbers)
             if not (rounding.explains(name, served[name]) if dtype is DenseDtype.FP32 else np.isfinite(off)):
                 raise ParityError(
                     f"{type(entry).__name__}: output {name!r}: compiled, it is off by {off:.3g}, where the largest "
                     f"is {scale_of(numbers):.3g}"
                 )
-    (exact, served), sizes = found[0], pieces_of(probes[0].samples)
+    (exact, served), sizes = found[0], split_sizes(probes[0].samples)
     pieces = [serve(probes[0].at(piece)) for piece in torch.split(torch.arange(probes[0].samples), sizes)]
     outputs = []
     for name, numbers in exact.items():
         alone = np.concatenate([piece[name] for piece in pieces])
-        parity = ScoreParity(scale_of(numbers), largest(served[name], numbers), largest(served[name], alone))
+        parity = ScoreParity(
+            scale_of(numbers), largest_difference(served[name], numbers), largest_difference(served[name], alone)
+        )
         outputs.append(ScoreOutput(name, numbers.shape[1:], parity, by_id.get(name), SCORE_DTYPES[numbers.dtype]))
     return tuple(outputs)
 

@@ -9,13 +9,13 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 from torchrec.types import CacheMixin
 
-from export.apart.probes import as_served
+from export.batchability.probes import as_served
 from export.capture.given import Given
 from export.capture.noted import raised_by_model
 from export.capture.outside import NO_TIME, OutsideReads
 from export.capture.stand_ins import Collections, Columns, answering, jagged_tensors, keyed_tensor
 from export.errors import ExportError, ModelError, ParityError, last_line
-from export.scores.cut import WAY_OUT, Cut
+from export.scores.split_at_collections import WAY_OUT, DenseSubgraph
 from export.trained.managed import is_sequence, takes_weights
 from export.trained.model_weights import take_place
 from export.trained.running import Held, copied, evaluating, held, quiet
@@ -43,7 +43,7 @@ def model_errors(model: nn.Module, what: str, said: Callable[[Exception], str] =
 
 def answers_behind(
     model: nn.Module,
-    found: Cut,
+    found: DenseSubgraph,
     weights: fx.GraphModule,
     collections: Collections,
     probes: Sequence[Given],
@@ -157,7 +157,9 @@ def _are_alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return all(torch.allclose(each, other[name], 0, 0, equal_nan=True) for name, each in one.items())
 
 
-def _answer_behind(model: nn.Module, found: Cut, collections: Collections, given: Given) -> dict[str, Tensor]:
+def _answer_behind(
+    model: nn.Module, found: DenseSubgraph, collections: Collections, given: Given
+) -> dict[str, Tensor]:
     wrong: list[str] = []
 
     def answer(collection: nn.Module, columns: Columns, ids: KeyedJaggedTensor) -> Any:

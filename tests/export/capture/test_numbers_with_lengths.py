@@ -18,7 +18,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from export import export_model
 from export.capture.stand_ins import Columns
 from export.errors import ModelError
-from export.scores.cut_example import follow_example
+from export.scores.trace_example import trace_example
 from serving.engine import Engine
 from tests.support.asked import answered, assert_close
 from tests.support.models import Spec
@@ -205,7 +205,7 @@ def test_each_way_says_of_which_key_numbers_are_or_says_nothing(way: Any, are_eq
     module = Shop({"carts": way}).eval()
     lengths = drawn(np.random.default_rng(7), 5, are_equal=are_equal)
     collections = {module.rows: Columns(KEYS, KEYS, KEYS, [DIM] * len(KEYS), [])}
-    followed = follow_example(module, collections, call(lengths, {"carts": way}, 7)[2])
+    followed = trace_example(module, collections, call(lengths, {"carts": way}, 7)[2])
     assert followed.signature.numbers == ({"numbers.of_carts": "carts"} if way in TIED else {})
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from torchrec import KeyedJaggedTensor
 
 from export import export_model
-from export.scores.cut import changes_inputs
-from export.scores.dense_inputs import without_copies
+from export.scores.dense_inputs import merge_adjacent_columns
+from export.scores.split_at_collections import changes_inputs
 from serving.engine import Engine
 from serving.lookup.program import load_fbgemm
 from tests.support.models import collection
@@ -86,7 +86,7 @@ def test_what_is_not_copied_is_the_same_bits(writes: bool) -> None:
     random, fewer, kept = np.random.default_rng(0), 0, 0
     for _ in range(150):
         module = random_steps(random, writes=writes)
-        light = without_copies(module, WIDTH)
+        light = merge_adjacent_columns(module, WIDTH)
         given = torch.from_numpy(random.random((3, WIDTH), np.float32))
         if changes_inputs(light, [given]):
             kept += 1

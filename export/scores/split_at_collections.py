@@ -100,7 +100,7 @@ def not_tensors(model: nn.Module, got: str) -> ModelError:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DenseSubgraph:
     """What follows the collections of a model.
 
     Attributes:
@@ -120,7 +120,7 @@ class Cut:
     is_timeless: bool = False
 
 
-def cut(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> Cut:
+def split_at_collections(entry: nn.Module, collections: Mapping[nn.Module, Columns]) -> DenseSubgraph:
     """Cut `entry` behind its collections.
 
     Args:
@@ -166,7 +166,7 @@ def finished(
     module: fx.GraphModule,
     inputs: tuple[str, ...],
     answer: Callable[[nn.Module, Given], Any],
-) -> Cut:
+) -> DenseSubgraph:
     """What follows collections, ready to be compiled.
 
     Args:
@@ -194,7 +194,7 @@ def finished(
             raise not_tensors(model, type(found).__name__)
         return tensors
 
-    return Cut(fx.GraphModule(module, module.graph, type(model).__name__), inputs, outputs, named)
+    return DenseSubgraph(fx.GraphModule(module, module.graph, type(model).__name__), inputs, outputs, named)
 
 
 def changes_inputs(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bool:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from export.apart.probes import shown_to_mix
+from export.batchability.probes import probe_mixing
 from serving.bundle.scores import DenseDtype
-from tests.export.apart.test_mixed_samples import given, read, run
+from tests.export.batchability.test_mixed_samples import given, read, run
 
 
 class Drawn(nn.Module):
@@ -71,5 +71,5 @@ def test_random_forwards_that_are_read_as_apart_are_apart(count: int) -> None:
         assert (found is None) == (not {*module.steps} & MEETING.keys()), (module.steps, found)
         if found is None:
             kept += 1
-            assert shown_to_mix(partial(run, module, ["x"]), given(), DenseDtype.FP32, {}) is None
+            assert probe_mixing(partial(run, module, ["x"]), given(), DenseDtype.FP32, {}) is None
     assert count // 4 <= kept <= 3 * count // 4

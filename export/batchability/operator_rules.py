@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from export.apart.samples import Call, Rows, per_sample
+from export.batchability.sample_axis import Call, Rows, per_sample
 
 # The rules: where the samples of an answer are. None: this use of the operator is not known to keep them apart.
 

@@ -14,11 +14,11 @@ from export.capture.graph import EMBEDDINGS
 from export.capture.stand_ins import Collections
 from export.config import Example
 from export.errors import ModelError
-from export.scores.cut import Cut, cut, finished, not_tensors, tensors_of
-from export.scores.cut_example import follow_example
 from export.scores.dense_inputs import inputs_of
 from export.scores.eager_model import model_errors
-from export.scores.requests import given_for, request_for, request_of, spans_of
+from export.scores.probe_inputs import probe_inputs, probe_request, request_of, spans_of
+from export.scores.split_at_collections import DenseSubgraph, finished, not_tensors, split_at_collections, tensors_of
+from export.scores.trace_example import trace_example
 from export.trained.managed import is_sequence
 from export.trained.running import copied, quiet
 from export.trained.tables import Trained
@@ -29,7 +29,7 @@ from serving.request.tensors import Ids, Tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class DenseModel:
     """What follows the collections of a model, before it is given its weights.
 
     Attributes:
@@ -44,45 +44,47 @@ class Behind:
 
     path: str
     entry: nn.Module
-    cut: Cut
+    cut: DenseSubgraph
     inputs: tuple[DenseInput, ...]
     request: Tensors
     given: Given
     notes: tuple[str, ...] = ()
 
 
-def behind_own(
+def dense_model_of_module(
     trained: Trained, manifest: Manifest, known: Mapping[str, Ids], widths: Mapping[str, int], own: nn.Module
-) -> Behind:
+) -> DenseModel:
     """A module of the user's own, in place of what follows; arguments as `export.scores.dense_part.dense_part`."""
     _expect_pooled(trained)
     found = around(own, spans_of(manifest), widths)
-    inputs, request = inputs_of(found, widths), request_for(manifest, None, known)
-    return Behind("", own, found, inputs, request, given_for(manifest, request, inputs))
+    inputs, request = inputs_of(found, widths), probe_request(manifest, None, known)
+    return DenseModel("", own, found, inputs, request, probe_inputs(manifest, request, inputs))
 
 
-def behind_example(trained: Trained, manifest: Manifest, columns: Collections, example: Example) -> Behind:
+def dense_model_of_example(
+    trained: Trained, manifest: Manifest, columns: Collections, example: Example
+) -> DenseModel:
     """What follows, as torch.export followed the model from a call of it; arguments likewise."""
-    followed = follow_example(trained.module, columns, example)
+    followed = trace_example(trained.module, columns, example)
     found, inputs, notes = followed.cut(trained.module)
     given = followed.given(found)
-    return Behind("", trained.module, found, inputs, request_of(manifest, given.bags), given, tuple(notes))
+    return DenseModel("", trained.module, found, inputs, request_of(manifest, given.bags), given, tuple(notes))
 
 
-def behind_forward(
+def dense_model_of_forward(
     trained: Trained,
     manifest: Manifest,
     known: Mapping[str, Ids],
     widths: Mapping[str, int],
     columns: Collections,
-) -> Behind:
+) -> DenseModel:
     """What follows, as torch.fx followed the model; arguments likewise."""
     _expect_pooled(trained)
     path, entry = _entry(trained)
-    found = cut(entry, columns)
-    inputs, request = inputs_of(found, widths), request_for(manifest, None, known)
+    found = split_at_collections(entry, columns)
+    inputs, request = inputs_of(found, widths), probe_request(manifest, None, known)
     notes = tuple(said_of_names(found.outputs))
-    return Behind(path, entry, found, inputs, request, given_for(manifest, request, inputs), notes)
+    return DenseModel(path, entry, found, inputs, request, probe_inputs(manifest, request, inputs), notes)
 
 
 def _entry(trained: Trained) -> tuple[str, nn.Module]:
@@ -107,7 +109,7 @@ def _expect_pooled(trained: Trained) -> None:
             )
 
 
-def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping[str, int]) -> Cut:
+def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping[str, int]) -> DenseSubgraph:
     """`own` behind the embeddings of a lookup, side by side.
 
     Args:

@@ -21,17 +21,17 @@ _ROUNDING_OF = {DenseDtype.FP32: _ROUNDING, DenseDtype.BF16: 2**-6, DenseDtype.I
 _PIECES = (1, 3)
 
 
-def pieces_of(samples: int) -> list[int]:
+def split_sizes(samples: int) -> list[int]:
     """The samples of each of the requests that a probe is cut into, to see whether samples are mixed."""
     return [*_PIECES, samples - sum(_PIECES)]
 
 
-def allowed(numbers: npt.NDArray[Any], dtype: DenseDtype) -> float:
+def rounding_limit(numbers: npt.NDArray[Any], dtype: DenseDtype) -> float:
     """By how much scores of the same numbers may differ."""
     return _ROUNDING_OF[dtype] * scale_of(numbers)
 
 
-def largest(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
+def largest_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
     """The largest |difference|; infinity where shapes differ, or one number is finite and the other is not."""
     if one.shape != other.shape:
         return float("inf")
@@ -66,7 +66,7 @@ Run = Callable[[Given], Mapping[str, Numbers]]
 _SCALES = (1e-3, 1.0, 1e3, 1e6)
 
 
-def scaled(given: Given) -> list[Given]:
+def scaled_probes(given: Given) -> list[Given]:
     """Seeded floats in place of those that are given, of both signs: of each of several sizes, and of different sizes
     by sample."""
     generator = torch.Generator().manual_seed(1)
@@ -114,8 +114,8 @@ class Rounding:
     def explains(self, name: str, others: Numbers) -> bool:
         """Whether rounding explains that an output has these numbers instead."""
         numbers = self._numbers[name]
-        limit = allowed(numbers, self._dtype)
-        if (off := largest(others, numbers)) <= limit:
+        limit = rounding_limit(numbers, self._dtype)
+        if (off := largest_difference(others, numbers)) <= limit:
             return True
         if self._is_usual or name not in self._moved or not np.isfinite(off):
             return False
@@ -128,7 +128,7 @@ class Rounding:
         Empty where two runs of the same inputs differ, as those of random numbers do: then nothing is rounding.
         """
         for _, again in answered(self._run, [self._probe, self._probe]):
-            if any(largest(again[name], numbers) > 0 for name, numbers in self._numbers.items()):
+            if any(largest_difference(again[name], numbers) > 0 for name, numbers in self._numbers.items()):
                 return {}
         generator = torch.Generator().manual_seed(3)
         unit = _NUDGE[self._dtype]
@@ -144,10 +144,10 @@ class Rounding:
         return found
 
 
-def shown_to_mix(run: Run, given: Given, dtype: DenseDtype, by_id: Mapping[str, str]) -> str | None:
+def probe_mixing(run: Run, given: Given, dtype: DenseDtype, by_id: Mapping[str, str]) -> str | None:
     """What shows that a dense part lets samples meet; None: nothing was seen.
 
-    What is not seen may be there all the same: `export.apart.mixed_samples` reads it off the operators.
+    What is not seen may be there all the same: `export.batchability.mixed_samples` reads it off the operators.
 
     Args:
         run: the dense part.
@@ -156,7 +156,7 @@ def shown_to_mix(run: Run, given: Given, dtype: DenseDtype, by_id: Mapping[str, 
         by_id: the outputs with a row for each id of a key, and the key of each.
     """
     samples = given.samples
-    for probe, together in answered(run, [given, *scaled(given)]):
+    for probe, together in answered(run, [given, *scaled_probes(given)]):
         rounding = Rounding(run, probe, together, dtype, is_usual=probe is given)
         for what, requests in _other_requests(samples):
             alone = [run(probe.at(chosen)) for chosen in requests]
@@ -168,7 +168,7 @@ def shown_to_mix(run: Run, given: Given, dtype: DenseDtype, by_id: Mapping[str, 
     together = run(given)
     nothing = given.with_floats(lambda _, old: torch.full_like(old, torch.nan))
     for sample in (0, samples - 1):
-        others = [_with_other(given, probe, sample) for probe in (nothing, *scaled(given))]
+        others = [_with_other(given, probe, sample) for probe in (nothing, *scaled_probes(given))]
         for _, found in answered(run, others):
             for name, numbers in together.items():
                 is_other = np.ones(len(numbers), np.bool_)
@@ -197,4 +197,4 @@ def answered(run: Run, probes: Sequence[Given]) -> Iterator[tuple[Given, Mapping
 def _other_requests(samples: int) -> list[tuple[str, list[Tensor]]]:
     """The same samples in other requests: the places of the samples of each."""
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(2))
-    return [("alone", list(torch.split(torch.arange(samples), pieces_of(samples)))), ("in another order", [order])]
+    return [("alone", list(torch.split(torch.arange(samples), split_sizes(samples)))), ("in another order", [order])]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from export.apart.samples import Rows, is_number
+from export.batchability.sample_axis import Rows, is_number
 
 _OFFSETS = "fbgemm.asynchronous_complete_cumsum.default"
 # (values, offsets, …): they answer with rows and the offsets that they were given.

@@ -1,8 +1,9 @@
 """Whether a dense part keeps the samples of a batch apart: read off its operators, for any number of samples.
 
 torch.export says which operators of core ATen a dense part is made of, and with which shapes, the number of samples
-being a symbol. Each operator has to be known to keep samples apart where it is used so (`export.apart.operators`).
-All others may let samples meet: requests are then scored one by one. Nothing is run.
+being a symbol. Each operator has to be known to keep samples apart where it is used so
+(`export.batchability.operator_rules`). All others may let samples meet: requests are then scored one by one. Nothing
+is run.
 """
 
 import io
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from export.apart.jagged import Counts, rows_of_jagged, rows_of_numbered
-from export.apart.operators import rows_behind
-from export.apart.samples import Call, Rows, fits, is_number, is_numbering, per_sample
+from export.batchability.jagged import Counts, rows_of_jagged, rows_of_numbered
+from export.batchability.operator_rules import rows_behind
+from export.batchability.sample_axis import Call, Rows, fits, is_number, is_numbering, per_sample
 from export.capture.given import Given
 from export.capture.noted import Noted, decided_by_ids, noting, symbols_of
 from export.errors import first_line
@@ -41,7 +42,7 @@ _COMPARED = 61
 _WRITTEN_OTHERWISE = (torch.ops.aten._to_copy.default, torch.ops.aten.slice.Tensor)
 
 
-def what_mixes_samples(
+def find_mixing(
     module: fx.GraphModule,
     given: Given,
     jagged: Sequence[JaggedInput] = (),
@@ -112,7 +113,7 @@ def _dims(given: Given, jagged: Sequence[JaggedInput]) -> tuple[dict[int, Any], 
     return tuple({0: samples if key is None else size} for key, size in zip(keys, sizes, strict=True))
 
 
-def what_is_one_step(module: fx.GraphModule) -> str | None:
+def find_opaque_step(module: fx.GraphModule) -> str | None:
     """A function or module that is one step of a graph, and neither torch's nor torchrec's; None: there is none.
 
     Or a layer with hooks. It may do something else for other numbers of samples, which torch.export does not see,
@@ -138,7 +139,7 @@ def _hooked(layer: nn.Module) -> nn.Module | None:
     return None
 
 
-def what_branches(program: torch.jit.ScriptModule) -> str | None:
+def find_branch(program: torch.jit.ScriptModule) -> str | None:
     """What in a program is done or not, or how often, as numbers say, or their count; None: nothing.
 
     torch.export sees one of the branches alone.

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.apart.probes import Rounding, scaled, shown_to_mix
+from export.batchability.probes import Rounding, probe_mixing, scaled_probes
 from export.capture.given import Given
 from serving.bundle.scores import DenseDtype
-from tests.export.apart.test_mixed_samples import DENSE, SAMPLES, WIDTH, given
+from tests.export.batchability.test_mixed_samples import DENSE, SAMPLES, WIDTH, given
 
 TASKS = 150
 Scores = Callable[[Given], Mapping[str, Any]]
@@ -50,10 +50,10 @@ def cancelled(inputs: Given) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("scores", [gates, towers, cancelled])
 def test_sums_in_another_order_are_no_other_samples(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown_to_mix(scores, given(), DenseDtype.FP32, {}) is None
+    assert probe_mixing(scores, given(), DenseDtype.FP32, {}) is None
     if scores is towers:
         monkeypatch.setattr(Rounding, "_moved", {})  # a limit of 1e-5 alone takes it for mixing
-        assert shown_to_mix(scores, given(), DenseDtype.FP32, {}) == "output 's' is another one for samples alone"
+        assert probe_mixing(scores, given(), DenseDtype.FP32, {}) == "output 's' is another one for samples alone"
 
 
 def centred(inputs: Given) -> Mapping[str, Any]:
@@ -73,13 +73,13 @@ def above(inputs: Given) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("scores", [centred, by_their_number, above])
 def test_samples_that_meet_are_still_seen(scores: Scores) -> None:
-    assert shown_to_mix(scores, given(), DenseDtype.FP32, {}) is not None
+    assert probe_mixing(scores, given(), DenseDtype.FP32, {}) is not None
 
 
 def test_more_than_rounding_is_not_explained() -> None:
     """At each size but the smallest, where a sigmoid is 0.5: a change of one part in a thousand."""
     generator = torch.Generator().manual_seed(0)
-    for probe in scaled(given())[1:]:
+    for probe in scaled_probes(given())[1:]:
         numbers = towers(probe)
         rounding = Rounding(towers, probe, numbers, DenseDtype.FP32, is_usual=False)
         assert rounding.explains("s", numbers["s"])
@@ -101,7 +101,7 @@ def test_a_model_of_experts_keeps_samples_apart(seed: int) -> None:
             mixed = gate(x).softmax(1).unsqueeze(1) @ torch.stack([expert(x) for expert in bottom], 1)
             return {"click": torch.sigmoid(tower(mixed.squeeze(1))).numpy(), "gate": gate(x).softmax(1).numpy()}
 
-    assert shown_to_mix(partial(scores, experts), given(), DenseDtype.FP32, {}) is None
+    assert probe_mixing(partial(scores, experts), given(), DenseDtype.FP32, {}) is None
 
 
 def test_rounding_explains_nothing_of_random_numbers_nor_at_the_usual_size() -> None:
@@ -111,7 +111,7 @@ def test_rounding_explains_nothing_of_random_numbers_nor_at_the_usual_size() -> 
     def chaotic(inputs: Given) -> Mapping[str, Any]:
         return {"s": np.sin(1e9 * towers(inputs)["s"])}
 
-    for probe in scaled(given()):
+    for probe in scaled_probes(given()):
         numbers = random(probe)
         assert not Rounding(random, probe, numbers, DenseDtype.FP32, is_usual=False).explains("s", random(probe)["s"])
     numbers = chaotic(given())

@@ -21,7 +21,7 @@ from export.capture.stand_ins import Collections, keys_of_features
 from export.capture.steps import rows_read_by
 from export.config import Example
 from export.errors import ModelError
-from export.scores.cut import Cut
+from export.scores.split_at_collections import DenseSubgraph
 from export.trained.managed import takes_weights
 from serving.bundle.scores import INPUT_DTYPES, DenseInput, InputDtype, JaggedInput, JaggedKind, wrong_names
 
@@ -45,7 +45,7 @@ class FromExample:
     collections: Collections
     undecided: Mapping[str, str]
 
-    def cut(self, model: nn.Module) -> tuple[Cut, tuple[DenseInput, ...], list[str]]:
+    def cut(self, model: nn.Module) -> tuple[DenseSubgraph, tuple[DenseInput, ...], list[str]]:
         """What follows the collections; its dense inputs; and what of the example requests do not bring, a line each.
 
         Raises:
@@ -82,7 +82,7 @@ class FromExample:
             return {name: found[name].movedim(each.dim, 0) for name, each in outputs.items()}
 
         by_id = {name: each.key for name, each in outputs.items() if each.key is not None}
-        cut = Cut(module, tuple(paths), tuple(outputs), answer, jagged, by_id, is_timeless=True)
+        cut = DenseSubgraph(module, tuple(paths), tuple(outputs), answer, jagged, by_id, is_timeless=True)
         return cut, dense, [*self._said(taken, outputs)]
 
     def _repeated(self, path: str, samples: int) -> Tensor:
@@ -141,7 +141,7 @@ class FromExample:
             key = signature.numbers[each.name]
             yield f"example: {each.name} has a row for each id of {key}, and comes as a dense input"
 
-    def given(self, cut: Cut) -> Given:
+    def given(self, cut: DenseSubgraph) -> Given:
         """What the dense part is given for rows of the example, drawn from its samples, with random embeddings.
 
         Its keys of fixed length are those that the forward makes itself, and those of which the dense part takes any.
@@ -157,7 +157,7 @@ def _numbers(taken: Iterable[Input]) -> Iterator[JaggedInput]:
     yield from (each for each in taken if isinstance(each, JaggedInput) and each.kind is JaggedKind.NUMBERS)
 
 
-def follow_example(model: nn.Module, collections: Collections, example: Example) -> FromExample:
+def trace_example(model: nn.Module, collections: Collections, example: Example) -> FromExample:
     """Follow a model from one call of it, and see that ids reach its collections unchanged.
 
     Args:

@@ -24,7 +24,7 @@ from serving.request.tensors import Ids, Tensors
 ByFeature = Mapping[str, npt.NDArray[Any]]
 
 
-def with_answer(given: Given, answer: ByFeature) -> Given:
+def with_embeddings(given: Given, answer: ByFeature) -> Given:
     """What is given, with embeddings and rows of an answer to its request, by feature."""
     pooled = [each for name, each in answer.items() if name not in given.keys]
     embeddings = np.concatenate(pooled, axis=1) if pooled else np.zeros((given.samples, 0), np.float32)
@@ -71,7 +71,7 @@ def given_dense(inputs: Sequence[DenseInput], dense: Mapping[str, Tensor], given
     return replace(given, dense=by_sample, bags={**given.bags, **numbers}, keys={**given.keys, **by_id})
 
 
-def request_for(manifest: Manifest, part: DensePart | None, known: Mapping[str, Ids]) -> Tensors:
+def probe_request(manifest: Manifest, part: DensePart | None, known: Mapping[str, Ids]) -> Tensors:
     """A request for scores, where no example of a call is known.
 
     A model that takes ids or rows may take no more ids of a key than it was trained with: there is one in each bag.
@@ -88,7 +88,7 @@ def request_for(manifest: Manifest, part: DensePart | None, known: Mapping[str, 
     return make_probe(manifest, known, ones | part.fixed_lengths)
 
 
-def given_for(manifest: Manifest, request: Tensors, part: DensePart | Sequence[DenseInput]) -> Given:
+def probe_inputs(manifest: Manifest, request: Tensors, part: DensePart | Sequence[DenseInput]) -> Given:
     """What a dense part is given beside a request, with random embeddings and rows.
 
     Args:
@@ -115,7 +115,7 @@ def given_for(manifest: Manifest, request: Tensors, part: DensePart | Sequence[D
     )
 
 
-def columns_of(trained: Trained, manifest: Manifest) -> dict[nn.Module, Columns]:
+def collection_columns(trained: Trained, manifest: Manifest) -> dict[nn.Module, Columns]:
     """Where the answers of each collection are in those of the bundle."""
     spans, dims = (
         spans_of(manifest),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from export.apart.mixed_samples import what_branches, what_is_one_step, what_mixes_samples
-from export.apart.probes import shown_to_mix
+from export.batchability.mixed_samples import find_branch, find_mixing, find_opaque_step
+from export.batchability.probes import probe_mixing
 from export.capture.given import Given
 from serving.bundle.scores import DenseDtype
 
@@ -58,7 +58,7 @@ def given() -> Given:
 
 
 def read(module: nn.Module) -> str | None:
-    return what_mixes_samples(as_graph(module), given())
+    return find_mixing(as_graph(module), given())
 
 
 def blocks(e: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ APART: dict[str, Forward] = {
 def test_what_keeps_samples_apart_is_read_so() -> None:
     module = Parts(APART)
     assert read(module) is None
-    assert shown_to_mix(partial(run, module, list(APART)), given(), DenseDtype.FP32, {}) is None
+    assert probe_mixing(partial(run, module, list(APART)), given(), DenseDtype.FP32, {}) is None
 
 
 def run(module: nn.Module, names: list[str], given: Given) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def test_where_samples_meet_is_named_with_the_line_of_the_model() -> None:
     tracer.record_stack_traces = True
     module = Surges()
     graph = fx.GraphModule(module, tracer.trace(module))
-    found = what_mixes_samples(graph, given())
+    found = find_mixing(graph, given())
     assert found is not None
     assert found.startswith("aten.sum.dim_IntList at test_mixed_samples.py, line ")
     assert found.endswith("`return embeddings + numbers.sum() * 0.1  # to blame`")
@@ -292,7 +292,7 @@ class Counts(nn.Module):
 def test_branches_that_the_number_of_samples_decides_are_found(module: type[nn.Module], why: str | None) -> None:
     """torch.export takes it that there are two samples or more, and follows one branch."""
     program: Any = torch.jit.freeze(torch.jit.script(module().eval()))
-    found = what_branches(program)
+    found = find_branch(program)
     assert (found is None) == (why is None)
     assert found is None or found.startswith(str(why))
 
@@ -303,7 +303,7 @@ def test_functions_that_are_one_step_are_named() -> None:
 
     graph = fx.Graph()
     graph.output(graph.call_function(unseen, (graph.placeholder("x"),)))
-    found = what_is_one_step(fx.GraphModule(nn.Module(), graph))
+    found = find_opaque_step(fx.GraphModule(nn.Module(), graph))
     assert found is not None
     assert "unseen, which is not followed" in found
-    assert what_is_one_step(fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))) is None
+    assert find_opaque_step(fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU()))) is None
