@@ -2,14 +2,13 @@
 
 The leaves of an example are its tensors, KeyedJaggedTensors and JaggedTensors, wherever they are: in dicts, tuples,
 dataclasses or objects of any class. A leaf is called by its path, such as `batch.dense_features`. A call with other
-leaves is a copy of the example, in which each leaf is replaced. What the model answers has names, too.
+leaves is a copy of the example, in which each leaf is replaced.
 """
 
 import copy
 import inspect
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,10 +18,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from export.config import Example
 from export.errors import ModelError, last_line
 from export.trained.running import dotted
-from serving.bundle.scores import RESERVED
 
-# The name of a model's only output; several without names are numbered.
-_SCORES = "scores"
 # What has nothing in it that a request could bring.
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, nn.Module, type)
 
@@ -124,58 +120,3 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _names(slots: str | Sequence[str]) -> Sequence[str]:
     return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
-
-
-def served_name(name: str) -> str:
-    """What an output is called in answers. Those of tables have some names of their own, such as `values`."""
-    return f"{_SCORES}.{name}" if name in RESERVED else name
-
-
-def said_of_names(outputs: Iterable[str]) -> Iterator[str]:
-    """A line for each output that is not called as the model calls it."""
-    for name in RESERVED:
-        if served_name(name) in outputs:
-            yield f"the output {name} is called {served_name(name)}: {name} is a tensor of lookups"
-
-
-def outputs_of(model: nn.Module, answer: Any) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of an answer, by name; and the names of KeyedJaggedTensors in it.
-
-    A tensor alone is `scores`, those of a tuple are `scores_0` and so on, those of a dict, a named tuple, a dataclass
-    or a KeyedTensor have its names. A JaggedTensor is its values. What is in another has both names, with a dot
-    between. One that is called as a tensor of lookups is `scores.values` and so on. All else is left out.
-
-    Raises:
-        ModelError: there is no tensor.
-    """
-    pairs = [(served_name(name), each) for name, each in _named("", answer)]
-    every = dict(pairs)
-    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-        raise ModelError(f"{type(model).__name__}: two of its answers are called {twice[0]!r}: rename one")
-    found = {name: each for name, each in every.items() if each is not None}
-    if not found:
-        raise ModelError(
-            f"{type(model).__name__}: expected a tensor, or tensors as a tuple or by name, as its answer, got "
-            f"{', '.join(f'{name!r}, a KeyedJaggedTensor' for name in every) or type(answer).__name__}"
-        )
-    return found, [name for name, each in every.items() if each is None]
-
-
-def _named(path: str, value: Any) -> Iterator[tuple[str, Tensor | None]]:
-    if isinstance(value, Tensor):
-        yield path or _SCORES, value
-    elif isinstance(value, JaggedTensor):
-        yield path or _SCORES, value.values()
-    elif isinstance(value, KeyedJaggedTensor):
-        yield path or _SCORES, None
-    elif isinstance(value, Mapping | KeyedTensor):
-        named = value.to_dict() if isinstance(value, KeyedTensor) else value
-        for name, each in named.items():
-            yield from _named(f"{path}.{name}" if path else str(name), each)
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from _named(path, dict(zip(value._fields, value, strict=True)))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _named(path, {each.name: getattr(value, each.name) for each in fields(value)})
-    elif isinstance(value, tuple | list):
-        for number, each in enumerate(value):
-            yield from _named(f"{path or _SCORES}_{number}", each)

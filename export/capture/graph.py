@@ -17,10 +17,10 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 
 from export.capture.bags import Bag, GivenKeys
 from export.capture.call_signature import Signature
-from export.capture.example import outputs_of
 from export.capture.following import followable
 from export.capture.given import ids_of, lengths_of, numbers_of, weights_of
 from export.capture.noted import Noted, asked_of_ids, decided_by_ids, raised_by_model, symbols_of
+from export.capture.output_names import named_outputs
 from export.capture.outside import NO_TIME
 from export.capture.sizes import Input
 from export.capture.stand_ins import Collections, answering, jagged_tensors, keyed_tensor, keys_of_features
@@ -311,7 +311,7 @@ class _Whole(nn.Module):
         bags = _bags(given, self.signature.numbers)
         call = self.signature.called(tensors[0].shape[0], bags, by_sample, known=True)
         with answering(self.collections, answer):
-            found, left = outputs_of(self.model, call.answer_of(self.model))
+            found, left = named_outputs(self.model, call.answer_of(self.model), Tensor)
         self.seen.outputs, self.seen.left, self.seen.made = list(found), left, made
         return (*found.values(), *parts, *(bags[name].lengths for name in self.signature.numbers))
 

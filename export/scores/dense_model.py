@@ -4,20 +4,21 @@ import inspect
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from export.capture.example import said_of_names
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS
+from export.capture.output_names import named_outputs, renamed_outputs
 from export.capture.stand_ins import Collections
 from export.config import Example
 from export.errors import ModelError
 from export.scores.dense_inputs import inputs_of
 from export.scores.eager_model import model_errors
 from export.scores.probe_inputs import probe_inputs, probe_request, request_of, spans_of
-from export.scores.split_at_collections import DenseSubgraph, finished, not_tensors, split_at_collections, tensors_of
+from export.scores.split_at_collections import WAY_OUT, DenseSubgraph, finished, split_at_collections
 from export.scores.trace_example import trace_example
 from export.trained.managed import is_sequence
 from export.trained.running import copied, quiet
@@ -83,7 +84,7 @@ def dense_model_of_forward(
     path, entry = _entry(trained)
     found = split_at_collections(entry, columns)
     inputs, request = inputs_of(found, widths), probe_request(manifest, None, known)
-    notes = tuple(said_of_names(found.outputs))
+    notes = tuple(renamed_outputs(found.outputs))
     return DenseModel(path, entry, found, inputs, request, probe_inputs(manifest, request, inputs), notes)
 
 
@@ -135,22 +136,29 @@ def around(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: Mapping
         name: graph.call_function(operator.getitem, (embeddings, (slice(None), slice(first, last))))
         for name, (first, last) in spans.items()
     }
-    called = graph.call_module("own", (pooled, *given))
-    named = tensors_of(answer)
-    if not named:
-        raise not_tensors(own, type(answer).__name__)
-    if isinstance(answer, Tensor):
-        graph.output(called)
-    else:
-        keys = list(answer) if isinstance(answer, Mapping) else range(len(named))
-        pieces = [graph.call_function(operator.getitem, (called, key)) for key in keys]
-        graph.output(dict(zip(named, pieces, strict=True)))
+    named_outputs(own, answer, Tensor, WAY_OUT)
+    graph.output(_parts_of(answer, graph.call_module("own", (pooled, *given))))
 
     def answer_of(model: nn.Module, given: Given) -> object:
         pooled = {name: given.embeddings[:, first:last] for name, (first, last) in spans.items()}
         return model(pooled, *given.dense)
 
     return finished(own, fx.GraphModule({"own": own}, graph, type(own).__name__), tuple(arguments), answer_of)
+
+
+def _parts_of(answer: object, node: fx.Node) -> Any:
+    """The answer that `node` computes, with a node in place of each tensor of it."""
+
+    def part_of(key: Any, part: object) -> Any:
+        return _parts_of(part, node.graph.call_function(operator.getitem, (node, key)))
+
+    if isinstance(answer, Mapping):
+        return {key: part_of(key, part) for key, part in answer.items()}
+    if isinstance(answer, tuple) and hasattr(answer, "_fields"):
+        return {name: part_of(number, getattr(answer, name)) for number, name in enumerate(answer._fields)}
+    if isinstance(answer, tuple | list):
+        return [part_of(number, part) for number, part in enumerate(answer)]
+    return node
 
 
 def _tried(own: nn.Module, spans: Mapping[str, tuple[int, int]], widths: list[int]) -> object:

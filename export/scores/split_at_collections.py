@@ -15,9 +15,9 @@ from torchrec import KeyedTensor
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from export.capture.bags import kjt_of_bags
-from export.capture.example import served_name
 from export.capture.given import Given
 from export.capture.graph import EMBEDDINGS
+from export.capture.output_names import named_outputs, not_tensors
 from export.capture.stand_ins import Columns, joined
 from export.errors import ModelError, first_line
 from export.trained.follow import selects
@@ -61,42 +61,6 @@ class _Tracer(KeyedTracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return m in self._collections or super().is_leaf_module(m, module_qualified_name)
-
-
-# The name of a model's only output; several without names are numbered.
-_SCORES = "scores"
-
-
-def tensors_of(answer: Any, kind: type = Tensor) -> dict[str, Any]:
-    """The tensors of an answer by name: one alone is `scores`, those of a tuple are `scores_0` and so on, those of a
-    dict or a named tuple have its names. None where there is anything else among them.
-
-    Args:
-        answer: of a model; or of a graph.
-        kind: what stands for a tensor.
-    """
-    if isinstance(answer, kind):
-        return {_SCORES: answer}
-    if isinstance(answer, Mapping):
-        named = dict(answer)
-    elif isinstance(answer, tuple) and hasattr(answer, "_fields"):
-        named = dict(zip(answer._fields, answer, strict=True))
-    elif isinstance(answer, tuple | list):
-        named = {f"{_SCORES}_{number}": each for number, each in enumerate(answer)}
-    else:
-        return {}
-    if not all(isinstance(name, str) and isinstance(each, kind) for name, each in named.items()):
-        return {}
-    found = {served_name(name): each for name, each in named.items()}
-    return found if len(found) == len(named) else named  # which is refused by its name
-
-
-def not_tensors(model: nn.Module, got: str) -> ModelError:
-    """The error for an answer that `tensors_of` finds no tensors in."""
-    return ModelError(
-        f"{type(model).__name__}: expected a tensor, or tensors as a tuple or by name, as its answer, got {got}: "
-        f"{WAY_OUT}"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +153,9 @@ def finished(
 
     def named(of: nn.Module, given: Given) -> Mapping[str, torch.Tensor]:
         found = answer(of, given)
-        tensors = tensors_of(found)
+        tensors, _ = named_outputs(model, found, Tensor, WAY_OUT)
         if list(tensors) != list(outputs):
-            raise not_tensors(model, type(found).__name__)
+            raise not_tensors(model, type(found).__name__, WAY_OUT)
         return tensors
 
     return DenseSubgraph(fx.GraphModule(module, module.graph, type(model).__name__), inputs, outputs, named)
@@ -313,9 +277,7 @@ def _name_outputs(entry: nn.Module, graph: fx.Graph) -> tuple[str, ...]:
     if isinstance(answer, fx.Node) and hasattr(answer.target, "_fields"):  # how torch.fx keeps a named tuple
         made, kind = answer, cast(Any, answer.target)
         answer = kind(*answer.args, **answer.kwargs)
-    named = tensors_of(answer, fx.Node)
-    if not named:
-        raise not_tensors(entry, repr(answer))
+    named, _ = named_outputs(entry, answer, fx.Node, WAY_OUT)
     with graph.inserting_before(output):
         output.type = None
         output.args = (tuple(named.values()),)

@@ -10,11 +10,11 @@ from torch import Tensor, fx, nn
 
 from export.capture.bags import Bag
 from export.capture.call_signature import Signature, read_signature
-from export.capture.example import outputs_of, said_of_names
 from export.capture.given import Given, ids_of, lengths_of, numbers_of, rows_of, weights_of
 from export.capture.graph import EMBEDDINGS, Captured, captured
 from export.capture.moved_ids import placed, with_shared_lengths
 from export.capture.numbers_of_ids import Owners, owners_of
+from export.capture.output_names import named_outputs, renamed_outputs
 from export.capture.scriptable import scriptable
 from export.capture.sizes import Answer, Input, Sizes
 from export.capture.stand_ins import Collections, keys_of_features
@@ -78,7 +78,7 @@ class FromExample:
                 for path, numbers in zip(paths, given.dense, strict=True)
             }
             call = self.signature.called(given.samples, given.bags, by_sample)
-            found, _ = outputs_of(of, call.answer_of(of))
+            found, _ = named_outputs(of, call.answer_of(of), Tensor)
             return {name: found[name].movedim(each.dim, 0) for name, each in outputs.items()}
 
         by_id = {name: each.key for name, each in outputs.items() if each.key is not None}
@@ -133,7 +133,7 @@ class FromExample:
             yield f"example: requests are not checked as the forward does{' and'.join(signature.checks.lines)}"
         if left := [*(name for name in self.graph.outputs if name not in outputs), *self.graph.left]:
             yield f"example: the outputs {', '.join(left)} are left out: they have no row for each sample, or id"
-        yield from (f"example: {each}" for each in said_of_names(outputs))
+        yield from (f"example: {each}" for each in renamed_outputs(outputs))
         for name, answer in outputs.items():
             if answer.dim:
                 yield f"example: the output {name} has its rows in dimension {answer.dim}: they come first in answers"

@@ -60,6 +60,38 @@ def test_outputs_that_are_called_as_tensors_of_lookups_get_another_name(example:
         assert any("the output values is called scores.values" in note for note in notes)
 
 
+class Nested(Named):
+    def forward(self, ids: KeyedJaggedTensor) -> Any:
+        total = self.bags(ids).values().sum(1)
+        return total, {"again": total * 2, "more": [total * 3]}
+
+
+class OwnNested(nn.Module):
+    def forward(self, pooled: dict[str, Tensor]) -> tuple[Tensor, dict[str, list[Tensor]]]:
+        total = torch.cat([pooled["x"], pooled["y"], pooled["z"]], dim=1).sum(1)
+        return total, {"again": [total * 2, total * 3]}
+
+
+@pytest.mark.parametrize(
+    ("ways", "names"),
+    [
+        ({}, ["scores_0", "scores_1.again", "scores_1.more_0"]),
+        ({"example": (keyed(),)}, ["scores_0", "scores_1.again", "scores_1.more_0"]),
+        ({"dense": OwnNested()}, ["scores_0", "scores_1.again_0", "scores_1.again_1"]),
+    ],
+    ids=["without an example", "with one", "own module"],
+)
+def test_nested_answers_join_their_names(ways: Any, names: list[str], tmp_path: Path) -> None:
+    module = Nested().eval()
+    bundle = export_model(module, tmp_path / "r", "m", EXACT, **ways)
+    with Engine.open(bundle) as engine, torch.no_grad():
+        scores = engine.score(IDS)
+        total = module(keyed())[0].numpy()
+    assert [*scores] == names
+    for factor, name in enumerate(names, 1):
+        np.testing.assert_allclose(scores[name], factor * total, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("example", [None, (keyed(),)], ids=["without an example", "with one"])
 def test_a_name_that_another_output_has_is_refused(example: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"Twice: .*values'"):

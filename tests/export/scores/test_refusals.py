@@ -68,9 +68,10 @@ class TakesValues(_Model):
         return self.over(values).add(self.logits(ids))  # type: ignore[no-any-return]
 
 
-class AnswersTwice(_Model):
+class AnswersNothing(_Model):
     def forward(self, ids: KeyedJaggedTensor) -> Any:
-        return self.logits(ids), {"again": self.logits(ids)}
+        self.logits(ids)
+        return "none"
 
 
 class AnswersTables(_Model):
@@ -118,7 +119,10 @@ class OutOfReach(_Model):
         (HasDefault, "HasDefault: argument 'price' has a default"),
         (TakesMany, "TakesMany: argument '*more' has a default, or stands for several"),
         (TakesValues, "TakesValues: dense input 'values': expected a name of its own"),
-        (AnswersTwice, "AnswersTwice: expected a tensor, or tensors as a tuple or by name, as its answer"),
+        (
+            AnswersNothing,
+            "AnswersNothing: expected a tensor, or tensors as a tuple or by name, as its answer, got str",
+        ),
         (
             AnswersTables,
             "AnswersTables: expected a tensor, or tensors as a tuple or by name, as its answer, got KeyedTensor",
