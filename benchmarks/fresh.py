@@ -32,7 +32,7 @@ from serving.bundle.lineage import deltas_folder
 from serving.client import LookupClient
 from serving.model.settings import ServingSettings
 from serving.server import Ports, Server, run_server
-from serving.tables.live_copy import LIVE_PREFIX
+from serving.tables.mutable_tables import LIVE_PREFIX
 from tests.support.s3 import BUCKET, s3_server
 
 NAME, TABLE, ROWS, DIM = "fresh", "item", 4_000_000, 64
@@ -222,10 +222,10 @@ def _private_bytes(server: Server) -> int:
 
 
 def _processes(server: Server) -> list[psutil.Process]:
-    """tritonserver, its models' processes, and the applier."""
+    """tritonserver, its models' processes, and the delta writer."""
     triton = psutil.Process(server.process.pid)
-    appliers = [each for each in psutil.Process().children() if "serving.tables.applier" in each.cmdline()]
-    return [triton, *triton.children(recursive=True), *appliers]
+    writers = [each for each in psutil.Process().children() if "serving.tables.delta_writer" in each.cmdline()]
+    return [triton, *triton.children(recursive=True), *writers]
 
 
 def _applied(server: Server) -> int:

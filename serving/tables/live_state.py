@@ -55,7 +55,7 @@ class About(Strict, frozen=True):
 
 
 class State:
-    """The state of a live copy. One process writes it, the applier; any may read it.
+    """The state of a live copy. One process writes it, the delta writer; any may read it.
 
     Args:
         pages: the first 2 MiB of the copy or more, mapped.

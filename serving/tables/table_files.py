@@ -18,8 +18,8 @@ from serving.bundle.opening import check_digest, check_sha256
 from serving.bundle.plan import Plan
 from serving.errors import BundleError, ConfigurationError
 from serving.tables.huge_page_copy import SharedCopies
-from serving.tables.live_copy import LiveCopy, offsets_of
 from serving.tables.memory_budget import most_weights_bytes, weights_of_others
+from serving.tables.mutable_tables import LiveCopy, offsets_of
 from serving.tables.pages import HUGE_PAGE, MappedFile, leave_out_of_memory
 from serving.tables.read_ahead import ReadAhead
 

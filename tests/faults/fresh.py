@@ -1,4 +1,4 @@
-"""Rows that deltas change all the time: by the thousand, and while the applier and models' processes are killed.
+"""Rows that deltas change all the time: by the thousand, and while the delta writer and models' processes are killed.
 
 Every element of a row shows the number of the delta that changed it last. So a reader sees whether a row is torn, older
 than before, or not there yet.
@@ -53,7 +53,7 @@ class Seen:
     """Figures of what was read. `late` rows had not the number of their last delta in the end."""
 
     deltas: int = 0
-    killed: dict[str, int] = field(default_factory=lambda: {"applier": 0, "model": 0})
+    killed: dict[str, int] = field(default_factory=lambda: {"delta_writer": 0, "model": 0})
     reads: int = 0
     refused: int = 0
     torn: int = 0
@@ -173,8 +173,8 @@ def _is_ready(server: Running) -> bool:
 
 
 def _kill(server: Running, seen: Seen, random: np.random.Generator) -> None:
-    kinds = ["applier", "model"] if seen.killed["model"] < _MOST_MODELS_KILLED else ["applier"]
-    what = random.choice([*kinds, *["applier"] * 4])
+    kinds = ["delta_writer", "model"] if seen.killed["model"] < _MOST_MODELS_KILLED else ["delta_writer"]
+    what = random.choice([*kinds, *["delta_writer"] * 4])
     if what == "model" and not _is_ready(server):  # a model that dies while it is loaded anew is given up
         return
     with suppress(psutil.Error, ValueError):  # it has just ended, or is started
@@ -184,6 +184,6 @@ def _kill(server: Running, seen: Seen, random: np.random.Generator) -> None:
                 seen.killed[what] += 1
         else:
             for each in psutil.Process(server.process.pid).children():
-                if "serving.tables.applier" in each.cmdline():
+                if "serving.tables.delta_writer" in each.cmdline():
                     each.kill()
                     seen.killed[what] += 1

@@ -150,7 +150,7 @@ def test_rows_that_change_are_whole_and_never_older_whoever_is_killed(tmp_path: 
     print(seen.line())
     assert (seen.torn, seen.backwards, seen.too_new, seen.late) == (0, 0, 0, 0)
     assert seen.reads > 10
-    assert seen.killed["applier"] > 0
+    assert seen.killed["delta_writer"] > 0
 
 
 @pytest.mark.long

@@ -104,8 +104,8 @@ def changing_nothing(bundle: Path) -> Iterator[None]:
 
 @contextmanager
 def applying(bundle: Path, monkeypatch: pytest.MonkeyPatch, form: LogFormat = LogFormat.TEXT) -> Iterator[LiveCopies]:
-    """Keep an applier for the engines of this process and its children, as a server does."""
-    log = server_log(bundle.parent.parent.parent / "applier.log", form)
+    """Keep a delta writer for the engines of this process and its children, as a server does."""
+    log = server_log(bundle.parent.parent.parent / "delta_writer.log", form)
     copies = LiveCopies(deltas_folder(bundle.parent.parent), {}, log)
     for name, value in copies.environment.items():
         monkeypatch.setenv(name, value)

@@ -354,7 +354,7 @@ def running(
 
 
 def tritonserver_of(process: subprocess.Popen[str]) -> psutil.Process:
-    """The server that `tbe-serve run` started. It may have started an applier of deltas, too."""
+    """The server that `tbe-serve run` started. It may have started a delta writer, too."""
     (server,) = tritonservers_of(process)
     return server
 

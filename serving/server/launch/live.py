@@ -1,7 +1,8 @@
-"""The live copies of a server: their applier is kept running, their deltas are brought, and what they are at is told.
+"""The live copies of a server: keep their delta writer running, fetch their deltas, and report their state.
 
-`serving.tables.live_copy` has the copies, `serving.tables.applier` the process that writes deltas to them. A server
-that has no live copy starts no applier. Deltas in a store are brought into a folder, where the applier finds them.
+`serving.tables.mutable_tables` has the copies, and `serving.tables.delta_writer` is the process that writes deltas to
+them. A server without live copies starts no delta writer. Deltas in a store are fetched into a folder, where the
+delta writer finds them.
 """
 
 import logging
@@ -20,16 +21,16 @@ from serving.bundle.lineage import Step, delta_path, reached, steps_in
 from serving.delta_store import DeltaStore, LiveLineage, lineages
 from serving.errors import ServerUnavailable, ServingError
 from serving.log import Output
-from serving.tables.live_copy import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 from serving.tables.live_state import About, State
+from serving.tables.mutable_tables import LIVE_DELTAS, LIVE_SERVER, live_copies, remove_unused_live_copies, state_of
 
-# Seconds between looks at the copies and the applier.
+# Seconds between looks at the copies and the delta writer.
 _LOOKS_S = 0.2
 # Seconds between two lists of a folder, which may have thousands of deltas.
 _LISTS_S = 1.0
 # Seconds between looks at a store. Each is a request for each lineage.
 _ASKS_S = 0.5
-# Least seconds between two starts of the applier.
+# Least seconds between two starts of the delta writer.
 _STARTS_S = 1.0
 # One thread: it multiplies nothing.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -83,7 +84,7 @@ class LiveCopies:
 
     Args:
         deltas: the folder of all deltas.
-        environment: of the applier, in addition to ours.
+        environment: of the delta writer, in addition to ours.
         log: the server's log.
 
     Attributes:
@@ -114,8 +115,8 @@ class LiveCopies:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """In the block, keep an applier running while there are copies."""
-        thread = threading.Thread(target=self._keep, name="applier", daemon=True)
+        """In the block, keep a delta writer running while there are copies."""
+        thread = threading.Thread(target=self._keep, name="delta writer", daemon=True)
         thread.start()
         try:
             yield
@@ -226,7 +227,7 @@ class LiveCopies:
     def _applied(self, state: State) -> Applied:
         about, sequence = state.about, state.sequence
         folder = Path(about.deltas)
-        with suppress(OSError):  # the applier says so; or it was removed
+        with suppress(OSError):  # the delta writer says so; or it was removed
             if folder not in self._steps:
                 self._steps[folder] = steps_in(folder)
         steps = self._steps.get(folder, [])
@@ -274,9 +275,9 @@ class LiveCopies:
             if not is_running and time.monotonic() >= next_start and copies:
                 if process is not None:
                     self._log.warning(
-                        "the applier of deltas ended with %d, and is started again",
+                        "the delta writer ended with %d, and is started again",
                         process.returncode,
-                        extra={"event": "applier_died"},
+                        extra={"event": "delta_writer_died"},
                     )
                 next_start = time.monotonic() + _STARTS_S
                 process = self._start()
@@ -287,7 +288,7 @@ class LiveCopies:
             process.wait()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-P", "-m", "serving.tables.applier", self._name]
+        command = [sys.executable, "-P", "-m", "serving.tables.delta_writer", self._name]
         process = subprocess.Popen(
             command,
             env=self._variables,
@@ -296,7 +297,7 @@ class LiveCopies:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # else a Ctrl-C would end it before what was accepted is answered
         )
-        Output(cast(BinaryIO, process.stdout), self._log, "applier")
+        Output(cast(BinaryIO, process.stdout), self._log, "delta-writer")
         return process
 
     def _say_changes(self) -> None:

@@ -18,7 +18,7 @@ from serving.router.hosts_config import hosts_of
 from serving.router.replicas import HostReplicas, replicas_of
 from serving.server.launch.run_file import Recovery, RunFile
 from serving.tables.huge_page_copy import COPY_PREFIX
-from serving.tables.live_copy import LIVE_PREFIX, state_of
+from serving.tables.mutable_tables import LIVE_PREFIX, state_of
 from serving.tables.pages import cached, huge_bytes_of
 from serving.triton.control import NEWEST, UNLOADED, Control, VersionState, replaced_policy
 from serving.triton.stubs import Stub, living_stubs

@@ -28,7 +28,7 @@ from serving.errors import BundleError, ConfigurationError
 from serving.log import LogFormat
 from serving.server.launch import live
 from serving.tables import memory_budget
-from serving.tables.live_copy import LIVE_SERVER, live_copies
+from serving.tables.mutable_tables import LIVE_SERVER, live_copies
 from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
 from tests.support.live import applying, publish_number, published, wait_until, wait_until_applied
@@ -248,7 +248,7 @@ def test_the_log_says_which_delta_was_applied_last(tmp_path: Path, monkeypatch: 
     says = re.search(rb'"sha256":"([0-9a-f]{64})"', content)
     assert says is not None
     assert hashlib.sha256(content.replace(says[1], b"0" * 64)).hexdigest() == says[1].decode()
-    lines = [json.loads(line) for line in (tmp_path / "applier.log").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "delta_writer.log").read_text().splitlines()]
     assert [(each["event"], each["level"], each["lineage"]) for each in lines] == [
         ("deltas_applied", "INFO", name)
     ] * len(lines)
@@ -273,7 +273,7 @@ def test_the_log_says_once_what_stops_deltas_and_once_that_they_go_on(
         wait_until_applied(copies, 1)
         assert engine.rows("t", [3]).tolist() == [[5.0] * DIM]
         time.sleep(0.5)
-    lines = (tmp_path / "applier.log").read_text().splitlines()
+    lines = (tmp_path / "delta_writer.log").read_text().splitlines()
     why, then = [line for line in lines if " deltas_applied: " not in line]
     assert why.partition(" ")[2] == (
         f"ERROR tbe-serve deltas_stopped: m 1: deltas are applied up to 0: {bad}: expected a delta, got 3 bytes that are no safetensors: bring "

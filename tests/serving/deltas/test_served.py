@@ -160,7 +160,7 @@ def test_a_version_has_its_own_copy_and_its_own_deltas(tmp_path: Path) -> None:
 
 
 def test_a_compacted_version_goes_on_where_the_deltas_in_it_end(tmp_path: Path) -> None:
-    """They are pruned; an applier that is killed, and a server that starts, do without them."""
+    """They are pruned; a delta writer that is killed, and a server that starts, do without them."""
     first = published(tmp_path, 100, DIM, WeightDtype.FP32)
     for number in (1, 2):
         publish_number(first, number, [3], DIM)
@@ -172,12 +172,12 @@ def test_a_compacted_version_goes_on_where_the_deltas_in_it_end(tmp_path: Path) 
         while [*prune(tmp_path / "r" / "m", 1)][-1].kept is not None:  # until tritonserver has let it go
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        (applier,) = (
+        (writer,) = (
             each
             for each in psutil.Process(server.process.pid).children()
-            if "serving.tables.applier" in each.cmdline()
+            if "serving.tables.delta_writer" in each.cmdline()
         )
-        applier.kill()
+        writer.kill()
         publish_number(second, 3, [3], DIM)
         wait_for_number(client, 3)
         assert metric(server, "tbe_delta_sequence", model="m", version="2") == 3

@@ -25,8 +25,8 @@ from serving.bundle.signature import TRUSTED_KEYS
 from serving.engine import Engine
 from serving.errors import BundleError, ConfigurationError
 from serving.server.launch.live import LiveCopies
-from serving.tables import applier
-from serving.tables.live_copy import LiveCopy, remove_unused_live_copies
+from serving.tables import delta_writer
+from serving.tables.mutable_tables import LiveCopy, remove_unused_live_copies
 from serving.tables.table_files import WeightsMemory
 from tests.support.commands import tbe_export
 from tests.support.deltas import listed
@@ -77,7 +77,7 @@ def check(engine: Engine, before: npt.NDArray[np.floating[Any]], last: int = LAS
 
 
 @contextmanager
-def without_applier(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCopy]:
+def without_delta_writer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCopy]:
     """The live copy of a bundle, to which nobody writes but the block."""
     server = LiveCopies(deltas_folder(bundle.parent.parent), {}, logging.getLogger())
     for name, value in server.environment.items():
@@ -149,8 +149,8 @@ def test_no_model_is_ready_before_what_was_squashed_later_is_applied(
     """One file may go beyond the delta that a model waits for, which was the newest when it was loaded."""
     bundle = published(tmp_path, ROWS, DIM, WeightDtype.INT8)
     some_deltas(bundle, last=4)
-    with without_applier(bundle, monkeypatch) as live:
-        copy = applier.AppliedCopy(LiveCopy.attach(live.path))
+    with without_delta_writer(bundle, monkeypatch) as live:
+        copy = delta_writer.AppliedCopy(LiveCopy.attach(live.path))
         some_deltas(bundle, 5)
         squash(bundle.parent.parent, "m")
         for _ in range(100):
@@ -187,14 +187,14 @@ def test_no_row_is_torn_and_none_becomes_older_while_deltas_are_squashed(
     assert [(each["torn"], each["backwards"]) for each in seen] == [(0, 0)] * 2
 
 
-# An applier that is killed in the middle of rows: of the slice that is named.
+# A delta writer that is killed in the middle of rows: of the slice that is named.
 _KILLED = """
 import os, sys
 from pathlib import Path
-from serving.tables import applier
-from serving.tables.live_copy import LiveCopy
-applier._SLICE_S, applier._FIRST_ROWS = 1e-9, 1
-copy = applier.AppliedCopy(LiveCopy.attach(Path(sys.argv[1])))
+from serving.tables import delta_writer
+from serving.tables.mutable_tables import LiveCopy
+delta_writer._SLICE_S, delta_writer._FIRST_ROWS = 1e-9, 1
+copy = delta_writer.AppliedCopy(LiveCopy.attach(Path(sys.argv[1])))
 for _ in range(1 + int(sys.argv[3])):
     copy.step()
 assert copy._state.sequence < copy._state.begun == int(sys.argv[2])
@@ -206,7 +206,7 @@ with copy._state.writing(stop, 1):
 
 @pytest.mark.parametrize("slices", one_in(2, [0, 1, 20]))
 @pytest.mark.parametrize("is_squashed", [True, False])
-def test_a_killed_applier_s_successor_goes_on_with_the_same_file(
+def test_a_killed_delta_writer_s_successor_goes_on_with_the_same_file(
     is_squashed: bool, slices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever else could be taken by then; and if it is gone, with none."""
@@ -216,8 +216,8 @@ def test_a_killed_applier_s_successor_goes_on_with_the_same_file(
     some_deltas(bundle, 1, half)
     begun = squash(bundle.parent.parent, "m").path if is_squashed else delta_path(folder_of(bundle), half)
     since = 0 if is_squashed else half - 1
-    with without_applier(bundle, monkeypatch) as live:
-        first = applier.AppliedCopy(LiveCopy.attach(live.path))
+    with without_delta_writer(bundle, monkeypatch) as live:
+        first = delta_writer.AppliedCopy(LiveCopy.attach(live.path))
         while live.state.sequence < since:
             first.step()
         first.close()
@@ -228,7 +228,7 @@ def test_a_killed_applier_s_successor_goes_on_with_the_same_file(
         some_deltas(bundle, half + 1)
         squash(bundle.parent.parent, "m")  # which goes further
         gone = begun.rename(begun.with_name("gone"))
-        successor = applier.AppliedCopy(LiveCopy.attach(live.path))
+        successor = delta_writer.AppliedCopy(LiveCopy.attach(live.path))
         successor.step()
         said = f"{delta_path(folder_of(bundle), half)}: was applied in part, and is gone or another by now"
         assert live.state.stopped.startswith(said)

@@ -25,9 +25,10 @@ from serving.engine import Engine
 from serving.errors import ServerUnavailable
 from serving.log import server_log
 from serving.server.launch.live import LiveCopies
-from serving.tables import applier, live_copy, live_state
+from serving.tables import delta_writer, live_state, mutable_tables
 from serving.tables.huge_page_copy import locked
-from serving.tables.live_copy import (
+from serving.tables.live_state import State
+from serving.tables.mutable_tables import (
     LIVE_DELTAS,
     LIVE_PREFIX,
     LIVE_SERVER,
@@ -35,7 +36,6 @@ from serving.tables.live_copy import (
     live_copies,
     remove_unused_live_copies,
 )
-from serving.tables.live_state import State
 from serving.tables.table_files import WeightsMemory
 from tests.support.live import applying, publish_number, published, readers, seen_by, wait_until_applied
 from tests.support.often import one_in
@@ -70,7 +70,7 @@ def test_no_row_is_torn_and_none_becomes_older(
 
 
 @pytest.mark.parametrize("lock", [False, True], ids=["fence", "lock"])
-def test_a_reader_waits_for_rows_that_a_killed_applier_half_wrote(
+def test_a_reader_waits_for_rows_that_a_killed_delta_writer_half_wrote(
     lock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until the next one has written them again. With the lock as well, which other processors use."""
@@ -80,18 +80,18 @@ def test_a_reader_waits_for_rows_that_a_killed_applier_half_wrote(
     with applying(bundle, monkeypatch) as copies:
         engine = Engine.open(bundle, memory=WeightsMemory.LIVE)
         assert engine.table_files.live is not None
-        (applier,) = _appliers()
-        applier.send_signal(signal.SIGSTOP)
-        # As the applier does, but killed in the middle of rows [200, 600) of the next delta.
+        (writer,) = _delta_writers()
+        writer.send_signal(signal.SIGSTOP)
+        # As the delta writer does, but killed in the middle of rows [200, 600) of the next delta.
         subprocess.run([sys.executable, "-c", _KILLED_WRITER, engine.table_files.live.path], check=True)
         assert engine.table_files.live.state.half_written == (200, 600)
         publish_number(bundle, 2, range(ROWS), 16)
-        applier.kill()  # its successor comes
+        writer.kill()  # its successor comes
         found = engine.rows("t", np.arange(ROWS))
         assert (found[200:600] == 2).all()
         assert (found == found[:, :1]).all()
         wait_until_applied(copies, 2)
-        # Rows before the slice had been written by the applier that was killed: they are not written again.
+        # Rows before the slice had been written by the delta writer that was killed: they are not written again.
         assert (engine.rows("t", np.arange(200)) == 1).all()
         assert (engine.rows("t", np.arange(200, ROWS)) == 2).all()
         engine.close()
@@ -100,7 +100,7 @@ def test_a_reader_waits_for_rows_that_a_killed_applier_half_wrote(
 _KILLED_WRITER = """
 import os, sys
 from pathlib import Path
-from serving.tables.live_copy import LiveCopy
+from serving.tables.mutable_tables import LiveCopy
 copy = LiveCopy.attach(Path(sys.argv[1]))
 with copy.state.writing(200, 400):
     start = (2 << 20) + 300 * 64 + 13
@@ -109,16 +109,16 @@ with copy.state.writing(200, 400):
 """
 
 
-def _appliers() -> list[psutil.Process]:
+def _delta_writers() -> list[psutil.Process]:
     found = []
     for each in psutil.Process().children():
         with suppress(psutil.Error):  # it has just ended
-            if "serving.tables.applier" in each.cmdline():
+            if "serving.tables.delta_writer" in each.cmdline():
                 found.append(each)
     return found
 
 
-def test_rows_are_as_after_a_clean_run_however_often_the_applier_is_killed(
+def test_rows_are_as_after_a_clean_run_however_often_the_delta_writer_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dim, last = 64, 20
@@ -133,8 +133,8 @@ def test_rows_are_as_after_a_clean_run_however_often_the_applier_is_killed(
             publish_number(bundle, number, changed.tolist(), dim)
             expected[changed] = number
             if number % 4 == 0:
-                for applier in _appliers():
-                    applier.kill()
+                for writer in _delta_writers():
+                    writer.kill()
         seen = seen_by(reader)
         wait_until_applied(copies, last)
         with Engine.open(bundle, memory=WeightsMemory.LIVE) as engine:
@@ -167,7 +167,7 @@ def test_a_copy_stays_for_as_long_as_a_model_may_need_to_be_loaded_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From when it was used last, whenever it is looked at."""
-    monkeypatch.setattr(applier, "_UNUSED_S", 0.5)
+    monkeypatch.setattr(delta_writer, "_UNUSED_S", 0.5)
     bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
     monkeypatch.setenv(LIVE_SERVER, "0123456789abcdef")
     monkeypatch.setenv(LIVE_DELTAS, str(tmp_path))
@@ -175,7 +175,7 @@ def test_a_copy_stays_for_as_long_as_a_model_may_need_to_be_loaded_anew(
     engine = Engine.open(bundle, memory=WeightsMemory.LIVE)
     assert engine.table_files.live is not None
     path = engine.table_files.live.path
-    copy = applier.AppliedCopy(LiveCopy.attach(path))
+    copy = delta_writer.AppliedCopy(LiveCopy.attach(path))
     end = time.monotonic() + 0.8
     while time.monotonic() < end:
         used_at = time.monotonic()
@@ -189,8 +189,8 @@ def test_a_copy_stays_for_as_long_as_a_model_may_need_to_be_loaded_anew(
     copy.close()
 
 
-def test_a_server_without_an_applier_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_copy, "_CATCH_UP_S", 0.2)
+def test_a_server_without_a_delta_writer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutable_tables, "_CATCH_UP_S", 0.2)
     bundle = published(tmp_path, ROWS, 16, WeightDtype.FP32)
     copies = LiveCopies(tmp_path, {}, server_log())
     for name, value in copies.environment.items():
@@ -280,7 +280,7 @@ _MODEL = """
 import os, sys
 from pathlib import Path
 from serving.bundle.opening import open_bundle
-from serving.tables.live_copy import LiveCopy
+from serving.tables.mutable_tables import LiveCopy
 bundle = open_bundle(Path(sys.argv[1]))
 copy = LiveCopy.take(bundle.path, bundle.manifest, "")
 print(copy.path, flush=True)
@@ -320,7 +320,7 @@ def _held(path: str, monkeypatch: pytest.MonkeyPatch) -> int:
                 fcntl.flock(held, fcntl.LOCK_SH)
             raise
 
-    monkeypatch.setattr(live_copy, "locked", let_go)
+    monkeypatch.setattr(mutable_tables, "locked", let_go)
     return inode
 
 
@@ -328,13 +328,13 @@ _SERVER = """
 import os, sys
 from pathlib import Path
 from serving.bundle.opening import open_bundle
-from serving.tables import applier
-from serving.tables.live_copy import LiveCopy
+from serving.tables import delta_writer
+from serving.tables.mutable_tables import LiveCopy
 bundle, half_written = open_bundle(Path(sys.argv[1])), int(sys.argv[2])
 copy = LiveCopy.take(bundle.path, bundle.manifest, "")
 print(copy.path, flush=True)
 sys.stdin.read()
-applied = applier.AppliedCopy(LiveCopy.attach(copy.path))
+applied = delta_writer.AppliedCopy(LiveCopy.attach(copy.path))
 while copy.state.sequence < (half_written or 4) - 1:
     applied.step()
 if half_written:

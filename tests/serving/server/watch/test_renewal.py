@@ -22,7 +22,7 @@ from export import WeightDtype, export_model
 from export.publish.published import release
 from serving.client import LookupClient, Tls
 from serving.errors import ServingError
-from serving.tables.live_copy import LIVE_PREFIX
+from serving.tables.mutable_tables import LIVE_PREFIX
 from tests.support.certificates import write_certificates
 from tests.support.live import publish_number, published
 from tests.support.models import SUM, collection

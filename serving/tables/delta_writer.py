@@ -1,4 +1,4 @@
-"""The applier: the one process of a server that writes deltas to its live copies. `tbe-serve run` starts it.
+"""The delta writer: the one process of a server that writes deltas to its live copies. `tbe-serve run` starts it.
 
 It is a process of its own, because lookups wait while rows are half written: nothing here waits for Python's lock, or
 for another thread. It reads the folders of deltas `_LOOKS_S` apart, checks a delta as a whole, and writes its rows in
@@ -26,7 +26,7 @@ from serving.bundle.parse import parse_manifest
 from serving.bundle.signature import TrustedKeys
 from serving.errors import BundleError, ServingError
 from serving.files import read_file
-from serving.tables.live_copy import LiveCopy, live_copies, shard_rows
+from serving.tables.mutable_tables import LiveCopy, live_copies, shard_rows
 
 # Seconds between looks at the folders.
 _LOOKS_S = 0.2
@@ -205,7 +205,7 @@ class AppliedCopy:
     def _next_step(self) -> Step:
         """What comes next: squashed deltas if they can be taken, else the next one, which may not be there yet.
 
-        If a killed applier wrote rows of something, that comes first.
+        If a killed delta writer wrote rows of something, that comes first.
 
         Raises:
             BundleError: that is gone, or another has its place.
@@ -263,7 +263,7 @@ class AppliedCopy:
 
     def _apply(self, delta: Delta) -> Iterator[float]:
         """Write the rows of a delta, a slice at each step. It yields the processor's time for that, in seconds."""
-        begun = self._state.half_written  # by an applier that was killed: what came before is written
+        begun = self._state.half_written  # by a delta writer that was killed: what came before is written
         self._left = sum(len(changed.ids) for changed in delta.tables.values())
         self._due_at = time.monotonic() + _WITHIN_S
         rows_written = 0

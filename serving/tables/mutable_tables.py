@@ -1,8 +1,9 @@
 """The live copy: the rows of a version in shared memory, where deltas change them while they are looked up.
 
 A server has one live copy of each version that it serves with `weights-memory: live`. The processes of the model map
-it. One other process, the applier, writes to it (serving/tables/applier.py). If all of them are killed, the next
-server goes on with the copy. The file lies on a file system of huge pages if there is one, else in /dev/shm. It is::
+it. One other process, the delta writer, writes to it (serving/tables/delta_writer.py). If all of them are killed, the
+next server goes on with the copy. The file lies on a file system of huge pages if there is one, else in /dev/shm.
+It is::
 
     [0, 2 MiB)      the state: 64-bit numbers, and texts
     [2 MiB, …)      the weights files, in the order of their names, each from a multiple of 2 MiB on
@@ -153,7 +154,7 @@ class LiveCopy:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Let the copy go. It stays until the applier or the server removes it: a model may be loaded anew."""
+        """Let the copy go. It stays until the delta writer or the server removes it: a model may be loaded anew."""
         self._let_go()
 
 
